@@ -472,7 +472,7 @@ def plan_save(
         tensors |= {BUFFER + name: buffer for name, buffer in buffers.items()}
     tensors |= rng_states() | engine.window_start.own_state(engine)
     # the state of a whole tensor is written by the rank that has its first element
-    whole_states = {} if bound is None else bound.factors.held(firsts=True)
+    whole_states = {} if bound is None else bound.tensor_state.by_parameter(firsts=True)
     factors = {name: of for name, of in whole_states.items() if name in params_saved_here}
     tensors |= {
         factor_key(parameter, name): each.reshape(-1)
@@ -492,7 +492,8 @@ def plan_save(
         apart=[]
         if bound is None
         else [
-            {names.own(name): numbers for name, numbers in group.items()} for group in bound.apart()
+            {names.own(name): numbers for name, numbers in group.items()}
+            for group in bound.overrides()
         ],
         factors={
             parameter: {name: tuple(each.shape) for name, each in of.items()}

@@ -27,8 +27,8 @@ from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, in_units, listed, log_rank0
-from hf_zero.optim.bound_optimizer import ParameterNumbers
-from hf_zero.optim.segment_table import Factors
+from hf_zero.optim.bound_optimizer import ParameterScalars
+from hf_zero.optim.segment_table import TensorStates
 from hf_zero.zero.layout.sharding import persistent_buffers
 from hf_zero.zero.state_entries import StateEntry, StateSource, transfer
 
@@ -225,7 +225,7 @@ def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> se
         for run in copy_ranges(manifest, flat.layout, flat.owned[0], flat.owned[1], match.held)
     }
     saved = manifest.optimizer.factors if manifest.optimizer and engine.bound else {}
-    names = {match.held.get(name) for name in engine.bound.factors.names} if saved else set()
+    names = {match.held.get(name) for name in engine.bound.tensor_state.names} if saved else set()
     needed |= {of.file for name, of in saved.items() if name in names}
     if any(name in manifest.buffers for name in match.buffers.values()):
         needed.add(0)
@@ -267,7 +267,7 @@ class _Load(StateSource):
             for kind, runs in self.runs[flat].items():
                 self.nbytes += checkpoint.nbytes(runs, kind)
         saved = self.manifest.optimizer.factors if optimizer and self.manifest.optimizer else {}
-        for name in engine.bound.factors.names if saved else ():
+        for name in engine.bound.tensor_state.names if saved else ():
             if self.match.held.get(name) in saved:
                 checkpoint.file(saved[self.match.held[name]].file)
         self.buffers = self._read_buffers()
@@ -368,7 +368,7 @@ class _Load(StateSource):
                 name = self.match.buffers[entry.name]
                 self.checkpoint.read(name, entry.range[0], entry.part(out))
 
-    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterNumbers]:
+    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterScalars]:
         saved = {
             name: group.numbers_of(name) for group in self._groups() for name in group.parameters
         }
@@ -384,8 +384,8 @@ class _Load(StateSource):
                 found[name] = numbers and {k: n for k, n in numbers.items() if k != "step"}
         return found
 
-    def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors:
-        held, names = self.match.held, self.engine.bound.factors.names
+    def factors(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
+        held, names = self.match.held, self.engine.bound.tensor_state.names
         return {name: self.checkpoint.factors(held[name]) for name in names if name in held}
 
     def _groups(self) -> list[GroupEntry]:

@@ -18,7 +18,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
 from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
-from hf_zero.optim.segment_table import factor_names
+from hf_zero.optim.segment_table import tensor_state_names
 from hf_zero.optim.state import kept_states
 from hf_zero.zero.layout.sharding import WholeNames, belongs, persistent_buffers
 
@@ -278,7 +278,7 @@ def check_optimizer(
             f"{listed(unknown)}; use the optimizer it was saved with, {remedy}"
         )
     of_wholes = {name for of in saved.factors.values() for name in of.shapes}
-    if unknown := sorted(of_wholes - {*factor_names(optimizer)}):
+    if unknown := sorted(of_wholes - {*tensor_state_names(optimizer)}):
         raise CheckpointError(
             f"{where} has {listed(unknown)} of whole parameters, of which {live} keeps none "
             "(torch's Adafactor is not transformers'); use the optimizer it was saved with, "

@@ -62,7 +62,7 @@ from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progres
 from hf_zero.checkpoint.tensorfile import FileHashes, hash_of
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units, logger
-from hf_zero.optim.segment_table import numbers_of_ranks
+from hf_zero.optim.segment_table import scalars_of_ranks
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
@@ -434,7 +434,7 @@ def _optimizer(
 ) -> OptimizerEntry:
     groups = []
     for index, group in enumerate(head.groups):
-        scalars, apart = numbers_of_ranks(
+        scalars, apart = scalars_of_ranks(
             [(report.scalars[index], report.apart[index]) for report in reports]
         )
         groups.append(replace(group, scalars=scalars, parameters=names[index], apart=apart))

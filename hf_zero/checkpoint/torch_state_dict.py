@@ -225,7 +225,7 @@ class _TorchStates:
             name: self.whole.every(name) if whole else (self.whole.own(name),)
             for _, name, _ in self.trained()
         }
-        if bound.factors.held():
+        if bound.tensor_state.by_parameter():
             raise CheckpointError(
                 f"{type(self.engine.optimizer).__name__} keeps sums of whole tensors, for which "
                 "torch.distributed.checkpoint has no names; use engine.save_checkpoint"

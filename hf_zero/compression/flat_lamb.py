@@ -44,7 +44,7 @@ class FlatLamb(FlatMomentum):
 
     def freeze(self) -> None:
         self.state(FRESH).copy_(self.state(VARIANCE))
-        for factors in self._bound.factors.held().values():
+        for factors in self._bound.tensor_state.by_parameter().values():
             factors.pop(FACTOR, None)
 
     def _denominators_of(self, group: ParamGroup, variance: Tensor, step: int) -> Tensor:
@@ -68,7 +68,7 @@ class FlatLamb(FlatMomentum):
 
     def held_scales(self) -> Tensor:
         """Return c and f of the tensors with a part on this rank, else zeros: [2, tensors]."""
-        factors = self._bound.factors.held()
+        factors = self._bound.tensor_state.by_parameter()
         scales = torch.zeros(self._scales.shape, dtype=torch.float32)
         for index, slot in enumerate(self._slots):
             numbers = factors.get(slot.name, {})
@@ -83,7 +83,7 @@ class FlatLamb(FlatMomentum):
 
     def store_scales(self) -> None:
         """Write f of each tensor into the optimizer's state, before a save."""
-        stored, factors = self._bound.factors.held(), self._scales[1].cpu()
+        stored, factors = self._bound.tensor_state.by_parameter(), self._scales[1].cpu()
         for index, slot in enumerate(self._slots):
             if slot.name in stored:
                 stored[slot.name][FACTOR] = factors[index : index + 1].clone()

@@ -62,14 +62,14 @@ class LocalMomentum:
     @property
     def pending(self) -> bool:
         """Whether there are local steps that have not been synchronised."""
-        return bool(self._sums) and self._loads == self._bound.numbers.loads
+        return bool(self._sums) and self._loads == self._bound.group_scalars.loads
 
     def add(self, gradient: Tensor | None, beta: float, factor: Tensor, step: int) -> None:
         """Make step number ``step`` by ``factor`` times ``gradient`` [padded]; None: zeros."""
         flat, momentum = self.momentum.flat, self.momentum
         if not self.pending:
             self.forget()
-            self._loads = self._bound.numbers.loads
+            self._loads = self._bound.group_scalars.loads
             self._own = momentum.values().clone()
             self._moved = torch.zeros_like(self._own)
         assert self._own is not None and self._moved is not None

@@ -81,9 +81,9 @@ class OneBitSteps(StepExtension):
         """Keep gradients that the next step takes unreduced on their rank."""
         if not self._chosen:
             return
-        if self._loads != self._bound.numbers.loads:
-            self._loads = self._bound.numbers.loads
-            self._made = self._bound.numbers.loaded_steps
+        if self._loads != self._bound.group_scalars.loads:
+            self._loads = self._bound.group_scalars.loads
+            self._made = self._bound.group_scalars.loaded_steps
             self._compressing = False
             for momentum in (*self._chosen, *self._local.others):
                 momentum.forget()
@@ -144,7 +144,7 @@ class OneBitSteps(StepExtension):
         """Whether a script on any rank has written to weights or state (collective)."""
         if not self.sends or not self._compressing:
             return False
-        is_stale = self._writes != self._bound.numbers.writes
+        is_stale = self._writes != self._bound.group_scalars.writes
         is_stale |= any(momentum.is_stale for momentum in self._momenta)
         return any(self._mesh.shard.maximum_on_hosts([is_stale], "writes to weights and state"))
 
@@ -269,7 +269,7 @@ class OneBitSteps(StepExtension):
         renews = not self._local.pending
         pairs = [pair for m, local in zip(momenta, denominators) for pair in m.begin(local, renews)]
         self._mesh.shard.all_gather(pairs, "denominators, weights and momenta").wait()
-        self._writes = self._bound.numbers.writes
+        self._writes = self._bound.group_scalars.writes
         for momentum in momenta:
             momentum.note_master()
         if self._lamb:
@@ -290,7 +290,7 @@ class OneBitSteps(StepExtension):
         """Return by how many steps parameters lag behind, because they were unused in these."""
         return {
             name: self._made - int(numbers.get("step", 0))
-            for group in self._bound.apart()
+            for group in self._bound.overrides()
             for name, numbers in group.items()
         }
 
@@ -430,7 +430,7 @@ class OneBitSteps(StepExtension):
         """
         self.synchronise()
         # after a load, the errors belong to another run
-        loaded = self._loads != self._bound.numbers.loads
+        loaded = self._loads != self._bound.group_scalars.loads
         if loaded or any(momentum.error is None for momentum in self._chosen):
             return
         axis, beta = self._mesh.shard, self._beta
@@ -451,7 +451,7 @@ class OneBitSteps(StepExtension):
         """Rescale the variance in this rank's state to the last step made, as in a checkpoint,
         inside this context. Yields whether it did. Errors are not added to the state.
         """
-        if not self._compressing or self._loads != self._bound.numbers.loads:
+        if not self._compressing or self._loads != self._bound.group_scalars.loads:
             yield False
             return
         variances = [m.state(name) for m in self._momenta for name in m.VARIANCES]

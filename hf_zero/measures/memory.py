@@ -25,7 +25,7 @@ def breakdown(engine: TrainingEngine) -> str:
     ]
     parts += [
         f"{name} {in_units(size)}"
-        for name, size in engine.sharded_model.placement.held().items()
+        for name, size in engine.sharded_model.placement.buffer_bytes().items()
         if size
     ]
     device = engine.device

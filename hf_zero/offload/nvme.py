@@ -19,7 +19,7 @@ import torch
 
 from hf_zero.device import streams
 from hf_zero.offload.nvme_files import FileExtent, NvmeFiles
-from hf_zero.offload.storage import Allocator, StorageFormat, SubGroup, numbers, overwrite
+from hf_zero.offload.storage import Allocator, StorageFormat, SubGroup, decoded, overwrite
 from hf_zero.ops.files import ALIGNMENT, Priority
 from hf_zero.ops.moment_blocks import BLOCK, Blocks, Moment
 
@@ -403,9 +403,9 @@ class NvmeStorage:
                 before = self._blocks.get(sub_group)
                 acquired = before is not None and not self._pool.is_prefetched(before)
                 if alone:
-                    array = numbers(self.acquire(sub_group)[name])
+                    array = decoded(self.acquire(sub_group)[name])
                 else:
-                    array = numbers(self._alone(name, sub_group))
+                    array = decoded(self._alone(name, sub_group))
                 target.copy_(array[first - begin : last - begin], non_blocking=alone)
                 if alone and not acquired:  # an acquired one is released by its user
                     self._discard(sub_group, streams.record_here(out.device))
@@ -421,9 +421,9 @@ class NvmeStorage:
                 else:
                     self._store_alone(name, sub_group, first - begin, part, whole)
 
-    def _alone(self, name: str, sub_group: int, fill: bool = True) -> Moment:
+    def _alone(self, name: str, sub_group: int, read: bool = True) -> Moment:
         """Read the array ``name`` of ``sub_group`` into separate memory, without the other arrays;
-        without ``fill`` do not read, because it will be overwritten whole.
+        without ``read`` return memory as it is, because it will be overwritten whole.
         """
         self._pool.end_writes(self, sub_group)
         if sub_group in self._unwritten:
@@ -431,7 +431,7 @@ class NvmeStorage:
         size, offset = self._size(name, sub_group), self._offsets[name][sub_group]
         memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
         memory = memory[-memory.data_ptr() % ALIGNMENT :][:size]
-        if fill:
+        if read:
             self._extents[name].read(offset, memory, Priority.NEEDED).wait()
         return self._array(name, sub_group, memory)
 
@@ -439,7 +439,7 @@ class NvmeStorage:
         self, name: str, sub_group: int, start: int, values: torch.Tensor, whole: bool
     ) -> None:
         self._discard(sub_group)
-        array = self._alone(name, sub_group, fill=not whole)
+        array = self._alone(name, sub_group, read=not whole)
         overwrite(array, start, values)
         if sub_group in self._unwritten:
             return

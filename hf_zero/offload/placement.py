@@ -273,7 +273,7 @@ class Placement(PlacementRules):
         self._files.clear()
         self._arenas.clear()
 
-    def held(self) -> dict[str, Any]:
+    def buffer_bytes(self) -> dict[str, Any]:
         """Return the bytes of buffers, by their kind of content."""
         pools = self._pools
         return {what: pools[what].nbytes if what in pools else 0 for what in ("states", "shards")}

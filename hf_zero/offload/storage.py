@@ -25,19 +25,19 @@ Allocator = Callable[[int, torch.dtype], torch.Tensor]  # (numel, dtype) -> zero
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """The format of an array's elements: numbers of a dtype, or 8-bit blocks, ``dynamic`` ones with
-    bitsandbytes' map. Of an array of blocks, those of the sub-groups ``in_numbers`` are numbers.
+    """Storage format of an array: elements of ``dtype``, or 8-bit ``blocks`` (``dynamic``: with
+    bitsandbytes' map). ``unquantised``: sub-groups that are stored in ``dtype`` even so.
     """
 
     dtype: torch.dtype
     blocks: bool = False
     signed: bool = True
     dynamic: bool = False
-    in_numbers: frozenset[int] = frozenset()
+    unquantised: frozenset[int] = frozenset()
 
     def of(self, sub_group: int) -> StorageFormat:
         """Return the format of ``sub_group``."""
-        return StorageFormat(self.dtype) if sub_group in self.in_numbers else self
+        return StorageFormat(self.dtype) if sub_group in self.unquantised else self
 
 
 class Storage(Protocol):
@@ -59,8 +59,8 @@ class Storage(Protocol):
         """Return the dtype of the result of :meth:`fetch`."""
 
     def fetch(self, name: str) -> torch.Tensor:
-        """Return the whole array in numbers: [owned]. The array itself if it is in memory and not
-        quantised; else a copy in host memory.
+        """Return the whole array, [owned]: itself if it is in memory and not quantised, else a
+        decoded copy in host memory.
         """
 
     def fetch_into(self, name: str, start: int, out: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ def overwrite(array: Moment, start: int, values: torch.Tensor) -> None:
             target.copy_(values)
 
 
-def numbers(array: Moment) -> torch.Tensor:
+def decoded(array: Moment) -> torch.Tensor:
     """Return the elements of the array of one sub-group: itself, or a decoded copy if quantised."""
     return array.decode() if isinstance(array, Blocks) else array
 
@@ -219,7 +219,7 @@ class CastStorage(DeviceStorage):
 
 
 class HostStorage:
-    """Arrays in host memory: numbers as one array, quantised ones by sub-group."""
+    """Arrays in host memory: one tensor each, or blocks by sub-group if quantised."""
 
     offloaded = True
 
@@ -252,7 +252,7 @@ class HostStorage:
             return self._whole[name]
         out = torch.zeros(self._numel)
         for (start, stop), blocks in zip(self.sub_groups, self._blocks[name]):
-            out[start:stop] = numbers(blocks)
+            out[start:stop] = decoded(blocks)
         return out
 
     def fetch_into(self, name: str, start: int, out: torch.Tensor) -> None:

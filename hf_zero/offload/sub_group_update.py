@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 AHEAD = 8  # announced sub-groups to prefetch; there may be fewer buffers
 # returns memory for the new values of elements [start, stop), in the dtype of the parameters
-Place = Callable[[int, int], Tensor | None]
-Placed = Callable[[int, int, Tensor | None], None]
+OutputFor = Callable[[int, int], Tensor | None]
+# is called with this range and memory once the values are written
+FinishOutput = Callable[[int, int, Tensor | None], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class WholeTensorCall:
     """
 
     place: TensorPlace
-    factors: dict[str, Tensor]
+    tensor_state: dict[str, Tensor]
     results: tuple[Tensor, ...]
 
 
@@ -49,7 +50,7 @@ class Call:
     step: int
     divisor: float  # divides the gradient
     seed: int  # seed of stochastic rounding
-    fresh: bool  # no step has been made yet
+    is_first_step: bool
     whole: WholeTensorCall | None = None
 
 
@@ -71,12 +72,12 @@ class Rule:
 @dataclass(frozen=True, eq=False)
 class Counted:
     """The number of a segment's step, from 1 on (0: its optimizer counts by itself), whether it is
-    the first, and the factors of its whole tensor.
+    the first, and the state of its whole tensor.
     """
 
     step: int = 0
-    fresh: bool = False
-    factors: dict[str, Tensor] = field(default_factory=dict)
+    is_first_step: bool = False
+    tensor_state: dict[str, Tensor] = field(default_factory=dict)
 
 
 class SubGroupOptimizer(Protocol):
@@ -96,7 +97,7 @@ class SubGroupOptimizer(Protocol):
         arrays: Mapping[str, object],
         grad: Tensor,
         divisor: float,
-        fresh: bool,
+        is_first_step: bool,
     ) -> None:
         """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
 
@@ -110,11 +111,11 @@ class Update:
         rules: Sequence[Rule | None],
         groups: Sequence[Mapping[str, object]],
         divisor: float,
-        number: int,
+        step_number: int,
         sums: ShardedTensors | None = None,
         bf16: Bf16State | None = None,
     ) -> None:
-        self._bound, self._number = bound, number
+        self._bound, self._step_number = bound, step_number
         self._rules, self.groups, self._divisor = rules, groups, divisor
         self._counted: dict[Segment, Counted] = {}
         self._tensors = sums
@@ -160,22 +161,22 @@ class Update:
             for sub_group, those in groupby(segments, key=lambda segment: segment.sub_group)
         ]
 
-    def run(self, flat: Flat, place: Place, placed: Placed) -> None:
+    def run(self, flat: Flat, output_for: OutputFor, finish_output: FinishOutput) -> None:
         """Update ``flat``, which was announced, sub-group by sub-group: write the new values to
-        ``place(start, stop)``, then call ``placed`` with the range and them.
+        ``output_for(start, stop)``, then call ``finish_output`` with the range and these values.
         """
         storage, grad = flat.storage, flat.gradient.shard
         assert grad is not None
         for sub_group, segments in self._sub_groups(flat):
             arrays = self._acquire(storage, sub_group)
             start, stop = segments[0].start, segments[-1].stop
-            out = place(start, stop)
+            out = output_for(start, stop)
             if len(segments) == 1 and segments[0] in self._counted:
                 self._apply(segments[0], arrays, grad[start:stop], out)
             else:
                 self._apply_parts(segments, arrays, grad, out)
             storage.release(sub_group)
-            placed(start, stop, out)
+            finish_output(start, stop, out)
 
     def prepare(self, flat: Flat, at: int) -> None:
         """Run round ``at`` before the update of ``flat``, which was announced."""
@@ -259,24 +260,31 @@ class Update:
         wide = arrays if self._bf16 is None else self._bf16.widen(arrays)
         writes = rule is not None and wide[MASTER] is arrays[MASTER]
         if rule is None:
-            self._bound.step_sub_group(segment, wide, grad, self._divisor, counted.fresh)
+            self._bound.step_sub_group(segment, wide, grad, self._divisor, counted.is_first_step)
         else:
             rule.update(wide, grad, out if writes else None, self._call(segment))
         if self._bf16 is not None:
-            self._bf16.narrow(segment, arrays, wide, self._number)
+            self._bf16.narrow(segment, arrays, wide, self._step_number)
         if out is not None and not writes:
             out.copy_(arrays[MASTER])
 
     def _call(self, segment: Segment) -> Call:
         counted = self._counted[segment]
-        seed = zlib.crc32(f"{self._number} {segment.parts[0].flat.key} {segment.start}".encode())
+        seed = zlib.crc32(
+            f"{self._step_number} {segment.parts[0].flat.key} {segment.start}".encode()
+        )
         whole = None
         if self._tensors is not None:
             whole = WholeTensorCall(
                 self._tensors.place_of(segment),
-                counted.factors,
+                counted.tensor_state,
                 self._results.get(segment, ()),
             )
         return Call(
-            self.groups[segment.group], counted.step, self._divisor, seed, counted.fresh, whole
+            self.groups[segment.group],
+            counted.step,
+            self._divisor,
+            seed,
+            counted.is_first_step,
+            whole,
         )

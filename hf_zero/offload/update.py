@@ -70,8 +70,9 @@ class Updater:
         self._pending: dict[Unit, tuple[Future[streams.Event | None], Gather | None]] = {}
         self._uses: list[Unit] = []  # units in the order of the forward under way
         self._queue = UpdateQueue(device)
-        self.early: Update | None = None  # update begun in the backward under way, before its step
-        self.updated_early: list[Unit] = []  # units whose offloaded state it has updated
+        # update begun in the backward under way, before its step, and the units it has updated
+        self.backward_update: Update | None = None
+        self.updated_in_backward: list[Unit] = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -101,8 +102,9 @@ class Updater:
         for unit in self.units:
             rests = all(flat.gradient.all_unused for flat in unit.offloaded)
             (unused if rests else order).append(unit)
-        if self.early is update:
-            started, self.early, self.updated_early = self.updated_early, None, []
+        if self.backward_update is update:
+            started = self.updated_in_backward
+            self.backward_update, self.updated_in_backward = None, []
             self._submit(update, [unit for unit in order if unit not in started])
         else:
             self.finish()
@@ -113,19 +115,19 @@ class Updater:
         if self._gathers is not None:
             self._gathers.complete()
 
-    def start_early(self, update: Update, unit: Unit) -> None:
+    def start_in_backward(self, update: Update, unit: Unit) -> None:
         """Begin ``update`` with the offloaded state of ``unit``, whose gradients are complete while
         the backward continues. :meth:`start` updates the rest.
         """
-        self.begin_early(update)
-        self.updated_early.append(unit)
+        self.begin_in_backward(update)
+        self.updated_in_backward.append(unit)
         self._submit(update, [unit])
 
-    def begin_early(self, update: Update) -> None:
+    def begin_in_backward(self, update: Update) -> None:
         """Begin ``update`` in a backward, unless it has begun; :meth:`start` ends it."""
-        if self.early is not update:
+        if self.backward_update is not update:
             self.finish()
-            self.early, self.updated_early = update, []
+            self.backward_update, self.updated_in_backward = update, []
 
     def end_backward(self) -> None:
         """Note that the backward has issued all its reductions: a rank that needs updated values
@@ -134,13 +136,13 @@ class Updater:
         if self._gathers is not None:
             self._gathers.end_backward()
 
-    def drop_early(self) -> None:
+    def drop_backward_update(self) -> None:
         """Drop the rest of an update begun in a backward: all state is about to be overwritten."""
         self.finish()
-        self.early, self.updated_early = None, []
+        self.backward_update, self.updated_in_backward = None, []
 
     def _submit(self, update: Update, units: Sequence[Unit]) -> None:
-        units = self._begun_at_once(units)
+        units = self._ordered_by_arrival(units)
         events: list[streams.Event] = []
         if not kinds.is_host(self._device):
             # earlier work may read the parameters until this event
@@ -173,7 +175,7 @@ class Updater:
             # if all ranks gather.
             order = (
                 self.units.index(unit)
-                if self._gathers is None and update is self.early
+                if self._gathers is None and update is self.backward_update
                 else len(self.units) + index
             )
             run = partial(self._run, update, unit, [*events, *self._copied_gradients(unit)])
@@ -201,7 +203,7 @@ class Updater:
         events = [offload.event(flat.gradient) for flat in unit.offloaded]
         return [event for event in events if event is not None]
 
-    def _begun_at_once(self, units: Sequence[Unit]) -> Sequence[Unit]:
+    def _ordered_by_arrival(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Return ``units``, the first two swapped if the gradients of the first were sent to the
         host last: the thread then has work while they arrive. Unchanged where gathers fix the
         order.
@@ -271,8 +273,9 @@ class Updater:
         with span("update", unit.label):
             for flat in unit.offloaded:
                 flat.optimizer_shard.wait_for_copy()
-                take_copy, placed = partial(copies.place, flat), partial(copies.placed, flat)
-                update.run(flat.optimizer_shard, take_copy, placed)
+                output_for = partial(copies.output_for, flat)
+                finish_output = partial(copies.finish_output, flat)
+                update.run(flat.optimizer_shard, output_for, finish_output)
                 flat.end_host_writes()
         return copies.record()
 
@@ -363,9 +366,9 @@ class StagedCopies:
         """Return an event at the end of the copies under way; None if there are none."""
         return streams.record_event(self.stream) if self.stream is not None else None
 
-    def place(self, flat: FlatBuffer, start: int, stop: int) -> torch.Tensor | None:
+    def output_for(self, flat: FlatBuffer, start: int, stop: int) -> torch.Tensor | None:
         """Return host memory for the new elements ``[start, stop)`` of the parameter shard of
-        ``flat``, in its dtype. Call :meth:`placed` once they are written.
+        ``flat``, in its dtype. Call :meth:`finish_output` once they are written.
         """
         part = flat.part_in_host_memory(start, stop)
         if part is not None:
@@ -380,7 +383,9 @@ class StagedCopies:
         self._staged.append((memory, None))
         return memory[: (stop - start) * flat.dtype.itemsize].view(flat.dtype)
 
-    def placed(self, flat: FlatBuffer, start: int, stop: int, values: torch.Tensor | None) -> None:
+    def finish_output(
+        self, flat: FlatBuffer, start: int, stop: int, values: torch.Tensor | None
+    ) -> None:
         """Copy ``values``, which have been written, unless the shard itself is in host memory."""
         if (
             values is None

@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
 from hf_zero.optim.segments import ParamGroup, ParamState
-from hf_zero.optim.whole_tensor import FACTORS, Parts, TensorPlace, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import TENSOR_STATE, Parts, TensorPlace, WholeTensorOptimizer
 
 
 class Rectangle(NamedTuple):
@@ -88,7 +88,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
     """
 
     ROUNDS = 2
-    FACTOR_NAMES: tuple[str, str, str]
+    TENSOR_STATE_NAMES: tuple[str, str, str]
     """By rows, by columns, and of a vector."""
 
     @classmethod
@@ -195,9 +195,9 @@ class FactoredOptimizer(WholeTensorOptimizer):
         step's squared gradients, or of the squares of a vector.
         """
         for weight, state, shape, step, sums in zip(
-            parts.weights, parts.factors, parts.shapes, parts.steps, parts.results[0]
+            parts.weights, parts.tensor_state, parts.shapes, parts.steps, parts.results[0]
         ):
-            by_rows, by_columns, of_vector = cls.FACTOR_NAMES
+            by_rows, by_columns, of_vector = cls.TENSOR_STATE_NAMES
             if len(shape) < 2:
                 means = {of_vector: sums[:-1].view(shape)}
             else:
@@ -217,9 +217,9 @@ class FactoredOptimizer(WholeTensorOptimizer):
         """Yield the update of each part before clipping: 1-D, without padding, in memory that the
         next one reuses.
         """
-        by_rows, by_columns, of_vector = cls.FACTOR_NAMES
+        by_rows, by_columns, of_vector = cls.TENSOR_STATE_NAMES
         memory: dict[object, Tensor] = {}
-        for grad, state, (shape, start, stop) in zip(grads, parts.factors, parts.places):
+        for grad, state, (shape, start, stop) in zip(grads, parts.tensor_state, parts.places):
             flat = grad.reshape(-1)[: stop - start]
             kind = flat.device, flat.dtype
             if kind not in memory or memory[kind].numel() < flat.numel():
@@ -274,7 +274,7 @@ class Adafactor(FactoredOptimizer):
     """
 
     MOMENTS = ("exp_avg",)
-    FACTOR_NAMES = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
+    TENSOR_STATE_NAMES = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class Adafactor(FactoredOptimizer):
     @classmethod
     def adopt_state(cls, state: ParamState) -> None:
         state.pop("RMS", None)
-        _adopt_factors(state, cls.FACTOR_NAMES)
+        _adopt_factors(state, cls.TENSOR_STATE_NAMES)
 
     @classmethod
     def added_to_squares(cls, group: ParamGroup) -> float:
@@ -381,14 +381,14 @@ class TorchAdafactor(FactoredOptimizer):
     """Adafactor, as in torch.optim. Objects of torch's class become objects of this one."""
 
     MOMENTS = ()
-    FACTOR_NAMES = ("row_var", "col_var", "variance")
+    TENSOR_STATE_NAMES = ("row_var", "col_var", "variance")
 
     @classmethod
     def adopt_state(cls, state: ParamState) -> None:
         for name, dim in (("row_var", -1), ("col_var", -2)):
             if name in state:
                 state[name] = state[name].squeeze(dim)
-        _adopt_factors(state, cls.FACTOR_NAMES)
+        _adopt_factors(state, cls.TENSOR_STATE_NAMES)
 
     @classmethod
     def decay(cls, group: ParamGroup, step: int) -> float:
@@ -430,6 +430,6 @@ class TorchAdafactor(FactoredOptimizer):
 
 
 def _adopt_factors(state: ParamState, names: tuple[str, ...]) -> None:
-    """Move the entries ``names`` of a parameter's ``state`` into one entry ``FACTORS``."""
+    """Move the entries ``names`` of a parameter's ``state`` into one entry ``TENSOR_STATE``."""
     if state:
-        state[FACTORS] = {name: state.pop(name) for name in names if name in state}
+        state[TENSOR_STATE] = {name: state.pop(name) for name in names if name in state}

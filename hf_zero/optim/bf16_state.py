@@ -79,9 +79,9 @@ class Bf16State:
             wide[MASTER] = torch.where(exact.bfloat16() == arrays[MASTER], exact, wide[MASTER])
         return wide
 
-    def fresh(self, state: ParamState, like: Tensor) -> ParamState:
-        """Return ``state``, of a parameter of one element before its first step, in the dtypes in
-        which it is kept beside master weights like ``like``.
+    def cast_initial(self, state: ParamState, like: Tensor) -> ParamState:
+        """Return the initial ``state`` of a parameter of one element in the dtypes in which it is
+        kept beside master weights like ``like``.
         """
         found = {
             name: value.bfloat16() if self._narrows(name, value, (1,)) else value
@@ -100,17 +100,17 @@ class Bf16State:
         chosen = self.masters if name == MASTER else self.moments and name != COMPENSATION
         return chosen and isinstance(value, Tensor) and value.dtype == torch.bfloat16
 
-    def narrow(self, segment: Segment, arrays: StateArrays, wide: StateArrays, number: int) -> None:
+    def narrow(self, segment: Segment, arrays: StateArrays, wide: StateArrays, step: int) -> None:
         """Round the arrays of ``segment`` in ``wide`` into those of ``arrays`` that are in bf16.
-        ``number``: that of the step.
+        ``step``: the number of the step, for the random bits.
         """
         for name, value in arrays.items():
             if name == MASTER and COMPENSATION in arrays:
                 _split(wide[MASTER], value, arrays[COMPENSATION])
             elif self._is_narrow(name, value):
-                self._round(segment, name, value, wide[name], number)
+                self._round(segment, name, value, wide[name], step)
 
-    def _round(self, segment: Segment, name: str, out: Tensor, values: Tensor, number: int) -> None:
+    def _round(self, segment: Segment, name: str, out: Tensor, values: Tensor, step: int) -> None:
         """Round ``values`` of ``segment`` into ``out``; padding stays."""
         for part in segment.parts:
             for parameter, start, stop, at in part.pieces():
@@ -119,7 +119,7 @@ class Bf16State:
                 whole = parameter if slot.box is None else f"{parameter} {slot.box.to_json()}"
                 if stages:  # each has a name of its own for it, and its copies must stay equal
                     whole = f"of stages {stages}, {slot.whole}"
-                key = key_of(self.seed, whole, name, number)
+                key = key_of(self.seed, whole, name, step)
                 round_stochastically(out[own], values[own], key, start)
 
     # ---- on the device ----
@@ -138,7 +138,7 @@ class Bf16State:
 
     @contextmanager
     def widened(
-        self, segments: Sequence[Segment], states: MutableMapping[Tensor, ParamState], number: int
+        self, segments: Sequence[Segment], states: MutableMapping[Tensor, ParamState], step: int
     ) -> Iterator[None]:
         """Context in which ``segments`` have their master weights, and ``states`` their states, in
         fp32. Afterwards these are in bf16 again, in the same memory, as are states created in it.
@@ -163,7 +163,7 @@ class Bf16State:
                 for name, value in entries.items():
                     if name not in arrays and self._narrows(name, value, segment.tensor.shape):
                         arrays[name] = torch.zeros_like(value, dtype=torch.bfloat16)
-                self.narrow(segment, arrays, wide, number)
+                self.narrow(segment, arrays, wide, step)
         finally:
             for segment, arrays in narrow.items():
                 segment.tensor.data = arrays[MASTER]
@@ -182,11 +182,11 @@ def _split(values: Tensor, weights: Tensor, errors: Tensor) -> None:
     errors.copy_((exact - weights.float()).nan_to_num(0.0))
 
 
-def key_of(seed: int, parameter: str, state: str, number: int) -> int:
-    """Return the key of the random bits with which step ``number`` rounds ``state`` of
+def key_of(seed: int, parameter: str, state: str, step: int) -> int:
+    """Return the key of the random bits with which step number ``step`` rounds ``state`` of
     ``parameter``.
     """
-    return (_hash(f"{seed} {parameter} {state}") + number * 0xD1342543DE82EF95) & _LOW64
+    return (_hash(f"{seed} {parameter} {state}") + step * 0xD1342543DE82EF95) & _LOW64
 
 
 @cache

@@ -22,14 +22,14 @@ from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.own_step import OwnStep
 from hf_zero.optim.segment_table import (
-    GroupNumbers,
     GroupReport,
+    GroupScalars,
     SegmentTable,
-    TensorFactors,
+    TensorState,
     current_settings,
     load_settings,
-    numbers_of_ranks,
     plain_settings,
+    scalars_of_ranks,
     scaled_rates,
 )
 from hf_zero.optim.segments import Flat, ParamGroup, Segment, masters
@@ -38,8 +38,8 @@ from hf_zero.optim.state import StateEntries
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_layout import Slot
 
-ParameterNumbers = dict[str, float] | None
-"""The numbers that an optimizer keeps for one parameter; None: it has made no step."""
+ParameterScalars = dict[str, float] | None
+"""The scalar states of one parameter; None: it has made no step."""
 
 
 class BoundOptimizer:
@@ -71,7 +71,7 @@ class BoundOptimizer:
         moments: storage format of offloaded states that a host rule allows it for: ``"fp32"``,
             ``"bf16"`` or ``"int8"``.
         ranks: the ranks that share ``flats``; None: this rank owns them whole.
-        bf16: what is kept in bf16 between steps; None: nothing.
+        bf16: the state in bf16 between steps; None: none.
 
     Raises:
         UnsupportedOptimizerError: state exists that cannot be carried over; the optimizer is then
@@ -98,11 +98,11 @@ class BoundOptimizer:
         self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, bf16)
         self._entries = StateEntries(optimizer, bf16)
         self._table = SegmentTable(self._entries, self._base, self._fused, moments)
-        self.numbers = GroupNumbers(self._entries, self._table)
-        self.factors = TensorFactors(self._entries, self._table)
-        self.scalars, self.apart = self.numbers.scalars, self.numbers.apart
+        self.group_scalars = GroupScalars(self._entries, self._table)
+        self.tensor_state = TensorState(self._entries, self._table)
+        self.scalars, self.overrides = self.group_scalars.scalars, self.group_scalars.overrides
         self.memory, self.address = self._table.device.memory, self._table.device.address
-        self.fresh, self.is_switched_off = self._entries.fresh, self._entries.is_switched_off
+        self.initial, self.is_switched_off = self._entries.initial, self._entries.is_switched_off
         self.exclude, self.offloaded_segments = self._table.exclude, self._table.offloaded.segments
         self.step_sub_group = self._own.sub_group
         self._flats, self.ranks = [flat for flat in flats if flat.trainable], ranks or OneRank()
@@ -121,7 +121,7 @@ class BoundOptimizer:
         carried = state.collect(optimizer, parameters, slots, group_of)
         groups = {group_of[name] for name in slots if name in group_of}
         self._table.bind(self._flats, self.group_of, groups)
-        if carried.numbers:
+        if carried.scalars:
             self._load(carried)
 
     def _load(self, carried: state.Carried) -> None:
@@ -131,8 +131,8 @@ class BoundOptimizer:
                 first = piece.offset - flat.owned[0]
                 for kind, whole in carried.tensors.get(piece.name, {}).items():
                     self._load_state(flat, kind, whole[piece.start : piece.stop], first)
-        self.load_by_parameter(carried.numbers, ())
-        self.factors.load(carried.factors)
+        self.load_by_parameter(carried.scalars, ())
+        self.tensor_state.load(carried.tensor_state)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -199,7 +199,7 @@ class BoundOptimizer:
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         shards: Mapping[str, Tensor] | None = None,
-        number: int = 0,
+        step_number: int = 0,
         without: Collection[Flat] = (),
     ) -> set[str]:
         """Make one update from the gradients of the flat buffers.
@@ -217,7 +217,8 @@ class BoundOptimizer:
                 host.
             shards: key of a flat buffer -> a tensor to write the new values of its ``owned``
                 elements to as well, rounded to its dtype.
-            number: differs between steps and is equal on all ranks: it seeds stochastic rounding.
+            step_number: differs between steps and is equal on all ranks: it seeds stochastic
+                rounding.
             without: flat buffers that :meth:`step_some` has updated already.
 
         Returns:
@@ -233,7 +234,9 @@ class BoundOptimizer:
             return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
 
         segments = rest if without else None
-        written = self._step(segments, self._flats, grad_scale, found_inf, shards or {}, number)
+        written = self._step(
+            segments, self._flats, grad_scale, found_inf, shards or {}, step_number
+        )
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
         optimizer._opt_called = True
@@ -245,15 +248,15 @@ class BoundOptimizer:
             self._own.stand_ins(table.offloaded_stand_ins)
         return written
 
-    def step_some(self, flats: Collection[Flat], number: int) -> None:
-        """Make the update of ``flats`` alone, whose gradients share no memory with those of others.
-        :meth:`step` makes that of the rest, with the hooks of the optimizer.
+    def step_some(self, flats: Collection[Flat], step_number: int) -> None:
+        """Update ``flats`` alone, whose gradients share no memory with other gradients.
+        :meth:`step` updates the rest, with the hooks of the optimizer.
         """
 
         def segments() -> list[Segment]:
             return [segment for flat in flats for segment in self._table.segments_of(flat)]
 
-        self._step(segments, flats, None, None, {}, number, hooks=False)
+        self._step(segments, flats, None, None, {}, step_number, hooks=False)
 
     def _step(
         self,
@@ -262,7 +265,7 @@ class BoundOptimizer:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
-        number: int,
+        step_number: int,
         hooks: bool = True,
     ) -> set[str] | None:
         """Step the segments that ``of_step`` returns, which are those of ``flats``; None: all.
@@ -295,10 +298,10 @@ class BoundOptimizer:
             step = None if hooks else self._own.bare
             stepped = self._own.update(segments, grad_scale, found_inf, step)
         else:
-            stepped = self._own.update_rounded(segments, grad_scale, found_inf, number, hooks)
+            stepped = self._own.update_rounded(segments, grad_scale, found_inf, step_number, hooks)
         if not stepped:
             return None
-        if table.parted or begins:
+        if table.diverged or begins:
             # segments of a split group, or of several units, get their first state one by one
             table.device.together = False
         elif not table.device.together:
@@ -307,17 +310,18 @@ class BoundOptimizer:
 
     # ---- the second half of a step: offloaded state ----
 
-    def begin(self, divisor: float, number: int) -> Update:
+    def begin(self, divisor: float, step_number: int) -> Update:
         """Return the update of all offloaded state, with the group settings of this moment; step
         counters advance as flat buffers are announced.
 
-        ``number`` differs between steps and is equal on all ranks: it seeds stochastic rounding.
+        ``step_number`` differs between steps and is equal on all ranks: it seeds stochastic
+        rounding.
         """
         self._table.offloaded.start_momentum()
         self._table.offloaded.begin_first_steps()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
         groups = [current_settings(group) for group in self.groups]
-        return Update(self, rules, groups, divisor, number, self.sums, self._bf16)
+        return Update(self, rules, groups, divisor, step_number, self.sums, self._bf16)
 
     def count(self, flat: Flat, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
         """Advance the step counters of ``flat`` and return its segments with their counts. Segments
@@ -335,9 +339,9 @@ class BoundOptimizer:
             count = self.optimizer.state[segment.tensor].get("step")
             if count is not None and rules[segment.group] is not None:
                 count += 1
-            number = 0 if count is None else int(count)
-            fresh = self._table.offloaded.take_fresh(segment)
-            counted[segment] = Counted(number, fresh, self.factors.of(segment))
+            step = 0 if count is None else int(count)
+            is_first_step = self._table.offloaded.take_unstepped(segment)
+            counted[segment] = Counted(step, is_first_step, self.tensor_state.of(segment))
         return counted
 
     def move_to_device(self, moved: Mapping[str, Callable[[], None]]) -> None:
@@ -346,8 +350,9 @@ class BoundOptimizer:
         weights and gradient memory.
         """
         flats = {flat.key: flat for flat in self._flats}
-        scalars, apart, factors = self.scalars(), self.apart(), self.factors.held()
-        fresh = self._table.offloaded.fresh_names()
+        scalars, overrides = self.scalars(), self.overrides()
+        tensor_state = self.tensor_state.by_parameter()
+        unstepped = self._table.offloaded.unstepped_names()
         # states already on the device are cut anew together with those that move there
         tensors_by_key = {
             flat.key: self.tensors(flat)
@@ -358,12 +363,12 @@ class BoundOptimizer:
             move()
         groups = {segment.group for segment in self._table.segments}
         self._table.bind(self._flats, self.group_of, groups)
-        self._table.offloaded.keep_fresh(fresh)
+        self._table.offloaded.keep_unstepped(unstepped)
         for key, tensors in tensors_by_key.items():
             for name, tensor in tensors.items():
                 self.load_tensor(flats[key], name, tensor)
-        self.load_scalars(scalars, apart)
-        self.factors.load(factors)
+        self.load_scalars(scalars, overrides)
+        self.tensor_state.load(tensor_state)
 
     # ---- state, per flat and per group ----
 
@@ -410,7 +415,7 @@ class BoundOptimizer:
 
     def _load_state(self, flat: Flat, name: str, tensor: Tensor, first: int) -> None:
         """Make :meth:`load_tensor` for a state."""
-        self.numbers.writes += 1
+        self.group_scalars.writes += 1
         touched = self._table.parts_between(flat, first, first + tensor.numel())
         kept = []  # the state of each, None if its group keeps none
         for segment, _ in touched:
@@ -435,7 +440,7 @@ class BoundOptimizer:
             start = max(part.start, first)
             values, at = tensor[start - first : part.stop - first], part.offset + start - part.start
             group = segment.group
-            keeps = held is not None or name in self._entries.fresh(group, masters(flat))
+            keeps = held is not None or name in self._entries.initial(group, masters(flat))
             if not (keeps or self._entries.is_switched_off(group, name)):
                 continue
             if isinstance(held, Blocks):
@@ -453,77 +458,80 @@ class BoundOptimizer:
         """
         offloaded = self._table.offloaded
         segments = offloaded.segments(flat) if flat.offloaded else []
-        begun = bool(segments) and all(map(offloaded.has_begun, segments))
+        begun = bool(segments) and all(map(offloaded.is_initial, segments))
         for segment in segments:
             offloaded.create(segment)
         return begun
 
     def forget(self) -> None:
         """Reset all state to before the first step."""
-        self.numbers.note_load([])
+        self.group_scalars.note_load([])
         self._table.offloaded.wait()
         dict.clear(self.optimizer.state)
         self._table.device.together = False
-        self._table.parted = set()
+        self._table.diverged = set()
         self._table.offloaded.renew_all()
 
     def load_scalars(
         self,
         scalars: Sequence[Mapping[str, float]],
-        apart: Sequence[Mapping[str, Mapping[str, float]]] = (),
+        overrides: Sequence[Mapping[str, Mapping[str, float]]] = (),
     ) -> None:
-        """Load the results of :meth:`scalars` and of :meth:`apart`, which may name parameters of
-        any rank; create state that does not exist yet.
+        """Load the results of :meth:`scalars` and of :meth:`overrides`, which may name parameters
+        of any rank; create state that does not exist yet.
 
         Raises:
-            UnsupportedOptimizerError: another number of groups, or a number that a group does not
+            UnsupportedOptimizerError: another number of groups, or a scalar that a group does not
                 keep.
         """
         self._same_groups(scalars, "step counts")
-        self.numbers.load(scalars, apart)
+        self.group_scalars.load(scalars, overrides)
 
     def by_parameter(
         self,
         names: Mapping[str, str],
         gather: Callable[[list[GroupReport]], list[list[GroupReport]]],
-    ) -> dict[str, ParameterNumbers]:
+    ) -> dict[str, ParameterScalars]:
         """Return the scalar states (step count) of this rank's parameters that have a group, merged
         over the ranks; None for one never stepped.
 
         ``names``: this rank's names -> names in the whole model. ``gather`` returns its argument of
         every rank (collective).
         """
-        local_numbers = [
-            (scalars, {names[name]: numbers for name, numbers in apart.items()})
-            for scalars, apart in zip(self.scalars(), self.apart())
+        reports = [
+            (scalars, {names[name]: own for name, own in overrides.items()})
+            for scalars, overrides in zip(self.scalars(), self.overrides())
         ]
-        merged = [numbers_of_ranks(reports) for reports in zip(*gather(local_numbers))]
-        by_name: dict[str, ParameterNumbers] = {}
+        merged = [scalars_of_ranks(of_group) for of_group in zip(*gather(reports))]
+        by_name: dict[str, ParameterScalars] = {}
         for name, group in self.group_of.items():
-            scalars, apart = merged[group]
-            by_name[name] = (apart[names[name]] or None) if names[name] in apart else scalars
+            scalars, overrides = merged[group]
+            by_name[name] = (
+                (overrides[names[name]] or None) if names[name] in overrides else scalars
+            )
         return by_name
 
     def load_by_parameter(
-        self, numbers: Mapping[str, ParameterNumbers], parted: Collection[int]
+        self, scalars: Mapping[str, ParameterScalars], diverged: Collection[int]
     ) -> None:
-        """Load the numbers of each parameter that a group has; one that is missing in ``numbers``
-        begins without state. ``parted``: groups in which they differ on another rank.
+        """Load the ``scalars`` of each parameter that a group has; one that is missing there begins
+        without state. ``diverged``: optimizer groups whose parameters have made different numbers
+        of steps on any rank; groups in which ``scalars`` differ are added.
 
-        Raises UnsupportedOptimizerError for a number that a group does not keep.
+        Raises UnsupportedOptimizerError for a scalar that a group does not keep.
         """
-        of_groups: list[dict[str, ParameterNumbers]] = [{} for _ in self.groups]
+        of_groups: list[dict[str, ParameterScalars]] = [{} for _ in self.groups]
         for name, group in self.group_of.items():
-            of_groups[group][name] = numbers.get(name)
+            of_groups[group][name] = scalars.get(name)
         shared = [_most_common(group.values()) for group in of_groups]
-        apart = [
-            {name: numbers or {} for name, numbers in group.items() if numbers != common}
+        overrides = [
+            {name: own or {} for name, own in group.items() if own != common}
             for group, common in zip(of_groups, shared)
         ]
-        unstepped = [all(numbers is None for numbers in group.values()) for group in of_groups]
-        self.load_scalars(shared, apart)
-        self._table.parted = set(parted) | {
-            group for group, differing in enumerate(apart) if differing and not unstepped[group]
+        unstepped = [all(own is None for own in group.values()) for group in of_groups]
+        self.load_scalars(shared, overrides)
+        self._table.diverged = set(diverged) | {
+            group for group, differing in enumerate(overrides) if differing and not unstepped[group]
         }
 
     def hyperparameters(self) -> list[ParamGroup]:
@@ -544,7 +552,7 @@ class BoundOptimizer:
         """
         packed = self._table.offloaded.packed(packed, snapshots.in_order(self._table.segments))
         table = self._table
-        return snapshots.described(packed, table.segments, table.parted, self._flats)
+        return snapshots.described(packed, table.segments, table.diverged, self._flats)
 
     def with_positions(self, packed: StateDict) -> StateDict:
         """Return ``packed``, a state dict of this model, with positions: those of the present
@@ -563,7 +571,7 @@ class BoundOptimizer:
                 f"{type(self.optimizer).__name__}, which steps {live} segments on this rank; load "
                 "what its own state_dict() returned under an engine, or use load_checkpoint"
             )
-        return snapshots.described(packed, self._table.segments, self._table.parted, self._flats)
+        return snapshots.described(packed, self._table.segments, self._table.diverged, self._flats)
 
     def settings_of(self, packed: StateDict) -> StateDict:
         """Return ``packed`` without its entries, for the optimizer's own ``load_state_dict``."""
@@ -583,7 +591,7 @@ class BoundOptimizer:
         codes = [value.codes if isinstance(value, Blocks) else value for value in values]
         tensors = [value for value in codes if torch.is_tensor(value)]
         versions = tuple((id(tensor), tensor._version) for tensor in tensors)
-        return self.numbers.loads, self.numbers.writes, versions
+        return self.group_scalars.loads, self.group_scalars.writes, versions
 
     def keeps_errors(self, flat: Flat) -> bool:
         """Whether rounding errors of the master weights of ``flat`` are kept."""
@@ -608,8 +616,8 @@ class BoundOptimizer:
             )
 
 
-def _most_common(values: Iterable[ParameterNumbers]) -> dict[str, float]:
-    counted = [tuple(sorted(numbers.items())) for numbers in values if numbers is not None]
+def _most_common(values: Iterable[ParameterScalars]) -> dict[str, float]:
+    counted = [tuple(sorted(scalars.items())) for scalars in values if scalars is not None]
     return dict(Counter(counted).most_common(1)[0][0]) if counted else {}
 
 

@@ -38,7 +38,7 @@ class CPUAdam(CPUOptimizer):
         ConfigError: a setting out of range.
     """
 
-    kept = {"exp_avg": True, "exp_avg_sq": False}
+    moment_names = {"exp_avg": True, "exp_avg_sq": False}
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class CPUAdam(CPUOptimizer):
     ) -> None:
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            for name in self.kept:
+            for name in self.moment_names:
                 state[name] = self.new_moment(group, name, param)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = torch.zeros(
@@ -110,7 +110,7 @@ class CPULion(CPUOptimizer):
         ConfigError: a setting out of range.
     """
 
-    kept = {"exp_avg": True}
+    moment_names = {"exp_avg": True}
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ def sgd(arrays: StateArrays, grad: Tensor, out: Tensor | None, call: Call) -> No
         arrays[MASTER],
         grad,
         arrays["momentum_buffer"] if call.group["momentum"] else None,
-        first_step=call.fresh,
+        first_step=call.is_first_step,
         momentum=float(call.group["momentum"]),
         dampening=float(call.group["dampening"]),
         nesterov=bool(call.group["nesterov"]),

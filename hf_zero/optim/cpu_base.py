@@ -28,15 +28,15 @@ class CPUOptimizer(torch.optim.Optimizer):
     updates one parameter at a time, in one pass over memory. Parameters in 16 bits get fp32 master
     weights of their own, the state ``master``.
 
-    A subclass lists in ``kept`` the states that a group's ``moments`` setting applies to, and
-    whether they are signed. In memory they are fp32 tensors, bf16 tensors or
+    A subclass lists in ``moment_names`` the states that a group's ``moments`` setting applies to,
+    and whether they are signed. In memory they are fp32 tensors, bf16 tensors or
     :class:`~hf_zero.ops.moment_blocks.Blocks`. A state dict holds plain tensors of the parameter's
     shape, as torch.optim's does: Blocks are decoded, and encode to the same codes when they are
     loaded. So a state dict can be loaded under any setting of ``moments``, and into the torch class
     of the same update.
     """
 
-    kept: dict[str, bool] = {}
+    moment_names: dict[str, bool] = {}
     # the format of the moments of a segment, by an engine that has cut parameters into segments
     segment_format: Callable[[Tensor], str] | None = None
 
@@ -117,7 +117,7 @@ class CPUOptimizer(torch.optim.Optimizer):
             group.update(settings)
             for param in group["params"]:
                 state = self.state.get(param, {})
-                for name, signed in self.kept.items():
+                for name, signed in self.moment_names.items():
                     if isinstance(state.get(name), Tensor):
                         form = self.format_of(group, param)
                         state[name] = packed_moment(form, state[name], signed)
@@ -154,7 +154,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         form = self.format_of(group, param)
         if form in ("int8", "dynamic8"):
             dynamic = form == "dynamic8"
-            return Blocks.zeros(param.numel(), self.kept[name], dynamic, param.device)
+            return Blocks.zeros(param.numel(), self.moment_names[name], dynamic, param.device)
         dtype = torch.bfloat16 if form == "bf16" else torch.float32
         return torch.zeros(param.shape, dtype=dtype, device=param.device)
 

@@ -39,20 +39,20 @@ class DeviceState:
         self._entries = entries
         self.regions: list[MemoryRegion] = []
         self._region_of: dict[str, tuple[MemoryRegion, int]] = {}  # and offset in it
-        # whether each state of a region is known to be in one piece of memory; segments get their
-        # first state apart
+        # whether each state of a region is known to be in one piece of memory; the first step
+        # creates state segment by segment
         self.together = False
 
     @cached_property
     def begins_rounded(self) -> bool:
-        """Whether a state in bf16 begins with other numbers than zero in a group."""
+        """Whether a bf16 state of some group has a nonzero initial value."""
         groups, like = range(len(self._entries.groups)), torch.zeros(1)
         bf16 = self._entries.bf16
         return bf16 is not None and any(
             value.dtype == torch.bfloat16 and bool(value)
             for group in groups
             if bf16.moments
-            for name, value in self._entries.fresh(group, like).items()
+            for name, value in self._entries.initial(group, like).items()
             if is_elementwise(name, value, (1,))
         )
 
@@ -69,11 +69,11 @@ class DeviceState:
         segment.bind()
 
     def create(self, segment: Segment) -> None:
-        """Create the state of ``segment`` as of before its first step, if it has none."""
+        """Create the initial state of ``segment``, if it has none."""
         if self._entries.of(segment):
             return
         self.together = False
-        for name, value in self._entries.fresh(segment.group, segment.tensor).items():
+        for name, value in self._entries.initial(segment.group, segment.tensor).items():
             if is_elementwise(name, value, (1,)):
                 value = self._entries.created(segment, name, value)
             self._entries.optimizer.state[segment.tensor][name] = value
@@ -129,8 +129,8 @@ class DeviceState:
                     yield segment, part
 
     def _dtypes(self, flat: Flat) -> dict[str, torch.dtype]:
-        """Return the names of the per-element states of ``flat``, with the dtypes of their
-        numbers.
+        """Return the dtypes of the per-element states of ``flat`` by name, those of blocks
+        decoded.
         """
         return {
             name: torch.float32 if isinstance(value, Blocks) else value.dtype
@@ -142,8 +142,8 @@ class DeviceState:
     def _states(
         self, flat: Flat, names: Collection[str]
     ) -> list[tuple[SegmentPart, ParamState, ParamState]]:
-        """Return each part of ``flat`` with the state of its segment, and that before its first
-        step if it lacks some of ``names``.
+        """Return each part of ``flat`` with the state of its segment, and with its initial state if
+        it lacks some of ``names``.
         """
         first: dict[int, ParamState] = {}  # by group
         states = []
@@ -151,7 +151,7 @@ class DeviceState:
             of, group = self._entries.of(segment), segment.group
             lacks = any(name != MASTER and name not in of for name in names)
             if lacks and group not in first:
-                first[group] = self._entries.fresh(group, segment.tensor)
+                first[group] = self._entries.initial(group, segment.tensor)
             states.append((part, of, first[group] if lacks else {}))
         return states
 
@@ -252,7 +252,7 @@ class DeviceState:
         whole = values[0].new_zeros(region.numel)
         for other in region.segments:
             if other not in owners:  # not stepped yet: the initial value of its state
-                first = entries.fresh(other.group, other.tensor).get(name)
+                first = entries.initial(other.group, other.tensor).get(name)
                 if first is not None:
                     whole[other.start : other.stop] = first
         for owner, value in zip(owners, values):

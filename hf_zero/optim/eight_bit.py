@@ -50,7 +50,7 @@ def keep_8_bits(optimizer: torch.optim.Optimizer, optim_bits: int, min_8bit_size
 WRAPPED = "__bnb_optimizer_quant_state__"  # entry of bitsandbytes' state dicts with tensors
 
 
-def own_names(state: ParamState, signed_names: Mapping[str, bool]) -> None:
+def convert_state(state: ParamState, signed_names: Mapping[str, bool]) -> None:
     """Convert a parameter's 8-bit state of bitsandbytes or torchao in place to ``Blocks`` under
     this package's state names (the keys of ``signed_names``; value: whether signed). Other state
     keeps its values.
@@ -82,7 +82,7 @@ def own_names(state: ParamState, signed_names: Mapping[str, bool]) -> None:
         state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu")
 
 
-def state_dict_in_own_names(state_dict: StateDict, signed: Mapping[str, bool]) -> StateDict:
+def decoded_state_dict(state_dict: StateDict, signed: Mapping[str, bool]) -> StateDict:
     """Return ``state_dict``, of bitsandbytes or this package, with 8-bit states decoded to tensors
     of the parameter's shape, under this package's names.
     """
@@ -90,7 +90,7 @@ def state_dict_in_own_names(state_dict: StateDict, signed: Mapping[str, bool]) -
     for index, saved in state_dict["state"].items():
         state = dict(saved)
         shape = _shape_of(state)
-        own_names(state, signed)
+        convert_state(state, signed)
         states[index] = {
             name: value.decode().view(shape) if isinstance(value, Blocks) else value
             for name, value in state.items()
@@ -113,7 +113,7 @@ class _EightBit(CPUOptimizer):
         Raises:
             UnsupportedOptimizerError: codes of another map than the dynamic one.
         """
-        super().load_state_dict(state_dict_in_own_names(state_dict, self.kept))
+        super().load_state_dict(decoded_state_dict(state_dict, self.moment_names))
 
 
 class AdamW8bit(_EightBit, CPUAdam):
@@ -197,7 +197,7 @@ class SGD8bit(_EightBit, CPUSGD):
         ConfigError: a setting out of range.
     """
 
-    kept = {"momentum_buffer": True}
+    moment_names = {"momentum_buffer": True}
 
     def __init__(
         self,

@@ -21,8 +21,8 @@ from hf_zero.optim.eight_bit import (
     AdamW8bit,
     Lion8bit,
     SGD8bit,
+    convert_state,
     keep_8_bits,
-    own_names,
 )
 from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.zero.layout.flat_layout import LARGE
@@ -76,7 +76,7 @@ class _Adopted(CPUOptimizer):
 
     @classmethod
     def adopt_state(cls, state: ParamState) -> None:
-        own_names(state, cls.kept)
+        convert_state(state, cls.moment_names)
 
 
 class _FromBitsandbytes(_Adopted):

@@ -216,7 +216,7 @@ def muon_groups(
     groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     split_groups = []
     for group in groups:
-        parted: dict[bool, list[Tensor]] = {True: [], False: []}
+        by_kind: dict[bool, list[Tensor]] = {True: [], False: []}
         for parameter in group["params"]:
             tagged = getattr(parameter, "use_muon", None)
             if tagged is None and model is None:
@@ -224,12 +224,12 @@ def muon_groups(
                     "Muon: a parameter has no attribute use_muon; set it to True for the hidden "
                     "matrices and to False for all others"
                 )
-            parted[bool(parameter in hidden if tagged is None else tagged)].append(parameter)
+            by_kind[bool(parameter in hidden if tagged is None else tagged)].append(parameter)
         for use_muon, lr in ((True, muon_lr), (False, adam_lr)):
-            if parted[use_muon]:
+            if by_kind[use_muon]:
                 rate = {} if lr is None else {"lr": lr}
                 split_groups.append(
-                    {**rate, **group, "params": parted[use_muon], "use_muon": use_muon}
+                    {**rate, **group, "params": by_kind[use_muon], "use_muon": use_muon}
                 )
     return split_groups
 

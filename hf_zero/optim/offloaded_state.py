@@ -76,11 +76,11 @@ def stored_format(
     group: int,
     name: str,
     dtype: torch.dtype,
-    in_numbers: frozenset[int] | None = None,
+    unquantised: frozenset[int] | None = None,
 ) -> StorageFormat:
-    """Return the format in which state ``name`` of ``group``, of ``dtype``, is offloaded if
-    ``moments`` is configured; ``in_numbers``: the sub-groups without parameters of which moments
-    are kept in 8 bits, None: all.
+    """Return the storage format of state ``name``, of ``dtype`` on the device, of group ``group``
+    under the configured ``moments``. ``unquantised``: indices of the sub-groups none of whose
+    parameters has 8-bit moments; None: all.
 
     Raises ConfigError for a state that is kept in fp32 only.
     """
@@ -90,10 +90,10 @@ def stored_format(
     if moments == "fp32" or dtype != torch.float32 or narrow:
         return StorageFormat(dtype)
     if moments == "dynamic8":
-        kept = optimizer.kept if isinstance(optimizer, CPUOptimizer) else {}
-        if in_numbers is None or name not in kept:
+        moment_names = optimizer.moment_names if isinstance(optimizer, CPUOptimizer) else {}
+        if unquantised is None or name not in moment_names:
             return StorageFormat(dtype)
-        return replace(moment_format(moments, dtype, kept[name]), in_numbers=in_numbers)
+        return replace(moment_format(moments, dtype, moment_names[name]), unquantised=unquantised)
     signs = compressible(optimizer, settings)
     if name not in signs:
         raise ConfigError(
@@ -117,7 +117,7 @@ class OffloadedState:
         self._moments = moments
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self._region_of: dict[str, MemoryRegion] = {}  # by key of the flat buffer
-        self._fresh: set[Segment] = set()  # not stepped yet
+        self._unstepped: set[Segment] = set()  # not stepped yet
         # (flat buffer, state name) of the arrays that did not exist when segments were cut
         self._made: set[tuple[str, str]] = set()
 
@@ -129,7 +129,7 @@ class OffloadedState:
     def cut(self, flats: Sequence[Flat], group_of: Mapping[str, int]) -> None:
         """Cut ``flats``, whose state is offloaded, into bound segments."""
         self._made.clear()
-        self._fresh = set()
+        self._unstepped = set()
         self._region_of = {flat.key: offloaded_region(flat, group_of) for flat in flats}
         for segment in self._all:
             self.bind(segment)
@@ -143,11 +143,11 @@ class OffloadedState:
         return self._region_of[flat.key].segments
 
     def replace(self, pieces: Mapping[Segment, Sequence[Segment]]) -> None:
-        """Carry the marks of fresh segments over to the ``pieces`` that they were cut into."""
+        """Carry the marks of unstepped segments over to the ``pieces`` that they were cut into."""
         for segment, segment_pieces in pieces.items():
-            if segment in self._fresh:
-                self._fresh.discard(segment)
-                self._fresh.update(segment_pieces)
+            if segment in self._unstepped:
+                self._unstepped.discard(segment)
+                self._unstepped.update(segment_pieces)
 
     @staticmethod
     def _entry(segment: Segment, name: str) -> Tensor:
@@ -164,31 +164,34 @@ class OffloadedState:
 
     # ---- first steps ----
 
-    def take_fresh(self, segment: Segment) -> bool:
-        """Whether ``segment`` is stepped for the first time now. Clears its mark, unless this step
-        leaves a momentum that is switched off: the step after it is switched on sets it.
+    def take_unstepped(self, segment: Segment) -> bool:
+        """Return whether ``segment`` makes its first step now, and clear its mark. SGD with
+        momentum 0 and an existing buffer keeps the mark: its first step with momentum sets the
+        buffer to the gradient.
         """
-        fresh = segment in self._fresh
+        is_first_step = segment in self._unstepped
         off = not self._entries.groups[segment.group].get("momentum")
         if not (off and self._base in BEGIN_WITH_GRADIENT and self._entries.of(segment)):
-            self._fresh.discard(segment)
-        return fresh
+            self._unstepped.discard(segment)
+        return is_first_step
 
-    def is_fresh(self, segment: Segment) -> bool:
-        """Whether ``segment`` was not stepped yet."""
-        return segment in self._fresh
+    def is_unstepped(self, segment: Segment) -> bool:
+        """Return whether ``segment`` was not stepped yet."""
+        return segment in self._unstepped
 
     def mark_stepped(self, segment: Segment) -> None:
         """Record that the state of ``segment`` is that of after a step."""
-        self._fresh.discard(segment)
+        self._unstepped.discard(segment)
 
-    def fresh_names(self) -> frozenset[str]:
+    def unstepped_names(self) -> frozenset[str]:
         """Return the parameters with elements that were not stepped yet."""
-        return frozenset[str]().union(*(segment.names for segment in self._fresh))
+        return frozenset[str]().union(*(segment.names for segment in self._unstepped))
 
-    def keep_fresh(self, names: frozenset[str]) -> None:
-        """Mark exactly the fresh segments that hold parameters of ``names`` as not stepped yet."""
-        self._fresh = {segment for segment in self._fresh if not names.isdisjoint(segment.names)}
+    def keep_unstepped(self, names: frozenset[str]) -> None:
+        """Unmark the unstepped segments that hold none of the parameters ``names``."""
+        self._unstepped = {
+            segment for segment in self._unstepped if not names.isdisjoint(segment.names)
+        }
 
     # ---- rules and formats ----
 
@@ -221,11 +224,11 @@ class OffloadedState:
             self.create(segment)
 
     def create(self, segment: Segment) -> None:
-        """Create the state of ``segment`` as of before its first step, if it has none."""
+        """Create the initial state of ``segment``, if it has none."""
         if self._entries.of(segment):
             return
         storage = segment.parts[0].flat.storage
-        for name, value in self._fresh_state(segment).items():
+        for name, value in self._initial_state(segment).items():
             if state.is_elementwise(name, value, (1,)):
                 key = segment.parts[0].flat.key, name
                 if name not in storage.names():
@@ -236,19 +239,19 @@ class OffloadedState:
                     storage.store(name, segment.start, value.expand(segment.stop - segment.start))
                 value = self._entry(segment, name)
             self._entries.optimizer.state[segment.tensor][name] = value
-        self._fresh.add(segment)
+        self._unstepped.add(segment)
 
-    def _fresh_state(self, segment: Segment) -> ParamState:
+    def _initial_state(self, segment: Segment) -> ParamState:
         like = torch.zeros(1, dtype=segment.tensor.dtype)
-        return self._entries.fresh(segment.group, like, decoded=True)
+        return self._entries.initial(segment.group, like, decoded=True)
 
-    def has_begun(self, segment: Segment) -> bool:
-        """Whether the state of ``segment`` is there, as of before its first step."""
-        return self.is_fresh(segment) and bool(self._entries.of(segment))
+    def is_initial(self, segment: Segment) -> bool:
+        """Return whether ``segment`` has its initial state: it was not stepped yet."""
+        return self.is_unstepped(segment) and bool(self._entries.of(segment))
 
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
-        if self.has_begun(segment):
+        if self.is_initial(segment):
             return
         self._entries.optimizer.state.pop(segment.tensor, None)
         self._renew(segment)
@@ -260,7 +263,7 @@ class OffloadedState:
 
     def _renew(self, segment: Segment) -> None:
         storage = segment.parts[0].flat.storage
-        for name, value in self._fresh_state(segment).items():
+        for name, value in self._initial_state(segment).items():
             if name in storage.names():
                 storage.store(name, segment.start, value.expand(segment.stop - segment.start))
         self.create(segment)
@@ -270,10 +273,10 @@ class OffloadedState:
         contains the learning rate, which a schedule or a load may have changed since.
         """
         first_values: dict[tuple[int, torch.dtype], ParamState] = {}
-        for segment in self._fresh:
+        for segment in self._unstepped:
             key = segment.group, segment.tensor.dtype
             if key not in first_values:
-                begun = self._fresh_state(segment).items()
+                begun = self._initial_state(segment).items()
                 first_values[key] = {name: value for name, value in begun if bool(value)}
             if first_values[key]:
                 self.wait()
@@ -306,7 +309,9 @@ class OffloadedState:
         flat.wait_for_update()
         storage = flat.storage
         # a momentum that the first step will set holds no values yet
-        begins = self._base in BEGIN_WITH_GRADIENT and self._fresh.issuperset(self.segments(flat))
+        begins = self._base in BEGIN_WITH_GRADIENT and self._unstepped.issuperset(
+            self.segments(flat)
+        )
         names = [MASTER] if begins else storage.names()
         return FetchedArrays({name: storage.dtype(name) for name in names}, storage.fetch)
 
@@ -316,7 +321,7 @@ class OffloadedState:
         flat.storage.store(name, first, tensor)
         last = first + tensor.numel()
         if name != MASTER:
-            self._fresh -= {s for s in self.segments(flat) if s.start < last and first < s.stop}
+            self._unstepped -= {s for s in self.segments(flat) if s.start < last and first < s.stop}
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
@@ -349,7 +354,7 @@ class OffloadedState:
             for segment in region.segments:
                 index = places[segment]
                 entry = entries.pop(index, {})
-                if segment in self._fresh or not entry:
+                if segment in self._unstepped or not entry:
                     continue
                 entries[index] = {
                     name: arrays[name][segment.start : segment.stop] if name in arrays else value
@@ -392,7 +397,7 @@ def of_rounds(cls: type[WholeTensorOptimizer], group: ParamGroup) -> Rule:
             [grad],
             [[arrays[name]] for name in names],
             [call.step],
-            [call.whole.factors],
+            [call.whole.tensor_state],
             [call.whole.place],
             divisor=call.divisor,
         )

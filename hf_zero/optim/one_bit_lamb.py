@@ -48,7 +48,7 @@ class OneBitLamb(SendsMomentum, Lamb):
     """
 
     MOMENTS = ("exp_avg", "exp_avg_sq", FRESH)
-    FACTOR_NAMES = (RATIO, FACTOR)
+    TENSOR_STATE_NAMES = (RATIO, FACTOR)
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class OneBitLamb(SendsMomentum, Lamb):
     def apply(group: ParamGroup, parts: Parts) -> None:
         Lamb.apply(group, parts)
         beta = group["coeff_beta"]
-        for state, now in zip(parts.factors, ratios(group, parts.norms).float()):
+        for state, now in zip(parts.tensor_state, ratios(group, parts.norms).float()):
             before = state.get(RATIO, now.view(1))
             state[RATIO] = before * beta + now * (1.0 - beta)
 

@@ -17,7 +17,7 @@ from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
 from hf_zero.optim.segments import ParamState, Segment, StateArrays
-from hf_zero.optim.state import bare_step, kept, step_dtype
+from hf_zero.optim.state import bare_step, present, step_dtype
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
 _OPS: dict[type, str] = {
@@ -93,11 +93,11 @@ class OwnStep:
         segments: Sequence[Segment],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
-        number: int,
+        step_number: int,
         hooks: bool,
     ) -> bool:
-        """Make :meth:`update` in batches of segments, whose state is kept in bf16. ``number``: that
-        of the step, for the rounding. ``hooks``: run those of the optimizer.
+        """Make :meth:`update` in batches of segments, whose state is kept in bf16. ``step_number``
+        seeds the rounding. ``hooks``: run the hooks of the optimizer.
         """
         assert self._bf16 is not None
         bf16, optimizer = self._bf16, self._optimizer
@@ -110,7 +110,7 @@ class OwnStep:
 
         def run(optimizer: torch.optim.Optimizer) -> None:
             for batch in batches:
-                with bf16.widened(batch, optimizer.state, number):
+                with bf16.widened(batch, optimizer.state, step_number):
                     made.append(self.update(batch, grad_scale, found_inf, step))
 
         if hooks and step == self.bare:
@@ -157,7 +157,7 @@ class OwnStep:
             self._over(segments, zeros, None, None, self._takes_scale(None), self.bare)
 
     def sub_group(
-        self, segment: Segment, held: StateArrays, grad: Tensor, divisor: float, fresh: bool
+        self, segment: Segment, held: StateArrays, grad: Tensor, divisor: float, is_first_step: bool
     ) -> None:
         """Make one update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
         entries: ParamState = self._optimizer.state[segment.tensor]
@@ -165,7 +165,7 @@ class OwnStep:
         between = {name: entries[name] for name in held if name in entries}
         segment.tensor.data = held[MASTER]
         entries.update({name: held[name] for name in between})
-        if fresh and self._base in BEGIN_WITH_GRADIENT:
+        if is_first_step and self._base in BEGIN_WITH_GRADIENT:
             entries.pop("momentum_buffer", None)
         gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
         scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
@@ -232,16 +232,16 @@ class OwnStep:
             # torch's fused SGD leaves a new momentum buffer uninitialised when its first step
             # overflows. Zeros give the same first step unless there is dampening; then the host
             # checks the flag.
-            fresh = [
+            unstepped = [
                 (group, p)
                 for group in groups
                 if group["momentum"] != 0
                 for p in group["params"]
                 if not self._has_state(p)
             ]
-            if any(group["dampening"] != 0 for group, _ in fresh):
+            if any(group["dampening"] != 0 for group, _ in unstepped):
                 return False
-            self._begin_with_zeros([p for _, p in fresh])
+            self._begin_with_zeros([p for _, p in unstepped])
         return True
 
     def _groups_to_unfuse(self, segments: Sequence[Segment]) -> list[dict[str, Any]]:
@@ -256,17 +256,17 @@ class OwnStep:
             if not (group["fused"] and group["momentum"]):
                 continue
             tensors = [segment.tensor for segment in segments if segment.group == number]
-            fresh = [tensor for tensor in tensors if not self._has_state(tensor)]
-            if 0 < len(fresh) < len(tensors):
+            unstepped = [tensor for tensor in tensors if not self._has_state(tensor)]
+            if 0 < len(unstepped) < len(tensors):
                 if group["dampening"]:
                     unfused.append(group)
                 else:
-                    self._begin_with_zeros(fresh)
+                    self._begin_with_zeros(unstepped)
         return unfused
 
     def _has_state(self, tensor: Tensor) -> bool:
         entries: StateArrays = self._optimizer.state.get(tensor, {})
-        return bool(kept(entries))
+        return bool(present(entries))
 
     def _begin_with_zeros(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:

@@ -1,9 +1,9 @@
 """The segments that an optimizer steps: cut from the flat buffers, assigned to its groups, and
-split where the step counts of parameters diverge; the numbers that a group shares, its settings in
-a checkpoint, and the factors of whole tensors.
+split where the step counts of parameters diverge; the scalars that a group shares, its settings in
+a checkpoint, and the state of whole tensors.
 
-Factors (of Adafactor's second moment) are replicated: every segment of a tensor, on every rank that
-has a part of it, keeps all factors with equal values.
+State of a whole tensor (the factors of Adafactor's second moment) is replicated: every segment of
+the tensor, on every rank that has a part of it, keeps all of it with equal values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hf_zero.optim.segments import (
 )
 from hf_zero.optim.sharded_tensors import extent_of
 from hf_zero.optim.state import StateEntries
-from hf_zero.optim.whole_tensor import FACTORS, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import TENSOR_STATE, WholeTensorOptimizer
 
 
 class SegmentTable:
@@ -62,7 +62,7 @@ class SegmentTable:
         self._fused = fused
         self._widens = entries.bf16 is not None
         self.by_constructor = isinstance(entries.optimizer, state.MADE_BY_CONSTRUCTORS)
-        # A step sums over the ranks, so no segment can be stepped apart from the others.
+        # A step sums over the ranks, so no segment can be stepped without the others.
         self._adds_up = isinstance(entries.optimizer, WholeTensorOptimizer)
         self.device = DeviceState(entries)
         self.offloaded = OffloadedState(entries, base, moments)
@@ -79,9 +79,9 @@ class SegmentTable:
         self.offloaded_stand_ins: list[Segment] = []
         self.excluded_names: frozenset[str] = frozenset()
         self.excluded: list[Segment] = []  # their segments, which other code updates
-        # groups whose parameters, as far as this rank has them, have made different numbers of
-        # steps
-        self.parted: set[int] = set()
+        # optimizer groups whose parameters have made different numbers of steps on any rank, as
+        # far as this rank knows: it left parameters out of a step, or loaded their step counts
+        self.diverged: set[int] = set()
 
     def bind(self, flats: Sequence[Flat], group_of: Mapping[str, int], groups: set[int]) -> None:
         """Cut ``flats`` into segments without state and assign them to the optimizer's groups; each
@@ -104,7 +104,7 @@ class SegmentTable:
         self.segments = segments + self.stand_ins
         self.offloaded.names_in_8_bits = self.names_in_8_bits
         self.offloaded_stand_ins = self.stand_ins if away and not self._adds_up else []
-        self.parted = set()
+        self.diverged = set()
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
         self._list()
         self._divide_by_format(segments, flats)
@@ -189,7 +189,7 @@ class SegmentTable:
     def is_unstepped(self, segment: Segment) -> bool:
         """Whether ``segment`` was never stepped."""
         if segment.offloaded:
-            return self.offloaded.is_fresh(segment)
+            return self.offloaded.is_unstepped(segment)
         return segment.tensor not in self._optimizer.state
 
     def divide(
@@ -267,32 +267,32 @@ class SegmentTable:
         concerned = [segment for segment in segments if not unused.isdisjoint(segment.names)]
         left_out = {segment for segment in concerned if unused.issuperset(segment.names)}
         mixed = [segment for segment in concerned if segment not in left_out]
-        self.parted |= {segment.group for segment in concerned}
+        self.diverged |= {segment.group for segment in concerned}
         for parts in self.divide(mixed, unused.__contains__).values():
             left_out |= {piece for is_unused, piece in parts if is_unused}
         return left_out
 
 
 GroupReport = tuple[dict[str, float], dict[str, dict[str, float]]]
-"""The numbers of a group on one rank, and by name those of its parameters that differ."""
+"""The scalars of a group on one rank, and by name those of its parameters that differ."""
 
 
-def numbers_of_ranks(reports: Sequence[GroupReport]) -> GroupReport:
-    """Return the numbers of a group, and by name those of its parameters that differ, from its
-    (scalars, apart) on each rank.
+def scalars_of_ranks(reports: Sequence[GroupReport]) -> GroupReport:
+    """Return the scalars of a group, and by name those of its parameters that differ, from the
+    reports of all ranks.
     """
     # Groups that are empty on a rank have no scalars there. Scalars are equal across ranks, except
     # where a parameter was unused in some steps; those ranks report per parameter.
-    even = [scalars for scalars, apart in reports if scalars and not apart]
-    by_name = {name: n for _, apart in reports for name, n in apart.items()}
+    even = [scalars for scalars, overrides in reports if scalars and not overrides]
+    by_name = {name: n for _, overrides in reports for name, n in overrides.items()}
     most = max(by_name.values(), key=lambda n: n.get("step", 0.0), default={})
     scalars = even[0] if even else most
-    apart = {name: n for name, n in by_name.items() if n != scalars or not n}
-    return scalars, apart
+    overrides = {name: n for name, n in by_name.items() if n != scalars or not n}
+    return scalars, overrides
 
 
-class GroupNumbers:
-    """The shared numbers of the groups of one optimizer."""
+class GroupScalars:
+    """The scalar states of the groups of one optimizer."""
 
     def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
         self._entries = entries
@@ -302,65 +302,65 @@ class GroupNumbers:
         self.writes = 0  # number of writes to per-element state from outside
 
     def scalars(self) -> list[dict[str, float]]:
-        """Return per group the numbers that its parameters share, such as ``{"step": 3.0}``. Equal
-        on every rank; :meth:`apart` has the exceptions.
+        """Return per group the scalars that its parameters share, such as ``{"step": 3.0}``. Equal
+        on every rank; :meth:`overrides` has the exceptions.
         """
         out: list[dict[str, float]] = [{} for _ in self._entries.groups]
         # from the first segment of the group that has any: the first step creates state on the
         # device
         for segment in self._table.segments:
             if not out[segment.group]:
-                out[segment.group] = self._entries.numbers(segment)
+                out[segment.group] = self._entries.scalars(segment)
         return out
 
-    def apart(self) -> list[dict[str, dict[str, float]]]:
-        """Return per group, if its parameters have made different numbers of steps, the numbers of
-        each parameter with elements on this rank, none for one that was never stepped; otherwise an
-        empty dict. Left out is a stepped parameter whose optimizer keeps no numbers. Offloaded
-        state exists before the first step, so it is always said that there was none.
+    def overrides(self) -> list[dict[str, dict[str, float]]]:
+        """Return per group, once step counts diverge, the scalar state of each parameter with
+        elements on this rank; {} for one never stepped. Stepped parameters without scalars are
+        omitted. Never-stepped ones with offloaded state are always listed, since that state exists
+        before the first step.
         """
         out: list[dict[str, dict[str, float]]] = [{} for _ in self._entries.groups]
         for segment in self._table.segments:
             unstepped = self._table.is_unstepped(segment)
-            parted = segment.group in self._table.parted or (unstepped and segment.offloaded)
+            diverged = segment.group in self._table.diverged or (unstepped and segment.offloaded)
             # another rank reports on a parameter of which there is only padding here
-            if parted and not segment.is_padding:
-                numbers = {} if unstepped else self._entries.numbers(segment)
-                if numbers or unstepped:
-                    out[segment.group] |= dict.fromkeys(segment.names, numbers)
+            if diverged and not segment.is_padding:
+                scalars = {} if unstepped else self._entries.scalars(segment)
+                if scalars or unstepped:
+                    out[segment.group] |= dict.fromkeys(segment.names, scalars)
         return out
 
     def note_load(
         self,
         scalars: Sequence[Mapping[str, float]],
-        apart: Sequence[Mapping[str, Mapping[str, float]]] = (),
+        overrides: Sequence[Mapping[str, Mapping[str, float]]] = (),
     ) -> None:
-        """Record that state with these numbers, equal on all ranks, has replaced the former."""
-        entries = [*scalars, *(numbers for group in apart for numbers in group.values())]
+        """Record that state with these scalars, equal on all ranks, has replaced the former."""
+        entries = [*scalars, *(own for group in overrides for own in group.values())]
         self.loads += 1
         self._table.exclude(frozenset())  # the loaded state may lack theirs
-        self.loaded_steps = int(max((numbers.get("step", 0) for numbers in entries), default=0))
+        self.loaded_steps = int(max((entry.get("step", 0) for entry in entries), default=0))
 
     def load(
         self,
         scalars: Sequence[Mapping[str, float]],
-        apart: Sequence[Mapping[str, Mapping[str, float]]],
+        overrides: Sequence[Mapping[str, Mapping[str, float]]],
     ) -> None:
-        """Load the results of :meth:`scalars` and of :meth:`apart`, which may name parameters of
-        any rank; create state that does not exist yet.
+        """Load the results of :meth:`scalars` and of :meth:`overrides`, which may name parameters
+        of any rank; create state that does not exist yet.
         """
-        self.note_load(scalars, apart)
-        by_name = {name: values for group in apart for name, values in group.items()}
+        self.note_load(scalars, overrides)
+        by_name = {name: values for group in overrides for name, values in group.items()}
         if by_name:
-            numbers_of = {name: tuple(sorted(values.items())) for name, values in by_name.items()}
+            scalars_of = {name: tuple(sorted(values.items())) for name, values in by_name.items()}
             concerned = [
                 segment
                 for segment in self._table.segments
                 if segment.parts and not segment.names.isdisjoint(by_name)
             ]
-            self._table.parted |= {index for index, group in enumerate(apart) if group}
+            self._table.diverged |= {index for index, group in enumerate(overrides) if group}
             self._table.separate_counters()
-            self._table.divide(concerned, numbers_of.get)
+            self._table.divide(concerned, scalars_of.get)
         for segment in self._table.segments:
             values = (
                 by_name.get(min(segment.names), scalars[segment.group])
@@ -392,58 +392,60 @@ class GroupNumbers:
 
 
 # by parameter and state name
-Factors = Mapping[str, Mapping[str, Tensor]]
+TensorStates = Mapping[str, Mapping[str, Tensor]]
 
 
-def factor_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of what ``optimizer`` may keep of a whole parameter."""
-    return optimizer.FACTOR_NAMES if isinstance(optimizer, WholeTensorOptimizer) else ()
+def tensor_state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the names of the state of whole tensors that ``optimizer`` may keep."""
+    return optimizer.TENSOR_STATE_NAMES if isinstance(optimizer, WholeTensorOptimizer) else ()
 
 
-class TensorFactors:
-    """The factors of the parameters of one optimizer."""
+class TensorState:
+    """The state of whole tensors of one optimizer."""
 
     def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
         self._entries = entries
         self._table = table
-        self.known = factor_names(entries.optimizer)
+        self.known = tensor_state_names(entries.optimizer)
 
     def of(self, segment: Segment) -> dict[str, Tensor]:
-        """Return the factors of ``segment``, which must have been stepped or be stepped now."""
+        """Return the tensor state of ``segment``, which must have been stepped or be stepped
+        now.
+        """
         if not self.known:
             return {}
         live = self._entries.optimizer.state[segment.tensor]
-        factors: dict[str, Tensor] = live.setdefault(FACTORS, {})
-        return factors
+        tensor_state: dict[str, Tensor] = live.setdefault(TENSOR_STATE, {})
+        return tensor_state
 
-    def held(self, firsts: bool = False) -> dict[str, dict[str, Tensor]]:
-        """Return factors by parameter; ``firsts``: only if this rank has its first element."""
-        factors_by_name = {}
+    def by_parameter(self, firsts: bool = False) -> dict[str, dict[str, Tensor]]:
+        """Return tensor state by parameter; ``firsts``: only if this rank has its first element."""
+        by_name = {}
         for segment in self._table.segments if self.known else ():
             start, stop = extent_of(segment) if segment.parts else (0, 0)
             if start < stop and not (firsts and start):
-                factors = self._entries.of(segment).get(FACTORS)
-                if factors:
-                    factors_by_name[min(segment.names)] = factors
-        return factors_by_name
+                tensor_state = self._entries.of(segment).get(TENSOR_STATE)
+                if tensor_state:
+                    by_name[min(segment.names)] = tensor_state
+        return by_name
 
-    def load(self, saved: Factors) -> None:
-        """Load the result of :meth:`held`, which may have parameters of any rank; factors of all
-        others are reset.
+    def load(self, saved: TensorStates) -> None:
+        """Load the result of :meth:`by_parameter`, which may have parameters of any rank; reset the
+        tensor state of all others.
         """
         for segment in self._table.segments if self.known else ():
             entries = self._entries.of(segment)
             if segment.parts and entries:
-                factors = state.copied(saved.get(min(segment.names), {}))
+                tensor_state = state.copied(saved.get(min(segment.names), {}))
                 entry = self._entries.optimizer.state[segment.tensor]
-                entry[FACTORS] = {
+                entry[TENSOR_STATE] = {
                     name: tensor.to(segment.tensor.device, segment.tensor.dtype)
-                    for name, tensor in factors.items()
+                    for name, tensor in tensor_state.items()
                 }
 
     @property
     def names(self) -> list[str]:
-        """The parameters with elements on this rank that may have factors."""
+        """The parameters with elements on this rank that may have tensor state."""
         return sorted(
             {
                 min(segment.names)

@@ -156,10 +156,12 @@ class ShardedTensors(Tensors):
         counts_by_name = [self._held(name) for name in mine]
         counts = [sum(of[peer] for of in counts_by_name) for peer in range(size)]
         came = self._exchange(rows, counts)
-        parted = [part.split([of[peer] for of in counts_by_name]) for peer, part in enumerate(came)]
+        received_parts = [
+            part.split([of[peer] for of in counts_by_name]) for peer, part in enumerate(came)
+        ]
         back = list[list[Tensor]]([] for _ in range(size))
         for at, name in enumerate(mine):
-            whole = torch.cat([part[at] for part in parted]).view(self._shapes[name])
+            whole = torch.cat([part[at] for part in received_parts]).view(self._shapes[name])
             update = transform(whole).reshape(-1)
             for peer, part in enumerate(update.split(counts_by_name[at])):
                 back[peer].append(part)

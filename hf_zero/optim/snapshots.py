@@ -31,11 +31,12 @@ def in_order(segments: Sequence[Segment]) -> list[Segment]:
 def described(
     packed: StateDict,
     segments: Sequence[Segment],
-    parted: Iterable[int],
+    diverged: Iterable[int],
     flats: Iterable[Flat],
 ) -> StateDict:
     """Return ``packed``, a state dict over ``segments`` of ``flats``, with their positions added;
-    ``parted``: the groups whose parameters have made different numbers of steps.
+    ``diverged``: optimizer groups whose parameters have made different numbers of steps on any
+    rank.
     """
     places = [
         [
@@ -44,5 +45,5 @@ def described(
         ]
         for segment in in_order(segments)
     ]
-    description = {"places": places, "parted": sorted(parted), "layout": layout_of(flats)}
+    description = {"places": places, "parted": sorted(diverged), "layout": layout_of(flats)}
     return {**packed, KEY: description}

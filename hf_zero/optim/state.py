@@ -42,7 +42,7 @@ def is_scalar(name: str, value: object, shape: Sequence[int]) -> bool:
 
 
 def is_elementwise(name: str, value: object, shape: Sequence[int]) -> bool:
-    """Whether state ``name`` of a parameter of ``shape`` has one number per element."""
+    """Whether state ``name`` of a parameter of ``shape`` is a tensor of its elements."""
     return (
         isinstance(value, Tensor)
         and tuple(value.shape) == tuple(shape)
@@ -50,7 +50,7 @@ def is_elementwise(name: str, value: object, shape: Sequence[int]) -> bool:
     )
 
 
-def kept(state: StateArrays) -> ParamState:
+def present(state: StateArrays) -> ParamState:
     """Return the entries of one parameter's state that hold a value (SGD may keep
     ``momentum_buffer: None``).
     """
@@ -70,17 +70,17 @@ def refuse_unknown(optimizer: torch.optim.Optimizer, name: str, value: object, w
     )
 
 
-def fresh_state(
+def initial_state(
     optimizer: torch.optim.Optimizer, group: ParamGroup, like: Tensor
 ) -> dict[str, object]:
-    """Return the state of a new one-element parameter of ``group`` before its first step.
+    """Return the initial state of a one-element parameter of ``group``, before its first step.
 
     It is found by one step over a throw-away parameter on a throw-away twin of the optimizer, so
     that names, dtypes and the devices of counters are the class's own. The twin has neither the
     ``step`` attribute of the user's object (the engine's own, a scheduler's wrapper) nor its hooks.
     """
     twin, probe = _stepped_twin(optimizer, group, like)
-    state = kept(twin.state[probe])
+    state = present(twin.state[probe])
     for name, value in [*state.items()]:
         if isinstance(value, Mapping):  # of the whole tensor: created by the first step
             del state[name]
@@ -145,13 +145,13 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
 
 def kept_states(optimizer: torch.optim.Optimizer, group: ParamGroup) -> set[str]:
     """Return the names of the per-element states that ``group`` keeps, or would with a momentum."""
-    settings = {**in_numbers(group), "momentum": group.get("momentum") or 0.5}
-    state = fresh_state(optimizer, settings, torch.zeros(1))
+    settings = {**unquantised(group), "momentum": group.get("momentum") or 0.5}
+    state = initial_state(optimizer, settings, torch.zeros(1))
     return {name for name, value in state.items() if is_elementwise(name, value, (1,))}
 
 
-def in_numbers(group: ParamGroup) -> ParamGroup:
-    """Return ``group`` with moments of plain numbers, whatever their storage format."""
+def unquantised(group: ParamGroup) -> ParamGroup:
+    """Return ``group`` with ``moments`` "fp32", if it has that setting."""
     return {**group, "moments": "fp32"} if "moments" in group else group
 
 
@@ -185,7 +185,7 @@ def narrowed(
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of ``value``, a number or the factors of a whole tensor."""
+    """Return a copy of ``value``, a number or the state of a whole tensor."""
     if isinstance(value, Mapping):
         return {name: copied(item) for name, item in value.items()}
     return value.clone() if isinstance(value, Tensor) else value
@@ -193,13 +193,13 @@ def copied(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """Existing state of an optimizer, by parameter: its ``numbers``, its ``tensors`` by name (1-D),
-    and its ``factors``, of whole tensors.
+    """Existing state of an optimizer, by parameter: its ``scalars``, its per-element ``tensors``
+    (1-D), and its ``tensor_state``, of whole tensors.
     """
 
-    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, float]] = field(default_factory=dict)
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    factors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    tensor_state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 def collect(
@@ -225,7 +225,9 @@ def collect(
         # A frozen parameter is not stepped, so its state (Adagrad creates it at once) is not
         # needed.
         is_tensor = isinstance(owner, Tensor)
-        if not (is_tensor and (id(owner) in known or not owner.requires_grad or not kept(entry))):
+        if not (
+            is_tensor and (id(owner) in known or not owner.requires_grad or not present(entry))
+        ):
             what = f"a tensor of shape {tuple(owner.shape)}" if is_tensor else repr(owner)
             raise UnsupportedOptimizerError(
                 f"optimizer {kind} has state for {what}, which is not a parameter of the model; "
@@ -235,21 +237,21 @@ def collect(
     carried = Carried()
     for name in slots.keys() & group_of.keys() if optimizer.state else ():
         shape, parameter = slots[name].shape, parameters[name]
-        state = kept(optimizer.state[parameter]) if parameter in optimizer.state else {}
-        numbers, tensors = dict[str, float](), dict[str, Tensor]()
+        state = present(optimizer.state[parameter]) if parameter in optimizer.state else {}
+        scalars, tensors = dict[str, float](), dict[str, Tensor]()
         for key, value in state.items():
             if isinstance(value, Blocks):
                 tensors[key] = value.decode()
             elif isinstance(value, Mapping):
-                carried.factors[name] = dict(value)
+                carried.tensor_state[name] = dict(value)
             elif is_scalar(key, value, shape):
-                numbers[key] = float(value)
+                scalars[key] = float(value)
             elif is_elementwise(key, value, shape):
                 tensors[key] = value.detach().reshape(-1)
             else:
                 refuse_unknown(optimizer, key, value, f"parameter {name!r} of shape {shape}")
         if state:
-            carried.numbers[name], carried.tensors[name] = numbers, tensors
+            carried.scalars[name], carried.tensors[name] = scalars, tensors
     return carried
 
 
@@ -327,12 +329,14 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
 
 
 class NarrowStates(Protocol):
-    """What an optimizer keeps in bf16 (``bf16_state.py``); ``moments``: its per-element states."""
+    """The state of an optimizer in bf16 (``bf16_state.py``); ``moments``: its per-element
+    states.
+    """
 
     @property
     def moments(self) -> bool: ...
-    def fresh(self, state: ParamState, like: Tensor) -> ParamState:
-        """Return ``state``, from before the first step, in the dtypes in which it is kept."""
+    def cast_initial(self, state: ParamState, like: Tensor) -> ParamState:
+        """Return the initial ``state`` in the dtypes in which it is kept."""
 
 
 class StateEntries:
@@ -350,10 +354,10 @@ class StateEntries:
         """Return the state of ``segment`` by name; empty if it has none."""
         tensor, states = segment.tensor, self.optimizer.state
         # an engine's states wait for the update under way at each look: one look is enough
-        return kept(dict.__getitem__(states, tensor)) if tensor in states else {}
+        return present(dict.__getitem__(states, tensor)) if tensor in states else {}
 
     def elementwise(self, segment: Segment) -> dict[str, Tensor]:
-        """Return the states of ``segment`` that have a number for each element."""
+        """Return the per-element states of ``segment`` that are tensors."""
         shape = segment.tensor.shape
         return {
             name: value
@@ -361,8 +365,8 @@ class StateEntries:
             if is_elementwise(name, value, shape)
         }
 
-    def numbers(self, segment: Segment) -> dict[str, float]:
-        """Return the states of ``segment`` that are one number for all elements."""
+    def scalars(self, segment: Segment) -> dict[str, float]:
+        """Return the scalar states of ``segment``."""
         shape = segment.tensor.shape
         return {
             name: float(value)
@@ -370,13 +374,13 @@ class StateEntries:
             if is_scalar(name, value, shape)
         }
 
-    def fresh(self, group: int, like: Tensor, decoded: bool = False) -> ParamState:
-        """Return the state before the first step of a parameter like ``like`` in ``group``;
-        ``decoded``: in plain numbers whatever its storage format.
+    def initial(self, group: int, like: Tensor, decoded: bool = False) -> ParamState:
+        """Return the initial state, before a first step, of a parameter like ``like`` in ``group``;
+        ``decoded``: as tensors, whatever its storage format.
         """
-        settings = self.groups[group]
-        initial = fresh_state(self.optimizer, in_numbers(settings) if decoded else settings, like)
-        return initial if self.bf16 is None else self.bf16.fresh(initial, like)
+        settings = unquantised(self.groups[group]) if decoded else self.groups[group]
+        initial = initial_state(self.optimizer, settings, like)
+        return initial if self.bf16 is None else self.bf16.cast_initial(initial, like)
 
     def blocks(self, segment: Segment) -> dict[str, Blocks]:
         """Return the states of ``segment`` that are in 8 bits."""
@@ -389,7 +393,7 @@ class StateEntries:
         ``value`` for each element, in the format in which the optimizer keeps it.
         """
         optimizer = self.optimizer
-        if isinstance(optimizer, CPUOptimizer) and name in optimizer.kept:
+        if isinstance(optimizer, CPUOptimizer) and name in optimizer.moment_names:
             group = self.groups[segment.group]
             if optimizer.format_of(group, segment.tensor) == "dynamic8":
                 return optimizer.new_moment(group, name, segment.tensor)
@@ -401,7 +405,8 @@ class StateEntries:
         """
         groups = range(len(self.groups))
         return any(
-            name in self.fresh(group, like) or self.is_switched_off(group, name) for group in groups
+            name in self.initial(group, like) or self.is_switched_off(group, name)
+            for group in groups
         )
 
     def is_switched_off(self, group: int, name: str) -> bool:

@@ -116,10 +116,10 @@ class Lamb(TensorSumOptimizer):
     @staticmethod
     def apply(group: ParamGroup, parts: Parts) -> None:
         sizes = [step_size(group, step) for step in parts.steps]
-        numbers = upload(torch.tensor(sizes, dtype=torch.float64), parts.norms.device)
-        factors = ratios(group, parts.norms) * numbers
+        step_sizes = upload(torch.tensor(sizes, dtype=torch.float64), parts.norms.device)
+        rates = ratios(group, parts.norms) * step_sizes
         averages, variances, *_ = parts.moments
-        apply_(parts.weights, averages, variances, factors, _settings(group), kernels=parts.kernels)
+        apply_(parts.weights, averages, variances, rates, _settings(group), kernels=parts.kernels)
 
 
 def step_size(group: ParamGroup, step: int, variance: int | None = None) -> float:

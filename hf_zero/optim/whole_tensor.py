@@ -23,9 +23,9 @@ from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops.flat_reference import divided
 from hf_zero.optim.segments import ParamGroup, ParamState
 
-FACTORS = "factors"
-"""The state of a parameter that is of the whole tensor, and neither a number for each element nor
-one number: tensors by name, kept by each part."""
+TENSOR_STATE = "factors"
+"""The entry of a parameter's state for state of its whole tensor, neither per-element nor scalar:
+tensors by name, replicated in each part. Checkpoints and state dicts have this word."""
 
 
 class TensorPlace(NamedTuple):
@@ -44,7 +44,7 @@ class Parts:
         ``divisor``.
     moments: a list for each of the optimizer's ``MOMENTS``.
     steps: the number of each part's step, from 1 on.
-    factors: the factors of each part's whole tensor, by name; empty before the first step.
+    tensor_state: the state of each part's whole tensor, by name; empty before the first step.
     places: the place of each part in its tensor.
     kernels: the configuration's ``kernels``.
     results: the combined result of each round, for each part.
@@ -54,7 +54,7 @@ class Parts:
     grads: list[Tensor]
     moments: Sequence[list[Tensor]]
     steps: list[int]
-    factors: Sequence[dict[str, Tensor]] = ()
+    tensor_state: Sequence[dict[str, Tensor]] = ()
     places: Sequence[TensorPlace] = ()
     divisor: float = 1.0
     kernels: str | tuple[str, ...] = "auto"
@@ -135,8 +135,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     """Names of the state of an element; each begins with zero."""
     ROUNDS = 1
     """How often parts prepare something that is combined."""
-    FACTOR_NAMES: tuple[str, ...] = ()
-    """Names of what a parameter may have in :data:`FACTORS`."""
+    TENSOR_STATE_NAMES: tuple[str, ...] = ()
+    """Names of the tensors that a parameter may have in :data:`TENSOR_STATE`."""
     ADOPTED_SETTINGS: Mapping[str, object] = {}
     """Settings of groups that a class of the same update elsewhere does not have."""
 
@@ -222,7 +222,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def _with_gradients(self, group: ParamGroup) -> Parts:
         names = self.moments_of(group)
         parts = Parts([], [], [[] for _ in names], [], kernels=self.tensors.kernels)
-        factors = list[dict[str, Tensor]]()
+        tensor_state = list[dict[str, Tensor]]()
         for part in group["params"]:
             if part.grad is None:
                 continue
@@ -248,9 +248,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             parts.steps.append(int(state["step"]))
             for name, moment in zip(names, parts.moments):
                 moment.append(state[name])
-            if self.FACTOR_NAMES:
-                factors.append(state.setdefault(FACTORS, {}))
-        parts.factors = factors
+            if self.TENSOR_STATE_NAMES:
+                tensor_state.append(state.setdefault(TENSOR_STATE, {}))
+        parts.tensor_state = tensor_state
         return parts
 
 

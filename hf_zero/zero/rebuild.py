@@ -20,9 +20,9 @@ from torch import nn
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError
 from hf_zero.logging import listed
-from hf_zero.optim.bound_optimizer import ParameterNumbers
+from hf_zero.optim.bound_optimizer import ParameterScalars
 from hf_zero.optim.elementwise import adopt
-from hf_zero.optim.segment_table import Factors
+from hf_zero.optim.segment_table import TensorStates
 from hf_zero.zero.access.full import join_parts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
@@ -101,7 +101,7 @@ class CarriedState(StateSource):
         # in host memory: a pickled tensor returns to its own device, in every process
         local_factors = {
             shared[name]: {key: tensor.cpu() for key, tensor in tensors.items()}
-            for name, tensors in engine.bound.factors.held(firsts=True).items()
+            for name, tensors in engine.bound.tensor_state.by_parameter(firsts=True).items()
         }
         factors = dict[str, Mapping[str, torch.Tensor]]()
         keys = dict[str, dict[str, torch.dtype]]()
@@ -134,10 +134,10 @@ class CarriedState(StateSource):
                 whole = join_parts(entry.flat, entry.parameter, first, part, out.dtype)
                 entry.part(out).copy_(whole.reshape(-1)[slice(*entry.range)])
 
-    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterNumbers]:
+    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterScalars]:
         return {name: self._numbers.get(parameter) for name, parameter in parameters.items()}
 
-    def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors:
+    def factors(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
         return {name: self._factors.get(parameter, {}) for name, parameter in parameters.items()}
 
 

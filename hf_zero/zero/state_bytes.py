@@ -36,7 +36,7 @@ def bytes_by_tier(
     """
     counts = held_bytes(engine) if counts is None else counts
     tiers = {tier: sum(counts[kind, tier] for kind in KINDS) for tier in TIERS}
-    tiers["ram"] += sum(engine.sharded_model.placement.held().values())
+    tiers["ram"] += sum(engine.sharded_model.placement.buffer_bytes().values())
     return tiers
 
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.bf16_state import COMPENSATION
-from hf_zero.optim.bound_optimizer import ParameterNumbers
-from hf_zero.optim.segment_table import Factors
+from hf_zero.optim.bound_optimizer import ParameterScalars
+from hf_zero.optim.segment_table import TensorStates
 from hf_zero.optim.segments import FetchedArrays, ParamState
 from hf_zero.optim.state import is_elementwise, step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -64,11 +64,11 @@ class StateEntry:
 
 class StateSource:
     """A holder of entries, which :func:`transfer` reads. If :meth:`read` is collective, all ranks
-    have the same entries. ``parted``: groups of whose parameters this rank may not know that they
-    have made different numbers of steps.
+    have the same entries. ``diverged``: optimizer groups whose parameters have made different
+    numbers of steps on any rank.
     """
 
-    parted: Collection[int] = ()
+    diverged: Collection[int] = ()
 
     def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
         """Return by kind the parameters of ``flat`` all of whose elements on this rank are here,
@@ -82,13 +82,13 @@ class StateSource:
         """
         raise NotImplementedError
 
-    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, ParameterNumbers]:
+    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, ParameterScalars]:
         """Return by name the numbers of those of ``parameters`` that have some; all others begin
         without state.
         """
         return {}
 
-    def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors | None:
+    def factors(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates | None:
         """Return by name the state of whole tensors of ``parameters``; None leaves it."""
         return None
 
@@ -129,7 +129,7 @@ class EngineState:
         of one element. ``like``: the dtype of its master weights.
         """
         if (group, like) not in self._fresh:
-            state = self.bound.fresh(group, torch.zeros(1, dtype=like))
+            state = self.bound.initial(group, torch.zeros(1, dtype=like))
             self._fresh[group, like] = {
                 kind: value if is_elementwise(kind, value, (1,)) else float(value)
                 for kind, value in state.items()
@@ -196,7 +196,7 @@ class EngineState:
                 everywhere.setdefault(name, set()).update(kinds)
         return {name: everywhere.get(whole, set()) for name, whole in names.items()}
 
-    def numbers(self, names: Mapping[str, str]) -> dict[str, ParameterNumbers]:
+    def numbers(self, names: Mapping[str, str]) -> dict[str, ParameterScalars]:
         """Return the numbers of each parameter of a group, as far as known on any rank; ``names``
         maps this rank's names to those of the whole model. Collective.
         """
@@ -231,11 +231,11 @@ def transfer(
         numbers = source.numbers(parameters)
         bound.load_by_parameter(
             {n: value for n, value in numbers.items() if value or keeps or n not in without},
-            source.parted,
+            source.diverged,
         )
         factors = source.factors(parameters)
         if factors is not None:
-            bound.factors.load(factors)
+            bound.tensor_state.load(factors)
 
 
 def _fill(

@@ -399,8 +399,8 @@ class TrainingEngine(EngineParts):
             refuse_half_done(
                 self.updater, "gradient clipping that was switched on after the backward"
             )
-        if self.updater.early is not None:
-            self.optimizer_step.refuse_changed(self.updater.early)
+        if self.updater.backward_update is not None:
+            self.optimizer_step.refuse_changed(self.updater.backward_update)
         if failed := self.optimizer_step.failed_writes():
             raise failed_write(failed)
 

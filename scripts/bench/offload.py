@@ -243,7 +243,7 @@ def told_by(engine: Any) -> dict[str, Any]:
     for flat in engine.flats:
         disk["optimizer"] += flat.optimizer_shard.storage.nbytes()["disk"]
         disk["parameters"] += flat.shard_bytes()["disk"]
-    whole, held = sum(engine.state_bytes().values()), engine.sharded_model.placement.held()
+    whole, held = sum(engine.state_bytes().values()), engine.sharded_model.placement.buffer_bytes()
     return {
         "state_mb": (whole - sum(disk.values()) + sum(held.values())) / 2**20,
         "disk_mb": sum(disk.values()) / 2**20,

@@ -131,7 +131,7 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
     def submit_at(self: Any, chosen: Any, units: Any) -> None:
         begun.update(dict.fromkeys(units, host_now()))
         submit(self, chosen, units)
-        if chosen is self.early:
+        if chosen is self.backward_update:
             futures.wait([self._pending[unit][0] for unit in units])
         if waits:
             self.finish()

@@ -16,7 +16,7 @@ from hf_zero.offload.storage import (
     DeviceStorage,
     HostStorage,
     StorageFormat,
-    numbers,
+    decoded,
 )
 from hf_zero.ops.host import Blocks
 from tests.helpers.accelerators import play_streams
@@ -127,7 +127,7 @@ def test_what_was_read_ahead_and_not_acquired_is_not_released(tmp_path):
     first, second, third = shards
     first.prefetch(0)
     first.release(0)
-    numbers(first.acquire(0, overwrite=True)[SHARD]).fill_(7.0)
+    decoded(first.acquire(0, overwrite=True)[SHARD]).fill_(7.0)
     second.acquire(0, overwrite=True)
     with pytest.raises(AssertionError, match="more sub-groups are acquired"):
         third.fetch(SHARD)
@@ -146,7 +146,7 @@ def test_what_another_thread_acquires_before_a_prefetch_has_the_lock_is_not_read
         def __enter__(self):
             if not self.taken:
                 self.taken = True
-                numbers(storage.acquire(0, overwrite=True)[SHARD]).fill_(7.0)
+                decoded(storage.acquire(0, overwrite=True)[SHARD]).fill_(7.0)
             return lock.__enter__()
 
         def __exit__(self, *raised):
@@ -158,7 +158,7 @@ def test_what_another_thread_acquires_before_a_prefetch_has_the_lock_is_not_read
     pool.flush()
     lock, pool.lock = pool.lock, Late()
     storage.prefetch(0)
-    assert torch.equal(numbers(storage.acquire(0)[SHARD]), torch.full((4096,), 7.0))
+    assert torch.equal(decoded(storage.acquire(0)[SHARD]), torch.full((4096,), 7.0))
     storage.release(0)
 
 

@@ -21,7 +21,7 @@ from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import CPUSGD, Adam, CPUAdagrad, CPUAdam, CPULion, Lion, own_step
 from hf_zero.optim.elementwise import check, elementwise_base
-from hf_zero.optim.state import fresh_state
+from hf_zero.optim.state import initial_state
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, full_weights, start
@@ -195,13 +195,13 @@ def test_state_is_known_before_a_step():
         assert elementwise_base(type("Renamed", (cls,), {})) is cls
         assert elementwise_base(type("Other", (cls,), {"update": lambda self: None})) is None
     narrow, blocks = (CPUAdam([nn.Parameter(torch.ones(1))], moments=m) for m in ("bf16", "int8"))
-    fresh = fresh_state(narrow, narrow.param_groups[0], torch.zeros(1))
+    fresh = initial_state(narrow, narrow.param_groups[0], torch.zeros(1))
     assert fresh["exp_avg"].dtype == torch.bfloat16
     with pytest.raises(UnsupportedOptimizerError, match=r"CPUAdam keeps state 'exp_avg' .* Blocks"):
-        fresh_state(blocks, blocks.param_groups[0], torch.zeros(1))
+        initial_state(blocks, blocks.param_groups[0], torch.zeros(1))
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], capturable=True)
     moments = {name: torch.zeros(1) for name in ("exp_avg", "exp_avg_sq")}
-    fresh = fresh_state(optimizer, optimizer.param_groups[0], torch.zeros(1))
+    fresh = initial_state(optimizer, optimizer.param_groups[0], torch.zeros(1))
     assert fresh == moments | {"step": torch.zeros(())}
     assert optimizer.param_groups[0]["capturable"]
 

@@ -173,7 +173,7 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
     zeros, made = torch.zeros, []
     for each in (ours, theirs):
         torch.optim.AdamW.load_state_dict(each.optimizer, copy.deepcopy(saved))
-        each.bound.numbers.note_load(each.bound.scalars())
+        each.bound.group_scalars.note_load(each.bound.scalars())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", lambda *shape, **m: made.append(shape) or zeros(*shape, **m))
         ours.bound._fused._slices = {}

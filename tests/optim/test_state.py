@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.optim.state import counted_elsewhere, fresh_state, is_elementwise, is_scalar
+from hf_zero.optim.state import counted_elsewhere, initial_state, is_elementwise, is_scalar
 from tests.helpers.cells import in_one_item
 from tests.helpers.flats import shard
 
@@ -167,7 +167,7 @@ def test_hooks_of_all_optimizers_see_no_step_of_a_throw_away_one():
     ]
     try:
         group = optimizer.param_groups[0]
-        assert set(fresh_state(optimizer, group, torch.zeros(1))) > {"exp_avg", "exp_avg_sq"}
+        assert set(initial_state(optimizer, group, torch.zeros(1))) > {"exp_avg", "exp_avg_sq"}
         assert counted_elsewhere(optimizer, group) == []
     finally:
         for hook in hooks:

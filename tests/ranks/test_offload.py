@@ -96,13 +96,13 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
     ],
 )
 def test_updates_begin_in_the_backward(way, precision, accumulation, clip, tmp_path, monkeypatch):
-    begun, early = [], Updater.start_early
+    begun, early = [], Updater.start_in_backward
 
     def noted(updater, update, unit):
         begun.append(unit.label)
         return early(updater, update, unit)
 
-    monkeypatch.setattr(Updater, "start_early", noted)
+    monkeypatch.setattr(Updater, "start_in_backward", noted)
     job, plan = ArchitectureJob(LLAMA), Plan(2, 3, accumulation, precision, clip)
     zero = offload(way, 3, tmp_path, update_in_backward=True)
     got = train_on_threads(job, plan, engine_opener(3, zero_optimization=zero))
@@ -130,10 +130,10 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(
     order, run, reached, last = [], Update.run, [], threading.Event()
     unit_of = {flat.optimizer_shard: flat.unit for flat in engine.flats}
 
-    def held_up(update, shard, place, placed):
+    def held_up(update, shard, output_for, finish_output):
         if unit_of[shard] is engine.updater.units[-1]:
             assert last.wait(120)
-        run(update, shard, place, placed)
+        run(update, shard, output_for, finish_output)
         order.append(unit_of[shard])
 
     monkeypatch.setattr(Update, "run", held_up)

@@ -391,7 +391,7 @@ LAMB_FREEZE, LAMB_STEPS = 4, 7
 
 
 def lamb_state(engine):
-    found, held = state_of(engine), engine.bound.factors.held()
+    found, held = state_of(engine), engine.bound.tensor_state.by_parameter()
     for each in one_bit_steps(engine)._momenta:
         mine, names = found[each.flat.key], each.flat.layout.by_name
         mine["ratios"] = {name: float(held[name]["ratio"]) for name in names if name in held}

@@ -461,7 +461,9 @@ def test_a_load_begins_the_state_anew_that_a_checkpoint_lacks(stage: int, tmp_pa
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        steps = {name: numbers for group in engine.bound.apart() for name, numbers in group.items()}
+        steps = {
+            name: numbers for group in engine.bound.overrides() for name, numbers in group.items()
+        }
         engine.destroy()
         return state, steps
 

@@ -134,14 +134,14 @@ def test_offloaded(way, kind, stage, more, tmp_path):
 def test_memory_for_copies_to_a_device_gets_all_values(tmp_path, monkeypatch):
     """It holds others before, unlike a shard in host memory."""
 
-    def place(self, flat, start, stop):
+    def output_for(self, flat, start, stop):
         return torch.full((stop - start,), 7.0, dtype=flat.dtype)
 
-    def placed(self, flat, start, stop, values):
+    def finish_output(self, flat, start, stop, values):
         flat.store_part(start, values)
 
-    monkeypatch.setattr(StagedCopies, "place", place)
-    monkeypatch.setattr(StagedCopies, "placed", placed)
+    monkeypatch.setattr(StagedCopies, "output_for", output_for)
+    monkeypatch.setattr(StagedCopies, "finish_output", finish_output)
     section = offload("optimizer on cpu", 2, tmp_path, buffer_size=512)
     check("adamw", Plan(2, 5), 2, zero_optimization=section)
 

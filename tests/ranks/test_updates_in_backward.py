@@ -136,7 +136,7 @@ def test_some_optimizers_prevent_it_with_a_warning(kind, caplog):
         known = {"elementwise_optimizers": ["Counting"]}
         engine = opened(model, 2, True, lambda model: kind(trainable(model), lr=0.1), **known)
         engine.backward(loss_of(engine, At(0, 0, rank)))
-        begun = engine.updater.early is not None
+        begun = engine.updater.backward_update is not None
         engine.step()
         steps = engine.optimizer.param_groups[0].get("steps", 1)
         engine.destroy()
@@ -404,7 +404,7 @@ def half_done(model: nn.Module, stage: int = 2, **keys: Any) -> Any:
     engine = opened(model, stage, True, **keys)
     train(engine, 0, range(2))
     engine.backward(squared(engine, At(2, 0, 0)))
-    assert engine.updater.early is not None
+    assert engine.updater.backward_update is not None
     return engine
 
 

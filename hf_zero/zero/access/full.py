@@ -395,7 +395,7 @@ def _state(flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str) -> t
     state, kinds = EngineState(engine), set[str]()
     arrays = state.arrays(flat)
     # in host memory and in files there is state before the first step
-    if engine.global_steps > engine.skipped_steps or engine.bound.numbers.writes:
+    if engine.global_steps > engine.skipped_steps or engine.bound.group_scalars.writes:
         kinds = {each.kind for each in state.optimizer_entries(flat, arrays) if each.name == name}
     if kind not in kinds:
         raise PartitionError(

@@ -284,10 +284,10 @@ class EnginePlan:
         """
         if (group, dtype) not in self._kept_by_group:
             like = torch.zeros(1, dtype=dtype)
-            numbers = self._entries.fresh(group, like, decoded=True)
+            numbers = self._entries.initial(group, like, decoded=True)
             # on the device, 8-bit moments are counted by optimizer_bytes
             blocks = self._entries.groups[group].get("moments") in ("int8", "dynamic8")
-            on_device = numbers if blocks else self._entries.fresh(group, like)
+            on_device = numbers if blocks else self._entries.initial(group, like)
             self._kept_by_group[group, dtype] = {
                 name: KeptState(group, on_device[name].dtype, value.dtype)
                 for name, value in numbers.items()

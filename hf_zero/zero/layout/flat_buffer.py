@@ -39,7 +39,7 @@ from hf_zero.device import streams
 from hf_zero.device.spans import NOTHING, span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
-from hf_zero.offload.storage import SHARD, CastStorage, DeviceStorage, Storage, numbers
+from hf_zero.offload.storage import SHARD, CastStorage, DeviceStorage, Storage, decoded
 from hf_zero.zero.layout.compute_copy import Change, Computing
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec
@@ -175,7 +175,7 @@ class FlatBuffer:
         on the device or the host.
         """
         self.optimizer_shard.wait_for_update()
-        return numbers(self._storage.acquire(0, overwrite=True)[SHARD])
+        return decoded(self._storage.acquire(0, overwrite=True)[SHARD])
 
     def bring_shard(self, target: torch.Tensor | None = None) -> torch.Tensor:
         """Return this rank's elements in ``target`` [owned], by default their part of ``full``.
@@ -246,7 +246,7 @@ class FlatBuffer:
         """Return elements ``[start, stop)`` of ``owned`` as host memory to be written, None if the
         shard is not there. Call :meth:`end_host_writes` once all elements are written.
         """
-        part = numbers(self._storage.acquire(0, overwrite=True)[SHARD])[start:stop]
+        part = decoded(self._storage.acquire(0, overwrite=True)[SHARD])[start:stop]
         return part if part.device.type == "cpu" else None
 
     def end_host_writes(self) -> None:

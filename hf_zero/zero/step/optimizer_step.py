@@ -124,13 +124,13 @@ class OptimizerStep:
             self._updated_on = current
         unit.take_user_writes()
         with self._updating_state(), self.bound.scaled_rates(self.lr_scale):
-            update = updater.early or self.bound.begin(1.0, steps)
+            update = updater.backward_update or self.bound.begin(1.0, steps)
             if flats[0].optimizer_shard.offloaded:
-                updater.start_early(update, unit)
+                updater.start_in_backward(update, unit)
                 for flat in flats:
                     flat.gradient.free_on_device()
             else:
-                updater.begin_early(update)
+                updater.begin_in_backward(update)
                 self._apply(flats, steps)
         for flat in flats:
             if flat.follows_updates and not flat.sharded and not flat.gradient.all_unused:
@@ -169,7 +169,7 @@ class OptimizerStep:
     def updated_early(self, unit: Unit) -> bool:
         """Whether the backward before a step has updated a part of ``unit``."""
         states = (flat.gradient.state for flat in unit.trainable)
-        return unit in self.updater.updated_early or GradState.APPLIED in states
+        return unit in self.updater.updated_in_backward or GradState.APPLIED in states
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -235,12 +235,12 @@ class OptimizerStep:
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
             with span("update", "parameters on the device"), put_off:
                 written = self.bound.step(
-                    divisor, shards=self.shards_to_write(), number=steps, without=applied
+                    divisor, shards=self.shards_to_write(), step_number=steps, without=applied
                 )
             for extension in self.extensions:
                 resting.update(extension.update(divisor))
-            if self.updater.units or self.updater.early is not None:
-                update = self.updater.early or self.bound.begin(
+            if self.updater.units or self.updater.backward_update is not None:
+                update = self.updater.backward_update or self.bound.begin(
                     1.0 if divisor is None else float(divisor), steps
                 )
                 self.updater.start(update)
@@ -303,7 +303,7 @@ class OptimizerStep:
         PartitionError for units updated in the backward.
         """
         for unit in self.model.units:
-            if self.updater.early is not None and self.updated_early(unit):
+            if self.updater.backward_update is not None and self.updated_early(unit):
                 for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
                     refuse_half_done(self.updater, f"a write to {name}")
             elif self.model.overlaps:
@@ -427,9 +427,9 @@ class StateChanges:
         """Drop the rest of an update begun in a backward, before a load: unless that replaces all
         of the state, which it leaves half changed, its use is refused from then on.
         """
-        if updater.early is not None:
+        if updater.backward_update is not None:
             self.break_off("a backward had updated a part of the model before a load")
-        updater.drop_early()
+        updater.drop_backward_update()
 
     def refuse(self, what: str) -> None:
         """Raise PartitionError for ``what`` if a change was broken off, or the step that completes
@@ -463,7 +463,7 @@ def refuse_half_done(updater: Updater, what: str) -> None:
     """Raise PartitionError if a backward has updated a part of the model and its step is pending,
     which must precede ``what``.
     """
-    if updater.early is not None:
+    if updater.backward_update is not None:
         raise PartitionError(
             f"{what} comes after a backward that has updated a part of the model already "
             "(zero_optimization.update_in_backward) and before "

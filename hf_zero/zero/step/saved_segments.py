@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.optim.bound_optimizer import ParameterNumbers
-from hf_zero.optim.segment_table import Factors
+from hf_zero.optim.bound_optimizer import ParameterScalars
+from hf_zero.optim.segment_table import TensorStates
 from hf_zero.optim.sharded_tensors import OneRank
 from hf_zero.optim.snapshots import KEY, layout_of
 from hf_zero.optim.state import is_elementwise, is_scalar
@@ -64,7 +64,7 @@ class SavedSegments(StateSource):
         bound, flats = engine.bound, engine.sharded_model.trainable
         self._kind = type(engine.optimizer).__name__
         self._state: Mapping[Any, Any] = packed["state"]
-        self.parted = packed[KEY]["parted"]
+        self.diverged = packed[KEY]["parted"]
         self._own = WholeNames(engine.module).own_of(bound.group_of)
         self._group_of = bound.group_of
         layout = layout_of(flat.optimizer_shard for flat in flats)
@@ -198,7 +198,7 @@ class SavedSegments(StateSource):
             first, _ = names[name].range
             names[name].part(out)[run.start - first : run.stop - first].copy_(part)
 
-    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterNumbers]:
+    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterScalars]:
         shared = [
             dict(sum(of_group, Counter[Any]()).most_common(1)[0][0]) if any(of_group) else None
             for of_group in zip(*(saved.shared for saved in self._saved))
@@ -210,7 +210,7 @@ class SavedSegments(StateSource):
             if self._own[name] not in self._new
         }
 
-    def factors(self, parameters: Mapping[str, nn.Parameter]) -> Factors:
+    def factors(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
         factors = {name: value for saved in self._saved for name, value in saved.factors.items()}
         return {name: factors.get(self._own[name], {}) for name in parameters}
 
