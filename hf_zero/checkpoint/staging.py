@@ -227,7 +227,7 @@ class StagedFile:
         if memory.numel() < plan.size:
             self._copy_in_call(divided)
         if tensors is not None:
-            self._fill(0, device)
+            self._stage_part(0, device)
         self._take_copied()
         for copy in self._copies:
             for waiting in copy.state.waiting:
@@ -265,7 +265,7 @@ class StagedFile:
         return fetch
 
     @torch.no_grad()
-    def _fill(self, start: int, device: torch.device) -> None:
+    def _stage_part(self, start: int, device: torch.device) -> None:
         """Copy the part of the file that begins at byte ``start`` into the memory, from ``device``
         and the host.
         """
@@ -285,9 +285,9 @@ class StagedFile:
             yield bytes_view(self._memory[: self._stop - self._start])
             if self._stop == self._plan.size:
                 return
-            self._fill_beside()
+            self._stage_part_beside()
 
-    def _fill_beside(self) -> None:
+    def _stage_part_beside(self) -> None:
         """Copy the next part beside the training. The host has waited for the updates before the
         save with the copy of the first part.
         """
@@ -300,7 +300,7 @@ class StagedFile:
                 kinds.set_device(device)
                 beside = streams.side_stream(device, streams.Use.SAVES)
             with streams.on_stream(beside), span("stage_save", "", self._memory.numel()):
-                self._fill(self._stop, device)
+                self._stage_part(self._stop, device)
             for copy in self._copies:
                 if copy.end <= self._stop:
                     copy.refuse_written()

@@ -38,7 +38,7 @@ class Owner(Protocol):
 class FileBlock:
     """A buffer and the sub-group in it.
 
-    ``tickets`` are those of its pending read, or of the write that has begun.
+    ``tickets``: the tickets of its pending read, or of the write that has begun.
     """
 
     owner: Owner

@@ -109,8 +109,8 @@ class PlacementRules:
         self, specs: Sequence[ShardSpec], moments: int, room: int, with_master: Collection[str]
     ) -> list[str]:
         """Return the keys of the first offloaded flat buffers whose fp32 state fits into ``room``
-        bytes of the device: ``moments`` numbers an element, a sum of gradients, and a master weight
-        for those ``with_master``.
+        bytes of the device: ``moments`` states an element, a sum of gradients, and a master weight
+        for the keys ``with_master``.
         """
         chosen = []
         for spec in specs:
@@ -208,7 +208,7 @@ class Placement(PlacementRules):
         self, specs: Sequence[ShardSpec], tiers: Mapping[str, str]
     ) -> Callable[[ShardSpec], Storage]:
         """Return a function from a spec to the storage of its parameter shard, for sharded
-        parameters; ``tiers``, by key, are those of the plan. Shards on the device are adjacent.
+        parameters; ``tiers``: the plan's tiers by key. Shards on the device are adjacent.
 
         Host memory is allocated when the function is called: the source of one flat buffer is then
         freed before the next one is converted.
@@ -274,6 +274,6 @@ class Placement(PlacementRules):
         self._arenas.clear()
 
     def buffer_bytes(self) -> dict[str, Any]:
-        """Return the bytes of buffers, by their kind of content."""
+        """Return the bytes of buffers by their content, ``states`` or ``shards``."""
         pools = self._pools
         return {what: pools[what].nbytes if what in pools else 0 for what in ("states", "shards")}

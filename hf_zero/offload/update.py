@@ -91,8 +91,8 @@ class Updater:
         unit.wait_for_update()
 
     def start(self, update: Update) -> None:
-        """Begin ``update``, in the order of the last forward, or in that of the model if units are
-        gathered.
+        """Begin ``update``, in the order of the last forward, or in the order of the model if units
+        are gathered.
         """
         if self._gathers is None and self._uses:
             self.units = self._uses + [unit for unit in self.units if unit not in self._uses]
@@ -223,7 +223,7 @@ class Updater:
             if updated not in self._pending:
                 continue
             future, gather = self._pending[updated]
-            # Only this wait is watched, not those of the threads: a rank waits for one thing.
+            # Only this wait is watched, not the waits of the threads: a rank waits for one thing.
             needs = self._gathers.peers if self._gathers is not None else ()
             pending = PendingCollective(f"the update of {updated.label}", needs=needs)
             with span("wait_update", updated.label), self._watchdog.watching(pending):

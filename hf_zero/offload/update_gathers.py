@@ -14,7 +14,7 @@ post, and whose own training does not reach that gather within :data:`GRACE_SECO
 Only then does the clock influence the order. What a backward has updated is gathered by the clock
 only once its step is complete, or its reductions and the agreements of the step would come after
 such a gather on one rank and before it on another; unless a rank needs it before its own step,
-which it posts apart: then it is gathered once the backward has issued its reductions.
+which it posts under another topic: then it is gathered once the backward has issued its reductions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf_zero.distributed.watchdog import JOIN_SECONDS
 
 GRACE_SECONDS = 0.3
 POLL_SECONDS = 0.1
-ASKED, EARLY = "needed", "needed before the step"  # topics of posts
+ASKED, BEFORE_STEP = "needed", "needed before the step"  # topics of posts
 Messages = Sequence[tuple[MeshDim, Sequence[tuple[torch.Tensor, torch.Tensor]]]]
 
 
@@ -85,7 +85,7 @@ class UpdateGathers:
         self._owed = 0  # number to be issued before another collective
         self._reduced = 0  # number whose backward has issued all its reductions
         # by topic: numbers that this rank waits for, has posted, and that some rank has posted
-        self._needed, self._said, self._asked = ({ASKED: 0, EARLY: 0} for _ in range(3))
+        self._needed, self._said, self._asked = ({ASKED: 0, BEFORE_STEP: 0} for _ in range(3))
         self._since = 0.0  # time when that was read, or gathers were allowed here
         self._looked = 0.0
         self._thread: threading.Thread | None = None
@@ -125,7 +125,7 @@ class UpdateGathers:
         wait). Raises the exception of the update or the gather.
         """
         with self._changed:
-            topic = ASKED if gather.number <= self._owed else EARLY
+            topic = ASKED if gather.number <= self._owed else BEFORE_STEP
             self._needed[topic] = max(self._needed[topic], gather.number, self._owed)
             self._allow(gather.number)
         for handle in gather.issued.result():
@@ -189,7 +189,9 @@ class UpdateGathers:
             return None
         first = self._queue[0]
         since = max(self._since, first.since)
-        asked = max(min(self._asked[ASKED], self._owed), min(self._asked[EARLY], self._reduced))
+        asked = max(
+            min(self._asked[ASKED], self._owed), min(self._asked[BEFORE_STEP], self._reduced)
+        )
         overdue = first.number <= asked and time.monotonic() - since >= GRACE_SECONDS
         return first if overdue or first.number <= self._allowed else None
 
@@ -228,7 +230,7 @@ class UpdateGathers:
         self._looked, needed = time.monotonic(), dict(self._needed)
         # before a step is complete, posts about its gathers alone matter, and after it the others
         topics = {ASKED} | {topic for topic in needed if needed[topic] > self._said[topic]}
-        topics |= {EARLY} if self._reduced > self._owed else set()
+        topics |= {BEFORE_STEP} if self._reduced > self._owed else set()
         requested = dict.fromkeys(topics, 0)
         messages = self._messages
         if messages is not None:

@@ -66,8 +66,8 @@ class Bf16State:
         return cls(masters, moments, seed, masters and section.kahan_summation)
 
     def widen(self, arrays: StateArrays) -> ParamState:
-        """Return ``arrays``, master weights and states by name, with copies in fp32 of those in
-        bf16.
+        """Return ``arrays``, master weights and states by name, with fp32 copies in place of bf16
+        arrays.
         """
         wide = {
             name: value.float() if self._is_narrow(name, value) else value
@@ -83,13 +83,13 @@ class Bf16State:
         """Return the initial ``state`` of a parameter of one element in the dtypes in which it is
         kept beside master weights like ``like``.
         """
-        found = {
+        cast = {
             name: value.bfloat16() if self._narrows(name, value, (1,)) else value
             for name, value in state.items()
         }
         if self.kahan and like.dtype == torch.bfloat16:
-            found[COMPENSATION] = like.new_zeros(1)
-        return found
+            cast[COMPENSATION] = like.new_zeros(1)
+        return cast
 
     def _narrows(self, name: str, value: Any, shape: Sequence[int]) -> bool:
         """Whether the optimizer's state ``name`` of a segment of ``shape`` is kept in bf16."""
@@ -101,8 +101,8 @@ class Bf16State:
         return chosen and isinstance(value, Tensor) and value.dtype == torch.bfloat16
 
     def narrow(self, segment: Segment, arrays: StateArrays, wide: StateArrays, step: int) -> None:
-        """Round the arrays of ``segment`` in ``wide`` into those of ``arrays`` that are in bf16.
-        ``step``: the number of the step, for the random bits.
+        """Round the arrays of ``segment`` in ``wide`` into the bf16 ones of ``arrays``. ``step``:
+        the number of the step, for the random bits.
         """
         for name, value in arrays.items():
             if name == MASTER and COMPENSATION in arrays:
@@ -126,15 +126,15 @@ class Bf16State:
 
     def batches(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """Return ``segments`` in batches to be widened together; at least one."""
-        found: list[list[Segment]] = [[]]
+        batches: list[list[Segment]] = [[]]
         numel = 0
         for segment in segments:
-            if found[-1] and numel + segment.tensor.numel() > WIDENED:
-                found.append([])
+            if batches[-1] and numel + segment.tensor.numel() > WIDENED:
+                batches.append([])
                 numel = 0
-            found[-1].append(segment)
+            batches[-1].append(segment)
             numel += segment.tensor.numel()
-        return found
+        return batches
 
     @contextmanager
     def widened(

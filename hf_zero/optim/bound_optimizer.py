@@ -55,7 +55,7 @@ class BoundOptimizer:
 
     Where a group leaves both ``fused`` and ``foreach`` at None, torch has a fused kernel of the
     class for the device and the masters are fp32, ``fused`` is switched on: one pass over memory,
-    which also divides by the gradient scale. Its results equal those of the unfused update up to
+    which also divides by the gradient scale. Its results equal the unfused update's up to
     rounding. ``fused=False`` in the group keeps it off.
 
     Args:
@@ -115,7 +115,7 @@ class BoundOptimizer:
         slots: dict[str, Slot] = {
             slot.name: slot for flat in self._flats for slot in flat.layout.slots
         }
-        # parameters of which moments are kept in 8 bits
+        # parameters with moments in 8 bits
         self.names_in_8_bits = names_in_8_bits(optimizer, parameters, slots, group_of)
         self._table.names_in_8_bits = self.names_in_8_bits
         carried = state.collect(optimizer, parameters, slots, group_of)
@@ -268,9 +268,9 @@ class BoundOptimizer:
         step_number: int,
         hooks: bool = True,
     ) -> set[str] | None:
-        """Step the segments that ``of_step`` returns, which are those of ``flats``; None: all.
-        Return the keys of ``shards`` that were written; None if the host has read ``found_inf`` and
-        it forbids the step.
+        """Step the segments that ``of_step`` returns, all in ``flats``; None: all segments. Return
+        the keys of ``shards`` that were written; None if the host has read ``found_inf`` and it
+        forbids the step.
         """
         table, fused = self._table, self._fused
         segments = table.stepped if of_step is None else of_step()
@@ -374,8 +374,8 @@ class BoundOptimizer:
 
     def arrays(self, flat: Flat) -> Mapping[str, Tensor]:
         """Return ``"master"`` and each per-element state of ``flat`` that exists, 1-D over
-        ``flat.owned``. On the device these are writable views; offloaded ones and those in 8 bits
-        may be copies, made where they are asked for, to be changed with :meth:`load_tensor`.
+        ``flat.owned``. On the device these are writable views; offloaded and 8-bit ones may be
+        copies, made where they are read, to be changed with :meth:`load_tensor`.
         """
         table = self._table
         return table.offloaded.arrays(flat) if flat.offloaded else table.device.arrays(flat)
@@ -414,15 +414,15 @@ class BoundOptimizer:
             _copy(masters(flat)[first : first + tensor.numel()], tensor)
 
     def _load_state(self, flat: Flat, name: str, tensor: Tensor, first: int) -> None:
-        """Make :meth:`load_tensor` for a state."""
+        """Load state ``name`` as :meth:`load_tensor`."""
         self.group_scalars.writes += 1
         touched = self._table.parts_between(flat, first, first + tensor.numel())
-        kept = []  # the state of each, None if its group keeps none
+        entries = []  # the state of each, None if it does not exist
         for segment, _ in touched:
             self._table.state_of(segment).create(segment)
-            kept.append(self._entries.of(segment).get(name))
-        lacking = [held is None for held in kept]
-        if flat.offloaded and kept and not any(lacking):
+            entries.append(self._entries.of(segment).get(name))
+        lacking = [entry is None for entry in entries]
+        if flat.offloaded and entries and not any(lacking):
             self._table.offloaded.load_tensor(flat, name, tensor, first)
             return
         is_known = not all(lacking) or self._entries.some_group_keeps(name, masters(flat))
@@ -436,17 +436,17 @@ class BoundOptimizer:
                 "by another optimizer or with other options. Use the same optimizer, or load "
                 "without optimizer states."
             )
-        for (segment, part), held in zip(touched, kept):
+        for (segment, part), entry in zip(touched, entries):
             start = max(part.start, first)
             values, at = tensor[start - first : part.stop - first], part.offset + start - part.start
             group = segment.group
-            keeps = held is not None or name in self._entries.initial(group, masters(flat))
+            keeps = entry is not None or name in self._entries.initial(group, masters(flat))
             if not (keeps or self._entries.is_switched_off(group, name)):
                 continue
-            if isinstance(held, Blocks):
-                held.put(at, values)
-            elif held is not None and not flat.offloaded:
-                _copy(held[at : at + values.numel()], values)
+            if isinstance(entry, Blocks):
+                entry.put(at, values)
+            elif entry is not None and not flat.offloaded:
+                _copy(entry[at : at + values.numel()], values)
             elif keeps or bool(values.any()):
                 self._table.state_of(segment).put(segment, name, at, values)
 
@@ -555,8 +555,8 @@ class BoundOptimizer:
         return snapshots.described(packed, table.segments, table.diverged, self._flats)
 
     def with_positions(self, packed: StateDict) -> StateDict:
-        """Return ``packed``, a state dict of this model, with positions: those of the present
-        segments if it has none. Raises UnsupportedOptimizerError for other groups, or other
+        """Return ``packed``, a state dict of this model, with positions: the present segments'
+        positions if it has none. Raises UnsupportedOptimizerError for other groups, or other
         segments.
         """
         self._same_groups(packed["param_groups"], "a state dict")

@@ -141,7 +141,9 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def arrays(state: ParamState, master: Tensor) -> ParamState:
-        """Return the arrays that the kernels take: those of ``state``, 1-D, and ``master``."""
+        """Return the arrays that the kernels take: the moments in ``state``, 1-D, and
+        ``master``.
+        """
         moments = {
             name: flat_moment(value)
             for name, value in state.items()
@@ -159,8 +161,8 @@ class CPUOptimizer(torch.optim.Optimizer):
         return torch.zeros(param.shape, dtype=dtype, device=param.device)
 
     def format_of(self, group: ParamGroup, param: Tensor) -> str:
-        """Return the format of the moments of ``param``, of those of ``group``: in 8 bits of
-        bitsandbytes only those of large parameters are kept.
+        """Return the format of the moments of ``param``, a parameter of ``group``: with "dynamic8"
+        only large parameters have moments in 8 bits.
         """
         if group.get("moments", "fp32") != "dynamic8":
             return str(group.get("moments", "fp32"))

@@ -129,7 +129,7 @@ class DeviceState:
                     yield segment, part
 
     def _dtypes(self, flat: Flat) -> dict[str, torch.dtype]:
-        """Return the dtypes of the per-element states of ``flat`` by name, those of blocks
+        """Return the dtypes of the per-element states of ``flat`` by name; blocks count as
         decoded.
         """
         return {

@@ -1,7 +1,7 @@
 """Adam, AdamW, Lion and SGD with moments in bitsandbytes' block-wise 8 bits, on any device.
 
 Moments of a parameter with at least ``min_8bit_size`` elements take a byte an element and an fp32
-scale for each 256; those of a smaller one are fp32, and so are those of one with the attribute
+scale for each 256. A smaller parameter has fp32 moments, and so has one with the attribute
 ``optim_bits = 32``. Blocks begin with each parameter. Under an engine they are the same on any
 number of ranks: layouts align parameters and chunks to whole blocks (``flat_layout.py``).
 """

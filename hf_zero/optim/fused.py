@@ -8,7 +8,7 @@ views of one tensor with an entry per group, or an entry per segment once segmen
 in their counts: from the first step on that leaves a segment out, or if state that is moved into
 the arenas has different counts. Replaced tensors (``load_state_dict``, a checkpoint) are detected
 by identity at the next step and moved into the arenas. Before the optimizer's own step runs, and
-before numbers are loaded segment by segment, the shared counters are cloned: torch increments each
+before scalars are loaded segment by segment, the shared counters are cloned: torch increments each
 entry, and would increment a shared one several times.
 """
 
@@ -197,7 +197,7 @@ class FusedStep:
         shards: Mapping[str, Tensor],
         hooks: bool = True,
     ) -> set[str]:
-        """Update those of ``segments`` that are ``stepped``, with the optimizer's ``hooks`` around
+        """Update ``stepped``, some or all of ``segments``, with the optimizer's ``hooks`` around
         the launch.
 
         Return the keys of the flat buffers among ``shards`` whose new values were written there.

@@ -37,8 +37,8 @@ class Muon(WholeTensorOptimizer):
     computes its update, which sends them the result.
 
     Args:
-        params: parameters or parameter groups; AdamW updates those of a group with ``"use_muon":
-            False``, with the group's ``lr``, ``weight_decay``, ``betas`` and ``adam_eps``.
+        params: parameters or parameter groups; AdamW updates groups with ``"use_muon": False``,
+            with the group's ``lr``, ``weight_decay``, ``betas`` and ``adam_eps``.
         lr: learning rate.
         weight_decay: decoupled, in both updates.
         momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr_fn: as in torch.optim.Muon.

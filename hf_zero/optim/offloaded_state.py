@@ -180,7 +180,7 @@ class OffloadedState:
         return segment in self._unstepped
 
     def mark_stepped(self, segment: Segment) -> None:
-        """Record that the state of ``segment`` is that of after a step."""
+        """Record that ``segment`` has state from after a step."""
         self._unstepped.discard(segment)
 
     def unstepped_names(self) -> frozenset[str]:
@@ -338,11 +338,11 @@ class OffloadedState:
 
     def packed(self, packed: StateDict, segments: Iterable[Segment]) -> StateDict:
         """Return the optimizer's own state dict ``packed`` over ``segments``, in the order of its
-        groups, with copies of arrays in place of their placeholders: a load overwrites the arrays,
-        where torch's leaves those of a state dict unchanged. Segments that were never stepped have
-        no entry, as in torch.
+        groups, with copies of arrays in place of their placeholders: a load here overwrites the
+        arrays, and a load of torch leaves the tensors of an earlier state dict unchanged. Segments
+        that were never stepped have no entry, as in torch.
         """
-        places = {segment: index for index, segment in enumerate(segments)}
+        index_of = {segment: index for index, segment in enumerate(segments)}
         entries = dict(packed["state"])
         for region in self._region_of.values():
             flat = region.flats[0][0]
@@ -352,7 +352,7 @@ class OffloadedState:
                     arrays[name] = torch.empty(region.numel, dtype=dtype)
                     storage.fetch_into(name, 0, arrays[name])
             for segment in region.segments:
-                index = places[segment]
+                index = index_of[segment]
                 entry = entries.pop(index, {})
                 if segment in self._unstepped or not entry:
                     continue

@@ -232,7 +232,7 @@ class OneBit:
 
 
 def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> OneBit | None:
-    """Return the one-bit settings of ``optimizer``, or those of ``compressed_communication`` for
+    """Return the one-bit settings of ``optimizer``, or of section ``compressed_communication`` for
     any Adam; None if the momentum is not sent in one bit.
 
     Raises:

@@ -1,5 +1,5 @@
 """Steps of the user's optimizer itself over segments, with torch's fused kernels where a group runs
-them, and workarounds for the errors of those.
+them, and workarounds for errors of these kernels.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _is_fused(base: type, op: str, device_type: str) -> bool:
 
 
 class OwnStep:
-    """Steps of ``optimizer``; ``base`` is its class among those with a known update, ``bf16`` what
-    it keeps in bf16.
+    """Steps of ``optimizer``; ``base``: its class among the classes with a known update; ``bf16``:
+    its state in bf16.
     """
 
     def __init__(
@@ -106,18 +106,18 @@ class OwnStep:
         # a step of the user's, and hooks that read gradients, need all segments at once
         if hooks and reads_all:
             batches, step = [list(segments)], self.step
-        made = []
+        stepped = []
 
         def run(optimizer: torch.optim.Optimizer) -> None:
             for batch in batches:
                 with bf16.widened(batch, optimizer.state, step_number):
-                    made.append(self.update(batch, grad_scale, found_inf, step))
+                    stepped.append(self.update(batch, grad_scale, found_inf, step))
 
         if hooks and step == self.bare:
             torch.optim.Optimizer.profile_hook_step(run)(optimizer)
         else:
             run(optimizer)
-        return all(made)
+        return all(stepped)
 
     def update(
         self,
@@ -157,25 +157,30 @@ class OwnStep:
             self._over(segments, zeros, None, None, self._takes_scale(None), self.bare)
 
     def sub_group(
-        self, segment: Segment, held: StateArrays, grad: Tensor, divisor: float, is_first_step: bool
+        self,
+        segment: Segment,
+        arrays: StateArrays,
+        grad: Tensor,
+        divisor: float,
+        is_first_step: bool,
     ) -> None:
-        """Make one update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
+        """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
         entries: ParamState = self._optimizer.state[segment.tensor]
-        waiting = segment.tensor.data
-        between = {name: entries[name] for name in held if name in entries}
-        segment.tensor.data = held[MASTER]
-        entries.update({name: held[name] for name in between})
+        placeholder = segment.tensor.data
+        placeholders = {name: entries[name] for name in arrays if name in entries}
+        segment.tensor.data = arrays[MASTER]
+        entries.update({name: arrays[name] for name in placeholders})
         if is_first_step and self._base in BEGIN_WITH_GRADIENT:
             entries.pop("momentum_buffer", None)
         gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
         scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
         self._over([segment], [gradient], scale, None, self._takes_scale(None), self.bare)
-        for name, entry in between.items():
-            made = entries.get(name)
-            if made is not None and made.data_ptr() != held[name].data_ptr():
-                held[name].copy_(made)
+        for name, entry in placeholders.items():
+            new = entries.get(name)
+            if new is not None and new.data_ptr() != arrays[name].data_ptr():
+                arrays[name].copy_(new)
             entries[name] = entry
-        segment.tensor.data = waiting
+        segment.tensor.data = placeholder
 
     def _over(
         self,
@@ -252,10 +257,10 @@ class OwnStep:
         none.
         """
         unfused = []
-        for number, group in enumerate(self._optimizer.param_groups):
+        for index, group in enumerate(self._optimizer.param_groups):
             if not (group["fused"] and group["momentum"]):
                 continue
-            tensors = [segment.tensor for segment in segments if segment.group == number]
+            tensors = [segment.tensor for segment in segments if segment.group == index]
             unstepped = [tensor for tensor in tensors if not self._has_state(tensor)]
             if 0 < len(unstepped) < len(tensors):
                 if group["dampening"]:

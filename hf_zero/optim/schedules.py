@@ -28,7 +28,7 @@ class LRSchedule(LRScheduler, ABC):
     """A schedule whose values depend on the number of steps alone.
 
     Constructing it writes the values before the first step; ``step()`` after the n-th optimizer
-    step writes those of iteration n - 1, as in DeepSpeed. It is a torch ``LRScheduler`` for
+    step writes the values of iteration n - 1, as in DeepSpeed. It is a torch ``LRScheduler`` for
     isinstance, but does not run ``LRScheduler.__init__``, which would take a step of its own and
     wrap the optimizer's.
     """

@@ -136,8 +136,8 @@ class SegmentTable:
         longest, pieces = bf16_state.WIDENED, {}
         for segment in self.segments:
             if segment.parts and not segment.offloaded:
-                places = range(longest, segment.stop - segment.start, longest)
-                pieces[segment] = cuts.split(segment, places)
+                positions = range(longest, segment.stop - segment.start, longest)
+                pieces[segment] = cuts.split(segment, positions)
         self.replace(pieces)
 
     def _format_of(self, tensor: Tensor) -> str:
@@ -274,11 +274,11 @@ class SegmentTable:
 
 
 GroupReport = tuple[dict[str, float], dict[str, dict[str, float]]]
-"""The scalars of a group on one rank, and by name those of its parameters that differ."""
+"""The scalars of a group on one rank, and the differing scalars of its parameters by name."""
 
 
 def scalars_of_ranks(reports: Sequence[GroupReport]) -> GroupReport:
-    """Return the scalars of a group, and by name those of its parameters that differ, from the
+    """Return the scalars of a group, and the differing scalars of its parameters by name, from the
     reports of all ranks.
     """
     # Groups that are empty on a rank have no scalars there. Scalars are equal across ranks, except
@@ -376,7 +376,7 @@ class GroupScalars:
             if store is self._table.offloaded and values.get("step"):
                 self._table.offloaded.mark_stepped(segment)
             saved_state = self._entries.of(segment)
-            for name, number in values.items():
+            for name, scalar in values.items():
                 if name not in saved_state:
                     raise UnsupportedOptimizerError(
                         f"optimizer {type(self._entries.optimizer).__name__} keeps no number "
@@ -384,10 +384,10 @@ class GroupScalars:
                         "another optimizer. Use the same one, or load without optimizer states."
                     )
                 if isinstance(saved_state[name], Tensor):
-                    saved_state[name].fill_(number)
+                    saved_state[name].fill_(scalar)
                 else:
                     self._entries.optimizer.state[segment.tensor][name] = state.scalar_like(
-                        saved_state[name], number
+                        saved_state[name], scalar
                     )
 
 
@@ -503,7 +503,7 @@ def plain_settings(group: ParamGroup) -> JsonObject:
 
 
 def load_settings(group: MutableMapping[str, object], saved: Mapping[str, object]) -> None:
-    """Replace the settings of ``group`` by those of a checkpoint; drop :data:`NOTES`."""
+    """Replace the settings of ``group`` by a checkpoint's, ``saved``; drop :data:`NOTES`."""
     for name in NOTES:
         group.pop(name, None)
     _restore(group, saved)

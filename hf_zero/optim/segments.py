@@ -31,7 +31,7 @@ ParamGroup: TypeAlias = Mapping[str, Any]
 """The settings of parameters, as ``torch.optim.Optimizer.param_groups`` has them."""
 ParamState: TypeAlias = dict[str, Any]
 """The state of a parameter or segment, as ``torch.optim.Optimizer.state`` has it: tensors, moments
-in eight bits (``Blocks``), numbers.
+in eight bits (``Blocks``), scalars.
 """
 StateArrays: TypeAlias = Mapping[str, Any]
 """The same for reading; a :class:`FetchedArrays` fetches what is read."""
@@ -135,7 +135,7 @@ class Segment:
     start: int
     stop: int
     parts: list[SegmentPart]
-    sub_group: int = 0  # index among those of a flat buffer with offloaded states
+    sub_group: int = 0  # index in the sub-groups of a flat buffer with offloaded state
     tensor: Tensor = field(init=False)
 
     @property
@@ -207,9 +207,8 @@ class MemoryRegion:
 
 
 class FetchedArrays(Mapping[str, Tensor]):
-    """Numbers of one flat buffer, [owned] each, by name and with their ``dtypes``, that ``read``
-    fetches or decodes: one takes as much memory as a shard, so it is read when it is asked for, and
-    not kept.
+    """Arrays of one flat buffer, [owned] each, by name and with their ``dtypes``, that ``read``
+    fetches or decodes at each access: an array takes as much memory as a shard, so none is cached.
     """
 
     def __init__(self, dtypes: Mapping[str, torch.dtype], read: Callable[[str], Tensor]) -> None:

@@ -62,7 +62,7 @@ class OneRank:
 
 
 class ShardedTensors(Tensors):
-    """The tensors that ``optimizer`` steps: those of ``flats``; each segment is a part of one.
+    """The tensors in ``flats`` that ``optimizer`` steps; each segment is a part of one.
 
     ``segments`` returns the current segments; ``kernels`` is the configuration's.
     """
@@ -120,13 +120,13 @@ class ShardedTensors(Tensors):
         names = dict(self._names())
         rows = [names.get(part) for part in parts]
         local_sums = torch.zeros(sum(lengths), dtype=torch.float64, device=device_of(sums))
-        places = dict(zip(self._rows, local_sums.split(lengths)))
+        sums_by_name = dict(zip(self._rows, local_sums.split(lengths)))
         for name, v in zip(rows, sums):
             if name is not None:
-                places[name] += v.to(local_sums.device)
+                sums_by_name[name] += v.to(local_sums.device)
         every = self._ranks.add_up(local_sums).to(local_sums.device)
-        places = dict(zip(self._rows, every.split(lengths)))
-        return [v if name is None else places[name].to(v.device) for name, v in zip(rows, sums)]
+        totals = dict(zip(self._rows, every.split(lengths)))
+        return [v if name is None else totals[name].to(v.device) for name, v in zip(rows, sums)]
 
     # ---- whole matrices ----
 
@@ -136,13 +136,13 @@ class ShardedTensors(Tensors):
         values: Sequence[Tensor],
         transform: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
-        places = {part: index for index, part in enumerate(parts)}
-        # (name, first element, place in the segment, elements, index into the values); padding,
+        index_of = {part: index for index, part in enumerate(parts)}
+        # (name, first element, offset in the segment, elements, index into the values); padding,
         # which belongs to no tensor, may follow
         pieces = sorted(
-            (name, start, at, stop - start, places[segment.tensor])
+            (name, start, at, stop - start, index_of[segment.tensor])
             for segment in self._segments()
-            if segment.tensor in places
+            if segment.tensor in index_of
             for part in segment.parts
             for name, start, stop, at in part.pieces()
         )
@@ -223,12 +223,12 @@ class ShardedTensors(Tensors):
         return len(self._rows) if name is None else self._rows[name]
 
     def _total(self, rows: Sequence[int], sums: Tensor) -> Tensor:
-        places = upload(torch.tensor(rows, dtype=torch.long), sums.device)
-        local_sums = sums.new_zeros(self._last.shape).index_add_(0, places, sums)
+        indices = upload(torch.tensor(rows, dtype=torch.long), sums.device)
+        local_sums = sums.new_zeros(self._last.shape).index_add_(0, indices, sums)
         every = self._ranks.add_up(local_sums).to(sums.device)
         updated = every.any(dim=1, keepdim=True)
         self._last = torch.where(updated, every, self._last.to(every.device))
-        return every[places]
+        return every[indices]
 
 
 def extent_of(segment: Segment) -> tuple[int, int]:

@@ -213,12 +213,12 @@ def collect(
     Args:
         optimizer: the user's optimizer, before its parameters are replaced.
         parameters: name -> the parameter object the optimizer holds.
-        slots: name -> place of every parameter that will be optimized here or on another rank.
+        slots: name -> slot of every parameter that will be optimized here or on another rank.
         group_of: name -> index of its group.
 
     Raises:
         UnsupportedOptimizerError: state that belongs to no parameter, and state that is neither
-            per element nor one number.
+            per element nor a scalar.
     """
     kind, known = type(optimizer).__name__, {id(parameter) for parameter in parameters.values()}
     for owner, entry in optimizer.state.items():

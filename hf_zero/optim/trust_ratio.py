@@ -215,9 +215,9 @@ class LARS(TensorSumOptimizer):
         ratio = group["trust_coefficient"] * weights / (gradients + decay * weights + group["eps"])
         scaled = (weights > 0) & (gradients > 0)
         scaled &= torch.tensor([len(shape) > 1 for shape in parts.shapes], device=ratio.device)
-        factors = torch.where(scaled, ratio, torch.ones_like(ratio)) * float(group["lr"])
+        rates = torch.where(scaled, ratio, torch.ones_like(ratio)) * float(group["lr"])
         update = list(torch._foreach_add(parts.gradients(), parts.weights, alpha=decay))
-        torch._foreach_mul_(update, list(factors.to(parts.weights[0].dtype).unbind()))
+        torch._foreach_mul_(update, list(rates.to(parts.weights[0].dtype).unbind()))
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, update)
         if group["nesterov"]:

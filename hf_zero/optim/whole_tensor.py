@@ -146,7 +146,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def moments_of(cls, group: ParamGroup) -> tuple[str, ...]:
-        """Return those of :attr:`MOMENTS` that ``group`` has."""
+        """Return the names in :attr:`MOMENTS` that ``group`` has."""
         return cls.MOMENTS
 
     @classmethod

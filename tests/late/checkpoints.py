@@ -143,13 +143,13 @@ def a_save_is_copied_later(rank: int, folder: Path) -> list[str]:
     """Staging memory of a part of the file is filled again beside forwards and backwards, and the
     updates wait: the checkpoint is that of a blocking save.
     """
-    wrong, later, fill = list[str](), list[int](), staging.StagedFile._fill_beside
+    wrong, later, fill = list[str](), list[int](), staging.StagedFile._stage_part_beside
 
     def counted(staged: Any) -> None:
         later.append(staged._stop)
         fill(staged)
 
-    staging.StagedFile._fill_beside = counted
+    staging.StagedFile._stage_part_beside = counted
     for zero in ({}, {"stage": 3}, HOST, {"offload_optimizer": {**training.HOST, "ratio": 0.5}}):
         engine = engine_of(KAHAN if "offload_optimizer" not in zero else {"enabled": True}, zero)
         writer = engine.async_saves.get_writer()
@@ -168,7 +168,7 @@ def a_save_is_copied_later(rank: int, folder: Path) -> list[str]:
         wrong += [] if equal(*found) else [f"another checkpoint with {zero}"]
         wrong += [] if later else [f"all was copied in the call with {zero}"]
         engine.destroy()
-    staging.StagedFile._fill_beside = fill
+    staging.StagedFile._stage_part_beside = fill
     return wrong
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_zero.offload import update_gathers
-from hf_zero.offload.update_gathers import ASKED, EARLY, UpdateGathers
+from hf_zero.offload.update_gathers import ASKED, BEFORE_STEP, UpdateGathers
 
 Asked = dict[str, int]
 
@@ -18,7 +18,7 @@ Asked = dict[str, int]
 @pytest.fixture
 def asked() -> Asked:
     """The posts of the other rank, by topic."""
-    return {ASKED: 0, EARLY: 0}
+    return {ASKED: 0, BEFORE_STEP: 0}
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_step_is_not_overtaken_by_the_gather_of_its_early_update(gathers, aske
 
 
 def test_a_rank_that_reads_weights_before_the_step_has_them(gathers, asked) -> None:
-    asked[EARLY] = 2
+    asked[BEFORE_STEP] = 2
     gathers._talk()
     assert gathers._next() is None, "the backward has yet to issue reductions"
     gathers.end_backward()
@@ -76,13 +76,13 @@ def test_a_rank_that_reads_weights_before_the_step_has_them(gathers, asked) -> N
 
 def test_what_a_rank_needs_is_posted_by_its_place_in_the_step(gathers, asked) -> None:
     first, second = gathers._queue
-    for gather, topic in ((first, EARLY), (second, ASKED)):
+    for gather, topic in ((first, BEFORE_STEP), (second, ASKED)):
         gather.issued.set_result([])
         gathers.wait(gather)
         gathers._talk()
         assert asked[topic] == gather.number
         gathers.complete()
-    assert asked == {EARLY: 1, ASKED: 2}
+    assert asked == {BEFORE_STEP: 1, ASKED: 2}
 
 
 def test_a_forward_issues_what_it_needs_before_its_step_is_complete(gathers) -> None:
