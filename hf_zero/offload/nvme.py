@@ -158,7 +158,7 @@ class BufferPool:
         self._prefetched.pop(block, None)
 
     def is_prefetched(self, block: FileBlock) -> bool:
-        """Whether ``block`` was prefetched and has not been used yet."""
+        """Return whether ``block`` was prefetched and has not been used yet."""
         return block in self._prefetched
 
     def _drop_oldest_prefetched(self) -> None:
@@ -176,7 +176,7 @@ class BufferPool:
                 self._end_write(block)
 
     def is_writing(self, owner: Owner, sub_group: int) -> bool:
-        """Whether ``sub_group`` of ``owner`` is still being written."""
+        """Return whether ``sub_group`` of ``owner`` is still being written."""
         with self.lock:
             self._reap()
             return any(

@@ -151,12 +151,12 @@ class BoundOptimizer:
         return nullcontext() if factor == 1.0 else scaled_rates(self.groups, factor)
 
     def takes_shards(self) -> bool:
-        """Whether the next :meth:`step` can also write the new values into the shards."""
+        """Return whether the next :meth:`step` can also write the new values into the shards."""
         return self._fused.ready and self._fused.takes(self._table.stepped)
 
     def repeats_launch(self) -> bool:
-        """Whether a captured graph can replay the next :meth:`step`: hf-zero's kernel updates every
-        segment on the device, with settings read from device memory.
+        """Return whether a captured graph can replay the next :meth:`step`: hf-zero's kernel
+        updates every segment on the device, with settings read from device memory.
         """
         table, fused = self._table, self._fused
         separate = table.excluded or table.offloaded_stand_ins
@@ -594,14 +594,14 @@ class BoundOptimizer:
         return self.group_scalars.loads, self.group_scalars.writes, versions
 
     def keeps_errors(self, flat: Flat) -> bool:
-        """Whether rounding errors of the master weights of ``flat`` are kept."""
+        """Return whether rounding errors of the master weights of ``flat`` are kept."""
         kahan = self._bf16 is not None and self._bf16.kahan
         trains = MASTER in flat.storage.names()
         return kahan and trains and flat.storage.dtype(MASTER) == torch.bfloat16
 
     def keeps(self, name: str) -> bool:
-        """Whether a group of this optimizer keeps a state ``name``, or would with a momentum, as
-        far as its class shows without a step.
+        """Return whether a group of this optimizer keeps a state ``name``, or would with a
+        momentum, as far as its class shows without a step.
         """
         narrow = self._bf16 is not None and self._bf16.masters
         like = torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)

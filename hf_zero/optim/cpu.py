@@ -285,7 +285,7 @@ def _shared(out: Tensor | None, call: Call) -> dict[str, Any]:
 
 
 def _anywhere(call: Call) -> bool:
-    """Whether the update takes tensors of any device."""
+    """Return whether the update takes tensors of any device."""
     return call.group.get("moments") == "dynamic8"
 
 

@@ -171,8 +171,8 @@ class CPUOptimizer(torch.optim.Optimizer):
         return "dynamic8" if in_8_bits(group, param, param.numel()) else "fp32"
 
     def leaves_zeros(self, group: ParamGroup) -> bool:
-        """Whether elements with a zero gradient stay unchanged: a sparse gradient then gives the
-        same update as the dense one.
+        """Return whether elements with a zero gradient stay unchanged: a sparse gradient then gives
+        the same update as the dense one.
         """
         return False
 
@@ -196,8 +196,9 @@ class CPUOptimizer(torch.optim.Optimizer):
 
 
 def updates_in_host_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether ``optimizer`` cannot update state on ``device``: its update runs on the CPU, and only
-    offloaded state has moments in blocks of int8. Moments in bitsandbytes' 8 bits have a kernel.
+    """Return whether ``optimizer`` cannot update state on ``device``: its update runs on the CPU,
+    and only offloaded state has moments in blocks of int8. Moments in bitsandbytes' 8 bits have a
+    kernel.
     """
     moments = {group.get("moments") for group in optimizer.param_groups}
     on_device = device.type != "cpu" and moments != {"dynamic8"}
@@ -218,10 +219,10 @@ def refuse_on_device(optimizer: torch.optim.Optimizer, device: torch.device, key
 
 
 def in_8_bits(group: ParamGroup, param: Tensor, numel: int) -> bool:
-    """Whether moments of ``param``, of ``numel`` elements as a whole, are kept in 8 bits if its
-    group has ``moments`` of ``"dynamic8"``: the rule of bitsandbytes, or torchao's, which leaves
-    out parameters that are not whole blocks (``whole_blocks_of``). ``optim_bits`` of 32 excludes
-    it: the attribute of the parameter, or else the setting of the group.
+    """Return whether moments of ``param``, of ``numel`` elements as a whole, are kept in 8 bits if
+    its group has ``moments`` of ``"dynamic8"``: the rule of bitsandbytes, or torchao's, which
+    leaves out parameters that are not whole blocks (``whole_blocks_of``). ``optim_bits`` of 32
+    excludes it: the attribute of the parameter, or else the setting of the group.
     """
     large = numel >= group.get("min_8bit_size", LARGE)
     whole = numel % (group.get("whole_blocks_of") or 1) == 0

@@ -100,7 +100,7 @@ def _nothing() -> None:
 
 
 def vouched_for(cls: type, allowed: Iterable[str]) -> bool:
-    """Whether the user named ``cls``, as ``"Name"`` or ``"package.module.Name"``."""
+    """Return whether the user named ``cls``, as ``"Name"`` or ``"package.module.Name"``."""
     return any(name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for name in allowed)
 
 
@@ -167,8 +167,8 @@ def check(
 
 
 def updates_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` can update a part of the model before the rest: others combine numbers
-    of whole tensors, or may count the steps of a group.
+    """Return whether ``optimizer`` can update a part of the model before the rest: others combine
+    numbers of whole tensors, or may count the steps of a group.
     """
     kind = type(optimizer)
     return elementwise_base(adopted_class(kind) or kind) is not None

@@ -1,7 +1,7 @@
 """Objects of bitsandbytes' and torchao's 8-bit optimizers, converted to the classes of this package
 that make the same update over shards: settings of groups, options, and state of earlier steps.
 
-Of bitsandbytes, ``Adam`` and ``AdamW`` both decay weights apart from the gradient, as
+Of bitsandbytes, ``Adam`` and ``AdamW`` both decouple weight decay from the gradient, as
 torch.optim.AdamW does. A paged optimizer keeps its state on the device here.
 """
 
@@ -183,5 +183,5 @@ LIBRARIES = ("bitsandbytes.optim", "torchao.optim", "torchao.prototype.low_bit_o
 
 
 def is_of_8_bit_library(cls: type) -> bool:
-    """Whether ``cls`` is a class of bitsandbytes' or torchao's optimizers, or a subclass."""
+    """Return whether ``cls`` is a class of bitsandbytes' or torchao's optimizers, or a subclass."""
     return any(base.__module__.startswith(LIBRARIES) for base in cls.__mro__)

@@ -127,8 +127,8 @@ class FusedStep:
     # ---- support ----
 
     def takes(self, segments: Sequence[Segment]) -> bool:
-        """Whether the next step over ``segments`` is a launch. If not, the optimizer's own step can
-        make it.
+        """Return whether the next step over ``segments`` is a launch. If not, the optimizer's own
+        step can make it.
         """
         if (
             self._kernel is None
@@ -152,8 +152,8 @@ class FusedStep:
         )
 
     def repeats(self, segments: Sequence[Segment]) -> bool:
-        """Whether a launch over all of ``segments`` can be replayed from a graph: the kernel takes
-        it, and the segments of a group share a step counter.
+        """Return whether a launch over all of ``segments`` can be replayed from a graph: the kernel
+        takes it, and the segments of a group share a step counter.
         """
         if self._counts_by_segment or not self.takes(segments):
             return False
@@ -437,7 +437,7 @@ class FusedStep:
             tables.launches = []
 
     def _counts_differ(self, segments: Sequence[Segment]) -> bool:
-        """Whether segments of one group have made different numbers of steps."""
+        """Return whether segments of one group have made different numbers of steps."""
         if self._kernel is not ADAM:
             return False
         steps = [self._optimizer.state.get(segment.tensor, {}).get("step") for segment in segments]
@@ -527,9 +527,9 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 def reads_16_bits(
     optimizer: torch.optim.Optimizer, kernels: str | tuple[str, ...], device: torch.device
 ) -> bool:
-    """Whether the update of ``optimizer`` on ``device`` is a launch that reads 16-bit gradients
-    directly. torch's own update first casts all of them to fp32, so it needs more memory at its
-    peak than fp32 gradients take.
+    """Return whether the update of ``optimizer`` on ``device`` is a launch that reads 16-bit
+    gradients directly. torch's own update first casts all of them to fp32, so it needs more memory
+    at its peak than fp32 gradients take.
     """
     base = elementwise_base(type(optimizer))
     kernel = KERNELS.get(base) if base is not None else None
@@ -548,7 +548,7 @@ def reads_16_bits(
 
 
 def is_plain(group: ParamGroup, base: type | None) -> bool:
-    """Whether the kernels support all settings of ``group``."""
+    """Return whether the kernels support all settings of ``group``."""
     numbers = (*group["betas"], group["weight_decay"], group.get("eps", 0.0))
     plain = all(isinstance(number, (int, float)) for number in numbers) and _is_number(group["lr"])
     if base is Lion:

@@ -30,8 +30,8 @@ _OPS: dict[type, str] = {
 
 
 def is_own(step: object, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` is the method of the class, at most wrapped by a scheduler that counts
-    calls.
+    """Return whether ``step`` is the method of the class, at most wrapped by a scheduler that
+    counts calls.
     """
     function = getattr(
         step, "__wrapped__" if getattr(step, "_wrapped_by_lr_sched", False) else "__func__", None
@@ -224,7 +224,7 @@ class OwnStep:
     # ---- torch's fused kernels ----
 
     def _takes_scale(self, found_inf: Tensor | None) -> bool:
-        """Whether every group runs a fused kernel that takes the scale and the overflow flag
+        """Return whether every group runs a fused kernel that takes the scale and the overflow flag
         itself. Without one torch refuses them, also in a group that has no parameters.
         """
         groups = self._optimizer.param_groups

@@ -187,7 +187,7 @@ class SegmentTable:
         return self.offloaded if segment.offloaded else self.device
 
     def is_unstepped(self, segment: Segment) -> bool:
-        """Whether ``segment`` was never stepped."""
+        """Return whether ``segment`` was never stepped."""
         if segment.offloaded:
             return self.offloaded.is_unstepped(segment)
         return segment.tensor not in self._optimizer.state

@@ -236,7 +236,7 @@ def masters(flat: Flat) -> Tensor:
 
 
 def _touch(left: Tensor | None, right: Tensor | None) -> bool:
-    """Whether ``right`` begins in memory where ``left`` ends."""
+    """Return whether ``right`` begins in memory where ``left`` ends."""
     return (
         left is not None
         and right is not None

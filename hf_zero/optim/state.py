@@ -33,7 +33,9 @@ MADE_BY_CONSTRUCTORS = (torch.optim.Adagrad,)
 
 
 def is_scalar(name: str, value: object, shape: Sequence[int]) -> bool:
-    """Whether state ``name`` of a parameter of ``shape`` is one number for the whole parameter."""
+    """Return whether state ``name`` of a parameter of ``shape`` is one number for the whole
+    parameter.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1:
             return False
@@ -42,7 +44,7 @@ def is_scalar(name: str, value: object, shape: Sequence[int]) -> bool:
 
 
 def is_elementwise(name: str, value: object, shape: Sequence[int]) -> bool:
-    """Whether state ``name`` of a parameter of ``shape`` is a tensor of its elements."""
+    """Return whether state ``name`` of a parameter of ``shape`` is a tensor of its elements."""
     return (
         isinstance(value, Tensor)
         and tuple(value.shape) == tuple(shape)
@@ -400,8 +402,8 @@ class StateEntries:
         return value.expand(segment.tensor.shape).clone()
 
     def some_group_keeps(self, name: str, like: Tensor) -> bool:
-        """Whether a group keeps a state ``name`` for a parameter like ``like``, or would with a
-        momentum.
+        """Return whether a group keeps a state ``name`` for a parameter like ``like``, or would
+        with a momentum.
         """
         groups = range(len(self.groups))
         return any(
@@ -410,6 +412,6 @@ class StateEntries:
         )
 
     def is_switched_off(self, group: int, name: str) -> bool:
-        """Whether ``group`` would keep a state ``name`` if its momentum were not 0."""
+        """Return whether ``group`` would keep a state ``name`` if its momentum were not 0."""
         settings = self.groups[group]
         return not settings.get("momentum", 1.0) and name in kept_states(self.optimizer, settings)

@@ -164,7 +164,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def prepares(cls, group: ParamGroup) -> bool:
-        """Whether parts of ``group`` take part in rounds."""
+        """Return whether parts of ``group`` take part in rounds."""
         return True
 
     @classmethod
