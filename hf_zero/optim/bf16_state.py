@@ -92,7 +92,7 @@ class Bf16State:
         return cast
 
     def _narrows(self, name: str, value: Any, shape: Sequence[int]) -> bool:
-        """Return whether the optimizer's state ``name`` of a segment of ``shape`` is kept in bf16."""
+        """Return whether state ``name`` of a segment of ``shape`` is kept in bf16."""
         elementwise = self.moments and is_elementwise(name, value, shape)
         return elementwise and value.dtype == torch.float32
 

@@ -37,7 +37,7 @@ class SendsMomentum:
     """An optimizer that has steps in which the engine sends the momentum in one bit."""
 
     def is_dense(self, step: int) -> bool:
-        """Return whether step number ``step``, counted from 1, is the optimizer's own (dense) step."""
+        """Return whether step number ``step``, from 1 on, is the optimizer's own (dense) step."""
         raise NotImplementedError
 
     def interval(self, step: int) -> int:
