@@ -236,8 +236,8 @@ def names_in_8_bits(
     slots: Mapping[str, Slot],
     group_of: Mapping[str, int],
 ) -> frozenset[str]:
-    """Return the parameters of which ``optimizer`` keeps moments in bitsandbytes' 8 bits: whether a
-    parameter is large enough does not depend on how it is cut.
+    """Return the names of parameters whose moments ``optimizer`` keeps in bitsandbytes' 8 bits:
+    whether a parameter is large enough does not depend on how it is cut.
 
     ``parameters``: name -> the object the optimizer holds; ``slots``: name -> its place. A part of
     a tensor that is cut below the size from which a layout aligns parameters stays in fp32.

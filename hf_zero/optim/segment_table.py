@@ -236,7 +236,7 @@ class SegmentTable:
 
     def exclude(self, names: frozenset[str]) -> None:
         """Leave the parameters ``names`` to other code (hf_zero/compression): from now on only
-        their steps are counted here. Create missing state, as of before the first step.
+        their steps are counted here. Create missing state with its initial values.
         """
         if names == self.excluded_names:
             return

@@ -95,7 +95,7 @@ def initial_state(
 
 
 def counted_elsewhere(optimizer: torch.optim.Optimizer, group: ParamGroup) -> list[str]:
-    """Return the names of the numbers that a step changes in ``group`` or on the optimizer itself,
+    """Return the names of the scalars that a step changes in ``group`` or on the optimizer itself,
     rather than in the state of a parameter.
     """
     twin, _ = _stepped_twin(optimizer, group, torch.zeros(1))
