@@ -92,8 +92,8 @@ class FusedStep:
         self.reset(None)
 
     def reset(self, device: torch.device | None) -> None:
-        """Drop all tables and arenas, because segments have been cut anew. ``device``: the device of
-        the segments that are stepped; None: there are none.
+        """Drop all tables and arenas, because segments have been cut anew. ``device``: the device
+        of the segments that are stepped; None: there are none.
         """
         # whether a launch may take the place of the optimizer's step at all
         self.ready = (
