@@ -29,7 +29,6 @@ from hf_zero.logging import JsonObject
 from hf_zero.optim import bf16_state, state
 from hf_zero.optim import segments as cuts
 from hf_zero.optim.cpu_base import FORMATS, CPUOptimizer
-from hf_zero.optim.device_state import DeviceState
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.own_step import choose_fused
@@ -43,7 +42,7 @@ from hf_zero.optim.segments import (
     replace_segments,
 )
 from hf_zero.optim.sharded_tensors import extent_of
-from hf_zero.optim.state import StateEntries
+from hf_zero.optim.state import DeviceState, StateEntries
 from hf_zero.optim.whole_tensor import TENSOR_STATE, WholeTensorOptimizer
 
 
