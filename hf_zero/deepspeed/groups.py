@@ -21,7 +21,7 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.expert.marks import AXIS, expert_axis, split_groups
 from hf_zero.parallel.expert.moe_layer import MoE
-from hf_zero.parallel.sequence.division import TOKENS as SEQUENCE
+from hf_zero.parallel.sequence.division import SEQUENCE_CONTEXT as SEQUENCE
 from hf_zero.parallel.sequence.sequence_parallel import sequence_parallel
 from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.parallel.tensor.model import readers

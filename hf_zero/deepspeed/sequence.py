@@ -20,7 +20,7 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.attention import gather
 from hf_zero.parallel.sequence.batches import SequenceBatches, on_cpu, share_among_groups
-from hf_zero.parallel.sequence.division import TOKENS, Division
+from hf_zero.parallel.sequence.division import SEQUENCE_CONTEXT, Division
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel, sequence_parallel
 from hf_zero.setup import providers as providers
 from hf_zero.zero.registered import registered
@@ -119,9 +119,9 @@ def _gather_losses() -> None:
     def all_gather(tensor: torch.Tensor, *args: object, **kwargs: object) -> Sequence[torch.Tensor]:
         group = kwargs.get("group", args[0] if args else None)
         groups = get_parallel()
-        if group is None or groups is None or group is not groups.group(TOKENS):
+        if group is None or groups is None or group is not groups.group(SEQUENCE_CONTEXT):
             return original(tensor, *args, **kwargs)
-        return gather(groups.along(TOKENS), "losses", tensor)
+        return gather(groups.along(SEQUENCE_CONTEXT), "losses", tensor)
 
     setattr(all_gather, _MARK, True)
     functional.all_gather = all_gather

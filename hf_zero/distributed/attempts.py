@@ -4,9 +4,9 @@ other launchers, rank 0 hosts the store.
 
 No variable of torchrun tells attempts apart on all hosts: each agent counts its own restarts.
 
-A look is one request. Its pauses begin longer with more ranks, and grow with the wait up to
-:data:`LAST_PAUSE`: each of 1,024 ranks sends 11 requests in the first second of a wait, then one a
-second.
+A poll is one request. The pauses between polls begin longer with more ranks, and grow with the wait
+up to :data:`LAST_PAUSE`: each of 1,024 ranks sends 11 requests in the first second of a wait, then
+one a second.
 
 torch's own rendezvous limits each connection and each wait separately, and names no rank: a rank
 without a store to connect to tries again for several times the timeout.
@@ -27,7 +27,7 @@ from hf_zero.distributed.store import PAUSE_A_RANK
 from hf_zero.errors import LaunchError
 
 PREFIX = "hf_zero/attempts"
-FIRST_PAUSE, LAST_PAUSE = 0.005, 1.0  # seconds between looks whether the others have come
+FIRST_PAUSE, LAST_PAUSE = 0.005, 1.0  # seconds between polls for the other ranks
 PAUSE_OF_A_WAIT = 1 / 2  # part of the time that a wait has lasted
 NO_TOKEN = "-"
 
@@ -38,7 +38,7 @@ def wait_for_store(address: str, port: int, seconds: float) -> None:
     Raises LaunchError if none does within ``seconds``.
     """
     end = time.monotonic() + seconds
-    for over in _looks(seconds):
+    for over in _polls(seconds):
         try:
             limit = max(LAST_PAUSE, end - time.monotonic())
             socket.create_connection((address, port), timeout=limit).close()
@@ -54,8 +54,8 @@ def wait_for_store(address: str, port: int, seconds: float) -> None:
 
 def store_of_attempt(store: dist.Store, rank: int, world: int, timeout: timedelta) -> dist.Store:
     """Return ``store`` under a prefix that only the ``world`` ranks of this attempt have.
-    Collective. Raises LaunchError after ``timeout``; that of rank 0 names the missing ranks, and
-    ranks that still wait raise the same.
+    Collective. Raises LaunchError after ``timeout``; the error of rank 0 names the missing ranks,
+    and ranks that still wait raise the same error.
 
     Rank 0 posts a token, waits for an answer to it from each rank, and adds the outcome to its
     post. A rank may read the token of an earlier attempt first: that one has an outcome without the
@@ -72,7 +72,7 @@ def _confirm(shared: dist.Store, world: int, seconds: float) -> str:
     token = secrets.token_hex(8)
     shared.set("token", token)
     missing = list(range(1, world))
-    for over in _looks(seconds, world):
+    for over in _polls(seconds, world):
         if over:
             missing = [other for other in missing if not shared.check([f"{token}/{other}"])]
         if not missing or shared.check([f"{token}/{other}" for other in missing]):
@@ -100,7 +100,7 @@ def _post_outcome(shared: dist.Store, token: str, error: str) -> None:
 def _answer(shared: dist.Store, rank: int, world: int, seconds: float) -> str:
     """Answer the token of rank 0, and return it once rank 0 has confirmed it."""
     answered = set[str]()
-    for over in _looks(seconds, world):
+    for over in _polls(seconds, world):
         # the value of a key that may not exist, by one request that does not wait
         post = shared.compare_set("token", NO_TOKEN, NO_TOKEN).decode()
         token, has_outcome, error = post.partition("|")
@@ -117,11 +117,11 @@ def _answer(shared: dist.Store, rank: int, world: int, seconds: float) -> str:
                 "has not come, or waits for other ranks itself: see its output. If a rank is only "
                 "slow, set a longer timeout in the config"
             )
-    raise AssertionError("looks are endless")
+    raise AssertionError("polls are endless")
 
 
-def _looks(seconds: float, world: int = 1) -> Iterator[bool]:
-    """Yield before each look of one of ``world`` ranks whether ``seconds`` have passed, and pause
+def _polls(seconds: float, world: int = 1) -> Iterator[bool]:
+    """Yield before each poll of one of ``world`` ranks whether ``seconds`` have passed, and pause
     after it: torch prints two lines for each wait in the store that times out.
     """
     begun, least = time.monotonic(), max(FIRST_PAUSE, PAUSE_A_RANK * world)

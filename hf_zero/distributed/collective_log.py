@@ -105,8 +105,8 @@ class CollectiveLog:
         return PendingCollective(what, self, number, self.ranks if needs is None else needs)
 
     def abandon(self, number: int, what: str) -> None:
-        """Record that an exception has left collective ``number``, perhaps before its messages were
-        sent: to ranks that wait in it, this rank is at another one.
+        """Record that an exception interrupted collective ``number``, perhaps before its messages
+        were sent: ranks that wait in it then see another collective here.
         """
         if self.sequence_number > number:
             if not self.recent or self.recent[-1] is not what:

@@ -72,7 +72,7 @@ class GatherCodec(Protocol):
 
 
 class Codec(GatherCodec, Protocol):
-    """A codec for reductions, too."""
+    """A gather codec that also decodes and sums the messages of a reduce-scatter."""
 
     def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
         """Write the sum over the rows of ``messages``, in their order, to ``out``, fp32."""
@@ -224,7 +224,7 @@ def _are_completed(works: Sequence[Waitable]) -> bool:
 
 @functools.cache
 def minus_zero(device: torch.device) -> torch.Tensor:
-    """Return the neutral element of sums, also of those with a zero of either sign: [1] fp32."""
+    """Return -0.0, [1] fp32: adding it changes no bit, while adding +0.0 turns -0.0 into +0.0."""
     return torch.full((1,), -0.0, device=device)
 
 
@@ -323,7 +323,7 @@ class MeshDim:
         logs = []
         for kind, group in (("gathers", groups.gather), ("reductions", groups.reduce)):
             off = partial(abort, group, backend, device)
-            title = f"{kind} of {name} over ranks {rank_hosts.numbers(self.ranks)}"
+            title = f"{kind} of {name} over ranks {rank_hosts.rank_ranges(self.ranks)}"
             log = CollectiveLog(title, self.ranks, timeout, off, native=self._follows is None)
             logs.append(
                 log
@@ -368,8 +368,8 @@ class MeshDim:
         self._hops, self.gathers_in_stages = TwoHops(across, node), True
 
     def advance_gathers(self, ahead: int = 0) -> None:
-        """Launch the second messages of gathers, except of the last ``ahead``; nothing to do where
-        gathers have one message.
+        """Issue the second hop of the pending two-hop gathers, except the last ``ahead``; no effect
+        on other dimensions.
         """
         if self._hops is not None:
             self._hops.advance(ahead)
@@ -542,9 +542,14 @@ class MeshDim:
         return self._exchange(raw, into, group, pending)
 
     def reduce_scatter(self, full: torch.Tensor, key: str, codec: Codec | None = None) -> Handle:
-        """Sum ``full`` [size * n] over the dimension; the handle reduces this rank's chunk [n] into
-        its destination. With a ``codec`` each rank sends one message to each other rank, the sum is
-        taken in fp32 in the order of the ranks, and ``full`` may be overwritten at once.
+        """Sum ``full`` [size * n] over the dimension; :meth:`Handle.reduce_into` writes this rank's
+        chunk [n] of the sum to its destination.
+
+        Without a ``codec``, ``full`` must not change before the handle has been waited for, and
+        this rank's chunk of it not before ``reduce_into`` or ``drop``. With a ``codec`` each rank
+        sends one message to each other rank, the sum is taken in fp32 in the order of the ranks,
+        and ``full`` may be overwritten as soon as this call returns, unless the dimension has one
+        rank.
         """
         if codec is not None and self.size > 1:
             return self._reduce_encoded(full, key, codec)
@@ -636,8 +641,9 @@ class MeshDim:
         return top
 
     def allow_small_sums(self, numel: int) -> None:
-        """Send sums of up to ``numel`` numbers the way small sums are sent. Call it with the same
-        number on all ranks, before the first such sum.
+        """Raise the size limit of small sums, which gloo sends with a code of the collective
+        instead of an agreement, to ``numel`` elements. Call it on all ranks with the same number,
+        before the first such sum.
         """
         self._small = max(self._small, numel)
 

@@ -3,13 +3,14 @@ split it, with the fields of NCCL's configuration that the user has set.
 
 [Note: one bootstrap]
 A new communicator of NCCL begins with an id that one rank writes to the store and its other ranks
-read. A split takes the connections of the job's communicator instead, and one call makes those of
-all sets of ranks. It needs a default group that is bound to its device, whose communicator is made
-with the group. ``new_group`` splits there, too, but once for each set, with all ranks of the job.
+read. A split takes the connections of the job's communicator instead, and one call makes the
+communicators of all sets of ranks. It needs a default group that is bound to its device, whose
+communicator is made with the group. ``new_group`` splits there, too, but once for each set, with
+all ranks of the job.
 
-torch's ``split_group`` divides all backends of a group unless it takes the name of one, as that of
-torch 2.13 does. Before, a job with gloo beside NCCL would connect gloo anew for each set; it is not
-bound, and each set has its own id.
+torch's ``split_group`` divides all backends of a group unless it takes the name of one, as it does
+since torch 2.13. Before, a job with gloo beside NCCL would connect gloo anew for each set; its
+default group is therefore not bound, and each set has its own id.
 
 [Note: ranks of the parent]
 A split reads the global ranks of its parent from the options of the parent's backend. Those of a
@@ -52,9 +53,9 @@ def make_group(
     limit: timedelta,
     options: dist.ProcessGroupNCCL.Options | None = None,
 ) -> dist.ProcessGroup | None:
-    """Return the process group of the one of ``sets`` that has ``rank``, this one, for tensors on
-    ``device``; None if none has it. Collective over all ranks of the job, with the same sets, of
-    which no two share a rank. ``options``: those of ``backend``.
+    """Return the process group of the set in ``sets`` that contains ``rank``, this rank, for
+    tensors on ``device``; None if no set does. Collective over all ranks of the job, with the same
+    sets, of which no two share a rank. ``options``: the options of ``backend``.
     """
     lists = [list(ranks) for ranks in sets]
     if _splits(device, backend) and name_ranks(device):

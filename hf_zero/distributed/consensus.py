@@ -49,7 +49,7 @@ class GatherAgreement:
         self._log = log
         self._sequence = 0
         self._left = False  # the last gather for a script was given up
-        self._asking = False  # this rank alone asks for values
+        self._asking = False  # a lone fetch of this rank is under way
         self._askers = RollCall(store, "asking", 0)
         self.all_launched = 0  # reductions that every rank had launched at the last agreement
 

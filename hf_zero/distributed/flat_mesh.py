@@ -46,18 +46,19 @@ class DimMaker:
         sets: Sequence[Sequence[int]],
         name: str,
         stats: CollectiveStats,
-        places: int = 2,
+        num_communicators: int = 2,
         watchdog: Watchdog | None = None,
-        shares: bool = False,
+        shares_communicator: bool = False,
         over: dist.ProcessGroup | None = None,
     ) -> MeshDim:
         """Return the dimension over the one of ``sets`` that contains this rank. Each rank of the
         job is in one of them (collective over all, with the same sets).
 
-        ``name`` names the dimension in messages. ``places``: number of communicators; with 1
-        nothing is reduced over it unless it ``shares`` one with gathers, for ranks that issue both
-        in one order, or whose messages have tags. ``watchdog``: another one for its waits.
-        ``over``: the group of a larger set whose connections carry its gathers.
+        ``name`` names the dimension in messages. ``num_communicators``: 2 for separate
+        communicators of gathers and reductions, 1 for gathers alone. ``shares_communicator``:
+        reductions use the communicator of the gathers, which needs one common order of both, or
+        messages with tags. ``watchdog``: another one for its waits. ``over``: an existing group of
+        a larger set of ranks that carries the gathers.
 
         Raises ConfigError if ranks of NVIDIA GPUs launch through one connection: two communicators
         then wait for each other.
@@ -68,9 +69,9 @@ class DimMaker:
         if over is not None and len(mine) > 1:
             groups[0] = over
         elif over is None and any(len(ranks) > 1 for ranks in sets):
-            for index in range(places):
+            for index in range(num_communicators):
                 groups[index] = self._group(sets, mine, name, gathers=not index)
-        if shares:
+        if shares_communicator:
             groups[1] = groups[0]
         return MeshDim(
             mine,
@@ -167,7 +168,9 @@ class FlatMesh:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first that holds the same values."""
+        """Whether this rank has index 0 along both dimensions: it reads initial values and
+        broadcasts them.
+        """
         return self.shard.rank == 0 and self.replicate.rank == 0
 
 
@@ -250,7 +253,7 @@ class FlatMeshMaker:
         # Each group of gloo connects every rank with every other. Over replicas two are needed: the
         # marks of a step and all-reduces are gloo's own collectives, whose orders may differ.
         tags = self._maker.tags_messages
-        shard = self._counted(rows, name, f"{kind}", 1 if tags else 2, shares=tags)
+        shard = self._counted(rows, name, f"{kind}", 1 if tags else 2, shares_communicator=tags)
         over = shard.group if tags else None
         replicate = self._counted(columns, f"{name} across replicas", f" over replicas{kind}")
         updates = of_node = None
@@ -290,11 +293,18 @@ class FlatMeshMaker:
         sets: Sequence[Sequence[int]],
         name: str,
         role: str,
-        places: int = 2,
-        shares: bool = False,
+        num_communicators: int = 2,
+        shares_communicator: bool = False,
         over: dist.ProcessGroup | None = None,
     ) -> MeshDim:
-        axis = self._maker.make(sets, name, self._stats, places, shares=shares, over=over)
+        axis = self._maker.make(
+            sets,
+            name,
+            self._stats,
+            num_communicators,
+            shares_communicator=shares_communicator,
+            over=over,
+        )
         self._owner.hold(axis)
         if axis.size > 1:
             for log in (axis.gathers, axis.reductions):

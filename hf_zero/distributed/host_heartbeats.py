@@ -192,7 +192,7 @@ def learn_hosts(
     asked for heartbeats), and return the heartbeats between them; None on one host, if
     ``host_timeout`` is 0, or without the native core.
 
-    ``timeout``: that of waits, for the warning that heartbeats are not possible.
+    ``timeout``: the timeout of waits, for the warning that heartbeats are not possible.
     """
     if world not in _started:
         address, native, reason = _open(world, host_timeout)

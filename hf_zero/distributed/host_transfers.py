@@ -18,7 +18,7 @@ Peer = tuple[int, torch.Tensor]  # a rank, and the tensor sent to it or received
 
 class HostTransfers:
     """Connections of ``rank`` with the ``world`` ranks of the job. The constructor connects them
-    (collective); ``name`` is unique among those of a job. All ranks make the same calls in the same
+    (collective); ``name`` is unique within the job. All ranks make the same calls in the same
     order, from one thread at a time. Waits end with RuntimeError after ``timeout`` seconds, or when
     a peer has ended.
     """

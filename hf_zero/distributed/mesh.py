@@ -2,8 +2,8 @@
 and the resources of the job that the engine holds on this rank.
 
 [Note: the end of an engine]
-``destroy`` closes the process groups at once, except those of a device over which another engine
-may gather the values that it leaves sharded. A garbage-collected engine may have left collectives
+``destroy`` closes the process groups at once, except device groups over which another engine may
+gather the values that it leaves sharded. A garbage-collected engine may have left collectives
 that other ranks still need, or that some of them never join: its groups are aborted and closed when
 all ranks have met to make the next engine. Logs and keys end at a time common to all ranks. Each
 rank that holds the engine counts in the store; the last one to leave deletes the engine's keys.
@@ -327,7 +327,7 @@ class Mesh:
         return [] if self._parallel is None else [*self._parallel.axes.values()]
 
     def serve_until_nobody_asks(self) -> None:
-        """Return when no other rank asks alone for this rank's shards, soon to be freed."""
+        """Return when no lone fetch of another rank reads this rank's shards, soon to be freed."""
         if self.consensus is not None:
             self.consensus.fetches.serve_until_nobody_asks()
 

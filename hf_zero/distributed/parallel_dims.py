@@ -3,9 +3,9 @@ Megatron-style ``mpu`` that states them.
 
 Ranks are numbered with the pipeline slowest, then data, then context, then sequence, and tensor
 fastest: the ranks of a tensor-parallel group are neighbours, so that they share a host. The
-``context * sequence`` ranks that read parts of the same sequences are the axis ``tokens``.
-Experts are spread over the data-parallel ranks: ``data * tokens`` ranks are ``expert_data *
-expert``, expert the faster.
+``context * sequence`` ranks that read parts of the same sequences are the axis
+``sequence_context``. Experts are spread over the ranks with different data or different parts of a
+sequence: ``data * sequence_context`` ranks are ``expert_data * expert``, expert the faster.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from functools import cached_property
 
 from hf_zero.errors import ConfigError, NotBuiltError
 
-AXES = ("pipeline", "data", "context", "sequence", "tokens", "tensor", "expert_data", "expert")
+AXES = (
+    "pipeline",
+    "data",
+    "context",
+    "sequence",
+    "sequence_context",
+    "tensor",
+    "expert_data",
+    "expert",
+)
 # the orders in which axes number all ranks
 _ORDERS = (
     ("pipeline", "data", "context", "sequence", "tensor"),
-    ("pipeline", "data", "tokens", "tensor"),
+    ("pipeline", "data", "sequence_context", "tensor"),
     ("pipeline", "expert_data", "expert", "tensor"),
 )
 
@@ -58,9 +67,9 @@ class ParallelDims:
                     f"a job cannot be {axis} parallel over {getattr(self, axis)} ranks; name 1 "
                     "rank or more"
                 )
-        if self.batches % self.expert:
+        if self.dp_cp % self.expert:
             raise ConfigError(
-                f"experts cannot be spread over {self.expert} of the {self.batches} "
+                f"experts cannot be spread over {self.expert} of the {self.dp_cp} "
                 "ranks that read different tokens; choose an expert-parallel size that divides "
                 "ranks / tensor-parallel size / pipeline stages"
             )
@@ -101,28 +110,26 @@ class ParallelDims:
     @cached_property
     def world(self) -> int:
         """Number of ranks of the job."""
-        return self.data * self.tensor * self.tokens * self.pipeline
+        return self.data * self.tensor * self.sequence_context * self.pipeline
 
     @cached_property
-    def tokens(self) -> int:
-        """Number of ranks that read parts of the same sequences."""
+    def sequence_context(self) -> int:
+        """Number of ranks that read parts of the same sequences: sequence * context."""
         return self.sequence * self.context
 
     @cached_property
-    def batches(self) -> int:
-        """Number of ranks of one pipeline stage that read different tokens: gradients are averaged
-        over them.
-        """
-        return self.data * self.tokens
+    def dp_cp(self) -> int:
+        """Number of ranks over which gradients are averaged: data * sequence * context."""
+        return self.data * self.sequence_context
 
     @cached_property
-    def in_a_stage(self) -> int:
+    def pp_stage_ranks(self) -> int:
         """Number of ranks of one pipeline stage, over which ZeRO shards its parameters."""
-        return self.batches * self.tensor
+        return self.dp_cp * self.tensor
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along ``axis``, one of :data:`AXES`."""
-        return self.batches // self.expert if axis == "expert_data" else int(getattr(self, axis))
+        return self.dp_cp // self.expert if axis == "expert_data" else int(getattr(self, axis))
 
     @cached_property
     def splits_model(self) -> bool:

@@ -27,7 +27,7 @@ from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError
 
 # without "data": the engine has its own groups over its data-parallel ranks
-AXES = ("tensor", "sequence", "context", "tokens", "expert", "pipeline")
+AXES = ("tensor", "sequence", "context", "sequence_context", "expert", "pipeline")
 
 
 class ParallelGroups:
@@ -56,13 +56,15 @@ class ParallelGroups:
             if same is not None:
                 self._axes[axis], self.stats[axis] = same.along(axis), same.stats[axis]
                 continue
-            if axis == "tokens" and 1 in (dims.sequence, dims.context):
+            if axis == "sequence_context" and 1 in (dims.sequence, dims.context):
                 same_ranks = "sequence" if dims.context == 1 else "context"
                 self._axes[axis], self.stats[axis] = self._axes[same_ranks], self.stats[same_ranks]
                 continue
             name = f"{axis} parallelism"
             # one communicator: the model's graph orders all messages along it
-            dim = self._axes[axis] = maker.make(sets, name, self.stats[axis], 1, shares=True)
+            dim = self._axes[axis] = maker.make(
+                sets, name, self.stats[axis], 1, shares_communicator=True
+            )
             if shared and dim.size > 1:
                 for log in (dim.gathers, dim.reductions):
                     log.deferred = get_world_group().deferred

@@ -28,7 +28,7 @@ SIOCGIFADDR = 0x8915
 
 NAMES = ("HF_ZERO_HOST", "SLURMD_NODENAME")  # names that the user knows: of the hostfile, of SLURM
 
-Exchange = Callable[[tuple[str, str]], Sequence[tuple[str, str]]]  # returns those of all ranks
+Exchange = Callable[[tuple[str, str]], Sequence[tuple[str, str]]]  # returns the values of all ranks
 _hosts: list[str] = []
 
 
@@ -165,8 +165,8 @@ def host_of(rank: int) -> str:
 
 
 def host_name() -> str:
-    """Return this host's name: that of the hostfile or of SLURM, else its own, which in a container
-    is that of the container or pod.
+    """Return this host's name: in the hostfile or in SLURM, else its own, which in a container is
+    the name of the container or pod.
     """
     return next((os.environ[name] for name in NAMES if os.environ.get(name)), socket.gethostname())
 
@@ -178,7 +178,7 @@ def own_host() -> str:
     return f"{name} ({address})" if address and address != name else name
 
 
-def numbers(ranks: Sequence[int]) -> str:
+def rank_ranges(ranks: Sequence[int]) -> str:
     """Return ``0-3`` for ranks 0 to 3, ``0, 2`` for ranks 0 and 2; a range has at least three."""
     ranges: list[list[int]] = []
     for rank in sorted(ranks):

@@ -240,13 +240,13 @@ class ShardFetches:
         waits: StoreWait,
         askers: Callable[[], Sequence[int]],
     ):
-        """``askers()``: the other ranks that ask alone for values."""
+        """``askers()``: the other ranks with a lone fetch under way."""
         self._store = store
         self._rank = rank
         self._others = [r for r in ranks if r != rank]
         self._events = events
         self._waits = waits
-        self._alone = False  # whether this rank has asked alone
+        self._alone = False  # whether this rank has made a lone fetch
         self._leaving = False  # whether this rank has announced that it ends its engine
         self._askers = askers
         self._writes = threading.RLock()  # held while shards are written or read
@@ -388,12 +388,12 @@ class ShardFetches:
 
     @property
     def own_requests(self) -> set[int]:
-        """Numbers of this rank's requests, which its serving thread has not passed over yet."""
+        """Numbers of this rank's requests that its serving thread has not skipped yet."""
         return self._events.asked
 
     def serve_until_nobody_asks(self) -> None:
-        """Return when no other live rank asks alone for values: this rank is about to end its
-        engine.
+        """Return when no lone fetch of another live rank is under way: this rank is about to end
+        its engine.
         """
         if self.closed or self.serving.thread is None:
             return
@@ -431,9 +431,10 @@ class ShardFetches:
         except RuntimeError:
             pass  # the store is gone: no rank can ask
 
-    def say_last(self) -> None:
-        """Note that this rank asks the store nothing more. The rank that hosts it waits for the
-        others, whose clients would report its end, :data:`LEAVE_SECONDS` at most.
+    def announce_exit(self) -> None:
+        """Announce that this rank sends the store no more requests. The rank that hosts the store
+        waits for the announcements of the others, whose clients would report its end,
+        :data:`LEAVE_SECONDS` at most.
         """
         if self.closed or self.serving.thread is None:
             return
@@ -485,7 +486,7 @@ def _end_threads() -> None:
     for thread in ending:
         thread.end()
     for fetches in owners:
-        fetches.say_last()
+        fetches.announce_exit()
 
 
 def _serve(

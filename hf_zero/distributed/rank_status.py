@@ -4,13 +4,13 @@ The conclusions from posts are in hang_proofs.py.
 [Note: the digest]
 Each rank posts under a key of its own and counts its post in "version". Reading all posts on all
 ranks would cost the store the square of their number, so one rank, the "leader", reads them by one
-request and writes the "digest", in which ranks with equal posts share one. A look
-(:meth:`RankStatus._look`) is one request, which tells whether there is a newer digest. A rank that
-looks takes the lead if there is none, or if the digest has stayed old for :data:`PATIENT_LOOKS`
-looks: the leader has left its wait, or has died. Ranks that have failed, given up or died need no
-leader: they are in the list "ends", which is part of a look. A rank
-on the same host sees a process die, and the heartbeats between hosts see one exit; who sees it
-reads the last post of that rank itself, and adds it to the list.
+request and writes the "digest", in which ranks with equal posts share one. A poll
+(:meth:`RankStatus._poll`) is one request, which tells whether there is a newer digest. A rank that
+polls takes the lead if there is no leader, or if the digest has stayed old for
+:data:`PATIENT_POLLS` polls: the leader has left its wait, or has died. Ranks that have failed,
+given up or died need no leader: they are in the list "ends", which each poll reads. A rank on the
+same host sees a process die, and the heartbeats between hosts see one exit; a rank that sees it
+reads the last post of the ended rank itself, and adds it to the list.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from hf_zero.logging import JsonObject
 PATIENCE_SECONDS = 5.0  # wait for the post of a rank whose connection was lost
 # wait of a failing rank until the others have read its post, and of them until it has ended
 WAIT_FOR_PEERS_SECONDS = 4.0
-POLL_SECONDS, LAST_POLL_SECONDS = 0.05, 1.0  # between looks for the cause of a failure
-PATIENT_LOOKS = 2
-LOOKED_AT = ["version", "digested", "leader", "ends", "resumes"]
+POLL_SECONDS, LAST_POLL_SECONDS = 0.05, 1.0  # between polls for the cause of a failure
+PATIENT_POLLS = 2
+POLLED = ["version", "digested", "leader", "ends", "resumes"]
 SCRIPT = "script"  # state of a rank whose script waits in its own collective
 
 
@@ -76,14 +76,14 @@ class RankStatus:
         self._last_posts: dict[int, StatusPost] = {}  # of ranks on this host that have died
         self._identities: dict[int, str] = {}
         self._neighbours: list[int] = []  # other ranks on this host
-        # version of the last digest that was read, its maker, and looks since that found no newer
-        self._digested, self._leader, self._old_looks = 0, "", 0
+        # version of the last digest that was read, its maker, and polls since that found no newer
+        self._digested, self._leader, self._old_polls = 0, "", 0
         self._opened = False
         self.heartbeats: HostHeartbeats | None = None  # between hosts, if there are several
         self.statements = 0  # of ranks that go on after an exception (recovery.py)
         self._diagnosed: tuple[object, HangDiagnosis | None] = (None, None)
         self._gone = False  # the store is gone: torch prints a stack for every failing call
-        self._silent = False  # whether it has left the last look without an answer
+        self._silent = False  # whether it has left the last poll without an answer
         self._lock, self._posting = threading.RLock(), threading.RLock()
         self._process = os.getpid()
         self.identity = _identity(self._process)
@@ -116,8 +116,8 @@ class RankStatus:
 
     def watch_hosts(self, heartbeats: HostHeartbeats) -> None:
         """Count the ranks of hosts that ``heartbeats`` finds unreachable as ended. A store that
-        does not answer is gone once its host, that of rank 0, is unreachable, or after the time for
-        which its process may be stopped.
+        does not answer is gone once the host of rank 0, which has the store, is unreachable, or
+        after the time for which the process of the store may be stopped.
         """
         self.heartbeats = heartbeats
         self._store.wait_for_host(heartbeats.timeout, lambda: 0 in heartbeats.unreachable())
@@ -171,7 +171,7 @@ class RankStatus:
         with self._lock:
             try:
                 if not self._gone:
-                    self._look()
+                    self._poll()
                     self._silent = False
             except StoreSilent:
                 self._silent = True
@@ -198,7 +198,7 @@ class RankStatus:
         post = {"state": UNREACHABLE, "why": why, "logs": {}}
         return {rank: post for rank in ranks if rank != self.rank}
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Bring what is known of the other ranks up to date (see the note)."""
         store = self._store
         if not self._opened:
@@ -207,7 +207,7 @@ class RankStatus:
             for key in ("version", "digested", "resumes"):
                 store.add(key, 0)
             self._opened = True
-        answers = [answer.decode() for answer in store.multi_get(LOOKED_AT)]
+        answers = [answer.decode() for answer in store.multi_get(POLLED)]
         version, digested, leader, ends, self.statements = (
             int(answers[0]), int(answers[1]), answers[2], answers[3], int(answers[4])
         )  # fmt: skip
@@ -216,10 +216,10 @@ class RankStatus:
             self._ends.setdefault(rank, (state, why))
         if digested != self._digested:
             head, _, packed = store.get("digest").partition(b"\n")
-            # Not if it is older: a leader that was held up has overwritten that of the next one.
-            # Then this rank counts its old looks on, and takes the lead.
+            # Not if it is older: a leader that was held up has overwritten the digest of the next
+            # leader. Then this rank goes on counting old polls, and takes the lead.
             if int(head) > self._digested:
-                self._old_looks = 0
+                self._old_polls = 0
                 groups = json.loads(zlib.decompress(packed))
                 self._posts = {rank: post for ranks, post in groups for rank in ranks}
                 self._digested = int(head)
@@ -231,11 +231,11 @@ class RankStatus:
         """Return whether this rank makes the next digest; it takes the lead if it must."""
         name = str(self.rank)
         if leader != self._leader:
-            self._leader, self._old_looks = leader, 0
-        self._old_looks += 1
+            self._leader, self._old_polls = leader, 0
+        self._old_polls += 1
         if leader == name:
             return True
-        if leader and self._old_looks <= PATIENT_LOOKS and int(leader) not in self._ends:
+        if leader and self._old_polls <= PATIENT_POLLS and int(leader) not in self._ends:
             return False
         return bool(self._store.compare_set("leader", leader, name).decode() == name)
 
@@ -251,7 +251,7 @@ class RankStatus:
         text = b"%d\n" % version + zlib.compress(json.dumps(groups).encode())
         self._store.set("digest", text)
         self._store.set("digested", str(version))
-        self._digested, self._old_looks = version, 0
+        self._digested, self._old_polls = version, 0
 
     def _learn_identities(self, ranks: Iterable[int]) -> None:
         if any(rank not in self._identities for rank in ranks) and self._store.check(["who"]):
@@ -311,7 +311,7 @@ class RankStatus:
             self._last_posts[rank] = post
 
     def states(self, pending: PendingCollective | None) -> list[JsonObject]:
-        """Return the states of all ranks as of the last look, while this one waits for
+        """Return the states of all ranks as of the last poll, while this one waits for
         ``pending``.
         """
         with self._lock:
@@ -487,7 +487,7 @@ class RankStatus:
 
 
 def poll_pauses() -> Iterator[float]:
-    """Yield the seconds between looks of a rank that must speak soon: many may look at once."""
+    """Yield the seconds between polls of a rank that must answer soon: many may poll at once."""
     pause = POLL_SECONDS
     while True:
         yield pause

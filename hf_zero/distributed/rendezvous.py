@@ -31,7 +31,7 @@ RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-class Number(NamedTuple):
+class SourcedInt(NamedTuple):
     """A whole number and the variable or argument that it was read from."""
 
     value: int
@@ -147,7 +147,7 @@ def discover(
     launcher = _launcher(environ)
     their_rank = _number(environ, launcher.rank) if launcher else None
     their_size = _first(environ, launcher.world_size) if launcher else None
-    if _agree(own_rank, own_size, their_rank, their_size):
+    if _launched_a_parent(own_rank, own_size, their_rank, their_size):
         launcher = their_rank = their_size = None
     at, size = own_rank or their_rank, own_size or their_size
     if at is None and (size is None or size.value == 1):
@@ -190,24 +190,24 @@ def _text(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "").strip()
 
 
-def _number(environ: Mapping[str, str], name: str) -> Number | None:
+def _number(environ: Mapping[str, str], name: str) -> SourcedInt | None:
     text = _text(environ, name)
     if not text:
         return None
     if not (text.isascii() and text.isdigit()):
         raise LaunchError(f"{name}={text!r} is not a whole number from 0; set it right or unset it")
-    return Number(int(text), name)
+    return SourcedInt(int(text), name)
 
 
-def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> Number | None:
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> SourcedInt | None:
     return next((number for name in names if (number := _number(environ, name)) is not None), None)
 
 
-def _given(environ: Mapping[str, str], name: str, argument: int) -> Number | None:
+def _given(environ: Mapping[str, str], name: str, argument: int) -> SourcedInt | None:
     variable = _number(environ, name)
     if argument < 0:
         return variable
-    number = Number(argument, f"init_distributed({name.lower()})")
+    number = SourcedInt(argument, f"init_distributed({name.lower()})")
     if variable is not None and variable.value != argument:
         raise LaunchError(f"{number} contradicts {variable}; pass one of them")
     return number
@@ -219,8 +219,11 @@ def _launcher(environ: Mapping[str, str]) -> Launcher | None:
     return next((row for row in LAUNCHERS if all(_text(environ, mark) for mark in row.marks)), None)
 
 
-def _agree(
-    own_rank: Number | None, own_size: Number | None, rank: Number | None, size: Number | None
+def _launched_a_parent(
+    own_rank: SourcedInt | None,
+    own_size: SourcedInt | None,
+    rank: SourcedInt | None,
+    size: SourcedInt | None,
 ) -> bool:
     """Return whether the launcher started only this process's parents (torchrun, for instance), so
     that its variables do not apply. Raises LaunchError if they contradict RANK or WORLD_SIZE.
@@ -243,7 +246,9 @@ def _agree(
     return False
 
 
-def _refuse_missing(at: Number | None, size: Number | None, launcher: Launcher | None) -> None:
+def _refuse_missing(
+    at: SourcedInt | None, size: SourcedInt | None, launcher: Launcher | None
+) -> None:
     present, lacking = (at, "WORLD_SIZE") if at else (size, "RANK")
     also = ""
     if launcher:
@@ -281,8 +286,8 @@ def _refuse_half_started(environ: Mapping[str, str]) -> None:
 
 
 def _locals(
-    environ: Mapping[str, str], launcher: Launcher | None, at: Number, size: Number
-) -> tuple[Number | None, Number | None]:
+    environ: Mapping[str, str], launcher: Launcher | None, at: SourcedInt, size: SourcedInt
+) -> tuple[SourcedInt | None, SourcedInt | None]:
     """Return the local rank and the number of ranks on this host."""
     local, ranks_here = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
     if launcher is not None:
@@ -298,7 +303,7 @@ def _locals(
                 f"LOCAL_RANK is not set ({names}); export it: the number of this rank on its host"
             )
     if ranks_here is None and is_loopback(_text(environ, "MASTER_ADDR")):
-        ranks_here = Number(size.value, "WORLD_SIZE")
+        ranks_here = SourcedInt(size.value, "WORLD_SIZE")
     if local is None and ranks_here is not None and ranks_here.value == size.value:
         local = at
     for small, large in ((local, at), (ranks_here, size)):
@@ -315,7 +320,7 @@ def _locals(
     return local, ranks_here
 
 
-def _tasks_here(environ: Mapping[str, str], launcher: Launcher) -> Number | None:
+def _tasks_here(environ: Mapping[str, str], launcher: Launcher) -> SourcedInt | None:
     """Return the number of tasks of an srun step on this node; None if unknown."""
     name = next(
         (
@@ -334,11 +339,14 @@ def _tasks_here(environ: Mapping[str, str], launcher: Launcher) -> Number | None
             f"{node} and {name}={_text(environ, name)!r} contradict each other: it tells "
             f"of {len(counts)} nodes"
         )
-    return Number(counts[node.value], name)
+    return SourcedInt(counts[node.value], name)
 
 
 def _address(
-    environ: Mapping[str, str], launcher: Launcher | None, size: Number, per_host: Number | None
+    environ: Mapping[str, str],
+    launcher: Launcher | None,
+    size: SourcedInt,
+    per_host: SourcedInt | None,
 ) -> tuple[str, str]:
     """Return the address of rank 0's host, and the variable that gave it with its value."""
     address = _text(environ, "MASTER_ADDR")
@@ -380,7 +388,7 @@ def _port(
     environ: Mapping[str, str], launcher: Launcher | None, port: int | None, alone: bool
 ) -> int:
     number = _number(environ, "MASTER_PORT") or (
-        Number(port, "distributed_port") if port is not None else None
+        SourcedInt(port, "distributed_port") if port is not None else None
     )
     if number is not None:
         if not (0 if alone else 1) <= number.value < 65536:

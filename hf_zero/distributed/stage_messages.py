@@ -238,28 +238,28 @@ class StageMessages:
 
     # ---- headers ----
 
-    def announce(self, peer: int, numbers: Sequence[int]) -> None:
-        """Send ``numbers``, a header, to ``peer``."""
-        header = torch.tensor(numbers, dtype=torch.int64).to(self._headers)
-        work = dist.isend(header, group=self._group, group_dst=peer, tag=HEADER_TAG)
+    def announce(self, peer: int, header: Sequence[int]) -> None:
+        """Send ``header`` to ``peer``."""
+        message = torch.tensor(header, dtype=torch.int64).to(self._headers)
+        work = dist.isend(message, group=self._group, group_dst=peer, tag=HEADER_TAG)
         assert work is not None
         self._sent = [(w, h) for w, h in self._sent if not w.is_completed()]
-        self._sent.append((work, header))
+        self._sent.append((work, message))
 
     def announced_by(self, peer: int, pending: PendingCollective) -> Sequence[int]:
-        """Wait for the next header of ``peer``, and return its numbers."""
+        """Wait for the next header of ``peer``, and return it."""
         size = len(_Position._fields) + HEADER
-        header = torch.empty(size, dtype=torch.int64, device=self._headers)
+        message = torch.empty(size, dtype=torch.int64, device=self._headers)
         self._watchdog.check()
         try:
             with self._watchdog.watching(pending):
-                work = dist.irecv(header, group=self._group, group_src=peer, tag=HEADER_TAG)
+                work = dist.irecv(message, group=self._group, group_src=peer, tag=HEADER_TAG)
                 assert work is not None
                 work.wait()
-                numbers: list[int] = header.tolist()
+                header: list[int] = message.tolist()
         except RuntimeError as error:
             raise self._watchdog.explain_failure(pending, error) from error
-        return numbers
+        return header
 
     # ---- activations ----
 
@@ -286,11 +286,11 @@ class StageMessages:
         Raises RankMismatchError if they are of another run or micro-batch.
         """
         pending = self._issue(peer, self.rank, f"{_key(stage, micro_batch)} forward")
-        numbers = self.announced_by(peer, pending)
-        run, training, *message = numbers[: len(_Position._fields)]
+        header = self.announced_by(peer, pending)
+        run, training, *message = header[: len(_Position._fields)]
         came = _Position(run, bool(training), *message)
         self._refuse_other(peer, came, self._position(stage, micro_batch))
-        announced, grads, single = _announced(numbers[len(came) :])
+        announced, grads, single = _announced(header[len(came) :])
         tensors, buffer = _room([form for form in announced if form is not None], self.device)
         received = iter(tensors)
         activations = tuple(None if form is None else next(received) for form in announced)
@@ -394,7 +394,7 @@ def _places(shapes: Sequence[Shape]) -> tuple[list[int], int]:
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``tensors`` as the bytes of one message: not every backend knows every dtype."""
+    """Return ``tensors`` as the bytes of one message: not every backend supports every dtype."""
     flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
     if len(flat) < 2:
         return flat[0] if flat else torch.empty(0, dtype=torch.uint8)
@@ -406,11 +406,10 @@ def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return memory for tensors of ``shapes``, and all of it as the bytes of the message that
-    brings them.
+    """Return tensors of ``shapes``, and their memory as the bytes of the message that fills it.
 
-    No tensor is a view of it, so that one may be changed in place where another is saved for a
-    backward.
+    The tensors share the storage of the buffer without being autograd views of it, so each has its
+    own version counter: one may be changed in place while another is saved for a backward.
     """
     full = [shape for shape in shapes if math.prod(shape[0])]
     starts, size = _places(full)
@@ -427,10 +426,10 @@ def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[list[torch.Ten
 
 
 def _header(activations: Activations, single: bool) -> list[int]:
-    numbers = [len(activations), int(single)]
+    header = [len(activations), int(single)]
     for activation in activations:
         if activation is None:
-            numbers.append(-1)
+            header.append(-1)
         elif activation.dtype not in DTYPES:
             raise PartitionError(
                 f"a stage of the pipeline passes on a tensor of {activation.dtype}; pass one of "
@@ -438,27 +437,27 @@ def _header(activations: Activations, single: bool) -> list[int]:
                 "one as torch.view_as_real of it"
             )
         else:
-            numbers += [
+            header += [
                 DTYPES.index(activation.dtype),
                 int(activation.requires_grad),
                 activation.dim(),
                 *activation.shape,
             ]
-    if len(numbers) > HEADER:
+    if len(header) > HEADER:
         raise PartitionError(
             f"a stage of the pipeline passes on {len(activations)} tensors, whose shapes are more "
             f"than {HEADER} numbers; pass fewer from layer to layer, or stack them"
         )
-    return [*numbers, *[0] * (HEADER - len(numbers))]
+    return [*header, *[0] * (HEADER - len(header))]
 
 
 def _announced(
-    numbers: Sequence[int],
+    header: Sequence[int],
 ) -> tuple[list[Shape | None], tuple[bool, ...], bool]:
     """Return the shapes that a header announces, whether each requires grad, and whether it is one
     tensor rather than several.
     """
-    stream = iter(numbers)
+    stream = iter(header)
     count, single = next(stream), bool(next(stream))
     shapes: list[Shape | None] = []
     grads: list[bool] = []

@@ -10,7 +10,7 @@ of the training. :class:`StoreWait` waits on the training thread, under the watc
 One store serves all ranks, so a rank's requests must not grow with their number. Ranks that all
 enter something (:class:`RollCall`) append to one key and add to one counter: the last of them knows
 that it is the last, and who is missing is one value. A wait asks again after a third of the time
-it has lasted, :data:`LAST_PAUSE` at most: with the watchdog's looks that is one request a second. A
+it has lasted, :data:`LAST_PAUSE` at most: with the watchdog's polls that is one request a second. A
 thread that waits for other ranks' requests without a limit (:class:`Bell`) is blocked in the store
 and sends nothing.
 """
@@ -301,35 +301,35 @@ class StoreMessages:
         # starts the calling thread: none can be started once the interpreter ends
         self._store.add("opened", 1)
 
-    def send(self, topic: str, number: int, message: str) -> None:
-        """Publish ``message`` as this rank's ``number``-th on ``topic``.
+    def send(self, topic: str, sequence: int, message: str) -> None:
+        """Publish ``message`` as this rank's ``sequence``-th on ``topic``.
 
         Raises RuntimeError if the store is gone.
         """
-        self._store.set(f"{topic}/{self._rank}", f"{number}|{message}")
-        self._store.add(f"{topic}/{number}/n", 1)
+        self._store.set(f"{topic}/{self._rank}", f"{sequence}|{message}")
+        self._store.add(f"{topic}/{sequence}/n", 1)
 
-    def ask(self, topic: str, number: int) -> None:
-        """Tell all ranks that this one waits for the first ``number`` of what ``topic`` counts.
+    def ask(self, topic: str, sequence: int) -> None:
+        """Tell all ranks that this one waits for the items of ``topic`` up to ``sequence``.
 
         Raises RuntimeError if the store is gone.
         """
-        self._store.set(f"asked/{topic}", str(number))
+        self._store.set(f"asked/{topic}", str(sequence))
 
     def asked(self, topic: str) -> int:
-        """Return the last number asked for by any rank; 0 before. Raises RuntimeError if the store
-        is gone.
+        """Return the last sequence number that any rank has asked for; 0 before the first. Raises
+        RuntimeError if the store is gone.
         """
         key = f"asked/{topic}"
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
-    def receive(self, topic: str, number: int, rank: int) -> str:
-        """Return the ``number``-th message of ``rank``, the only one on ``topic``. While all ranks
-        live, the wait has no time limit.
+    def receive(self, topic: str, sequence: int, rank: int) -> str:
+        """Return the ``sequence``-th message of ``rank``, the only rank that sends on ``topic``.
+        While all ranks live, the wait has no time limit.
 
         Raises RankMismatchError if it will not come, RuntimeError if the store is gone.
         """
-        message = self.receive_all(topic, number, [rank], self._all_live)[rank]
+        message = self.receive_all(topic, sequence, [rank], self._all_live)[rank]
         if isinstance(message, RankMismatchError):
             raise message
         return message
@@ -337,17 +337,17 @@ class StoreMessages:
     def receive_all(
         self,
         topic: str,
-        number: int,
+        sequence: int,
         ranks: Sequence[int],
         patient: Callable[[], bool] = lambda: False,
     ) -> dict[int, str | RankMismatchError]:
-        """Return by rank the ``number``-th messages of ``ranks``, which alone send on ``topic``; an
-        error in place of one that will not come. The timeout does not end the wait while
+        """Return by rank the ``sequence``-th messages of ``ranks``, which alone send on ``topic``;
+        an error in place of one that will not come. The timeout does not end the wait while
         ``patient()``.
 
         Raises RuntimeError if the store is gone.
         """
-        missing = self._await(topic, number, ranks, patient)
+        missing = self._await(topic, sequence, ranks, patient)
         came = [rank for rank in ranks if rank not in missing]
         messages: dict[int, str | RankMismatchError] = {}
         for at in range(0, len(came), AT_ONCE):
@@ -355,7 +355,7 @@ class StoreMessages:
             values = self._store.multi_get([f"{topic}/{rank}" for rank in part])
             for rank, value in zip(part, values):
                 sent, _, messages[rank] = value.decode().partition("|")
-                if sent != str(number):  # this rank was held up for longer than the others wait
+                if sent != str(sequence):  # this rank was held up for longer than the others wait
                     missing[rank] = f"it has gone on, and its message {sent} has replaced this one"
         for rank, why in missing.items():
             messages[rank] = RankMismatchError(
@@ -365,18 +365,18 @@ class StoreMessages:
         return messages
 
     def _await(
-        self, topic: str, number: int, ranks: Sequence[int], patient: Callable[[], bool]
+        self, topic: str, sequence: int, ranks: Sequence[int], patient: Callable[[], bool]
     ) -> dict[int, str]:
         """Wait for the messages of ``ranks``. Return those that will not come, and why."""
         late = f"no message of it for {self._timeout:g} s (the timeout of the configuration)"
         begun, gone, over = time.monotonic(), dict[int, str](), False
-        while (came := self._store.add(f"{topic}/{number}/n", 0)) < len(ranks):
+        while (came := self._store.add(f"{topic}/{sequence}/n", 0)) < len(ranks):
             if over or (gone and came + len(gone) >= len(ranks)):
                 # not by the count alone: a rank may have ended between its message and the count
                 missing = {
                     rank: gone.get(rank, late)
                     for rank in ranks
-                    if not self._has_sent(topic, number, rank)
+                    if not self._has_sent(topic, sequence, rank)
                 }
                 if over or missing.keys() <= gone.keys():
                     return missing
@@ -386,16 +386,16 @@ class StoreMessages:
             time.sleep(next_pause(waited))
         return {}
 
-    def _has_sent(self, topic: str, number: int, rank: int) -> bool:
+    def _has_sent(self, topic: str, sequence: int, rank: int) -> bool:
         key = f"{topic}/{rank}"
-        return self._store.check([key]) and self._store.get(key).startswith(f"{number}|".encode())
+        return self._store.check([key]) and self._store.get(key).startswith(f"{sequence}|".encode())
 
-    def forget(self, topic: str, number: int) -> None:
+    def forget(self, topic: str, sequence: int) -> None:
         """Delete the count of messages that no rank waits for any more.
 
         Raises RuntimeError if the store is gone.
         """
-        self._store.delete_key(f"{topic}/{number}/n")
+        self._store.delete_key(f"{topic}/{sequence}/n")
 
 
 class StoreWait:
@@ -483,20 +483,21 @@ class StoreWait:
         started = time.monotonic()
         status = self._watchdog.rank_status
         ranks = status.world if status is not None else 1
-        look = 0.0 if may_leave and at_once else min(SLICE_SECONDS, self.timeout)
+        next_poll = 0.0 if may_leave and at_once else min(SLICE_SECONDS, self.timeout)
         warned = WARN_SECONDS
         while True:
             if self._store.check([key]):
                 return True
             waited = time.monotonic() - started
-            if waited >= look:
+            if waited >= next_poll:
                 if may_leave and self.elsewhere([rank for rank in missing() if rank != self._rank]):
                     return False
                 warned = self._report_missing(key, missing, what, waited, warned)
-                look = waited + min(LAST_SLICE, max(SLICE_SECONDS, waited))
-            # `look` is for the first request after it: one of its own is not worth the time
+                next_poll = waited + min(LAST_SLICE, max(SLICE_SECONDS, waited))
+            # the missing ranks are read after the first check past `next_poll`: they are not worth
+            # a wakeup of their own
             until = started + min(waited + next_pause(waited, ranks), warned, self.timeout)
-            look = min(look, warned, self.timeout)
+            next_poll = min(next_poll, warned, self.timeout)
             self._watchdog.sleep(max(0.0, until - time.monotonic()))
             self._watchdog.check()
 

@@ -1,5 +1,6 @@
-"""Changes of torchrun under ``hf-zero launch``: its store is bound to the address that clients
-connect to, a signal goes to the ranks alone, and none leaves ranks behind that are being started.
+"""Patches of torchrun under ``hf-zero launch``: the store listens on the rendezvous address alone;
+a signal goes to each rank's process and not to its children; one that arrives while ranks start is
+handled once all have started.
 
 torchrun unpickles values of its store, and the store asks for no password. A server of TCPStore
 listens on all addresses of its host, also if it was made for 127.0.0.1, unless it gets a socket.
@@ -70,8 +71,8 @@ def _bind(host: str, port: int) -> socket.socket | None:
 
 
 def signal_ranks_alone() -> None:
-    """Make torchrun send a signal to a rank alone, and to what the rank has started once that has
-    ended: a rank that saves on SIGTERM needs the workers of its data loader until then.
+    """Make torchrun send a signal to a rank's process first, and to its children once the process
+    has ended: a rank that saves on SIGTERM needs the workers of its data loader until then.
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -94,8 +95,8 @@ def signal_ranks_alone() -> None:
 
 
 def start_ranks_whole() -> None:
-    """Make torchrun handle a signal that arrives while it starts ranks when it has started all of
-    them: its handlers raise, and a rank that it does not know yet would be left behind.
+    """Make torchrun handle a signal that arrives while ranks start once it has started all of them:
+    its handlers raise, and a rank that it does not know yet would be left running.
     """
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 

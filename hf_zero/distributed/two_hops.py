@@ -2,9 +2,10 @@
 
 [Note: two hops]
 If ranks exchange their chunks directly, each rank of a node receives every chunk of the other
-nodes. In two hops the G ranks of a node divide them: each receives those of the ranks in its place
-in the M other nodes, and passes them on to the others in its node. So of P bytes gathered P (M - 1)
-/ M enter a node instead of G times as many (MiCS, arXiv:2205.00119, section 3.3).
+nodes. In two hops the G ranks of a node divide these chunks: each receives the chunks of the ranks
+with its index in the other nodes, and forwards them to the others in its node. So of P bytes
+gathered over M nodes P (M - 1) / M enter a node instead of G times as many (MiCS,
+arXiv:2205.00119, section 3.3).
 
 The second hop needs the result of the first. On a device a side stream waits for the first hop, so
 the second one is issued right behind it, and both are over before a prefetched unit is used. To the
@@ -80,7 +81,7 @@ class TwoHops:
             self._issue_next()
 
     def _issue_next(self) -> None:
-        self._pending[0].pass_on()
+        self._pending[0].issue_second_hop()
         self._pending.popleft()  # only now: an interrupt may have ended the wait for its first hop
 
 
@@ -95,7 +96,7 @@ class TwoHopGather:
         self._first = hops.across.all_gather(first, f"{key} across nodes")
         self._second: Waitable | None = None
 
-    def pass_on(self) -> None:
+    def issue_second_hop(self) -> None:
         """Wait for the first hop, and issue the second."""
         self._first.wait()
         node, nodes = self._hops.node, self._hops.across.size

@@ -142,7 +142,7 @@ def _print_once(error: BaseException, trace: TracebackType | None) -> None:
     if not os.environ.get("RANK", "").isdecimal():  # the error may be about that
         print(f"hf-zero: {text}", file=sys.stderr, flush=True)
         return
-    rank, printed = int(os.environ["RANK"]), _Said()
+    rank, printed = int(os.environ["RANK"]), _PrintedTexts()
     failed_rank = getattr(error, "failed_rank", None)
     if failed_rank is not None:
         printed.within(WAIT_SECONDS, _report_of(failed_rank))
@@ -180,7 +180,7 @@ def _record(error: BaseException, trace: TracebackType | None) -> None:
         Path(file).write_text(json.dumps({"message": {"message": first, "extraInfo": more}}))
 
 
-class _Said:
+class _PrintedTexts:
     """Texts that ranks have printed, recorded in the store of torchrun's agent, which outlives an
     attempt: a text of an earlier one does not count.
 

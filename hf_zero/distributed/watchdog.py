@@ -2,7 +2,7 @@
 come, or at the timeout.
 
 [Note: interrupting]
-A thread looks at waits that last a second or more; shorter ones cost nothing. If a backend's wait
+A thread polls waits that last a second or more; shorter ones cost nothing. If a backend's wait
 orders a stream and returns at once, it polls an event after the wait. A wait in a backend's native
 code cannot be stopped: gloo knows only timeouts, which close its connections. So, once there is a
 proof, the thread aborts all communicators (``CollectiveLog.abort``), the wait raises, and
@@ -42,12 +42,12 @@ from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logging import logger
 
 WARN_SECONDS = 60.0
-LOOK_SECONDS = 1.0  # a wait is examined after this time
+POLL_SECONDS = 1.0  # a wait is polled after this time
 NOTED_SECONDS = 5.0  # a wait as long as that is noted, with the states of all ranks
-LOOKS_APART = 2.0  # and again each time as many of these have passed: all ranks share one store
+POLLS_APART = 2.0  # and again each time as many of these have passed: all ranks share one store
 FOLLOWED = 64  # collectives of a communicator followed at once: the oldest and the newest
 SCRIPTS_COLLECTIVES = "torch.distributed.distributed_c10d"
-LOOKS_AT_SCRIPT = 4  # consecutive looks that find the script in its own collective
+SCRIPT_POLLS = 4  # consecutive polls that find the script in its own collective
 GRACE_SECONDS = 5.0
 JOIN_SECONDS = 30.0  # a thread that has not ended by then is left
 
@@ -66,9 +66,9 @@ class Watchdog:
         enabled: bool = True,
         warn_after: float = WARN_SECONDS,
         rank_status: RankStatus | None = None,
-        poll: Callable[[int, Callable[[str], None]], None] | None = None,
+        answer: Callable[[int, Callable[[str], None]], None] | None = None,
     ):
-        """``poll`` is called on the watchdog's thread while this rank waits, with
+        """``answer`` is called on the watchdog's thread while this rank waits, with
         :attr:`RankStatus.statements` and :meth:`end`.
         """
         self._enabled = enabled
@@ -80,28 +80,28 @@ class Watchdog:
         self._operations = 0
         # what this rank waits for, and since when; a collective's wait sets it, as `watching` does
         self.current: tuple[PendingCollective, float] | None = None
-        self.started = not enabled  # whether a thread looks at waits, or none is to
+        self.started = not enabled  # whether a thread polls waits, or none is to
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._reported: tuple[PendingCollective, float] | None = None
         self._warned = 0.0
-        self._looked, self._looks = 0.0, 0  # time of the last look at the current wait; their count
+        self._polled, self._polls = 0.0, 0  # time of the last poll of the current wait; their count
         self._posted: tuple[PendingCollective, float] | None = None
-        self._polled = 0.0
+        self._answered = 0.0
         self._followed: dict[
             CollectiveLog, deque[tuple[tuple[PendingCollective, float], Callable[[], bool]]]
         ] = {}
         self._following = threading.Lock()
         self._device: torch.device | None = None  # device of the followed collectives
         self._follower: Watchdog | None = None  # the watchdog that follows in place of this one
-        self._poll = poll
+        self._answer = answer
         self._hinted: tuple[PendingCollective, float] | None = None
         self._script = threading.get_ident()
-        self._script_waits = 0  # looks that found the script in its own collective
+        self._script_waits = 0  # polls that found the script in its own collective
         # records of runs, whose ``note`` gets the states of all ranks in long waits
         self.records = weakref.WeakSet[RunNotes]()
         self._noted: list[dict[str, object]] = []
-        self.failed = False  # whether a look has failed, which is logged once
+        self.failed = False  # whether a poll has failed, which is logged once
         if rank_status is not None:
             _watches.add(self)
             uncaught.watch(HfZeroError)
@@ -129,7 +129,7 @@ class Watchdog:
     @contextmanager
     def during(self, operation: str) -> Iterator[None]:
         """Number the enclosed ``operation``, which all ranks do together: its blocking collectives
-        never match those of another one, which a rank has begun after an exception.
+        never match the collectives of another operation that a rank has begun after an exception.
         """
         self._operations += 1
         outer, self.operation = self.operation, f"{operation} {self._operations}"
@@ -152,11 +152,11 @@ class Watchdog:
         is_over: Callable[[], bool],
         device: torch.device | None = None,
     ) -> None:
-        """Watch a collective for which only a stream waits until ``is_over``. Those of a
+        """Watch a collective for which only a stream waits until ``is_over``. The collectives of a
         communicator complete in their order.
 
-        ``is_over`` is called on other threads, and should keep no tensor alive; ``device``: that of
-        the event it queries.
+        ``is_over`` is called on other threads, and should keep no tensor alive; ``device``: the
+        device of the event that it queries.
         """
         if self._follower is not None:
             self._follower.follow(pending, is_over, device)
@@ -174,7 +174,7 @@ class Watchdog:
                 followed.pop()
             followed.append(((pending, time.monotonic()), is_over))
 
-    def begin_look(self) -> None:
+    def begin_poll(self) -> None:
         """Make the device of followed collectives current in this thread: querying an event opens a
         context on the current device, half a GiB for each rank on device 0.
         """
@@ -292,7 +292,7 @@ class Watchdog:
         if not self.verdict:
             self._conclude(verdict, verdict)
 
-    def look_at_hosts(self) -> None:
+    def poll_hosts(self) -> None:
         """End the waits of this rank once a host is unreachable; outside one it raises at its next
         call of the engine.
         """
@@ -307,27 +307,27 @@ class Watchdog:
             waits = f"rank {rank_status.rank} cannot finish {current[0]}: " if current else ""
             self._conclude(waits + cause, cause, heartbeats.sever)
 
-    def poll(self) -> None:
-        """Call the ``poll`` of the constructor, if it is due: this rank waits, and has looked."""
+    def answer_others(self) -> None:
+        """Call the ``answer`` of the constructor if it is due: this rank waits, and has polled."""
         rank_status, now = self.rank_status, time.monotonic()
-        in_script = self._script_waits >= LOOKS_AT_SCRIPT
+        in_script = self._script_waits >= SCRIPT_POLLS
         if (
-            self._poll is None
+            self._answer is None
             or rank_status is None
             or self.verdict
-            or now - self._polled < LOOKS_APART * LOOK_SECONDS
-            or not (in_script or self._looks)
+            or now - self._answered < POLLS_APART * POLL_SECONDS
+            or not (in_script or self._polls)
         ):
             return
-        self._polled = now
+        self._answered = now
         if in_script:
             rank_status.read()
         try:
-            self._poll(rank_status.statements, self.end)
+            self._answer(rank_status.statements, self.end)
         except RuntimeError:
             pass  # the store is gone: no other rank can ask
 
-    def look_at_script(self) -> None:
+    def poll_script(self) -> None:
         """Publish when the script waits in a collective of its own, and when it no longer does."""
         rank_status = self.rank_status
         if rank_status is None or self.verdict:
@@ -341,11 +341,11 @@ class Watchdog:
         del frame
         if waits:
             self._script_waits += 1
-            if self._script_waits == LOOKS_AT_SCRIPT:
+            if self._script_waits == SCRIPT_POLLS:
                 rank_status.publish(SCRIPT)
                 self._posted = None
         elif self._script_waits:
-            if self._script_waits >= LOOKS_AT_SCRIPT:
+            if self._script_waits >= SCRIPT_POLLS:
                 rank_status.publish("here")
             self._script_waits = 0
 
@@ -354,8 +354,8 @@ class Watchdog:
 
     @property
     def pause(self) -> float:
-        """Seconds between looks."""
-        return min(LOOK_SECONDS, self._warn_after) / 4
+        """Seconds between polls."""
+        return min(POLL_SECONDS, self._warn_after) / 4
 
     def check_current_wait(self) -> None:
         """Warn if the current wait has lasted long since it began or since the last warning; end it
@@ -365,16 +365,16 @@ class Watchdog:
         if current is not self._reported:
             self._note_end_of_wait()
         if current is None:
-            self._reported, self._looks = None, 0
+            self._reported, self._polls = None, 0
             return
         pending, now = current[0], time.monotonic()
         waited = now - current[1]
         if current is not self._reported:
-            self._reported, self._warned, self._looked = current, 0.0, current[1]
-            self._looks = 0
-        every = LOOK_SECONDS * (LOOKS_APART if self._looks else 1.0)
-        if self.rank_status is not None and not self.verdict and now - self._looked >= every:
-            self._looked, self._looks = now, self._looks + 1
+            self._reported, self._warned, self._polled = current, 0.0, current[1]
+            self._polls = 0
+        every = POLL_SECONDS * (POLLS_APART if self._polls else 1.0)
+        if self.rank_status is not None and not self.verdict and now - self._polled >= every:
+            self._polled, self._polls = now, self._polls + 1
             self._judge(current, waited, self.rank_status)
         if not pending.warns and waited - self._warned >= self._warn_after:
             self._warned = waited
@@ -438,15 +438,15 @@ def _run(owner: weakref.ref[Watchdog], stop: threading.Event) -> None:
         if watchdog is None:
             return
         try:
-            watchdog.begin_look()
-            watchdog.look_at_hosts()
+            watchdog.begin_poll()
+            watchdog.poll_hosts()
             watchdog.check_current_wait()
-            watchdog.look_at_script()
-            watchdog.poll()
-        except Exception as error:  # of a query of an event, or of the store: look again
+            watchdog.poll_script()
+            watchdog.answer_others()
+        except Exception as error:  # of a query of an event, or of the store: poll again
             if not watchdog.failed:
                 watchdog.failed = True
-                logger.warning("a look at the waits of this rank failed, and goes on: %s", error)
+                logger.warning("polling the waits of this rank failed, and goes on: %s", error)
         pause = watchdog.pause
         del watchdog
 

@@ -57,10 +57,10 @@ _SIZE = 8  # bytes of the size
 
 
 class RankTree:
-    """Messages of any size along a binomial tree of ``ranks`` (global), whose root is the one at
-    index ``root``, with this one at index ``rank``: a rank exchanges them with at most log2(ranks)
-    others. Their ``tag`` is that of the collective, so that ranks need not agree on it before it
-    runs (collectives.py, the note).
+    """Messages of any size along a binomial tree of ``ranks`` (global) with the root at index
+    ``root`` and this rank at index ``rank``: a rank exchanges messages with at most log2(ranks)
+    others. They have the ``tag`` of the collective, so that ranks need not agree on the collective
+    before it runs (collectives.py, the note).
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class WorldGroup(RankGroup):
         watchdog = Watchdog(
             enabled=rank_status is not None,
             rank_status=rank_status,
-            poll=self.recovery_board.answer_statements if self.recovery_board is not None else None,
+            answer=self.recovery_board.answer_statements if self.recovery_board else None,
         )
         if rank_status is not None:
             every = PendingCollective("gloo's connections", needs=tuple(range(self.world)))
@@ -388,8 +388,8 @@ class WorldGroup(RankGroup):
         owner: str = "a job",
     ) -> RankGroup:
         """Return the group of some ``ranks``, this one among them, over their process group
-        ``group``; this group itself if they are all ranks. Its waits are watched like those of all
-        ranks. ``owner`` names the group's owner in messages.
+        ``group``; this group itself if they are all ranks. Its waits are watched like the waits of
+        the group of all ranks. ``owner`` names the group's owner in messages.
         """
         if len(ranks) == self.world:
             return self

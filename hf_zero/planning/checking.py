@@ -77,7 +77,7 @@ def check_on_all_ranks(plan: EnginePlan, freed: tuple[int, int] = (0, 0)) -> Pre
     spare = report.spare
     if dims.world > 1:
         spare = all(get_world_group().all_gather_object(spare, "room for the model"))
-    if plan.rank % dims.in_a_stage == 0:
+    if plan.rank % dims.pp_stage_ranks == 0:
         for line in filter(None, (report.warning, report.note)):
             logger.warning("%s", line)
     return replace(report, hosts=len(hosts), spare=spare)
@@ -178,7 +178,7 @@ def refusal(plan: EnginePlan, needed: Needs, verdict: MemoryVerdict, fitting: Fi
 
 def shortage(plan: EnginePlan, verdict: MemoryVerdict) -> list[str]:
     """Return the lines that say what does not fit: a table of the tiers."""
-    ranks = plan.dims.in_a_stage
+    ranks = plan.dims.pp_stage_ranks
     one = "the one rank" if ranks == 1 else f"each of {ranks} ranks"
     one += " of this pipeline stage" if plan.dims.pipeline > 1 else ""
     return [

@@ -408,7 +408,7 @@ def asked_for(
             f"{MOST_RANKS:,}"
         )
     chosen = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
-    in_a_stage = ParallelDims.over(ranks, pipeline=pipeline_parallel).in_a_stage
+    pp_stage_ranks = ParallelDims.over(ranks, pipeline=pipeline_parallel).pp_stage_ranks
     if config is not None:
         settings = ZeroConfig.coerce(config, allow_auto=True)
     else:
@@ -426,9 +426,9 @@ def asked_for(
         settings = settings.override(sizes, "what was asked for")
     if tensor_parallel is not None:
         # names the ranks of a stage in its error
-        ParallelDims.over(in_a_stage, tensor=tensor_parallel)
+        ParallelDims.over(pp_stage_ranks, tensor=tensor_parallel)
     if config is not None or sizes:
-        settings = settings.resolve(in_a_stage, training=False)
+        settings = settings.resolve(pp_stage_ranks, training=False)
     dims = _dims(
         ranks,
         settings.tensor_parallel.size,
@@ -483,7 +483,7 @@ def plans_of(module: nn.Module, job: Asked, settings: ZeroConfig) -> list[Engine
             dims,
             optimizer,
             extensions_of=_extensions_of,
-            rank=stage * dims.in_a_stage,
+            rank=stage * dims.pp_stage_ranks,
             device=job.device,
             cuts=cuts,
             held=parameters,

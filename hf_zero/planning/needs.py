@@ -200,7 +200,7 @@ def device_gradients(plan: EnginePlan) -> int:
     single = (settings.gradient_accumulation_steps or 1) == 1
     if not plan.updates_in_backward or settings.zero.keep_step_buffers or not single:
         return sum(sizes)
-    on_wire = not plan.policy.shards_gradients and plan.dims.in_a_stage > 1
+    on_wire = not plan.policy.shards_gradients and plan.dims.pp_stage_ranks > 1
     count = IN_FLIGHT + 1 if on_wire else 1
     return max((sum(sizes[at : at + count]) for at in range(len(sizes))), default=0)
 
@@ -303,7 +303,7 @@ def gradient_buffers(plan: EnginePlan) -> int:
     )
     total = 0
     for (padded, shards, dtype, window), count in sizes.items():
-        narrower = dtype.itemsize < window.itemsize and plan.dims.in_a_stage > 1
+        narrower = dtype.itemsize < window.itemsize and plan.dims.pp_stage_ranks > 1
         if (plan.policy.shards_gradients or narrower) and count > 1:
             total += IN_FLIGHT * dtype.itemsize * padded
         if shards > 1:

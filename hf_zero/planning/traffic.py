@@ -87,7 +87,7 @@ def traffic(plan: EnginePlan, codings: Codings) -> list[Traffic]:
     """
     stage, replicas = plan.settings.stage, plan.settings.replicate_size
     shards, accumulation = (
-        plan.dims.in_a_stage // replicas,
+        plan.dims.pp_stage_ranks // replicas,
         plan.settings.gradient_accumulation_steps or 1,
     )
     every = [_sizes(flat, max(1, plan.sharers(flat) // replicas)) for flat in plan.flats]

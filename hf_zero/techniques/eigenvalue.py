@@ -221,7 +221,7 @@ class StretchedPeriods:
     def check(self, plan: EnginePlan) -> None:
         """Raise ConfigError for layers that the model lacks, and for compressed gradients."""
         layers_of(plan.model, self._section)
-        if plan.dims.tokens > 1 or plan.settings.ranks_of_a_sequence > 1:
+        if plan.dims.sequence_context > 1 or plan.settings.ranks_of_a_sequence > 1:
             raise ConfigError(
                 f"{EIGENVALUE} runs whole batches of its own, and under sequence_parallel_size or "
                 "context_parallel_size each rank has only a part of each sequence; leave one of "

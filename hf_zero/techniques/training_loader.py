@@ -186,7 +186,7 @@ def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> An
     drop_last = bool(config.dataloader_drop_last)
     if sampled_metrics(config):
         # the ranks of a sequence yield their batches in turn, which are those of successive steps
-        sequence = max(config.ranks_of_a_sequence, dims_in_effect().tokens)
+        sequence = max(config.ranks_of_a_sequence, dims_in_effect().sequence_context)
         turn, group = rank % sequence, rank // sequence
         by_difficulty = CurriculumSampler(data, config.train_batch_size or micro * ranks, drop_last)
         return TrainingLoader(

@@ -299,7 +299,7 @@ class EngineParts(AroundModel):
         """Index of this rank among the :attr:`data_ranks` that read batches of their own; equal
         on the ranks of a tensor-parallel or sequence-parallel group, which are neighbours.
         """
-        ranks = self.mesh.dims.in_a_stage
+        ranks = self.mesh.dims.pp_stage_ranks
         return self.global_rank % ranks * self.data_ranks // ranks
 
     @property

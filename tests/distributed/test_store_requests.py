@@ -45,7 +45,7 @@ class Counted:
 
 
 class Rank:
-    """A rank of a host, whose waits are looked at when the test says."""
+    """A rank of a host, whose waits are polled when the test says."""
 
     def __init__(self, store: Any, rank: int, world: int, patch: pytest.MonkeyPatch) -> None:
         self.store = Counted(store)
@@ -53,13 +53,13 @@ class Rank:
         patch.setattr(rank_status, "_identity", lambda process: host + find_identity(process))
         self.status = RankStatus(self.store, rank, world)
         board = RecoveryBoard(self.store, rank)  # type: ignore[arg-type]
-        self.watchdog = Watchdog(rank_status=self.status, poll=board.answer_statements)
-        self.watchdog.started = True  # the test looks, not a thread
+        self.watchdog = Watchdog(rank_status=self.status, answer=board.answer_statements)
+        self.watchdog.started = True  # the test polls, not a thread
         self.log = self.status.register(CollectiveLog("gathers", range(world), 1e6, native=False))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.watchdog.check_current_wait()
-        self.watchdog.poll()
+        self.watchdog.answer_others()
 
     def requests(self) -> int:
         """Return the number of requests since the last call."""
@@ -79,12 +79,12 @@ def test_a_waiting_rank_asks_the_store_less_than_once_a_second(
     *waiting, late = ranks
 
     def wait(seconds: float) -> None:
-        """Let all ranks look, as their threads would, for ``seconds``."""
+        """Let all ranks poll, as their threads would, for ``seconds``."""
         end = clock.now + seconds
         while clock.now < end:
-            clock.now += watching.LOOK_SECONDS / 4
+            clock.now += watching.POLL_SECONDS / 4
             for rank in ranks:
-                rank.look()
+                rank.poll()
         assert {rank.watchdog.verdict for rank in ranks} == {""}
 
     for rank in waiting:

@@ -304,7 +304,7 @@ def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.Monke
 
 
 def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
-    """The last message of a rank may arrive between the look into the store and the news of its
+    """The last message of a rank may arrive between the poll of the store and the news of its
     exit.
     """
     store = dist.HashStore()

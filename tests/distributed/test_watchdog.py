@@ -38,7 +38,7 @@ class Clock:
         self.at: dict[float, Callable[[], None]] = {}
 
     def wait(self, seconds: float) -> bool:
-        assert 0 <= seconds <= 1.0, "the thread must look often enough to warn in time"
+        assert 0 <= seconds <= 1.0, "the thread must poll often enough to warn in time"
         self.now += seconds
         for moment in sorted(moment for moment in self.at if moment <= self.now):
             self.at.pop(moment)()
@@ -78,15 +78,15 @@ def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str
     assert heard == [], "nobody waits after an end or an error"
 
 
-def test_a_look_that_fails_is_not_the_last(heard: list[str]) -> None:
+def test_a_poll_that_fails_is_not_the_last(heard: list[str]) -> None:
     """A query of an event raises while another thread captures a CUDA graph."""
-    watchdog, looks, again = Watchdog(warn_after=1000.0), [0], threading.Event()
+    watchdog, polls, again = Watchdog(warn_after=1000.0), [0], threading.Event()
 
     def is_over() -> bool:
         if threading.current_thread() is not watchdog._thread:
             return False
-        looks[0] += 1
-        if looks[0] > 2:
+        polls[0] += 1
+        if polls[0] > 2:
             again.set()
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -265,7 +265,7 @@ def test_three_that_wait_in_a_ring_are_stuck_and_two_of_them_are_not() -> None:
     assert diagnose_hang(0, own, alone) is None, "what rank 2 waits for needs nobody else"
 
 
-# ---- through a store, with the thread that looks ----
+# ---- through a store, with the thread that polls ----
 
 
 class Rank:
@@ -290,7 +290,7 @@ class Rank:
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(watching, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(watching, "_take_time_to_speak", lambda: None)
     store = dist.HashStore()
     ranks = [Rank(store, 0), Rank(store, 1)]

@@ -34,7 +34,7 @@ def planned(
     dims = ParallelDims(dims) if isinstance(dims, int) else dims
     settings = config if isinstance(config, ZeroConfig) else ZeroConfig.from_dict(config)
     if settings.world_size is None:
-        settings = settings.resolve(dims.in_a_stage)
+        settings = settings.resolve(dims.pp_stage_ranks)
     own = optimizer(model) if callable(optimizer) else optimizer
     more = {"extensions_of": extensions_of, "device": kinds.meant(gpu), **more}
     return plan(model, settings, dims, own, **more)

@@ -121,7 +121,7 @@ def test_tokens_that_ranks_share() -> None:
         return [x.grad, scale.grad]  # type: ignore[list-item]
 
     def on_rank(rank: int) -> Tensors:
-        dim = init_parallel(ParallelDims(sequence=2)).along("tokens")
+        dim = init_parallel(ParallelDims(sequence=2)).along("sequence_context")
         by_heads = of(
             [each.chunk(2, 2)[rank] for each in (x, scale)],
             lambda *tensors: list(scatter_heads(dim, "heads", *tensors)),

@@ -27,7 +27,7 @@ from tests.protocols.ranks import CollectiveFailed, World
 from tests.protocols.simulation import Process, Simulation, running
 from tests.protocols.stand_ins import Times
 
-TIMEOUT, PATIENCE = 20.0, 0.5  # of a wait for a claim: fewer looks than in 10 s
+TIMEOUT, PATIENCE = 20.0, 0.5  # of a wait for a claim: fewer polls than in 10 s
 SETTINGS = {"delays": (0.1, 0.8), "deaths": 1, "seconds": 200.0}
 # a process that is held up as it removes a folder
 HELD = {"delays": (0.1, 0.8), "seconds": 200.0, "at": ("rename", "unlink")}

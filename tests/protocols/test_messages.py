@@ -74,7 +74,9 @@ def test_messages_arrive(size: int, schedules: Callable[..., int]) -> None:
 
 
 def test_a_later_message_is_taken_for_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    seed_fault(monkeypatch, StoreMessages, "receive_all", ("if sent != str(number):", "if False:"))
+    seed_fault(
+        monkeypatch, StoreMessages, "receive_all", ("if sent != str(sequence):", "if False:")
+    )
     assert "instead of" in find(partial(messages, 2), 1000, **OF_MESSAGES).text
 
 
@@ -142,7 +144,7 @@ def test_an_error_is_reported(met: bool, schedules: Callable[..., int]) -> None:
 
 def test_an_error_was_reported_in_an_earlier_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     edits = (("if attempt:", "if False:"), ('return f"{key}/{self._rounds[key]}"', "return key"))
-    seed_fault(monkeypatch, uncaught._Said, "_key", *edits)
+    seed_fault(monkeypatch, uncaught._PrintedTexts, "_key", *edits)
     assert "says nothing" in find(partial(reports, 2, True), 10, **OF_REPORTS).text
 
 

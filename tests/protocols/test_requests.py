@@ -55,7 +55,7 @@ class Job:
             self.steps(world, rank, events, fetches)
             fetches.serve_until_others_end()  # as a script does that has ended well
             fetches.serving.end()
-            fetches.say_last()
+            fetches.announce_exit()
         finally:
             fetches.close()
 

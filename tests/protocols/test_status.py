@@ -15,7 +15,7 @@ from tests.protocols.explore import Judge, explore
 from tests.protocols.ranks import World
 from tests.protocols.simulation import Simulation, running
 
-TIMEOUT, LOOKS = 120.0, 2.0
+TIMEOUT, POLLS = 120.0, 2.0
 SETTINGS = {"delays": (0.3, 5.0, 30.0), "deaths": 1, "seconds": 1000.0}
 # one that is held up as it writes a post or a digest
 HELD = {"delays": (5.0, 30.0), "seconds": 5000.0, "at": "set ranks/"}
@@ -36,9 +36,9 @@ def wait_for_proof(
         if found is not None:
             status.publish("broken", found.cause)
             raise RankMismatchError(found.text)
-        simulation.sleep(LOOKS)
+        simulation.sleep(POLLS)
     if not simulation.killed:  # one that dies before it has said who it is proves nothing
-        world.fault = f"rank {status.rank} has no proof after {TIMEOUT / LOOKS:.0f} looks"
+        world.fault = f"rank {status.rank} has no proof after {TIMEOUT / POLLS:.0f} polls"
 
 
 def chain(simulation: Simulation) -> Judge:
@@ -55,7 +55,7 @@ def chain(simulation: Simulation) -> Judge:
         }
         simulation.sleep(1.0)
         if rank == 3:
-            simulation.sleep(LOOKS / 2)
+            simulation.sleep(POLLS / 2)
             status.publish_exit()
         else:
             log = logs["last" if rank == 2 else "joint"]
@@ -73,7 +73,7 @@ def chain(simulation: Simulation) -> Judge:
 
 def circle(size: int, simulation: Simulation) -> Judge:
     """Each rank waits for the next, which has not issued its collective: a hang. Each finds the
-    proof, or the death of a rank, within a few looks.
+    proof, or the death of a rank, within a few polls.
     """
 
     def wait(world: World, rank: int) -> None:

@@ -154,7 +154,7 @@ class Throughput:
         self._clear()
         groups = get_parallel()
         shared = groups.dims if groups is not None else ParallelDims(data=args.world_size)
-        self._ranks = shared.batches
+        self._ranks = shared.dp_cp
         rows = state.train_batch_size or args.per_device_train_batch_size
         self._samples_a_step = rows * args.gradient_accumulation_steps * shared.data
         if model is not None:

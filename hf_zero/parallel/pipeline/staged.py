@@ -156,7 +156,7 @@ def _make_parallel(topology: ProcessTopology) -> None:
     # Stages may be added to tensor parallelism: its ranks are neighbours with and without stages.
     if groups is None or groups.dims in (dims, ParallelDims.over(dims.world, tensor=tensor)):
         init_parallel(dims)
-    elif max(groups.dims.tokens, groups.dims.expert) > 1:
+    elif max(groups.dims.sequence_context, groups.dims.expert) > 1:
         raise ConfigError(
             f"the job is parallel as {groups.dims}: sequences in parts and experts on several "
             "ranks are not built beside the stages of a pipeline; leave hf_zero.sequence_parallel "

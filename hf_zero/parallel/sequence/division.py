@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 KEY, CONTEXT = "sequence_parallel_size", "context_parallel_size"
-AXIS, RING, TOKENS = "sequence", "context", "tokens"  # axes of ParallelDims
+AXIS, RING, SEQUENCE_CONTEXT = "sequence", "context", "sequence_context"  # axes of ParallelDims
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.parallel.alike import due, hash_of
 from hf_zero.parallel.sequence.attention import Axes, all_gather
 from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut, documents_of
-from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, RING, TOKENS, Division
+from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, RING, SEQUENCE_CONTEXT, Division
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.zero.gather.model_patches import Stateless
 from hf_zero.zero.registered import registered
@@ -82,7 +82,7 @@ def sequence_parallel(
         init_distributed()
     groups = get_parallel()
     if size is None and context_parallel_size is None:
-        if groups is None or groups.dims.tokens == 1:
+        if groups is None or groups.dims.sequence_context == 1:
             raise ConfigError(
                 f"hf_zero.sequence_parallel() was called without a size, and this job is not "
                 f"sequence parallel; pass the number of ranks, or write {KEY} or {CONTEXT} in the "
@@ -127,11 +127,11 @@ class SequenceParallel:
     """The sequence-parallel ranks of one job; the ``mpu`` of an ``initialize``."""
 
     def __init__(self, groups: ParallelGroups, attention: str | None, in_evaluation: bool):
-        self.dim = groups.along(TOKENS)
-        self.group = groups.group(TOKENS)
+        self.dim = groups.along(SEQUENCE_CONTEXT)
+        self.group = groups.group(SEQUENCE_CONTEXT)
         self.axes = Axes(groups.along(AXIS), groups.along(RING))
         self.division = self.axes.division
-        self.stats = groups.stats[TOKENS]
+        self.stats = groups.stats[SEQUENCE_CONTEXT]
         self.size, self.rank = self.dim.size, self.dim.rank
         self.attention, self.in_evaluation = attention, in_evaluation
         self.length: int | None = None  # tokens of every sequence, if known
@@ -343,7 +343,7 @@ def division_of(config: ZeroConfig) -> Division:
 
 def _refuse_former_groups(mpu: SequenceParallel, dims: ParallelDims) -> None:
     """Raise ConfigError if other parallelism, set up after ``mpu``, changes its groups' ranks."""
-    if dims.ranks_along(process_group.get_rank(), TOKENS) != tuple(mpu.dim.ranks):
+    if dims.ranks_along(process_group.get_rank(), SEQUENCE_CONTEXT) != tuple(mpu.dim.ranks):
         raise ConfigError(
             "hf_zero.sequence_parallel was called before this job became tensor or "
             "pipeline parallel, which has moved the ranks that share a sequence; call it "

@@ -534,7 +534,7 @@ def _placed(
     """
     values = {name: value for name, value in chosen.items() if value is not None}
     settings = job.settings.override(values, "what was asked for") if values else job.settings
-    settings = settings.resolve(job.dims.in_a_stage, training=False).on_device(job.device.type)
+    settings = settings.resolve(job.dims.pp_stage_ranks, training=False).on_device(job.device.type)
     written: dict[str, Any] = {"offload_optimizer": optimizer, "offload_param": parameters}
     sections = ZeroConfig(3, **written)
     return settings.placed(

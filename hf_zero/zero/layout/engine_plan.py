@@ -182,7 +182,7 @@ class EnginePlan:
     @property
     def shards(self) -> int:
         """Number of shards of a flat buffer that all ranks of the stage hold."""
-        return self.policy.shards(self.dims.in_a_stage, self.settings.replicate_size)
+        return self.policy.shards(self.dims.pp_stage_ranks, self.settings.replicate_size)
 
     @property
     def stages(self) -> range:
@@ -195,8 +195,8 @@ class EnginePlan:
         sequence-parallel group read the same, and a pipeline stage has that many.
         """
         tensor = max(self.dims.tensor, self.settings.tensor_parallel.size)
-        sequence = max(self.dims.tokens, self.settings.ranks_of_a_sequence)
-        return self.dims.in_a_stage // (tensor * sequence)
+        sequence = max(self.dims.sequence_context, self.settings.ranks_of_a_sequence)
+        return self.dims.pp_stage_ranks // (tensor * sequence)
 
     @property
     def persistence(self) -> int:
@@ -210,7 +210,7 @@ class EnginePlan:
 
     def sharers(self, flat: FlatPlan) -> int:
         """Return the number of ranks of the stage that hold the same parts as ``flat``."""
-        return self.dims.in_a_stage // math.prod(map(self.dims.size, flat.spec.sharding.axes))
+        return self.dims.pp_stage_ranks // math.prod(map(self.dims.size, flat.spec.sharding.axes))
 
     def whole_numel(self, parameter: nn.Parameter) -> int:
         """Return the number of elements that all ranks together hold of ``parameter``."""
@@ -220,7 +220,7 @@ class EnginePlan:
     @cached_property
     def rules(self) -> PlacementRules:
         """The choice of tiers."""
-        return PlacementRules(self.settings, self.dims.in_a_stage)
+        return PlacementRules(self.settings, self.dims.pp_stage_ranks)
 
     @property
     def buffer_dtype(self) -> torch.dtype | None:

@@ -289,7 +289,7 @@ def check_alike(plan: EnginePlan) -> None:
     world = get_world_group()
     digests = world.all_gather_object(hashlib.sha256(str(mine).encode()).hexdigest(), "models")
     for second, digest in enumerate(digests):
-        first = second - second % dims.in_a_stage
+        first = second - second % dims.pp_stage_ranks
         if digest != digests[first]:
             infos = world.all_gather_object(mine, "models")
             raise RankMismatchError(

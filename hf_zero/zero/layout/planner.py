@@ -121,7 +121,7 @@ def plan(
         group_of,
         moments_by_group(optimizer),
         cuts,
-        _Places(dims, rank, policy.shards(dims.in_a_stage, settings.replicate_size)),
+        _Places(dims, rank, policy.shards(dims.pp_stage_ranks, settings.replicate_size)),
         bf16 is not None and bf16.masters,
     )
     laid = [(unit, *flat) for unit in units for flat in laying.flats_of(unit, held)]
@@ -377,14 +377,14 @@ def _placed(
     formats: Mapping[str, tuple[int, bool]],
 ) -> tuple[FlatPlan, ...]:
     """Return the flat buffers ``laid`` out, with numbers, tiers and dtypes of gradients."""
-    rules, policy = PlacementRules(settings, dims.in_a_stage), POLICIES[settings.stage]
+    rules, policy = PlacementRules(settings, dims.pp_stage_ranks), POLICIES[settings.stage]
     specs = [shard_spec(spec) for _, spec, _ in laid]
     away = rules.offloaded([s for s, (_, spec, _) in zip(specs, laid) if not spec.persistent])
     tiers = rules.shard_tiers([s for s, (_, spec, _) in zip(specs, laid) if spec.sharded])
     accumulate = settings.gradient_accumulation_dtype
     wire = settings.communication_data_type
     # gloo sums what ranks send in 16 bits in the dtype of a sharded gradient
-    sums_wide = policy.shards_gradients and is_host(device) and dims.in_a_stage > 1
+    sums_wide = policy.shards_gradients and is_host(device) and dims.pp_stage_ranks > 1
     narrow = (
         optimizer is not None
         and not sums_wide
