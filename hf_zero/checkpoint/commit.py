@@ -211,8 +211,8 @@ class StoreTarget(CommitTarget):
             )
 
     def _is_published(self) -> bool | None:
-        """Whether the manifest in the store is that of this save; None if it cannot be read. A
-        store may accept an object and lose its answer, as in a timeout.
+        """Return whether the manifest in the store is that of this save; None if it cannot be read.
+        A store may accept an object and lose its answer, as in a timeout.
         """
         path = self.path_of(MANIFEST_NAME)
         try:
@@ -418,7 +418,7 @@ def abandon_objects(final: AnyPath, mark: str) -> None:
 
 def drop_objects(folder: AnyPath) -> None:
     """Remove the checkpoint in ``folder``, its manifest first, so that no partial checkpoint is
-    ever taken for a whole one. Raises OSError.
+    ever taken for a complete one. Raises OSError.
     """
     remove_objects([folder / MANIFEST_NAME])
     remove_objects(objects_in(folder))
@@ -442,7 +442,7 @@ def check_keep(keep: int | None) -> None:
 
 
 def retain(final: AnyPath, keep: int, others: Mapping[tuple[str, str], object]) -> list[AnyPath]:
-    """Keep the new checkpoint ``final`` and the newest whole ones beside it, ``keep`` in all.
+    """Keep the new checkpoint ``final`` and the newest complete ones beside it, ``keep`` in all.
     Return the folders that were removed.
 
     Only tags that differ from this one in their numbers alone are considered (``global_step100``
@@ -481,13 +481,13 @@ def excess(
     protected: set[AnyPath],
     wrong: Callable[[AnyPath], str],
 ) -> list[AnyPath]:
-    """Return the whole checkpoints of ``newest_first`` beyond the first ``keep`` whole ones, oldest
-    first, without the ``protected`` ones.
+    """Return the complete checkpoints of ``newest_first`` beyond the first ``keep`` complete ones,
+    oldest first, without the ``protected`` ones.
 
     ``wrong`` returns the damage of a checkpoint, or "". If the newest is damaged, nothing is
     returned: the storage itself may be at fault.
     """
-    whole: list[AnyPath] = []
+    complete: list[AnyPath] = []
     for at, folder in enumerate(newest_first):
         problem = wrong(folder)
         if problem:
@@ -495,8 +495,8 @@ def excess(
             if at == 0:
                 return []
         else:
-            whole.append(folder)
-    return [folder for folder in reversed(whole[keep:]) if folder not in protected]
+            complete.append(folder)
+    return [folder for folder in reversed(complete[keep:]) if folder not in protected]
 
 
 def remove(chosen: Sequence[AnyPath], aside: str = find.DROPPED) -> list[AnyPath]:

@@ -1,5 +1,5 @@
 """Lookup of checkpoints: tags and `latest` of a run, whether a checkpoint can be loaded, and the
-newest whole one below a folder that is not itself a run (FORMAT.md section 6).
+newest complete one below a folder that is not itself a run (FORMAT.md section 6).
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def check_tag(tag: object) -> str:
 
 
 def is_checkpoint(folder: AnyPath) -> bool:
-    """Whether ``folder`` is a checkpoint that hf-zero wrote."""
+    """Return whether ``folder`` is a checkpoint that hf-zero wrote."""
     return (folder / MANIFEST_NAME).is_file()
 
 
 def can_be_read(folder: AnyPath) -> bool:
-    """Whether ``folder`` is a checkpoint of hf-zero, or of a supported other program."""
+    """Return whether ``folder`` is a checkpoint of hf-zero, or of a supported other program."""
     return is_checkpoint(folder) or bool(recognise(folder))
 
 
@@ -258,8 +258,8 @@ def integrity_error(folder: AnyPath) -> str:
     return ""
 
 
-def whole_tags_beside(folder: AnyPath) -> list[str]:
-    """Return the other whole tags of the run that ``folder`` belongs to, oldest first."""
+def complete_tags_beside(folder: AnyPath) -> list[str]:
+    """Return the tags of the other complete checkpoints in the run of ``folder``, oldest first."""
     return [
         tag
         for tag in tags_in(folder.parent)
@@ -267,7 +267,7 @@ def whole_tags_beside(folder: AnyPath) -> list[str]:
     ]
 
 
-def newest_whole(root: AnyPath) -> tuple[AnyPath, str] | None:
+def newest_complete(root: AnyPath) -> tuple[AnyPath, str] | None:
     """Return folder and tag of the checkpoint with training state that a run in ``root`` resumes
     from: the one that ``latest`` names, else the newest; damaged ones are skipped, with a warning.
     None if there is none. ``root`` may be a checkpoint itself, also one of another program.
@@ -289,21 +289,21 @@ def newest_whole(root: AnyPath) -> tuple[AnyPath, str] | None:
         if cut_off := _cut_off(root):
             raise CheckpointError(f"no checkpoint in {root}: {cut_off}")
         return None
-    return root, folders[_newest(root, list(folders), whole=True)]
+    return root, folders[_newest(root, list(folders), complete=True)]
 
 
 LISTED = 6  # most candidates that a message names
 
 
 def find_checkpoint(
-    source: str | os.PathLike[str], tag: str | None = None, whole: bool = True
+    source: str | os.PathLike[str], tag: str | None = None, complete: bool = True
 ) -> AnyPath:
     """Return the checkpoint meant by ``source``: the folder itself, the one that its ``latest``
     names, or the newest hf-zero checkpoint at any depth below.
 
-    Among several below, damaged ones are skipped unless ``whole`` is false, and the choice is
-    logged. A folder of another program is returned if it is ``source`` itself, or the only one in
-    it with training state. Raises CheckpointError with what was found.
+    Among several below, damaged ones are skipped if ``complete``, and the choice is logged. A
+    folder of another program is returned if it is ``source`` itself, or the only one in it with
+    training state. Raises CheckpointError with what was found.
     """
     root = as_path(source)
     if tag is None and is_checkpoint(root):
@@ -323,7 +323,7 @@ def find_checkpoint(
     if tag is not None or (root / LATEST).is_file():
         return locate(root, tag)
     if newest_first := checkpoints_below(root)[::-1]:
-        return _newest(root, newest_first, whole)
+        return _newest(root, newest_first, complete)
     if recognise(root):
         return root
     foreign = [folder for folder in _children(root) if recognise(folder)]
@@ -388,22 +388,22 @@ def _children(folder: AnyPath) -> list[AnyPath]:
     return sorted(children, key=lambda item: item.name)
 
 
-def _newest(root: AnyPath, newest_first: list[AnyPath], whole: bool) -> AnyPath:
+def _newest(root: AnyPath, newest_first: list[AnyPath], complete: bool) -> AnyPath:
     if len(newest_first) == 1:
         return newest_first[0]
     many = len(newest_first)
     for folder in newest_first:
-        damage = integrity_error(folder) if whole else ""
+        damage = integrity_error(folder) if complete else ""
         if not damage:
             logger.info(
                 "taking %s, the newest %scheckpoint of %d in %s",
                 folder,
-                "complete " if whole else "",
+                "complete " if complete else "",
                 many,
                 root,
             )
             return folder
-        logger.warning("%s is passed over: %s", folder, damage)
+        logger.warning("%s is skipped: %s", folder, damage)
     raise CheckpointError(
         f"each of the {many} checkpoints in {root} is damaged: "
         f"{_listed(root, newest_first)}; restore one of them"

@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_zero.checkpoint import find, loader_state
 from hf_zero.checkpoint.engine_state import class_name, refuse_destroyed, set_rng_state
-from hf_zero.checkpoint.find import whole_tags_beside
+from hf_zero.checkpoint.find import complete_tags_beside
 from hf_zero.checkpoint.manifest import MASTER, RNG, GroupEntry, Manifest
 from hf_zero.checkpoint.match import LoadTarget, match, match_names
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
@@ -192,20 +192,22 @@ def _open(folder: AnyPath, target: LoadTarget, hashes: bool, sizes: bool) -> Che
 
 
 def _suggest_other_tags(folder: AnyPath, action: Callable[[], Read]) -> Read:
-    """Return ``action()``; its CheckpointError also names whole checkpoints beside ``folder``."""
+    """Return ``action()``; its CheckpointError also names the complete checkpoints beside
+    ``folder``.
+    """
     try:
         return action()
     except CheckpointError as error:
-        whole = whole_tags_beside(folder)
-        if not whole:
+        others = complete_tags_beside(folder)
+        if not others:
             raise
         raise CheckpointError(
-            f"{error}. Whole in {folder.parent}: {listed(reversed(whole))}"
+            f"{error}. Complete in {folder.parent}: {listed(reversed(others))}"
         ) from error
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two CPU tensors of one dtype are bitwise equal, so that NaN equals itself."""
+    """Return whether two CPU tensors of one dtype are bitwise equal, so that NaN equals itself."""
     return torch.equal(
         *(
             each.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -222,10 +224,16 @@ def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> se
     needed = {
         run.flat.chunks[run.chunk].file
         for flat in engine.flats
-        for run in copy_ranges(manifest, flat.layout, flat.owned[0], flat.owned[1], match.held)
+        for run in copy_ranges(
+            manifest, flat.layout, flat.owned[0], flat.owned[1], match.saved_names
+        )
     }
     saved = manifest.optimizer.factors if manifest.optimizer and engine.bound else {}
-    names = {match.held.get(name) for name in engine.bound.tensor_state.names} if saved else set()
+    names = (
+        {match.saved_names.get(name) for name in engine.bound.tensor_state.names}
+        if saved
+        else set()
+    )
     needed |= {of.file for name, of in saved.items() if name in names}
     if any(name in manifest.buffers for name in match.buffers.values()):
         needed.add(0)
@@ -259,7 +267,7 @@ class _Load(StateSource):
         for flat in engine.flats:
             found = list(
                 copy_ranges(
-                    self.manifest, flat.layout, flat.owned[0], flat.owned[1], self.match.held
+                    self.manifest, flat.layout, flat.owned[0], flat.owned[1], self.match.saved_names
                 )
             )
             states = checkpoint.states(found) if optimizer and flat.trainable else {}
@@ -268,8 +276,8 @@ class _Load(StateSource):
                 self.nbytes += checkpoint.nbytes(runs, kind)
         saved = self.manifest.optimizer.factors if optimizer and self.manifest.optimizer else {}
         for name in engine.bound.tensor_state.names if saved else ():
-            if self.match.held.get(name) in saved:
-                checkpoint.file(saved[self.match.held[name]].file)
+            if self.match.saved_names.get(name) in saved:
+                checkpoint.file(saved[self.match.saved_names[name]].file)
         self.buffers = self._read_buffers()
         if verify:
             checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.mesh.dims.world])
@@ -339,7 +347,7 @@ class _Load(StateSource):
     # ---- the source of the state ----
 
     def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
-        found, names = dict[str, set[str]](), {*self.match.held, *self.match.buffers}
+        found, names = dict[str, set[str]](), {*self.match.saved_names, *self.match.buffers}
         for kind, runs in self.runs[flat].items():
             held = set(map(id, runs))
             lacking = [run for run in self.runs[flat][MASTER] if id(run) not in held]
@@ -353,7 +361,7 @@ class _Load(StateSource):
         saved = self.manifest.optimizer
         groups = () if saved is None else saved.groups
         never = frozenset[str]().union(*(group.never_stepped for group in groups))
-        return {name for name, held in self.match.held.items() if held in never}
+        return {name for name, held in self.match.saved_names.items() if held in never}
 
     def _names(self, flat: FlatBuffer, run: CopyRange) -> set[str]:
         """Return the parameters of ``flat`` with elements in ``run``."""
@@ -373,7 +381,11 @@ class _Load(StateSource):
             name: group.numbers_of(name) for group in self._groups() for name in group.parameters
         }
         # one that is not held was frozen or missing at the save
-        held = {name: self.match.held[name] for name in parameters if name in self.match.held}
+        held = {
+            name: self.match.saved_names[name]
+            for name in parameters
+            if name in self.match.saved_names
+        }
         found = {name: saved.get(source) for name, source in held.items()}
         found |= dict.fromkeys(self._never_stepped & found.keys())
         saved_by, bound = self.manifest.optimizer, self.engine.bound
@@ -385,7 +397,7 @@ class _Load(StateSource):
         return found
 
     def factors(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
-        held, names = self.match.held, self.engine.bound.tensor_state.names
+        held, names = self.match.saved_names, self.engine.bound.tensor_state.names
         return {name: self.checkpoint.factors(held[name]) for name in names if name in held}
 
     def _groups(self) -> list[GroupEntry]:
@@ -407,7 +419,7 @@ class _Load(StateSource):
         are frozen now.
         """
         given = {id(parameter) for group in self.engine.given for parameter in group}
-        held, saved = self.match.held, self.manifest.slots
+        held, saved = self.match.saved_names, self.manifest.slots
         dropped = [
             name
             for flat in self.engine.flats

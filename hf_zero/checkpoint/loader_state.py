@@ -28,8 +28,8 @@ class WindowStart:
 
     def __init__(self) -> None:
         self._place: dict[str, int] | None = None
-        # the iterations of the loader that had begun by then, and whether the window's first batch
-        # is that of the next one
+        # number of loader iterations begun before the window, and whether its first batch begins
+        # the next
         self._iterations, self._is_between = 0, False
         # state of a loader with a state of its own: not known, or b"" before its first batch
         self._own: bytes | CheckpointError | None = b""
@@ -96,8 +96,8 @@ class WindowStart:
 
 
 def is_stateful(loader: object) -> bool:
-    """Whether ``loader`` has its own ``state_dict`` and ``load_state_dict``, like torchdata's
-    ``StatefulDataLoader``.
+    """Return whether ``loader`` has its own ``state_dict`` and ``load_state_dict``, like
+    torchdata's ``StatefulDataLoader``.
     """
     names = ("state_dict", "load_state_dict")
     return all(callable(getattr(type(loader), name, None)) for name in names)

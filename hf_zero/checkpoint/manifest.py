@@ -191,7 +191,7 @@ class Export:
     """Changes that Hugging Face's ``save_pretrained`` makes to the names: ``names`` renames tied
     weights, ``skip`` lists dropped ones.
 
-    ``adapters`` are those of a PEFT model, by name.
+    ``adapters``: the adapters of a PEFT model, by name.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -421,8 +421,8 @@ def sealed(data: Mapping[str, object]) -> bytes:
 
 
 def is_as_written(content: bytes, digest: object) -> bool:
-    """Whether ``digest``, the last field of ``content``, is the hash of ``content`` with zeros in
-    its place.
+    """Return whether ``digest``, the last field of ``content``, is the hash of ``content`` with
+    zeros in its place.
     """
     if not isinstance(digest, str) or not digest or not digest.isascii():
         return False
@@ -478,7 +478,7 @@ def _numbers(data: Mapping[str, object], where: str) -> JsonObject:
 
 
 def is_plain(name: str) -> bool:
-    """Whether ``name`` is one path component that is not hidden."""
+    """Return whether ``name`` is one path component that is not hidden."""
     return Path(name).name == name and name[:1] not in ("", ".") and name.isprintable()
 
 

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadMatch:
-    """Names in the engine -> names in the checkpoint: ``held`` for the parameters that can be
-    loaded, ``buffers`` for buffers, and for scales of quantised weights that were saved as such.
-    ``groups``: the saved group of each group of the optimizer, if its state is loaded;
-    ``schedule``: the state of the schedule, in the engine's order of groups.
+    """The match of an engine with a checkpoint. saved_names: names in the engine -> names in the
+    checkpoint of the parameters that can be loaded. buffers: the same for buffers, and for scales
+    of quantised weights that were saved as such. groups: the saved group of each group of the
+    optimizer, if its state is loaded. schedule: the state of the schedule, in the engine's order of
+    groups.
     """
 
-    held: dict[str, str]
+    saved_names: dict[str, str]
     buffers: dict[str, str]
     groups: Sequence[int] = ()
     schedule: dict[str, object] | None = None
@@ -47,7 +48,7 @@ class LoadMatch:
 
 @dataclass(frozen=True, eq=False)
 class LoadTarget:
-    """What a checkpoint must fit of an engine, or of one that is planned: its module, the
+    """The parts of an engine, or of a planned one, that a checkpoint must fit: its module, the
     properties of its flat buffers, other names of tied parameters, names ``elsewhere`` in a
     pipeline; the optimizer with the group of each parameter that it trains, and the scheduler.
     """
@@ -62,7 +63,7 @@ class LoadTarget:
 
     @classmethod
     def of(cls, engine: TrainingEngine) -> LoadTarget:
-        """Return that of ``engine``."""
+        """Return the target ``engine``."""
         specs, aliases = [flat.spec for flat in engine.flats], engine.aliases
         group_of = {} if engine.bound is None else engine.bound.group_of
         live = (engine.elsewhere, engine.optimizer, group_of, engine.lr_scheduler)
@@ -70,7 +71,7 @@ class LoadTarget:
 
     @classmethod
     def planned(cls, plan: EnginePlan, scheduler: object) -> LoadTarget:
-        """Return that of the engine of ``plan``, which is of whole tensors."""
+        """Return the target of ``plan``, whose model has whole tensors."""
         specs = [flat.spec for flat in plan.flats]
         live = (getattr(plan.model, "elsewhere", ()), plan.optimizer, plan.group_of, scheduler)
         return cls(plan.model, specs, plan.aliases, *live)
@@ -102,7 +103,9 @@ def match(
     names = match_names(target, manifest, where, strict)
     groups: Sequence[int] = ()
     if optimizer and target.optimizer is not None:
-        groups = check_optimizer(target.optimizer, target.group_of, manifest, names.held, where)
+        groups = check_optimizer(
+            target.optimizer, target.group_of, manifest, names.saved_names, where
+        )
     state = scheduler_to_load(target.scheduler, checkpoint, where) if schedule else None
     if schedule and warns:
         _tell_of_lost_schedule(target.scheduler, manifest, where)
@@ -122,7 +125,7 @@ def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) 
     there, others = _pair(
         (*own, *live.aliases), names, (*manifest.slots, *manifest.aliases, *manifest.excluded)
     )
-    held, missing, differing, recoded = _match_parameters(
+    saved_names, missing, differing, recoded = _match_parameters(
         own, shapes, live.aliases, manifest, there
     )
     buffers = persistent_buffers(live.module)
@@ -164,13 +167,15 @@ def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) 
     ]
     if strict:
         tied = {
-            there[tied] for tied, first in live.aliases.items() if first in held and tied in there
+            there[tied]
+            for tied, first in live.aliases.items()
+            if first in saved_names and tied in there
         }
         elsewhere = {*live.elsewhere, *others, *other_buffers}
         _refuse_one_sided(
-            manifest, where, missing, {*held.values(), *tied, *kept.values(), *elsewhere}
+            manifest, where, missing, {*saved_names.values(), *tied, *kept.values(), *elsewhere}
         )
-    return LoadMatch(held, kept)
+    return LoadMatch(saved_names, kept)
 
 
 def _pair(
@@ -196,7 +201,7 @@ def _match_parameters(
     map, and those that it lacks, that have another shape there, and that are quantised in another
     way there.
     """
-    held, missing, differing, recoded = {}, [], [], []
+    saved_names, missing, differing, recoded = {}, [], [], []
     saved_shapes = {name: slot.whole for name, (_, slot) in manifest.slots.items()}
     also: dict[str, list[str]] = {}
     for tied, first in aliases.items():
@@ -215,8 +220,8 @@ def _match_parameters(
         elif (spec.raw or saved.raw) and saved.dtype != spec.dtype:
             recoded.append(f"{own_name} (checkpoint {saved.dtype}, model {spec.dtype})")
         else:
-            held[own_name] = name
-    return held, missing, differing, recoded
+            saved_names[own_name] = name
+    return saved_names, missing, differing, recoded
 
 
 def _shapes(name: str, saved: Sequence[int], live: Sequence[int]) -> str:
@@ -244,14 +249,14 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer,
     group_of: Mapping[str, int],
     manifest: Manifest,
-    held: Mapping[str, str],
+    saved_names: Mapping[str, str],
     where: str,
 ) -> list[int]:
     """Return, for each group of ``optimizer``, the index of the saved group to resume from: the one
     with the same parameters. ``group_of``: the group of each parameter.
 
-    Raises CheckpointError if it cannot resume from that of ``manifest``: another class, unknown
-    states, other groups.
+    Raises CheckpointError if ``optimizer`` cannot resume from the saved optimizer: another class,
+    unknown states, other groups.
     """
     saved = manifest.optimizer
     remedy = "or pass load_optimizer_states=False to start with a fresh optimizer state"
@@ -289,7 +294,7 @@ def check_optimizer(
             f"{where} has {len(saved.groups)} optimizer groups, this engine {len(groups)}; build "
             f"the same groups, {remedy}"
         )
-    order, moved = pair_groups(group_of, len(groups), saved.groups, held)
+    order, moved = pair_groups(group_of, len(groups), saved.groups, saved_names)
     if moved:
         raise CheckpointError(
             f"{where} has parameters in other optimizer groups: {listed(moved)}; put the same "
@@ -399,19 +404,24 @@ _PER_GROUP = {
 
 
 def pair_groups(
-    group_of: Mapping[str, int], count: int, saved: Sequence[GroupEntry], held: Mapping[str, str]
+    group_of: Mapping[str, int],
+    count: int,
+    saved: Sequence[GroupEntry],
+    saved_names: Mapping[str, str],
 ) -> tuple[list[int], list[str]]:
     """Return the index of the saved group that each of the engine's ``count`` groups resumes from,
     and the mismatches.
 
-    ``group_of`` maps parameter to group in the engine, ``held`` the engine's names to the
+    ``group_of`` maps parameter to group in the engine, ``saved_names`` the engine's names to the
     checkpoint's. Groups with the most parameters in common are paired first, then those with the
     same index, then in order. The mismatches describe each parameter that was saved in another
     group than the paired one; a parameter without a saved group never mismatches.
     """
     there = {name: index for index, group in enumerate(saved) for name in group.parameters}
     shared = Counter(
-        (group, there[held[name]]) for name, group in group_of.items() if held.get(name) in there
+        (group, there[saved_names[name]])
+        for name, group in group_of.items()
+        if saved_names.get(name) in there
     )
     paired: dict[int, int] = {}
     for live, old in sorted(shared, key=lambda both: (-shared[both], both[0] != both[1], both)):
@@ -421,9 +431,9 @@ def pair_groups(
         free = [old for old in range(count) if old not in paired.values()]
         paired[live] = live if live in free else free[0]
     moved = [
-        f"{name} ({there[held[name]]} there, {group} here)"
+        f"{name} ({there[saved_names[name]]} there, {group} here)"
         for name, group in group_of.items()
-        if held.get(name) in there and there[held[name]] != paired[group]
+        if saved_names.get(name) in there and there[saved_names[name]] != paired[group]
     ]
     return [paired[live] for live in range(count)], moved
 

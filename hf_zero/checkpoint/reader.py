@@ -511,7 +511,7 @@ def open_checkpoint(
     """Open the checkpoint in ``folder``, written by hf-zero or a program that ``foreign`` supports.
     ``grouped`` returns the parameter names in each optimizer group of the engine that loads.
     ``hashes`` compares what is read with the block hashes, which only hf-zero's checkpoints have;
-    ``sizes`` checks those of all files at once.
+    ``sizes`` checks the sizes of all files at once.
 
     Raises CheckpointError.
     """

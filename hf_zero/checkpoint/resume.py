@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hf_zero.checkpoint.engine_state import parallel_sizes
-from hf_zero.checkpoint.find import MODEL, locate, newest_whole
+from hf_zero.checkpoint.find import MODEL, locate, newest_complete
 from hf_zero.checkpoint.load_sharded import check
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.match import LoadTarget
@@ -40,8 +40,8 @@ class Resumed:
     in_memory: bool = False
 
     def check_sizes(self, config: ZeroConfig, dims: ParallelDims) -> None:
-        """Raise ConfigError if the model or its sequences are spread over other numbers of ranks,
-        those of ``config`` and ``dims``, than in the save.
+        """Raise ConfigError if ``config`` and ``dims`` spread the model or its sequences over other
+        numbers of ranks than the save.
         """
         now = parallel_sizes(config, dims)
         changed = [axis for axis in now if axis in self.world and self.world[axis] != now[axis]]
@@ -140,10 +140,10 @@ def _remedy(samples: int, readers: int, key: str) -> str:
 
 
 def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed | None:
-    """Return the newest whole checkpoint in the folder ``resume``, or in ``checkpoint.folder`` of
-    the configuration for "latest", or in the memory of the hosts; None, with a line in the log (a
-    warning for a folder that ``resume`` names), if there is none. If ``resume`` is a checkpoint
-    itself, also one of another program, that one. Collective.
+    """Return the newest complete checkpoint in the folder ``resume``, or in ``checkpoint.folder``
+    of the configuration for "latest", or in the memory of the hosts; None, with a line in the log
+    (a warning for a folder that ``resume`` names), if there is none. If ``resume`` is a checkpoint
+    itself, also one of another program, return that. Collective.
 
     Raises ConfigError without a folder or for a value that is none, and CheckpointError if all
     checkpoints there are damaged.
@@ -161,8 +161,8 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
         )
 
     def choose() -> Resumed | None:
-        whole = newest_whole(as_path(folder)) if folder else None
-        return whole and _resumed(*whole)
+        complete = newest_complete(as_path(folder)) if folder else None
+        return complete and _resumed(*complete)
 
     chosen: Resumed | None = decide_on_rank_0(get_world_group(), choose)
     if chosen is None or as_path(folder or "") != locate(chosen.directory, chosen.tag):

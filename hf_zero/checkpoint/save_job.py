@@ -170,7 +170,7 @@ class SaveJob:
         except Exception as error:
             causes.append(error)
             text = describe_failures({0: describe_error(error, self.target.final)}, self.world)
-            return f"{text}. {self.target.final} itself is whole; pass its tag to load it."
+            return f"{text}. {self.target.final} itself is complete; pass its tag to load it."
         return ""
 
 
@@ -200,18 +200,18 @@ def begin_commit(final: AnyPath) -> None:
         _in_flight[final] = []
 
 
-def end_commit(final: AnyPath, whole: bool) -> None:
-    """Unregister ``final``. If it is ``whole``, run the actions deferred until then; otherwise drop
-    them.
+def end_commit(final: AnyPath, complete: bool) -> None:
+    """Unregister ``final``. If it is ``complete``, run the actions deferred until then; otherwise
+    drop them.
     """
     with _in_flight_lock:
         actions = _in_flight.pop(final, [])
-    for action in actions if whole else ():
+    for action in actions if complete else ():
         action()
 
 
 def is_below(final: AnyPath, folder: Path) -> bool:
-    """Whether the checkpoint ``final`` is in ``folder``, at any depth. False for an object
+    """Return whether the checkpoint ``final`` is in ``folder``, at any depth. False for an object
     store.
     """
     return not is_remote(final) and final.parent.resolve().is_relative_to(folder.resolve())
@@ -303,7 +303,7 @@ class AsyncSaver:
                 self._running = None
 
     def is_writing(self) -> bool:
-        """Whether a save is being written."""
+        """Return whether a save is being written."""
         return self._running is not None and not self._running[1].done()
 
     def copy_to_host(
@@ -375,7 +375,7 @@ class AsyncSaver:
                 staged.close()
                 self._running = None
                 if job.rank == 0:
-                    end_commit(job.target.final, whole=False)
+                    end_commit(job.target.final, complete=False)
             raise
 
     def report_not_started(
@@ -429,10 +429,10 @@ def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByStore) -
             staged.close()
 
     try:
-        failure, _ = job.run(write, exchange, lambda: end_commit(final, whole=True))
+        failure, _ = job.run(write, exchange, lambda: end_commit(final, complete=True))
     finally:
         if job.rank == 0:
-            end_commit(final, whole=False)  # no effect if the commit has called it already
+            end_commit(final, complete=False)  # no effect if the commit has called it already
     if failure:
         text = f"{failure} (written in the background)"
         # The main thread has ended: no call will collect the outcome, so log it.
@@ -514,12 +514,12 @@ class _ByStore:
         """Return "" if the folder holds this save's checkpoint, else what to do."""
         final = self._job.target.final
         try:
-            whole = Manifest.read(final / MANIFEST_NAME).save_id == self._job.target.save_id
+            published = Manifest.read(final / MANIFEST_NAME).save_id == self._job.target.save_id
         except (CheckpointError, OSError):
-            whole = False
-        if whole:
+            published = False
+        if published:
             return ""
         return (
             f"rank {self._job.rank} does not know what became of {final} ({error}); hf-zero verify "
-            "says whether it is whole"
+            "says whether it is complete"
         )

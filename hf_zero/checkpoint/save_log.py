@@ -101,7 +101,7 @@ class SaveLog:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether the engine of a file lives. Otherwise, remove the file."""
+    """Return whether the engine of a file lives. Otherwise, remove the file."""
     try:
         FileLock(path, fcntl.LOCK_SH).remove()
     except BlockingIOError:
@@ -121,8 +121,8 @@ def _read(path: Path) -> tuple[Writer | None, list[Save]]:
 
 
 def _is_related(writer: Writer) -> bool:
-    """Whether ``writer`` is of this job, this process, or one that has started it; also if the
-    system does not tell.
+    """Return whether ``writer`` is of this job, this process, or one that has started it; also if
+    the system does not tell.
     """
     import psutil
 

@@ -72,8 +72,8 @@ SCRIPT = "zero_to_fp32.py"
 
 
 class _Exchanged(Enum):
-    """What the ranks have exchanged of a background save. After the plans another rank may start
-    its thread, after the manifest it does.
+    """The progress of a background save on all ranks: after PLANS another rank may have started its
+    thread, after MANIFEST each has.
     """
 
     NOTHING = "nothing"
@@ -112,7 +112,7 @@ def save(
             what it may hold).
         exclude_frozen_parameters: leave out parameters that are not trained.
         save_latest: whether ``latest`` names this tag afterwards.
-        keep: number of whole checkpoints to keep among those whose tags differ from this one in
+        keep: number of complete checkpoints to keep among those whose tags differ from this one in
             their numbers alone, this one included; older ones are removed after the commit. None
             keeps all.
         background: return once everything is copied to staging memory, or, with
@@ -178,8 +178,8 @@ def save(
 
 
 class _RankPlan(NamedTuple):
-    """This rank's part of a save, why it is not copied to host memory ("": it is, or need not be),
-    and what rank 0 adds.
+    """One rank's plan of a save. not_staged: why its state could not be staged; "" if it was, or
+    the save blocks. extra, buffers: the parts that rank 0 adds.
     """
 
     own: SavePlan
@@ -501,8 +501,8 @@ def config_files(module: torch.nn.Module) -> dict[str, bytes]:
 
 
 def is_json(value: object) -> bool:
-    """Whether ``json.loads(json.dumps(value))`` equals ``value``, with equal types (no tuples, no
-    integer keys).
+    """Return whether ``json.loads(json.dumps(value))`` equals ``value``, with equal types (no
+    tuples, no integer keys).
     """
     if value is None or type(value) in (bool, int, float, str):
         return True

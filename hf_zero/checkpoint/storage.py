@@ -98,7 +98,7 @@ def _of_url(text: str) -> AnyPath:
 
 
 def is_remote(where: AnyPath) -> bool:
-    """Whether ``where`` is in an object store."""
+    """Return whether ``where`` is in an object store."""
     return not isinstance(where, Path)
 
 

@@ -4,8 +4,9 @@
 A rank owns a range of the elements of a flattened parameter, which begins and ends within a row: no
 placement of a DTensor describes that without moving elements. So a state dict holds
 :class:`TensorPart` in its place, which implements torch's protocol for tensors that name their own
-chunks: the range as boxes of the whole tensor, at most two for each dimension. Checkpoints written
-from it are those of any other program to torch, and parts read any checkpoint that torch reads.
+chunks: the range as boxes of the whole tensor, at most two for each dimension. To torch, a
+checkpoint written from parts is like that of any other program, and parts read any checkpoint that
+torch reads.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class BlockHashes:
         return len(self.digests) // _BLOCK_DIGITS
 
     def match(self, block: int, content: bytes | memoryview) -> bool:
-        """Whether ``content`` equals block number ``block`` as it was written."""
+        """Return whether ``content`` equals block number ``block`` as it was written."""
         at = block * _BLOCK_DIGITS
         return xxhash.xxh3_64_hexdigest(content) == self.digests[at : at + _BLOCK_DIGITS]
 

@@ -494,10 +494,10 @@ def _one_box_a_file(write: Callable[..., object]) -> Callable[..., object]:
     return write_data
 
 
-def _nested(flat: Mapping[str, object], states: _TorchStates) -> States:
-    """Return a state dict of ``flatten_optimizer_state_dict`` in its other form."""
+def _nested(flattened: Mapping[str, object], states: _TorchStates) -> States:
+    """Return the nested form of a state dict of ``flatten_optimizer_state_dict``."""
     bound, state = states.engine.bound, dict[str, States]()
-    for path, value in flat.items():
+    for path, value in flattened.items():
         if path.startswith("state."):
             fqn, _, key = path.removeprefix("state.").rpartition(".")
             state.setdefault(fqn, {})[key] = value
@@ -505,7 +505,7 @@ def _nested(flat: Mapping[str, object], states: _TorchStates) -> States:
     for _, name, fqn in states.trained():
         number = bound.group_of[name]
         paths = {key: f"param_groups.{fqn}.{key}" for key in bound.groups[number]}
-        if values := {key: flat[path] for key, path in paths.items() if path in flat}:
+        if values := {key: flattened[path] for key, path in paths.items() if path in flattened}:
             groups[number].update(values)
             groups[number]["params"].append(fqn)
     return {"state": state, "param_groups": groups}

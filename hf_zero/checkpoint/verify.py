@@ -30,8 +30,8 @@ from hf_zero.logging import listed
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of verifying one checkpoint. ``problems`` is empty if it is whole; each one names its
-    file and the remedy.
+    """Result of verifying one checkpoint. ``problems`` is empty if it is complete; each one names
+    its file and the remedy.
 
     ``nbytes`` were read and hashed; ``parameters`` and ``elements`` count what the manifest
     promises, each once. ``kind`` is "checkpoint", or "model" for a folder of ``save_pretrained`` or
@@ -70,7 +70,7 @@ def verify_checkpoint(
     """
     slots = _slots_below(as_path(src)) if tag is None else []
     newest = max(slots, key=newest_record, default=None)
-    return _check_folder(newest or find_checkpoint(src, tag, whole=False), progress)
+    return _check_folder(newest or find_checkpoint(src, tag, complete=False), progress)
 
 
 def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> list[Verdict]:

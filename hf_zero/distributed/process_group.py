@@ -178,8 +178,8 @@ def stand_for(backend: str | None) -> None:
 
 
 def messages_as(backend: str) -> str:
-    """Return the backend as which messages over ``backend`` are issued: it, or the one that a fake
-    group stands for.
+    """Return the backend whose messages are issued for ``backend``: itself, or the backend that a
+    fake group simulates.
     """
     return _stands_for or backend
 

@@ -105,8 +105,8 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def _resolvable(name: str) -> bool:
-    """Whether ``name`` has the form of a host name or an address: letters, digits and few marks, in
-    labels of 63 characters at most.
+    """Return whether ``name`` has the form of a host name or an address: letters, digits and few
+    marks, in labels of 63 characters at most.
     """
     try:
         return NAME.fullmatch(name) is not None and len(name.encode("idna")) <= LONGEST_NAME
@@ -228,7 +228,9 @@ def ssh_command(given: str | None = None, port: int | None = None) -> list[str]:
 
 
 def is_here(host: str) -> bool:
-    """Whether ``host`` is this machine: its name, or an address that a socket can be bound to."""
+    """Return whether ``host`` is this machine: its name, or an address that a socket can be bound
+    to.
+    """
     if host in ("localhost", socket.gethostname()):
         return True
     try:

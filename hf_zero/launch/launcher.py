@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _wanted(record: logging.LogRecord) -> bool:
-    """Whether a message of torchrun is shown; its notice of threads becomes one line."""
+    """Return whether a message of torchrun is shown; its notice of threads becomes one line."""
     message = record.getMessage()
     if THREADS in message:
         print(

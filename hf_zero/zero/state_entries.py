@@ -110,8 +110,8 @@ class EngineState:
         self._fresh: dict[tuple[int, torch.dtype], dict[str, object]] = {}
 
     def arrays(self, flat: FlatBuffer, optimizer: bool = True) -> Mapping[str, torch.Tensor]:
-        """Return by kind the numbers [owned] of ``flat`` that exist, weights only unless
-        ``optimizer``; offloaded ones may be copies, made where they are asked for.
+        """Return by kind the arrays [owned] of ``flat`` that exist, weights only unless
+        ``optimizer``; offloaded ones may be copies, made where they are read.
         """
         shard = flat.optimizer_shard
         if optimizer and flat.trainable and self.bound is not None:
@@ -225,7 +225,7 @@ def transfer(
         states = [names for kind, names in names_of.items() if kind != MASTER]
         without.update(flat.parameters.keys() - set[str]().union(*states))
         if trains or (weights and MASTER in names_of):
-            _fill(flat, source, names_of, state, weights, trains, keeps)
+            _transfer_flat(flat, source, names_of, state, weights, trains, keeps)
     if optimizer and bound is not None:
         parameters = {name: engine.sharded_model.parameters[name] for name in bound.group_of}
         numbers = source.numbers(parameters)
@@ -238,7 +238,7 @@ def transfer(
             bound.tensor_state.load(factors)
 
 
-def _fill(
+def _transfer_flat(
     flat: FlatBuffer,
     source: StateSource,
     names_of: Mapping[str, Collection[str]],

@@ -129,7 +129,7 @@ def test_what_fails_after_the_checkpoint_has_its_name(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(save_sharded.os, name, failing)
             for text in errors(saved, tmp_path, steps=3, tag=tag):
-                assert f"{tmp_path / tag} itself is whole" in text
+                assert f"{tmp_path / tag} itself is complete" in text
                 assert "Nothing was saved" not in text
         assert (tmp_path / "latest").read_text() == "a"
         load(tmp_path, tag=tag, verify=True)

@@ -64,8 +64,8 @@ def test_the_newest_whole_one_is_taken_and_named(states: Path, heard_in_full: li
     assert any(f"taking {newest}, the newest complete" in line for line in heard_in_full)
     damage(states / "step_3")
     assert find_checkpoint(runs) == states / "step_100" / "pytorch_model"
-    assert any(f"{newest} is passed over" in line for line in heard_in_full)
-    assert find_checkpoint(runs, whole=False) == newest
+    assert any(f"{newest} is skipped" in line for line in heard_in_full)
+    assert find_checkpoint(runs, complete=False) == newest
     for name in ("step_20", "step_100"):
         damage(states / name)
     with pytest.raises(CheckpointError, match=r"each of the 3 .*: quickstart/step_3/pytorch_model"):

@@ -244,7 +244,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("stage1", lambda f: with_states(f, STATES, lambda s: s.update(group_paddings=[])), VERSION),
     ("stage1", shaped(0, HOLES), r"parameter 'blocks.1.down.weight' of shape \[6, 9\] has 45"),
     ("stage3", shaped(1, {"one.more": torch.Size([300])}), "ends before parameter 'one.more'"),
-    ("stage1", lambda f: with_states(f, STATES, shorter), "is not whole: parameter"),
+    ("stage1", lambda f: with_states(f, STATES, shorter), "is not complete: parameter"),
     (
         "stage1-universal",
         lambda f: (f.parent / "zero" / "norm.bias" / "fp32.pt").unlink(),

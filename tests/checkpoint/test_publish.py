@@ -297,7 +297,7 @@ def test_a_full_disk_under_torch_save(tmp_path: Path) -> None:
 
 def test_a_universal_folder_that_cannot_be_named(source: Path, tmp_path: Path) -> None:
     (tmp_path / LATEST_UNIVERSAL).mkdir()
-    with pytest.raises(CheckpointError, match="out itself is whole; write out into"):
+    with pytest.raises(CheckpointError, match="out itself is complete; write out into"):
         convert_checkpoint(source, tmp_path / "out", to="universal")
     assert (tmp_path / "out" / "zero").is_dir()
 

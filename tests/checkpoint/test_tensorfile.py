@@ -204,7 +204,7 @@ def test_each_reader_finds_it(saved: Path, tmp_path: Path) -> None:
 def test_loads_name_the_whole_checkpoints_and_go_on_from_one(saved: Path, tmp_path: Path) -> None:
     """Moments are compared as weights are; the configuration can turn it off."""
     folder = changed(saved, tmp_path / "run", "first|trainable|float32::exp_avg_sq")
-    found = r"not those that were written.*Whole in .*: whole"
+    found = r"not those that were written.*Complete in .*: whole"
 
     def action(engine: Any) -> None:
         with pytest.raises(CheckpointError, match=found):

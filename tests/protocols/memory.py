@@ -20,6 +20,7 @@ from hf_zero.checkpoint.manifest import FileEntry
 from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.job_folders import Hosts
 from hf_zero.checkpoint.memory.record import RankRecord
+from hf_zero.checkpoint.memory.slot_files import Staged
 from hf_zero.checkpoint.tensorfile import FilePlan
 from tests.protocols.files import PerProcess, numbers, scheduled
 from tests.protocols.ranks import World
@@ -121,11 +122,11 @@ class Rank(saving.MemoryCheckpoints):
         self.number, self.rank, self.job, self.world, self.copies = 0, rank, JOB, world.size, copies
         self.bases, self.base, self.hosts = [base], base, Hosts(hosts)
         self.is_lasting, self.every, self._limit, self._device = True, 1, None, torch.device("cpu")
-        self.by_route, self.has_stepped, self.client_state = False, False, {}
+        self.saved_by_trainer, self.has_stepped, self.client_state = False, False, {}
         self.token, self.begun, self._committed = f"attempt {begun}", begun, committed
         self.newest_id, self.ready, self._slot, self._saves, self._last_step = "", "", -1, 0, -1
         self._is_cut_off, self._rewound, self._told_waiting = False, True, False
-        self._staged, self._early, self._early_step = None, None, -1
+        self._staged, self._copied_for_disk, self._copied_for_disk_at = None, None, -1
         self._offered, self._marks, self._running = (None, bool), {}, None
         self._files = self._kept = Files()  # type: ignore[assignment]
         self.transfers = connections or SimpleNamespace(close=lambda: None)
@@ -144,7 +145,7 @@ class Rank(saving.MemoryCheckpoints):
         plan = SimpleNamespace(file=FilePlan((), bytes(SIZE)), tensors=(7 * step + self.rank) % 251)
         return record, plan
 
-    def _tell(self, staged: saving.Staged, step: int, stall: float, seconds: float) -> None:
+    def _tell(self, staged: Staged, step: int, stall: float, seconds: float) -> None:
         self._committed(step)
 
 

@@ -46,7 +46,7 @@ class Job:
             )
             made.mark()
             found, _ = made.exchange_inventories()
-            newest = next((each for each in found if each.is_whole()), None)
+            newest = next((each for each in found if each.is_complete()), None)
             if newest is not None:
                 made.protect(newest.save_id)
                 made.loaded(newest.begun)
@@ -100,12 +100,12 @@ class Job:
         ]
         return f"files of whole generations are not whole: {torn}" if torn else ""
 
-    def _whole(self, held: dict[str, dict[inventory.Held, Path]]) -> list[inventory.Generation]:
+    def _whole(self, held: dict[str, dict[inventory.HeldFile, Path]]) -> list[inventory.Generation]:
         told = [
             list(held.get(host, ())) if host not in self.hosts[:rank] else []
             for rank, host in enumerate(self.hosts)
         ]
-        return [each for each in inventory.generations(self.hosts, told) if each.is_whole()]
+        return [each for each in inventory.generations(self.hosts, told) if each.is_complete()]
 
 
 def _hash_in_record(file: Path) -> str:

@@ -67,8 +67,8 @@ def companions(folder: AnyPath) -> dict[str, AnyPath]:
 
 
 def _stays(path: Path, folder: AnyPath) -> bool:
-    """Whether ``path`` in ``folder`` is a file there, or one of the Hub's cache. A link may lead to
-    any file of this user, which would then be published with the model.
+    """Return whether ``path`` in ``folder`` is a file there, or one of the Hub's cache. A link may
+    lead to any file of this user, which would then be published with the model.
     """
     real, root = path.resolve(), Path(str(folder)).resolve()
     cached = root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs")
@@ -86,7 +86,7 @@ def carry(
     """Copy ``beside``, the companions of checkpoint ``folder``, to the empty folder ``into`` and
     return their names. Weights are not companions.
 
-    ``dtype``, that of the weights, is written to the configuration, and the facts of the run to the
+    The ``dtype`` of the weights is written to the configuration, and the facts of the run to the
     card. Names in ``without`` are not copied.
     """
     names = []

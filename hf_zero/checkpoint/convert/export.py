@@ -85,8 +85,8 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion: ``files`` are the names of the weight files, ``carried`` those of the
-    other files, ``dtypes`` those of the parameters, the most elements first.
+    """Result of a conversion: ``files`` are the names of the weight files, ``carried`` the names of
+    the other files, ``dtypes`` the dtypes of the parameters, the most elements first.
 
     ``kept`` of the ``nbytes`` had already been written by an interrupted conversion. ``source`` is
     the checkpoint that was read: a run's folder may hold several.

@@ -45,7 +45,7 @@ def write_universal(checkpoint: Checkpoint, folder: Path) -> list[OutputTensor]:
 def name_latest(folder: Path) -> None:
     """Write the name of ``folder`` to ``latest_universal`` beside it, as DeepSpeed reads it.
 
-    Raises CheckpointError, which says that ``folder`` itself is whole.
+    Raises CheckpointError, which says that ``folder`` itself is complete.
     """
     path = Path(os.path.abspath(folder))
     new, latest = (path.with_name(prefix + LATEST_UNIVERSAL) for prefix in (find.NEW, ""))
@@ -54,7 +54,7 @@ def name_latest(folder: Path) -> None:
         storage.rename_durably(new, latest)
     except OSError as error:
         raise CheckpointError(
-            f"{storage.describe_error(error, latest)}. {folder} itself is whole; write "
+            f"{storage.describe_error(error, latest)}. {folder} itself is complete; write "
             f"{path.name} into {latest}"
         ) from error
 

@@ -220,7 +220,7 @@ class Assembled(Checkpoint):
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.folder}, written by {self._found.writer}, is not whole: {what}; restore its "
+            f"{self.folder}, written by {self._found.writer}, is not complete: {what}; restore its "
             "files, or name another checkpoint"
         )
 

@@ -280,7 +280,7 @@ class _Reading:
         """Return the optimizer's groups and, by parameter, the records of its states. Groups are
         None if the parameters cannot be told; a warning says so.
 
-        ``shapes`` are those of the model's parameters.
+        ``shapes``: the shapes of the model's parameters.
         """
         settings: dict[Any, dict[str, Any]] = {}
         states: dict[Any, dict[str, Record]] = {}

@@ -55,7 +55,7 @@ PROCESS = secrets.token_hex(8)  # of files in RANKS: the next job's ranks have t
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Whether ``folder``, or its nearest parent that exists, is on a file system in memory."""
+    """Return whether ``folder``, or its nearest existing parent, is on a file system in memory."""
     try:
         mounts = Path("/proc/mounts").read_text().splitlines()
     except OSError:
@@ -133,7 +133,7 @@ class InUse:
         self._lock = lock_in(folder, IN_USE, fcntl.LOCK_SH, None)
 
     def is_current(self) -> bool:
-        """Whether the marked folder has not been removed since."""
+        """Return whether the marked folder has not been removed since."""
         return self._lock.is_current()
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ def lock_in(folder: Path, name: str, how: int, seconds: float | None) -> FileLoc
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a living process has marked the job's ``folder``."""
+    """Return whether a living process has marked the job's ``folder``."""
     if not os.path.lexists(folder / IN_USE):
         return False
     try:
@@ -200,7 +200,7 @@ class Left:
 
 def jobs_in(base: Path) -> Iterator[Left]:
     """Yield the folders of this user's jobs in ``base``, by name. Those of its name that are links
-    or another user's are passed over.
+    or another user's are skipped.
     """
     for folder in sorted(base.glob(f"{PREFIX}{os.getuid()}-*")):
         try:
@@ -268,8 +268,8 @@ def forget_ranks(folder: Path) -> None:
 
 
 def release(folder: Path, top: Path, rank: int) -> None:
-    """Remove an engine's ``folder``, and its parents up to ``top`` that are then empty, if no other
-    process than that of ``rank`` keeps it, and none has claimed it since (see the note).
+    """Remove an engine's ``folder``, and its parents up to ``top`` that are then empty, if only the
+    process of ``rank`` keeps it, and none has claimed it since (see the note).
     """
     rank_mark(folder, rank).unlink(missing_ok=True)
     with suppress(OSError):  # the next job has claimed it, or another rank has removed it
@@ -288,7 +288,7 @@ def release(folder: Path, top: Path, rank: int) -> None:
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether a process keeps an engine's ``folder``."""
+    """Return whether a process keeps an engine's ``folder``."""
     ranks = folder / RANKS
     return ranks.exists() and bool(os.listdir(ranks))
 

@@ -1,5 +1,5 @@
-"""What the hosts hold: records found in the folders of a job, exchanged, and the generations that
-are whole over all hosts.
+"""Inventories of the hosts: the records in the folders of a job, exchanged, and the generations
+that are complete over all hosts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ RANK_RECORDS = f"rank-*-of-*{SUFFIX}"
 
 
 @dataclass(frozen=True)
-class Held:
-    """A rank file of a generation that a host holds, with its record. ``digest`` is that of the
-    record, which has the hash of the file.
+class HeldFile:
+    """A rank file of a generation that a host holds, with its record. digest: the hash of the
+    record, which contains the hash of the file.
     """
 
     save_id: str
@@ -34,7 +34,7 @@ class Held:
 
 @dataclass
 class Generation:
-    """A save into memory, as the hosts hold it. holders: by rank, the hosts with its file."""
+    """A save into memory. holders: by rank, the hosts with its file."""
 
     save_id: str
     begun: int
@@ -42,8 +42,8 @@ class Generation:
     world: int
     holders: dict[int, list[str]] = field(default_factory=dict)
 
-    def is_whole(self) -> bool:
-        """Whether some host holds the file of each rank: every rank has committed it."""
+    def is_complete(self) -> bool:
+        """Return whether some host holds the file of each rank: every rank has committed it."""
         return all(self.holders.get(rank) for rank in range(self.world))
 
     def least_holders(self) -> int:
@@ -51,11 +51,11 @@ class Generation:
         return min(len(set(self.holders.get(rank, ()))) for rank in range(self.world))
 
 
-def scan(folders: Sequence[Path]) -> dict[Held, Path]:
-    """Return the rank files in the slots of a job's ``folders`` on this host whose records are
-    there and fit. A record that does not fit is logged and left out.
+def scan(folders: Sequence[Path]) -> dict[HeldFile, Path]:
+    """Return the rank files with a fitting record in the slots of a job's ``folders`` on this host.
+    A record that does not fit is logged and left out.
     """
-    files: dict[Held, Path] = {}
+    files: dict[HeldFile, Path] = {}
     for path in (item for folder in folders for item in _records(folder)):
         try:
             content = path.read_bytes()
@@ -66,10 +66,10 @@ def scan(folders: Sequence[Path]) -> dict[Held, Path]:
             if record_path(file) != path or size != entry.size:
                 raise CheckpointError(f"{file} has {size} bytes, its record says {entry.size}")
         except (CheckpointError, OSError) as error:
-            logger.warning("passed over in memory: %s", describe_error(error, path))
+            logger.warning("skipped in memory: %s", describe_error(error, path))
             continue
         digest = hash_of(content)
-        key = Held(record.save_id, record.begun, record.step, record.world, record.rank, digest)
+        key = HeldFile(record.save_id, record.begun, record.step, record.world, record.rank, digest)
         files[key] = file
     return files
 
@@ -85,13 +85,13 @@ def records_in(slot: Path) -> list[Path]:
 
 
 def holds_records(folder: AnyPath) -> bool:
-    """Whether ``folder`` is a slot with files of a generation."""
+    """Return whether ``folder`` is a slot with files of a generation."""
     return not is_remote(folder) and next(iter(folder.glob(RANK_RECORDS)), None) is not None
 
 
 def is_from_memory(folder: AnyPath) -> bool:
-    """Whether ``folder`` belongs to the ``resume`` folder of generations in memory: what a load
-    reads, with links to files that may be gone.
+    """Return whether ``folder`` belongs to the ``resume`` folder of generations in memory: what a
+    load reads, with links to files that may be gone.
     """
     return not is_remote(folder) and any(
         p.name == RESUME and (p.parent / CLAIM).is_file() for p in (folder, *folder.parents)
@@ -103,7 +103,9 @@ def newest_record(slot: Path) -> int:
     return max(path.stat().st_mtime_ns for path in records_in(slot))
 
 
-def generations(hosts: Sequence[str], inventories: Sequence[Sequence[Held]]) -> list[Generation]:
+def generations(
+    hosts: Sequence[str], inventories: Sequence[Sequence[HeldFile]]
+) -> list[Generation]:
     """Return the generations of all hosts, newest first: those of the last attempt, or load within
     it, which may have trained on from an earlier step than the others. ``inventories``: what each
     rank reports of its host; ``hosts``: the host of each rank. A file whose records differ between
@@ -122,3 +124,17 @@ def generations(hosts: Sequence[str], inventories: Sequence[Sequence[Held]]) -> 
             logger.warning("the copies of rank %d's file differ between hosts", rank)
             by_save[save_id].holders.pop(rank)
     return sorted(by_save.values(), key=lambda g: (g.begun, g.step), reverse=True)
+
+
+def generation_to_keep(complete: Sequence[Generation], newest_id: str, copies: int) -> str:
+    """Return the save_id of the generation that the next save must not overwrite, of the
+    ``complete`` ones, newest first: ``newest_id``, from which training continues, by default the
+    newest. If a process died before all its ``copies`` counted, return the newest earlier one that
+    has all: else the loss of a host would lose everything until the next save is complete.
+    """
+    start = next((each for each in complete if each.save_id == newest_id), None)
+    if start is None and (newest_id or not complete):
+        return newest_id
+    start = start or complete[0]
+    older = complete[complete.index(start) :]
+    return next((each for each in older if each.least_holders() >= copies), start).save_id

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.memory import folders
-from hf_zero.checkpoint.memory.inventory import Generation, Held, generations, scan
+from hf_zero.checkpoint.memory.inventory import Generation, HeldFile, generations, scan
 from hf_zero.checkpoint.storage import collective_try
 from hf_zero.config.sections import MemorySection
 from hf_zero.errors import CheckpointError
@@ -72,9 +72,9 @@ class JobFolders:
     """The folders of an engine of this job on ``host``. The constructor is collective over
     ``ranks``, all of the job's.
 
-    bases: folders that may hold the job's, the preferred one first. number: that of the engine
-    among those of this process that save into memory. token: agreed by the ranks, and unique.
-    begun: when they agreed, in milliseconds since the epoch.
+    bases: folders that may hold the job's, the preferred one first. number: index of the engine
+    among the engines of this process that save into memory. token: agreed by the ranks, and unique.
+    begun: when the ranks agreed, in milliseconds since the epoch.
 
     Raises CheckpointError if several machines have one name.
     """
@@ -117,7 +117,7 @@ class JobFolders:
         """Whether this rank is the first of its host."""
         return self.hosts.first(self.rank) == self.rank
 
-    def scan(self) -> dict[Held, Path]:
+    def scan(self) -> dict[HeldFile, Path]:
         """Return the rank files that this host holds, with their paths. Raises CheckpointError for
         a folder of another user.
         """
@@ -125,7 +125,7 @@ class JobFolders:
             folders.refuse_foreign(self.job_folder(base))
         return scan([self.folder(base) for base in self.bases])
 
-    def exchange_inventories(self) -> tuple[list[Generation], dict[Held, Path]]:
+    def exchange_inventories(self) -> tuple[list[Generation], dict[HeldFile, Path]]:
         """Return the generations over all hosts, newest first, and this host's files.
         Collective.
         """

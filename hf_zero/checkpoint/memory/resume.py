@@ -1,5 +1,5 @@
-"""Choice of what to resume from: the newest generation that is whole over the memory of the hosts,
-or the checkpoint on disk; and a folder on each host in which a load finds it.
+"""Choice of the checkpoint to resume from: the newest generation that is complete over the memory
+of the hosts, or the checkpoint on disk; and a folder on each host from which a load reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.load_sharded import files_needed
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_zero.checkpoint.memory import folders, saving
-from hf_zero.checkpoint.memory.inventory import Generation, Held
+from hf_zero.checkpoint.memory.inventory import Generation, HeldFile
 from hf_zero.checkpoint.memory.job_folders import Hosts, JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
 from hf_zero.checkpoint.storage import (
@@ -52,8 +52,9 @@ class OnDisk:
     begun: int
 
     def is_older(self, generation: Generation) -> bool:
-        """Whether ``generation`` was saved later: it belongs to a later attempt, or load within it,
-        or has a later step of the same one. One of the same step precedes the save on disk.
+        """Return whether ``generation`` was saved later: it belongs to a later attempt, or load
+        within it, or has a later step of the same one. One of the same step precedes the save on
+        disk.
         """
         if not self.begun:  # of a run without checkpoints in memory
             return generation.step > self.step
@@ -62,8 +63,9 @@ class OnDisk:
 
 @dataclass(frozen=True)
 class Newest:
-    """What to resume from: ``<directory>/<tag>``. ``in_memory``: it is of a generation in memory,
-    and ``directory`` on this host has what the route kept beside; valid until the next save there.
+    """The checkpoint to resume from, ``<directory>/<tag>``. in_memory: it is a generation in host
+    memory; ``directory`` then also holds the trainer's files, and is valid until the next save into
+    memory.
     """
 
     directory: AnyPath
@@ -75,12 +77,12 @@ class Newest:
 def newest(
     engine: Any, directory: str | os.PathLike[str] | None, strict: bool = True
 ) -> Newest | None:
-    """Return the newest of the generations in memory that are whole and of the checkpoint that
-    ``directory`` names as latest; None if there is neither. Collective.
+    """Return the newest of the complete generations in memory and the checkpoint that ``directory``
+    names as latest; None if there is neither. Collective.
 
     Hashes of the files to be read are compared, and files that this host lacks are fetched, before
-    anything changes. A generation in memory that is damaged, or of another model, is passed over
-    and logged. ``strict`` as in :meth:`Engine.load_checkpoint`.
+    anything changes. A generation in memory that is damaged, or of another model, is skipped and
+    logged. ``strict`` as in :meth:`Engine.load_checkpoint`.
     """
     memory, ranks = engine.memory, engine.mesh.job
     on_disk = _on_disk(ranks, engine.global_rank, directory)
@@ -98,9 +100,8 @@ def newest(
 def newest_in_memory(
     config: ZeroConfig, directory: str | os.PathLike[str] | None = None, tag: str | None = None
 ) -> Newest | None:
-    """Return the newest generation in memory that is whole, for the next engine of this process;
-    None if there is none, or if ``<directory>/<tag>`` (by default the latest) is not older.
-    Collective.
+    """Return the newest complete generation in memory, for the next engine of this process; None if
+    there is none, or if ``<directory>/<tag>`` (by default the latest) is not older. Collective.
 
     Its folder has everything but the rank files, which ``engine.load_checkpoint(directory, tag)``
     adds. A copy of each file has been compared with its hash.
@@ -115,11 +116,12 @@ def newest_in_memory(
 
 
 def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool) -> Newest:
-    """Return the checkpoint that a load of ``directory`` means: with a ``tag`` that one, in the
-    folder of a generation in memory that one, else the :func:`newest`, unless a route chooses that
-    or the engine has made steps: it goes back to what the folder holds. Collective.
+    """Return the checkpoint that a load of ``directory`` means: with a ``tag`` that one; in the
+    folder of a generation in memory that generation; else the :func:`newest`, unless an integration
+    chooses it or the engine has made steps: it then goes back to the checkpoint in ``directory``.
+    Collective.
 
-    Raises CheckpointError if the generation of that folder is not whole any more.
+    Raises CheckpointError if the generation of that folder is no longer complete.
     """
     memory, where = engine.memory, as_path(directory)
     assert memory is not None
@@ -142,8 +144,8 @@ def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, stri
     named = tag is not None or decide_on_rank_0(
         get_world_group(), lambda: find.is_checkpoint(where)
     )
-    looks = not named and not memory.by_route and not memory.has_stepped
-    chosen = newest(engine, directory, strict) if looks else None
+    chooses = not (named or memory.saved_by_trainer or memory.has_stepped)
+    chosen = newest(engine, directory, strict) if chooses else None
     return chosen or Newest(directory, tag, -1, in_memory=False)
 
 
@@ -157,7 +159,7 @@ def _on_disk(
     without one. Collective.
     """
 
-    def look() -> OnDisk | None:
+    def find_latest() -> OnDisk | None:
         if rank or directory is None:
             return None
         root = as_path(directory)
@@ -169,7 +171,8 @@ def _on_disk(
             step, begun = manifest.counters.get("global_steps", -1), manifest.begun
         return OnDisk(tag or find.latest_tag(root), step, begun)
 
-    on_disk: OnDisk | None = collective_try(ranks, look, directory, share=lambda value: value)[1][0]
+    _, found = collective_try(ranks, find_latest, directory, share=lambda value: value)
+    on_disk: OnDisk | None = found[0]
     return on_disk
 
 
@@ -204,7 +207,7 @@ class _Taking:
         where: JobFolders,
         ranks: Mesh | RankGroup,
         generation: Generation,
-        local: Mapping[Held, Path],
+        local: Mapping[HeldFile, Path],
     ) -> None:
         self._where, self._hosts, self._ranks, self._rank = where, where.hosts, ranks, where.rank
         self._host = self._hosts.names[self._rank]
@@ -218,13 +221,13 @@ class _Taking:
 
     def take(self, engine: object = None, strict: bool = True) -> Newest | None:
         """Return the generation in a folder of this host, with the files that its ranks read for a
-        load into ``engine``, if there is one; None, logged, if it is not whole. Collective.
+        load into ``engine``, if there is one; None, logged, if it is not complete. Collective.
         """
         generation, self._chooses = self._generation, engine is None
         what = f"the generation of step {generation.step} in memory"
-        if not generation.is_whole():
+        if not generation.is_complete():
             missing = [n for n in range(generation.world) if not generation.holders.get(n)]
-            _say(self._rank, f"{what} is passed over: no host holds the files of ranks {missing}")
+            _say(self._rank, f"{what} is skipped: no host holds the files of ranks {missing}")
             return None
         try:
             records = self._gather_records()
@@ -235,7 +238,7 @@ class _Taking:
             if engine is not None:
                 self._complete(engine, manifest, folder, strict)
         except CheckpointError as error:
-            _say(self._rank, f"{what} is passed over: {error}")
+            _say(self._rank, f"{what} is skipped: {error}")
             return None
         return Newest(folder, manifest.tag, generation.step, in_memory=True)
 
@@ -282,15 +285,14 @@ class _Taking:
         return sorted(files)[ranks.index(self._rank) :: len(ranks)]
 
     def _damaged(self, files: Iterable[int], manifest: Manifest) -> list[tuple[str, int]]:
-        """Return those of ``files`` of which this host's copy is damaged, with the host."""
+        """Return the host and number of each of ``files`` whose copy on this host is damaged."""
         return [(self._host, n) for n in files if not self._is_sound(n, manifest.files[n])]
 
     def _leave_out(
         self, manifest: Manifest, damaged: Sequence[tuple[str, int]]
     ) -> set[tuple[str, int]]:
-        """Leave the copies that ranks have found ``damaged`` out of the generation, and return
-        those of all ranks: host and file. Raises CheckpointError if no copy of a file is left.
-        Collective.
+        """Leave the ``damaged`` copies of all ranks out of the generation, and return them: host
+        and file of each. Raises CheckpointError if no copy of a file is left. Collective.
         """
         gathered = self._ranks.all_gather_object(damaged, "hashes of checkpoints in memory")
         lost = {copy for of_rank in gathered for copy in of_rank}
@@ -304,8 +306,8 @@ class _Taking:
         return lost
 
     def _is_sound(self, n: int, entry: FileEntry) -> bool:
-        """Whether this host's copy of file ``n`` has the hash of ``entry``; computed once for a
-        choice and the load that follows it.
+        """Return whether this host's copy of file ``n`` has the hash of ``entry``; computed once
+        for a choice and the load that follows it.
         """
         path = self._here[n]
         try:

@@ -4,10 +4,10 @@ thread beside the training hashes it, exchanges copies with other hosts and comm
 [Note: two slots]
 A host has two slots, folders of rank files with a record each. A save removes the records of the
 slot that does not hold the newest generation, overwrites its files in place, and writes each record
-once its file is whole. When all ranks have written theirs (one agreement), the other slot may be
-overwritten. At any moment one whole generation exists on all hosts, wherever a process ends. A
-process that dies within a commit may leave a generation that is whole and lacks copies: the first
-save of the next attempt then overwrites that one, and keeps the one before.
+once its file is complete. When all ranks have written theirs (one agreement), the other slot may be
+overwritten. At any moment one complete generation exists on all hosts, wherever a process ends. A
+process that dies within a commit may leave a generation that is complete and lacks copies: the
+first save of the next attempt then overwrites that one, and keeps the one before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -41,9 +41,10 @@ from hf_zero.checkpoint.engine_state import (
 )
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.memory import folders
-from hf_zero.checkpoint.memory.inventory import Generation, records_in
+from hf_zero.checkpoint.memory.inventory import generation_to_keep, records_in
 from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
+from hf_zero.checkpoint.memory.slot_files import SlotCopy, SlotFiles, Staged, changes_of
 from hf_zero.checkpoint.save_sharded import (
     config_files,
     manifest_head,
@@ -51,14 +52,13 @@ from hf_zero.checkpoint.save_sharded import (
     objects_file,
 )
 from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, remove_tree
-from hf_zero.checkpoint.tensorfile import FileHasher, FilePlan, bytes_view
+from hf_zero.checkpoint.tensorfile import FileHasher, bytes_view
 from hf_zero.config.sections import MemorySection
 from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.distributed.rank_hosts import host_name
 from hf_zero.errors import CheckpointError, HfZeroError
 from hf_zero.logging import in_units, log_rank0, logger
 from hf_zero.ops import native
-from hf_zero.ops.host_memory import HostArena
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
@@ -73,88 +73,6 @@ _claimed: weakref.WeakValueDictionary[tuple[str, int, int], MemoryCheckpoints] =
 )
 
 
-class SlotFiles:
-    """Files of this rank's slots as tensors: kept mapped, so that a save allocates nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._arena = HostArena(pin=True, device=device)
-        self._mapped: dict[Path, tuple[int, torch.Tensor]] = {}
-
-    def open(self, path: Path, size: int) -> torch.Tensor:
-        """Return the file ``path`` as a tensor: [size] of uint8, of undefined content. Raises
-        OSError where there is no room, HostMemoryError.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            number = os.fstat(fd).st_ino
-            held = self._mapped.get(path)
-            if held is not None and held[0] == number and held[1].numel() == size:
-                return held[1]
-            del held
-            self._mapped.pop(path, None)
-            os.ftruncate(fd, size)
-            tensor = self._arena.take(size, torch.uint8, fd)
-        except OSError as error:
-            error.filename = error.filename or str(path)
-            raise
-        finally:
-            os.close(fd)
-        self._mapped[path] = number, tensor
-        return tensor
-
-    def leave(self, path: Path) -> None:
-        """Leave the file to those who read its tensor: the next one of ``path`` is another."""
-        self._mapped.pop(path, None)
-        path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        self._mapped.clear()
-
-
-@dataclass(frozen=True, eq=False)
-class Staged:
-    """This rank's file in its slot; its record, still without hashes; the :func:`changes_of` the
-    engine before it.
-    """
-
-    path: Path
-    image: torch.Tensor
-    plan: FilePlan
-    record: RankRecord
-    changes: tuple[Hashable, ...]
-
-    @property
-    def save_id(self) -> str:
-        return self.record.save_id
-
-    def image_of(self, plan: SavePlan) -> torch.Tensor | None:
-        """Return the file if it is the one that ``plan`` describes, tensors outside of flat buffers
-        included (generators, buffers, the place in the data); else None.
-        """
-        if plan.file != self.plan:
-            return None
-        chunks = plan.report.chunks.items()
-        of_flats = {f"{key}::{name}" for key, (_, _, names) in chunks for name in names}
-        at = len(self.plan.header)
-        for entry in self.plan.entries:
-            if entry.name not in of_flats:
-                given = plan.tensors[entry.name]
-                now = given if isinstance(given, torch.Tensor) else given()
-                kept = self.image[at + entry.begin : at + entry.end]
-                if not torch.equal(kept, now.detach().cpu().reshape(-1).view(torch.uint8)):
-                    return None
-        return self.image
-
-
-def changes_of(engine: TrainingEngine) -> tuple[Hashable, ...]:
-    """Return values of which one differs once a step, a load or a script has changed a flat buffer
-    or its optimizer state.
-    """
-    state = () if engine.bound is None else engine.bound.version()
-    return engine.counters.global_steps, sum(flat.changes for flat in engine.flats), state
-
-
 def next_folders(settings: MemorySection, ranks: WorldGroup, rank: int) -> JobFolders:
     """Return the folders that the next engine of this process has. Collective."""
     made = JobFolders(settings, ranks, rank, host_name())
@@ -167,15 +85,15 @@ class MemoryCheckpoints(JobFolders):
     """Checkpoints of one engine in the memory of hosts. Holds no reference to the engine. The
     constructor is collective.
 
-    by_route: a trainer's route calls :func:`hf_zero.checkpoint.memory.save` when :meth:`is_due`,
-    with what it keeps beside, and chooses what to resume from; else the engine saves at the end of
-    its steps, and a load without a tag chooses.
+    saved_by_trainer: an integration (Accelerate, Lightning) calls
+    :func:`hf_zero.checkpoint.memory.save` when :meth:`is_due` and chooses the checkpoint to resume;
+    else the engine does both, at the end of its steps and in a load without a tag.
     """
 
     def __init__(self, engine: TrainingEngine, plan: EnginePlan) -> None:
         settings, mesh = engine.config.memory_checkpoints, engine.mesh
         assert settings.every is not None
-        self.every, self.copies, self.by_route = settings.every, settings.copies, False
+        self.every, self.copies, self.saved_by_trainer = settings.every, settings.copies, False
         self.has_stepped = False  # a load without a tag then means the folder that it names
         # what the script gave to its last save on disk, or has loaded
         self.client_state: Mapping[str, object] = {}
@@ -198,8 +116,9 @@ class MemoryCheckpoints(JobFolders):
         self._staged: Staged | None = None  # of the last save, unless it was offered
         self._offered: tuple[Path | None, Callable[[], bool]] = None, bool
         self._rewound = True  # the next generation prevails over those of later steps
-        self._early: Staged | None = None  # copied for a save on disk before a route's save,
-        self._early_step = -1  # at this step
+        # copied for a save on disk before the trainer's save into memory, at this step
+        self._copied_for_disk: Staged | None = None
+        self._copied_for_disk_at = -1
         self._marks: dict[Path, folders.InUse] = {}
         self._running: Future[None] | None = None
         self._told_waiting = False
@@ -228,10 +147,10 @@ class MemoryCheckpoints(JobFolders):
     # ---- places ----
 
     def mark(self) -> None:
-        """Mark the job's folders that exist as in use by this process, claim this engine's for its
-        host, and have them stay until this process ends well. Collective.
+        """Mark the existing folders of the job as in use by this process, claim the folders of the
+        engine for its host, and keep them until this process ends well. Collective.
 
-        Raises CheckpointError for those of another user, or of another job that lives.
+        Raises CheckpointError for folders of another user, or of another living job.
         """
         collective_try(self._ranks, self._claim)
 
@@ -286,22 +205,23 @@ class MemoryCheckpoints(JobFolders):
             )
 
     def continue_from(self, before: MemoryCheckpoints) -> None:
-        """Take over the route and the script's state from ``before``, those of the engine before it
-        was built again. Its generations are gone: the next save makes the first one.
+        """Take over the caller of saves and the script's state from ``before``, the checkpoints of
+        the engine before it was built again. Its generations are gone: the next save makes the
+        first one.
         """
-        self.by_route, self.has_stepped = before.by_route, before.has_stepped
+        self.saved_by_trainer, self.has_stepped = before.saved_by_trainer, before.has_stepped
         self.client_state, self._last_step = before.client_state, before._last_step
 
     # ---- saving ----
 
     def is_due(self, step: int) -> bool:
-        """Whether a save belongs to the end of ``step`` and was not made yet."""
+        """Return whether a save belongs to the end of ``step`` and was not made yet."""
         return step > 0 and step % self.every == 0 and step != self._last_step
 
     def end_step(self, engine: TrainingEngine) -> None:
-        """Save at the end of a step, if it is due and no route does."""
+        """Save at the end of a step, if a save is due and no trainer makes it."""
         self.has_stepped = True
-        if not self.by_route and self.is_due(engine.counters.global_steps):
+        if not self.saved_by_trainer and self.is_due(engine.counters.global_steps):
             self.save(engine)
 
     def save(
@@ -329,8 +249,8 @@ class MemoryCheckpoints(JobFolders):
         # The copies have waited for the device. If that was for collectives that have been aborted,
         # what followed them, such as the update, has computed with whatever they left.
         engine.mesh.watchdog.check()
-        self._staged = None if self._early_step == step else staged
-        self._last_step, self._early_step = step, -1
+        self._staged = None if self._copied_for_disk_at == step else staged
+        self._last_step, self._copied_for_disk_at = step, -1
         if self._is_cut_off:
             return
         stall = time.perf_counter() - begun
@@ -346,15 +266,15 @@ class MemoryCheckpoints(JobFolders):
         client_state: Mapping[str, object],
         tag: str | None,
     ) -> Staged | None:
-        """Copy this rank's file into its slot, unless a save on disk at this step has had that
-        done; None, logged, if it failed.
+        """Return this rank's file in its slot, copied now unless a save on disk at this step has
+        had it copied; None, logged, if the copy failed.
         """
         engine.take_user_writes()
         engine.optimizer_step.complete_state()
         names = WholeNames(engine.module)
         elsewhere = buffers_of_other_stages(engine, names, False)
         step = engine.counters.global_steps
-        self._saves += step != self._early_step
+        self._saves += step != self._copied_for_disk_at
         tag = tag or f"global_step{step}"
         make = partial(self._plan, engine, names, elsewhere, beside, client_state, tag)
         planned = None
@@ -367,15 +287,19 @@ class MemoryCheckpoints(JobFolders):
             record, plan = planned
             head = record.head and replace(record.head, begun=self.begun)
             planned = replace(record, begun=self.begun, head=head), plan
-        early, self._early = self._early, None
+        copied, self._copied_for_disk = self._copied_for_disk, None
         if self._is_cut_off:
             return None
         try:
             record, plan = planned or make()
             changes = changes_of(engine)
-            if early is not None and early.changes == changes and early.image_of(plan) is not None:
-                return replace(early, record=record)
-            return self._stage(record, plan, changes)
+            if (
+                copied is not None
+                and copied.changes == changes
+                and copied.image_of(plan) is not None
+            ):
+                return replace(copied, record=record)
+            return self._copy_to_slot(record, plan, changes)
         except (HfZeroError, OSError, RuntimeError) as error:
             logger.error("%s", self._failed(step, describe_error(error)))
         return None
@@ -413,23 +337,25 @@ class MemoryCheckpoints(JobFolders):
 
     def offer(self, engine: TrainingEngine, is_read: Callable[[], bool]) -> Staged | None:
         """Return this rank's file of the last generation, for a save on disk; None if the state has
-        changed since. A generation is offered once: its save_id is that of one save on disk. If a
-        route has yet to save at this step, its file is copied now. Collective.
+        changed since. A generation is offered once: at most one save on disk shares its save_id. If
+        the trainer has yet to save at this step, the file is copied now. Collective.
 
-        ``is_read``: whether that save still reads the file, which is then not overwritten.
+        ``is_read``: whether the save on disk still reads the file, which is then not overwritten.
         """
         step = engine.counters.global_steps
-        if self.by_route and self.is_due(step) and self._early_step != step:
+        if self.saved_by_trainer and self.is_due(step) and self._copied_for_disk_at != step:
             self._wait_for_last()
-            self._staged = self._early = self._copy(engine, {}, {}, None)
-            self._early_step = step
+            self._staged = self._copied_for_disk = self._copy(engine, {}, {}, None)
+            self._copied_for_disk_at = step
         staged, self._staged = self._staged, None
         if staged is None or staged.changes != changes_of(engine):
             return None
         self._offered = staged.path, is_read
         return staged
 
-    def _stage(self, record: RankRecord, plan: SavePlan, changes: tuple[Hashable, ...]) -> Staged:
+    def _copy_to_slot(
+        self, record: RankRecord, plan: SavePlan, changes: tuple[Hashable, ...]
+    ) -> Staged:
         """Copy this rank's file into its slot."""
         if self.acts_for_host:
             self._clear_slot()
@@ -469,7 +395,7 @@ class MemoryCheckpoints(JobFolders):
     def _run(self, staged: Staged | None, step: int, stall: float, future: Future[None]) -> None:
         begun = time.perf_counter()
         try:
-            whole = self._commit(staged)
+            committed = self._commit(staged)
         except Exception as error:  # a rank that ended: the training finds out for itself
             why = f"{describe_error(error)}; until the job starts again none is made"
             logger.warning("%s", self._failed(step, why))
@@ -477,7 +403,7 @@ class MemoryCheckpoints(JobFolders):
             self._is_cut_off = True
             self.transfers.close()
         else:
-            if whole and staged is not None:
+            if committed and staged is not None:
                 self.newest_id = staged.record.save_id
                 self._slot = 1 - self._slot
                 if self._rewound and self.acts_for_host:
@@ -527,7 +453,7 @@ class MemoryCheckpoints(JobFolders):
             staged = None
         size, save = (0, 0) if staged is None else (staged.plan.size, int(staged.save_id[:15], 16))
         told = self._exchange_sizes(torch.tensor([size, len(content), save]))
-        copies: list[_Copy] = []
+        copies: list[SlotCopy] = []
         try:
             others = [rank for rank, sizes in told.items() if sizes[1] and sizes[2] != save]
             if others and staged is not None:
@@ -577,12 +503,12 @@ class MemoryCheckpoints(JobFolders):
         )
         return {rank: list(map(int, numbers)) for rank, numbers in told.items()}
 
-    def _place_of(self, rank: int, size: int, of_record: int) -> _Copy:
+    def _place_of(self, rank: int, size: int, of_record: int) -> SlotCopy:
         """Return the place in this host's slot for a copy of ``rank``'s file."""
         path = self._slot_folder() / find.rank_file(rank, self.world)
         record_path(path).unlink(missing_ok=True)
         image = self._kept.open(path, size)
-        return _Copy(rank, path, image, torch.empty(of_record, dtype=torch.uint8))
+        return SlotCopy(rank, path, image, torch.empty(of_record, dtype=torch.uint8))
 
     def _wait_for_last(self) -> None:
         if self._running is None:
@@ -619,34 +545,21 @@ class MemoryCheckpoints(JobFolders):
         keep. Collective.
         """
         found, _ = self.exchange_inventories()
-        whole = [each for each in found if each.is_whole()]
-        kept = self._kept_of(whole)
+        complete = [generation for generation in found if generation.is_complete()]
+        kept = generation_to_keep(complete, self.newest_id, min(self.copies, len(self.hosts.ranks)))
         # the clock may have been set back since an attempt before
         self.begun = max([self.begun, *(each.begun + 1 for each in found)])
-        if whole and not self.newest_id and whole[0].step >= step and self.rank == 0:
+        if complete and not self.newest_id and complete[0].step >= step and self.rank == 0:
             logger.warning(
                 "%s: an attempt of this job before has left step %d in memory, and this one has "
                 "not resumed from it; its next saves overwrite it",
                 KEY,
-                whole[0].step,
+                complete[0].step,
             )
         collective_try(self._ranks, self._make_folder)
         self.mark()
         slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
         self._slot = 1 if folders.SLOTS[0] in slots else 0
-
-    def _kept_of(self, whole: Sequence[Generation]) -> str:
-        """Return the save_id of the generation to keep of the ``whole`` ones, newest first: that
-        from which training goes on, by default the newest. If a process died before all its copies
-        counted, the newest of those before that has all of them: the loss of a host would else
-        lose everything until the next save is whole.
-        """
-        start = next((each for each in whole if each.save_id == self.newest_id), None)
-        if start is None and (self.newest_id or not whole):
-            return self.newest_id
-        start, hosts = start or whole[0], min(self.copies, len(self.hosts.ranks))
-        older = whole[whole.index(start) :]
-        return next((each for each in older if each.least_holders() >= hosts), start).save_id
 
     def _choose_base(self, needed: int) -> Path:
         """Return the first base folder on this host with room for ``needed`` bytes."""
@@ -681,8 +594,8 @@ class MemoryCheckpoints(JobFolders):
         self.begun = max(self.begun, begun) + 1
 
     def protect(self, save_id: str) -> None:
-        """Let the next save not overwrite the generation ``save_id``, from which training goes on,
-        unless it lacks copies that one before it has.
+        """Keep generation ``save_id``, from which training continues, through the next save, unless
+        an earlier one has more copies.
         """
         self.newest_id, self._slot = save_id, -1
 
@@ -724,18 +637,8 @@ class MemoryCheckpoints(JobFolders):
         self.number = -1
 
 
-@dataclass(frozen=True, eq=False)
-class _Copy:
-    """The place of a copy that this rank keeps of ``rank``'s file: its tensor, and its record."""
-
-    rank: int
-    path: Path
-    image: torch.Tensor
-    record: torch.Tensor
-
-
 def _is_failure(error: BaseException | None) -> bool:
-    """Whether a process that ``error`` ends has an exit code other than 0."""
+    """Return whether a process that ``error`` ends has an exit code other than 0."""
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
     return error is not None

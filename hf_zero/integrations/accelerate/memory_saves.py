@@ -47,7 +47,7 @@ def save_by_loop(accelerator: Accelerator) -> None:
         )
     engine = engines[0]
     assert engine.memory is not None
-    engine.memory.by_route = True
+    engine.memory.saved_by_trainer = True
     engine.register_forward_pre_hook(_before_forward)
     _saving.add(accelerator)
 

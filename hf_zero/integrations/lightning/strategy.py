@@ -333,7 +333,7 @@ class StrategyMethods(_Strategy):
             return folder
 
         assert engine.memory is not None
-        engine.memory.by_route = True
+        engine.memory.saved_by_trainer = True
         callback = self._library("callbacks").Callback
         call_after_batches(trainer, callback, lambda: save_if_due(engine, write))
 

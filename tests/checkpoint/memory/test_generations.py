@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 
 from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
 from hf_zero.checkpoint.memory import folders, job_folders, saving
-from hf_zero.checkpoint.memory.inventory import Generation
-from hf_zero.checkpoint.memory.job_folders import Hosts
+from hf_zero.checkpoint.memory.inventory import Generation, generation_to_keep
 from hf_zero.checkpoint.memory.resume import newest_in_memory
 from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
@@ -76,14 +75,14 @@ def lost_and_hurt(setup: Kept) -> None:
 
 IN_FILES = Kept(stage=2, way="optimizer in files", precision="bf16")
 TWO, FOUR = Kept(stage=2), Kept(4, 3, hosts="abcd", more={"copies": 3})
-OLDER = "generation of step 2 in memory is passed over"
+OLDER = "generation of step 2 in memory is skipped"
 COPY = "the copy of rank-00001-of-00004.safetensors in memory of host d is damaged"
 # what happens between two attempts, the hosts of the second, the step that it resumes, what it says
 LOSSES: dict[str, tuple[Kept, Callable[[Kept], Any], str, int, str]] = {
     "nothing": (IN_FILES, lost(), "ab", SAVED, ""),
     "a host of two ranks": (Kept(4, 3, hosts="aabb"), lost("b"), "aabb", SAVED, ""),
     "a bit": (Kept(stage=1), hurt(flip, "b"), "ab", SAVED, "damaged"),
-    "part of a record": (TWO, hurt(tear_record, "b"), "ab", SAVED, "passed over"),
+    "part of a record": (TWO, hurt(tear_record, "b"), "ab", SAVED, "skipped"),
     "a host, and a bit of a copy": (FOUR, lost_and_hurt, "abcd", SAVED, COPY),
     "a bit of both copies": (TWO, hurt(flip, "a", "b"), "ab", SAVED - 1, OLDER),
 }
@@ -357,13 +356,11 @@ KEPT = {
 @pytest.mark.parametrize("case", KEPT)
 def test_a_generation_with_all_copies_is_kept(case: str) -> None:
     held, newest_id, kept = KEPT[case]
-    made = saving.MemoryCheckpoints.__new__(saving.MemoryCheckpoints)
-    made.number, made.copies, made.newest_id, made.hosts = -1, 2, newest_id, Hosts(["a", "b"])
     whole = [
         Generation(str(step), 1, step, 2, {rank: list(hosts) for rank, hosts in enumerate(by_rank)})
         for step, by_rank in held.items()
     ]
-    assert made._kept_of(whole) == kept
+    assert generation_to_keep(whole, newest_id, 2) == kept
 
 
 def test_a_copy_of_another_save_is_not_kept(tmp_path: Path, heard_in_full: list[str]) -> None:
