@@ -47,7 +47,7 @@ class WindowStart:
         elif is_stateful(loader):
             window = engine.accumulation
             try:  # a window of one micro-batch is never open at a save
-                several = window.steps > 1 or not window.managed
+                several = window.accumulation_steps > 1 or not window.managed
                 self._own = _serialised(loader) if several else None
             except CheckpointError as error:
                 self._own = error

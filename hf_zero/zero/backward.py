@@ -47,12 +47,12 @@ class Counters:
 
 
 class AccumulationWindow:
-    """The micro-batches whose gradients one step uses: ``steps`` of them, unless the script sets
-    the end of a window. Not ``managed``: every step ends one.
+    """The micro-batches whose gradients one step uses: ``accumulation_steps`` of them, unless the
+    script sets the end of a window. Not ``managed``: every step ends one.
     """
 
-    def __init__(self, steps: int, managed: bool = True):
-        self.steps = steps
+    def __init__(self, accumulation_steps: int, managed: bool = True):
+        self.accumulation_steps = accumulation_steps
         self.managed = managed
         # since the last step: number of step() calls, or of backwards if not managed
         self.micro_batches = 0
@@ -68,10 +68,12 @@ class AccumulationWindow:
 
     @property
     def ends(self) -> bool:
-        """Whether the backward under way, or the next, is known to be the last of the window."""
+        """Whether the backward under way, or the next, is known to end the window; False without
+        managed accumulation, unless the boundary has been set.
+        """
         if self.boundary is not None:
             return self.boundary
-        return self.managed and self.micro_batches + 1 >= self.steps
+        return self.managed and self.micro_batches + 1 >= self.accumulation_steps
 
     @property
     def ends_by_step(self) -> bool:
@@ -79,8 +81,8 @@ class AccumulationWindow:
         return self.ends or not self.managed
 
     def take_count(self) -> int:
-        """Return the number of micro-batches since the last call, which is that of `step()` or of
-        `zero_grad()`; at least 1.
+        """Return the number of micro-batches since the last ``step()`` or ``zero_grad()``, at least
+        1; without managed accumulation, the backwards of the window.
         """
         count = max(1, self.announced + self.others) if self.managed else self.micro_batches
         self.announced, self.others = 0, False
@@ -200,8 +202,8 @@ class Backward:
 
     def run(self, loss: torch.Tensor, retain_graph: bool, weight: float | None) -> None:
         """Backpropagate ``loss``, a scalar of one micro-batch, unscaled. ``weight``: of the
-        micro-batch in its window; None: 1 / ``window.steps``. Raises PartitionError for anything
-        but a scalar tensor.
+        micro-batch in its window; None: 1 / ``window.accumulation_steps``. Raises PartitionError
+        for anything but a scalar tensor.
         """
         if not isinstance(loss, torch.Tensor):
             message = (
@@ -231,9 +233,9 @@ class Backward:
                 root.backward(retain_graph=retain_graph)
 
     def _run_captured(
-        self, captured: CapturedStep, root: torch.Tensor, retain_graph: bool, factors: Hashable
+        self, captured: CapturedStep, root: torch.Tensor, retain_graph: bool, loss_factors: Hashable
     ) -> None:
-        """Backpropagate ``root``, a loss with ``factors``, while a captured forward awaits its
+        """Backpropagate ``root``, a loss with ``loss_factors``, while a captured forward awaits its
         backward.
         """
         before, self.runs_captured = self.reducer.progress, True
@@ -241,7 +243,7 @@ class Backward:
             root.backward(retain_graph=retain_graph)
         finally:
             self.runs_captured = False
-        captured.end_backward(factors, self.reducer.progress is not before)
+        captured.end_backward(loss_factors, self.reducer.progress is not before)
 
     def begin_replay(self) -> None:
         """Begin a backward that is launched from a graph: no hook of it runs."""
@@ -249,7 +251,9 @@ class Backward:
         self.reducer.begin_replay()
 
     def end_replay(self, states: Sequence[Callable[[], None]]) -> None:
-        """End it: set the states that it leaves in the gradients of the flat buffers."""
+        """End a replayed backward: call ``states``, recorded at the capture, which set the gradient
+        states of the flat buffers.
+        """
         for restore in states:
             restore()
         self.reducer.end_replay()
@@ -265,8 +269,8 @@ class Backward:
             torch.autograd.backward(list(outputs), list(gradients))
 
     def _begins(self) -> None:
-        """Prepare the reducer when a backward reaches the model: the factors in its gradients, and
-        whether they are reduced and used.
+        """Prepare the reducer when a backward reaches the model: the loss factors that its
+        gradients carry, whether it ends the window, and whether units are updated in it.
         """
         if self._removed:
             raise PartitionError(
@@ -289,20 +293,20 @@ class Backward:
             window.others = True
         else:
             window.announced += 1
-        weight, unscale = self.losses.begin(1.0 / window.steps)
-        reduces = window.syncs and window.ends
+        weight, unscale = self.losses.begin(1.0 / window.accumulation_steps)
+        ends_window = window.syncs and window.ends
         # Every condition must be equal on all ranks: ``failed_writes`` is a collective.
-        early = reduces and self._model.updates_in_backward
-        early = early and not (update.max_norm or self.losses.may_overflow)
-        early = early and not update.failed_writes()
-        on_reduced = self._update_early if early else None
-        on_finished = update.updater.end_backward if early else None
+        in_backward = ends_window and self._model.updates_in_backward
+        in_backward = in_backward and not (update.max_norm or self.losses.may_overflow)
+        in_backward = in_backward and not update.failed_writes()
+        on_reduced = self._update_in_backward if in_backward else None
+        on_finished = update.updater.end_backward if in_backward else None
         self.reducer.set_micro_batch(
-            MicroBatch(weight, unscale, reduces, on_reduced, alone, on_finished)
+            MicroBatch(weight, unscale, ends_window, on_reduced, alone, on_finished)
         )
 
-    def _update_early(self, flats: Sequence[FlatBuffer]) -> None:
-        self._update.update_early(flats, self._counters.global_steps)
+    def _update_in_backward(self, flats: Sequence[FlatBuffer]) -> None:
+        self._update.update_in_backward(flats, self._counters.global_steps)
 
     def reduce_stray_gradients(self) -> None:
         """Take in gradients that no hook has announced, and abort a backward that an exception has
@@ -325,7 +329,7 @@ class Backward:
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Set the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
         updater, scale = self._update.updater, self.losses.scaler.scale
-        if self._update.updated_early(flat.unit):
+        if self._update.updated_in_backward(flat.unit):
             refuse_half_done(updater, f"writing {name}.grad")
         self.reducer.wait()
         flat.optimizer_shard.wait_for_update()

@@ -296,8 +296,8 @@ class EngineParts(AroundModel):
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank among the :attr:`data_ranks` that read batches of their own; equal
-        on the ranks of a tensor-parallel or sequence-parallel group, which are neighbours.
+        """Data-parallel rank of this process, below :attr:`data_ranks`; equal on the ranks of a
+        tensor-, sequence- or context-parallel group, which are neighbours.
         """
         ranks = self.mesh.dims.pp_stage_ranks
         return self.global_rank % ranks * self.data_ranks // ranks
@@ -317,7 +317,7 @@ class EngineParts(AroundModel):
         self.optimizer_step.max_norm = value
 
     def gradient_accumulation_steps(self) -> int:
-        return self.accumulation.steps
+        return self.accumulation.accumulation_steps
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self.config.train_micro_batch_size_per_gpu or 1

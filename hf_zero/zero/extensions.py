@@ -31,8 +31,8 @@ class StepExtension:
         """
 
     def begin_step(self, must_agree: bool) -> bool:
-        """Begin a step, whose gradients are reduced. Return True if this step needs no
-        communication; never if ``must_agree``.
+        """Begin a step, whose gradients are reduced. Return True if the ranks need not agree in it
+        (a local step); with ``must_agree`` return False.
         """
         return False
 
@@ -72,7 +72,9 @@ class StepExtension:
         yield False
 
     def forget(self, scale: float) -> None:
-        """Drop what belongs to other weights: all were replaced; ``scale`` is the loss scale."""
+        """Reset residuals and other state of the former weights: all weights were replaced.
+        ``scale``: the loss scale.
+        """
 
     def state_bytes(self) -> Mapping[str, int]:
         """Return the bytes that this rank keeps on the device, by kind: gradients, optimizer."""

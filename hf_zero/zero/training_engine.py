@@ -144,7 +144,9 @@ class TrainingEngine(EngineParts):
         self.accumulation.set_boundary(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the backward under way, or the next, ends the accumulation window."""
+        """Return whether the backward under way, or the next, is known to end the accumulation
+        window; False without managed accumulation.
+        """
         return self.accumulation.ends
 
     @property
@@ -209,22 +211,23 @@ class TrainingEngine(EngineParts):
         """
         self.set_batches(micro_batch_size, self.gradient_accumulation_steps())
 
-    def set_batches(self, micro: int, steps: int) -> None:
-        """Set ``micro`` samples per micro-batch and ``steps`` micro-batches per step, from the next
-        window on.
+    def set_batches(self, micro: int, accumulation_steps: int) -> None:
+        """Set ``micro`` samples per micro-batch and ``accumulation_steps`` micro-batches per step,
+        from the next window on.
         """
-        self.config = self.config_with_batches(micro, steps)
-        self.accumulation.steps = steps
+        self.config = self.config_with_batches(micro, accumulation_steps)
+        self.accumulation.accumulation_steps = accumulation_steps
 
-    def config_with_batches(self, micro: int, steps: int) -> ZeroConfig:
-        """Return the configuration with ``micro`` samples per micro-batch and ``steps``
-        micro-batches per step, which replace those that ``elasticity`` computes.
+    def config_with_batches(self, micro: int, accumulation_steps: int) -> ZeroConfig:
+        """Return the configuration with ``micro`` samples per micro-batch and
+        ``accumulation_steps`` micro-batches per step, which replace the sizes that ``elasticity``
+        computes.
         """
         config = self.config.without(ELASTICITY)
         sizes = {
             "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": steps,
-            "train_batch_size": micro * steps * self.data_ranks,
+            "gradient_accumulation_steps": accumulation_steps,
+            "train_batch_size": micro * accumulation_steps * self.data_ranks,
         }
         # ``resolve`` divides the ranks by the sizes of these keys
         shared = config.tensor_parallel.size * config.ranks_of_a_sequence

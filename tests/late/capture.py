@@ -261,7 +261,7 @@ def a_graph_that_overwrites_what_it_should_add_to() -> Any:
     from hf_zero.zero.step import captured_step
 
     return mock.patch.object(
-        captured_step.CapturedStep, "_place_in_window", lambda self: self._window.steps
+        captured_step.CapturedStep, "_place_in_window", lambda self: self._window.accumulation_steps
     )
 
 

@@ -324,7 +324,7 @@ def test_batches_that_replace_those_of_elasticity(ignores):
     engine.set_train_batch_size(2 * ROWS)
     with pytest.raises(ConfigError, match="not a multiple of"):
         engine.set_train_batch_size(2 * ROWS + 1)
-    assert (engine.train_batch_size(), engine.accumulation.steps) == (2 * ROWS, 2)
+    assert (engine.train_batch_size(), engine.accumulation.accumulation_steps) == (2 * ROWS, 2)
     trained(engine, 0, range(2), micros, [])
     assert micros == [2, 2]
     engine.destroy()

@@ -351,7 +351,10 @@ class Hooks:
         return True
 
     def _draw(self, outer: RootForward, name: str) -> None:
-        """Let techniques draw the modules to leave out of the forward ``outer`` of ``name``."""
+        """Ask the techniques which modules no rank runs in the outermost forward ``outer``, and
+        record their units and parameters on it. ``name``: path of the module called, which is never
+        dropped.
+        """
         modules = {module for draw in self.draws for module in draw(outer)}
         if name:  # a submodule called directly is kept
             part = self._model.get_submodule(name)
@@ -365,7 +368,9 @@ class Hooks:
             outer.idle = self._idle(modules)
 
     def _idle(self, modules: set[nn.Module]) -> dict[FlatBuffer, int]:
-        """Return a bit for each parameter held by ``modules`` only."""
+        """Return, by flat buffer, the bits of the parameters that no module outside ``modules``
+        holds; each of these counts with its submodules.
+        """
         if not modules <= self._held.keys():
             places = {
                 id(parameter): (flat, 1 << index)

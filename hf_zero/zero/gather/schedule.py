@@ -141,7 +141,8 @@ class Schedule:
         """Begin a pass.
 
         ``kind`` must be the same on all ranks; together with the resident units it selects the
-        plan. ``left_out``: units that no rank uses in this pass. Equal on all ranks.
+        plan. ``left_out``: units that no rank uses in this pass. Equal on all ranks. Collective if
+        codecs agree on scales before the pass (``before_rounding``).
         """
         self._in_backward = backward
         if not self.has_sharded_units:

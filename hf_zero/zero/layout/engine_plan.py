@@ -191,8 +191,8 @@ class EnginePlan:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that read batches of their own: those of a tensor-parallel or
-        sequence-parallel group read the same, and a pipeline stage has that many.
+        """Number of data-parallel ranks: the ranks of a pipeline stage / (tensor * sequence *
+        context), since the ranks of such a group read one batch.
         """
         tensor = max(self.dims.tensor, self.settings.tensor_parallel.size)
         sequence = max(self.dims.sequence_context, self.settings.ranks_of_a_sequence)
@@ -358,8 +358,8 @@ class EnginePlan:
         ]
 
     def _in_numbers(self, flat: FlatPlan) -> frozenset[int] | None:
-        """Return the offloaded pieces of ``flat`` that are not of parameters in 8 bits; None: none
-        are.
+        """Return the indices of the offloaded sub-groups of ``flat`` without parameters that have
+        8-bit moments; None if no sub-group has any.
         """
         layout, first = flat.spec.layout, flat.spec.owned[0]
         pieces = [

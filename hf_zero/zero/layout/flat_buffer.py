@@ -259,7 +259,9 @@ class FlatBuffer:
 
     @property
     def follows_updates(self) -> bool:
-        """Whether an update of its state gives readers other values before the step has ended."""
+        """Whether readers of the shard see new values while an update runs: offloaded state, or
+        master weights that are the shard or are cast into it.
+        """
         shard = self.optimizer_shard
         return shard.offloaded or not shard.has_own_master or self.cast_master is not None
 
@@ -422,8 +424,8 @@ class FlatBuffer:
         self.computing = None if change is None else Computing(self, change, values)
 
     def make_room(self, exact: bool = False) -> None:
-        """Allocate ``full`` before new values are written into it; call :meth:`fill` afterwards.
-        ``exact``: for a script.
+        """Allocate ``full`` before new values are written into it; call :meth:`mark_filled` once
+        they are. ``exact``: the values are for a script, which reads unchanged ones.
         """
         storage = self.full.untyped_storage()
         if storage.size() == 0:

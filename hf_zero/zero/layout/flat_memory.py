@@ -45,10 +45,14 @@ class FlatMemory:
         )
         own_masters = [f for f in training if f.sub_groups is None and f.spec.needs_master]
         self._masters = _arena([(f.spec.owned_numel, torch.float32) for f in own_masters], device)
-        apart = plan.updates_in_backward
+        separate_gradients = plan.updates_in_backward
         self._gradients = gradient_memories(
             [
-                (f.device_gradient_numel, f.gradient_dtype, f.spec.key if apart else None)
+                (
+                    f.device_gradient_numel,
+                    f.gradient_dtype,
+                    f.spec.key if separate_gradients else None,
+                )
                 for f in training
                 if f.sums_whole or f.sub_groups is None
             ],
@@ -94,10 +98,14 @@ class FlatMemory:
 
 
 def ways_back(
-    flats: Sequence[FlatBuffer], device: torch.device, keeps_gradients: bool, apart: bool
+    flats: Sequence[FlatBuffer],
+    device: torch.device,
+    keeps_gradients: bool,
+    separate_gradients: bool,
 ) -> dict[str, Callable[[], None]]:
-    """Return, by key, functions that bring the offloaded states of ``flats`` back to ``device``, in
-    adjacent memory; ``apart``: gradients are not.
+    """Return, by key, functions that move master weights and gradient memory of ``flats`` to
+    ``device``; the caller moves the moments first. Master weights are adjacent;
+    ``separate_gradients``: each gradient has memory of its own.
     """
     masters = _arena(
         [(flat.spec.owned_numel, flat.spec.wide) for flat in flats if keeps_master(flat)],
@@ -105,7 +113,10 @@ def ways_back(
     )
     alone = [flat for flat in flats if flat.gradient.accumulated_grad is None]
     grads = gradient_memories(
-        [(flat.spec.owned_numel, flat.spec.wide, flat.key if apart else None) for flat in alone],
+        [
+            (flat.spec.owned_numel, flat.spec.wide, flat.key if separate_gradients else None)
+            for flat in alone
+        ],
         device,
         keeps_gradients,
     )

@@ -103,7 +103,7 @@ def _to(parameter: Any, *args: Any, **kwargs: Any) -> object:
 
 
 def become(parameter: torch.Tensor, kind: type[OwnedParameter]) -> None:
-    """Give ``parameter`` the class of a state, combined with the class it had before the engine."""
+    """Set the class of ``parameter`` to ``kind``, combined with its class before the engine."""
     parameter.__class__ = owned_class(kind, given_class(parameter))
 
 
@@ -338,7 +338,7 @@ def _called(func: Callable[..., object]) -> str:
 class WatchedParameter(LiveParameter):
     """A gathered parameter whose own module is not running, as inside GatheredParameters: a graph
     recorded on it keeps its unit gathered for the backward, and a view of it marks the unit as
-    shared.
+    aliased.
     """
 
     @classmethod

@@ -326,8 +326,9 @@ class GradientBuffer:
 
 
 class GradientMemory:
-    """The memory of adjacent gradients of one dtype, of ``sizes`` elements: zeros, allocated until
-    :meth:`set_allocated` frees them. ``keeps``: it is not freed between steps.
+    """Device memory of adjacent gradients of one dtype, [sum of ``sizes``]: zeros at first; freed
+    and allocated again by :meth:`set_allocated`, uninitialized from then on. ``keeps``: never freed
+    between steps.
     """
 
     def __init__(

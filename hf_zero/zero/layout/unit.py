@@ -312,14 +312,16 @@ class Unit:
         return bool(self.pins or forwards.in_forward or forwards.in_backward or forwards.read_by)
 
     def mark_aliased(self) -> None:
-        """Mark the unit as shared: views of its values exist (``p.detach()``, ``p.t()``), so its
-        storage must not be freed under them.
+        """Record that views of the gathered values exist (``p.detach()``, ``p.t()``): their storage
+        must not be freed.
         """
         self._aliased = True
 
     @property
     def is_rounded(self) -> bool:
-        """Whether gathered values differ from those of the shards: compressed or changed ones."""
+        """Whether gathered values may differ from the shards: a codec rounds them, or modules
+        compute with changed values.
+        """
         return any(
             flat.spec.gather_codec is not None or flat.computing is not None
             for flat in self.sharded

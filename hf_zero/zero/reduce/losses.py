@@ -1,6 +1,5 @@
-"""The factors of losses and gradients: the weight of a loss in its window, the average over ranks,
-and the fp16 loss scale (Micikevicius et al., arXiv:1710.03740), which each gradient must carry
-exactly once.
+"""The loss factors: the weight of a micro-batch in its window, the average over ranks, and the fp16
+loss scale (Micikevicius et al., arXiv:1710.03740). Each gradient must carry them exactly once.
 
 [Note: one loss, several engines]
 The backward of one loss may go through several engines of a rank: a loss over two models, or one

@@ -160,7 +160,7 @@ class Reducer:
         self._after = scaling.after(batch.weight, on_the_wire=True)
         # for the reduced sum of accumulated gradients
         self._after_accumulation = scaling.after(batch.weight)
-        self._reduces_now = batch.reduces or self._reduces_every_backward
+        self._reduces_now = batch.ends_window or self._reduces_every_backward
 
     def begin(self, key: Hashable) -> None:
         """Begin a backward; ``key`` identifies its kind, equal on all ranks."""
@@ -190,7 +190,7 @@ class Reducer:
         """End it, with gradients taken in and reduced."""
         self.backwards += 1
         self.idle.end_backward()
-        if self._batch.reduces:
+        if self._batch.ends_window:
             self._record_left_out()
 
     def forget_buffers(self) -> None:
@@ -308,14 +308,14 @@ class Reducer:
             self._reduce_late(launched, learns)
             self._reductions.finish()
             self._usage.drop()
-            for pool in self._freed if self._batch.reduces else ():
+            for pool in self._freed if self._batch.ends_window else ():
                 pool.clear()
         else:
             for unit in progress.units:
                 progress.observed.brought |= self._intake.accumulate(unit, self._batch)
         self.backwards += progress.observed.brought
         self.idle.end_backward()
-        if self._batch.reduces:
+        if self._batch.ends_window:
             self._record_left_out()
         if self._batch.on_finished is not None:
             self._batch.on_finished()
@@ -555,7 +555,7 @@ class Reducer:
         together = unit.offloaded if flat.optimizer_shard.offloaded else [flat]
         if (
             self._batch.on_reduced is None
-            or not self._batch.reduces
+            or not self._batch.ends_window
             or not progress.reduced.issuperset(together)
             or flat.spec.sharding.stages  # their sum over stages is yet to come
             or (flat.gradient.offloaded and self._offload is not None and self._offload.is_adding)

@@ -223,7 +223,7 @@ class CapturedStep:
         held = tuple((gradient.state, gradient.address) for gradient in gradients)
         with torch._C.DisableTorchFunctionSubclass():
             trains = tuple(map(_requires_grad, self._members))
-        return self._window.syncs, self._window.ends, self._window.steps, held, trains
+        return self._window.syncs, self._window.ends, self._window.accumulation_steps, held, trains
 
     def _capture_forward(
         self, args: tuple[object, ...], kwargs: dict[str, object]
@@ -281,11 +281,11 @@ class CapturedStep:
         """Whether a captured forward awaits its backward."""
         return self._open is not None
 
-    def end_backward(self, factors: Hashable, others: bool) -> None:
+    def end_backward(self, loss_factors: Hashable, others: bool) -> None:
         """Launch the captured backward if the one that has just ended has reached captured outputs.
 
         Args:
-            factors: of the loss and of its micro-batch.
+            loss_factors: of the loss and of its micro-batch.
             others: whether that one has also reached modules that ran uncaptured.
         """
         captured, self._reached = self._reached, None
@@ -300,7 +300,7 @@ class CapturedStep:
                 "in the model, or remove the key"
             )
         grads = tuple((at, grad.dtype) for at, grad in reached.items())
-        kind = (factors, self._place_in_window(), grads)
+        kind = (loss_factors, self._place_in_window(), grads)
         record = captured.backward
         is_new = record is None
         if record is None:
@@ -336,7 +336,7 @@ class CapturedStep:
 
     # ---- update ----
 
-    def update(self, steps: int, may_overflow: bool) -> bool:
+    def update(self, steps_before: int, may_overflow: bool) -> bool:
         """Run one optimizer step as :meth:`OptimizerStep.update` does, launched from a graph if it
         can be.
         """
@@ -353,11 +353,11 @@ class CapturedStep:
         is_new, self._prepared = key is None or key != self._prepared, key
         if is_new or self._steps < WARM_UP:
             self._steps += 1
-            return step.update(steps, may_overflow)
+            return step.update(steps_before, may_overflow)
         if self._update is None or self._update[0] != key:
             step.is_captured = True
             try:
-                graph, _ = self._capture("update", lambda: step.update(steps, False))
+                graph, _ = self._capture("update", lambda: step.update(steps_before, False))
             finally:
                 step.is_captured = False
             assert step.norm is not None
@@ -369,11 +369,13 @@ class CapturedStep:
         _, graph, norm = self._update
         graph.launch()
         step.norm = norm.clone()  # of this step, which the next launch does not change
-        step.sanity.on_norm(step.norm, steps + 1)
+        step.sanity.on_norm(step.norm, steps_before + 1)
         return False
 
     def _repeats(self, step: OptimizerStep) -> bool:
-        """Whether the update launches what that of another step does."""
+        """Return whether this update can be captured or replayed: each parameter has a reduced
+        gradient, and hf-zero's kernel updates all segments. Logs the reason if not.
+        """
         complete = all(
             flat.gradient.state is GradState.REDUCED
             and flat.gradient.used == flat.gradient.all_used
@@ -428,8 +430,8 @@ class CapturedStep:
         return graph, result
 
     def _forget(self) -> None:
-        """Drop what neither a graph may take from outside nor the outside from a graph: buffers to
-        be used again, streams to wait for, casts of weights.
+        """Drop caches that must not cross the border of a capture: message buffers, recorded
+        streams, autocast's cached casts.
         """
         self._model.forget_streams()
         self._backward.reducer.forget_buffers()

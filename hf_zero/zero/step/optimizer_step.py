@@ -108,9 +108,9 @@ class OptimizerStep:
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
 
     @torch.no_grad()
-    def update_early(self, flats: Sequence[FlatBuffer], steps: int) -> None:
+    def update_in_backward(self, flats: Sequence[FlatBuffer], steps_before: int) -> None:
         """Begin the update of ``flats``, of one unit and all offloaded or none, within the
-        backward, after ``steps`` steps.
+        backward, after ``steps_before`` steps.
 
         Their gradients must be complete, and nothing may prevent the step any more.
         """
@@ -124,49 +124,49 @@ class OptimizerStep:
             self._updated_on = current
         unit.take_user_writes()
         with self._updating_state(), self.bound.scaled_rates(self.lr_scale):
-            update = updater.backward_update or self.bound.begin(1.0, steps)
+            update = updater.backward_update or self.bound.begin(1.0, steps_before)
             if flats[0].optimizer_shard.offloaded:
                 updater.start_in_backward(update, unit)
                 for flat in flats:
                     flat.gradient.free_on_device()
             else:
                 updater.begin_in_backward(update)
-                self._apply(flats, steps)
+                self._apply(flats, steps_before)
         for flat in flats:
             if flat.follows_updates and not flat.sharded and not flat.gradient.all_unused:
                 flat.user_writes.mark_updated()  # the rest of the backward must not read it
 
-    def _apply(self, flats: Sequence[FlatBuffer], steps: int) -> None:
+    def _apply(self, flats: Sequence[FlatBuffer], steps_before: int) -> None:
         """Update the state of ``flats``, on the device, and free their gradients."""
         for flat in flats:
             norm = squared_norm([flat.gradient], self.model.mesh.device, self.kernels)
             with span("update", flat.key):
-                self.bound.step_some({flat.optimizer_shard}, steps)
+                self.bound.step_some({flat.optimizer_shard}, steps_before)
             flat.gradient.mark_applied(norm)
 
-    def _apply_rest(self, divisor: torch.Tensor | None, steps: int) -> set[OptimizerShard]:
-        """Update what the backward has not, flat buffer by flat buffer, unless hooks or a divisor
-        concern all gradients. Return the flat buffers that are updated.
+    def _apply_rest(self, divisor: torch.Tensor | None, steps_before: int) -> set[OptimizerShard]:
+        """Update each flat buffer on the device that the backward has not updated, unless pre-step
+        hooks or a divisor need all gradients at once. Return those updated, there or here.
         """
         applied = set()
-        apart = divisor is None and not self.bound.has_pre_hooks
+        one_by_one = divisor is None and not self.bound.has_pre_hooks
         for flat in self.model.trainable:
-            if apart and flat.gradient.has_reduced and not flat.optimizer_shard.offloaded:
-                self._apply([flat], steps)
+            if one_by_one and flat.gradient.has_reduced and not flat.optimizer_shard.offloaded:
+                self._apply([flat], steps_before)
             if flat.gradient.state is GradState.APPLIED:
                 applied.add(flat.optimizer_shard)
         return applied
 
-    def refuse_changed(self, early: Update) -> None:
-        """Raise PartitionError if the optimizer's groups differ from those of ``early``, an update
-        of a part of the model in the backward.
+    def refuse_changed(self, in_backward: Update) -> None:
+        """Raise PartitionError if the optimizer's groups have changed since ``in_backward``, an
+        update of a part of the model in the backward.
         """
         with self.bound.scaled_rates(self.lr_scale):
             now = self.bound.hyperparameters()
-        if now != [plain_settings(group) for group in early.groups]:
+        if now != [plain_settings(group) for group in in_backward.groups]:
             refuse_half_done(self.updater, "a change of the optimizer's settings")
 
-    def updated_early(self, unit: Unit) -> bool:
+    def updated_in_backward(self, unit: Unit) -> bool:
         """Whether the backward before a step has updated a part of ``unit``."""
         states = (flat.gradient.state for flat in unit.trainable)
         return unit in self.updater.updated_in_backward or GradState.APPLIED in states
@@ -201,10 +201,9 @@ class OptimizerStep:
                 squares = squares + added
         return squares
 
-    def update(self, steps: int, may_overflow: bool) -> bool:
-        """Run one optimizer step on the reduced gradients, after ``steps`` others (collective).
-        Return True if it was skipped because of non-finite gradients: ones that carry a loss scale,
-        or any if so configured.
+    def update(self, steps_before: int, may_overflow: bool) -> bool:
+        """Run one optimizer step, number ``steps_before`` + 1 (collective). Return True if it was
+        skipped for non-finite gradients: with ``may_overflow``, or with ``refuses_infinite``.
         """
         assert self.bound is not None
         model, may_skip = self.model, may_overflow or self.refuses_infinite
@@ -213,13 +212,13 @@ class OptimizerStep:
             local |= extension.begin_step(must_agree=may_skip)
         total = self._squares(local)
         if not local:
-            (total,) = self.usage.agree(total.view(1), steps)
+            (total,) = self.usage.agree(total.view(1), steps_before)
         scale, limit = self.scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
         if may_skip and not bool(torch.isfinite(total)):
             return True
         if not may_overflow and not self.is_captured:
-            self.sanity.on_norm(self.norm, steps + 1)
+            self.sanity.on_norm(self.norm, steps_before + 1)
         divisor = None
         if limit > 0.0:
             divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)
@@ -230,18 +229,18 @@ class OptimizerStep:
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
             for extension in self.extensions:
                 extension.before_update()
-            applied = self._apply_rest(divisor, steps) if model.updates_in_backward else ()
+            applied = self._apply_rest(divisor, steps_before) if model.updates_in_backward else ()
             hooks = self.bound.optimizer._optimizer_step_post_hooks
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
             with span("update", "parameters on the device"), put_off:
                 written = self.bound.step(
-                    divisor, shards=self.shards_to_write(), step_number=steps, without=applied
+                    divisor, shards=self.shards_to_write(), step_number=steps_before, without=applied
                 )
             for extension in self.extensions:
                 resting.update(extension.update(divisor))
             if self.updater.units or self.updater.backward_update is not None:
                 update = self.updater.backward_update or self.bound.begin(
-                    1.0 if divisor is None else float(divisor), steps
+                    1.0 if divisor is None else float(divisor), steps_before
                 )
                 self.updater.start(update)
         behind = []
@@ -338,7 +337,7 @@ class OptimizerStep:
         if updates_in_host_memory(self.bound.optimizer, model.mesh.device):
             return
         self.updater.finish()
-        chunks = [
+        specs = [
             shard_spec(flat.spec) for flat in self.model.trainable if flat.optimizer_shard.offloaded
         ]
         names = {
@@ -350,7 +349,7 @@ class OptimizerStep:
             )
         )
         with_master = {flat.key for flat in model.trainable if keeps_master(flat)}
-        chosen = model.placement.fitting(chunks, len(names), room, with_master)
+        chosen = model.placement.fitting(specs, len(names), room, with_master)
         self.bound.move_to_device(
             ways_back(
                 [flat for flat in model.trainable if flat.key in chosen],
@@ -362,10 +361,10 @@ class OptimizerStep:
         self.updater.refresh()
         if model.mesh.rank == 0:
             logger.info(
-                "offload ratio auto: %d of %d flats fit on the device beside the "
+                "offload ratio auto: %d of %d flat buffers fit on the device beside the "
                 "first step and stay there",
                 len(chosen),
-                len(chunks),
+                len(specs),
             )
 
     def close(self) -> None:
@@ -424,8 +423,8 @@ class StateChanges:
         self._passes.refuse = self.refuse
 
     def drop_half_done(self, updater: Updater) -> None:
-        """Drop the rest of an update begun in a backward, before a load: unless that replaces all
-        of the state, which it leaves half changed, its use is refused from then on.
+        """Drop the rest of an update begun in a backward, before a load. The state is half changed;
+        only a load that replaces all of it makes it usable again.
         """
         if updater.backward_update is not None:
             self.break_off("a backward had updated a part of the model before a load")

@@ -31,7 +31,7 @@ Engine = TypeVar("Engine")
 class StepWindow(Protocol):
     """The accumulation window of an engine (:class:`hf_zero.zero.backward.AccumulationWindow`)."""
 
-    steps: int
+    accumulation_steps: int
     syncs: bool
 
     @property
@@ -42,7 +42,7 @@ class SanityChecks:
     """The checks of one engine; only rank 0 checks and warns, each warning once."""
 
     def __init__(self, device: torch.device, window: StepWindow, precision: str, rank: int):
-        """``window.steps``: the micro-batches of a step."""
+        """``window.accumulation_steps``: the micro-batches of a step."""
         self._device, self._precision, self._window = device, precision, window
         self._on_host = kinds.is_host(device)
         self._warns = rank == 0
@@ -59,7 +59,7 @@ class SanityChecks:
         its window follow.
         """
         self._backwards += ends_window
-        steps = self._window.steps
+        steps = self._window.accumulation_steps
         if self._backwards > max(FORGOTTEN, steps):
             window = f", also inside a window of {steps} micro-batches" if steps > 1 else ""
             self._warn(
@@ -80,7 +80,7 @@ class SanityChecks:
         micro-batch of an open window.
         """
         backwards, self._backwards = self._backwards, 0
-        steps = self._window.steps
+        steps = self._window.accumulation_steps
         if counts_only and backwards == steps:
             self._warn(
                 "windows",
