@@ -66,10 +66,8 @@ def stage_key(flat: FlatBuffer) -> str:
 
 
 def is_of_this_stage(flat: FlatBuffer) -> bool:
-    """Return whether the stage of this rank saves ``flat``: the first of several stages that hold
-    it.
-    """
-    mesh, stages = flat.engine_mesh, flat.spec.sharding.stages
+    """Return whether the stage of this rank saves ``flat``: the first of several stages that hold it."""
+    mesh, stages = flat.engine_mesh, flat.spec.sharding.pp_stages
     return not stages or mesh.dims.coordinate(mesh.rank, "pipeline") == stages[0]
 
 
@@ -439,7 +437,8 @@ def planned_size(plan: EnginePlan) -> int:
     return sum(
         flat.spec.owned_numel * stored_width(plan, flat)
         for flat in plan.flats
-        if flat.spec.writes and coordinate in (flat.spec.sharding.stages or (coordinate,))[:1]
+        if flat.spec.saves_shard
+        and coordinate in (flat.spec.sharding.pp_stages or (coordinate,))[:1]
     )
 
 
@@ -459,7 +458,7 @@ def plan_save(
     layouts: dict[str, tuple[str, FlatLayout]] = {}
     params_saved_here: set[str] = set()  # parameters whose flat buffer this rank writes
     for flat in of_stage:
-        if not flat.writes:
+        if not flat.saves_shard:
             continue
         params_saved_here |= {slot.name for slot in flat.layout.slots}
         if exclude_frozen and not flat.trainable:

@@ -55,7 +55,7 @@ class FlatMomentum:
     def __init__(self, flat: FlatBuffer, bound: Any) -> None:
         self.flat = flat
         layout, form = flat.layout, flat.spec.momentum_blocks or SignBlocks()
-        self.blocks = form.cut(layout.edges, layout.end, layout.shards, layout.chunk)
+        self.blocks = form.cut(layout.edges, layout.end, layout.num_shards, layout.shard_numel)
         self._own_blocks: BlockTable = self.blocks.row(flat.axis.rank)
         self._bound = bound
         self.runs = [  # every element belongs to a group

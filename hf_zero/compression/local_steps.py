@@ -220,12 +220,17 @@ class FlatDense(FlatMomentum):
         layout = self.flat.layout
         if self.momentum is None:
             self.momentum = torch.empty(
-                layout.shards, layout.chunk, dtype=torch.float32, device=self.flat.full.device
+                layout.num_shards,
+                layout.shard_numel,
+                dtype=torch.float32,
+                device=self.flat.full.device,
             )
         return self.momentum.view(-1), self.state(AVERAGE).clone()
 
     def compress(self, gradient: Tensor, beta: float, factor: Tensor) -> Tensor:
-        return torch.add(self.values() * beta, gradient * factor).view(self.flat.layout.shards, -1)
+        return torch.add(self.values() * beta, gradient * factor).view(
+            self.flat.layout.num_shards, -1
+        )
 
     def combine(self, came: Tensor, beta: float) -> Tensor:
         average = self.state(AVERAGE)

@@ -436,7 +436,7 @@ class OneBitSteps(StepExtension):
         axis, beta = self._mesh.shard, self._beta
         for momentum in self._chosen:
             assert momentum.error is not None
-            mean = torch.empty_like(momentum.error[: momentum.flat.layout.chunk])
+            mean = torch.empty_like(momentum.error[: momentum.flat.layout.shard_numel])
             handle = axis.reduce_scatter(momentum.error, f"errors of {momentum.flat.key}")
             handle.reduce_into(mean, False, 1.0 / axis.size)
             momentum.take_errors(mean, beta)

@@ -115,7 +115,7 @@ class Bf16State:
         for part in segment.parts:
             for parameter, start, stop, at in part.pieces():
                 own = slice(at, at + stop - start)
-                slot, stages = part.flat.layout.by_name[parameter], part.flat.shared_by
+                slot, stages = part.flat.layout.by_name[parameter], part.flat.tied_pp_stages
                 whole = parameter if slot.box is None else f"{parameter} {slot.box.to_json()}"
                 if stages:  # each has a name of its own for it, and its copies must stay equal
                     whole = f"of stages {stages}, {slot.whole}"

@@ -75,7 +75,7 @@ class Flat(Protocol):
         """
 
     @property
-    def shared_by(self) -> tuple[int, ...]:
+    def tied_pp_stages(self) -> tuple[int, ...]:
         """The pipeline stages that hold its parameters, if several do."""
 
     def wait_for_update(self) -> None:

@@ -186,7 +186,7 @@ class ShardedTensors(Tensors):
         """Return the number of elements of a tensor that each rank holds."""
         if name not in self._sizes_of:
             layout, slot = self._places[name]
-            ranges = [layout.rank_range(rank) for rank in range(self._ranks.size)]
+            ranges = [layout.shard_range(rank) for rank in range(self._ranks.size)]
             if self._ranks.size == 1:
                 ranges = [(slot.offset, slot.end)]
             self._sizes_of[name] = [

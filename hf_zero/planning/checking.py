@@ -146,7 +146,7 @@ def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
         return (
             id(flat),
             flat.full.device.type,
-            flat.layout.chunk * flat.dtype.itemsize + flat.full.untyped_storage().nbytes(),
+            flat.layout.shard_numel * flat.dtype.itemsize + flat.full.untyped_storage().nbytes(),
         )
     with torch._C.DisableTorchFunctionSubclass():
         storage = parameter.untyped_storage()
@@ -236,7 +236,7 @@ def communicators(plan: EnginePlan) -> dict[str, int]:
 
     Of a pipeline, two for each set of stages that tie weights are added to these.
     """
-    dims, policy, shards_of_all = plan.dims, plan.policy, plan.shards
+    dims, policy, shards_of_all = plan.dims, plan.policy, plan.num_shards
     counts = {"all ranks": int(dims.world > 1)}
     for axis in ("tensor", "sequence", "context", "expert", "pipeline"):
         counts[f"{axis} parallelism"] = int(dims.size(axis) > 1)

@@ -279,7 +279,7 @@ def estimate(
     name, module = open_model(model, needs_loss=bool(sequence_lengths))
     placed = settings.placed(3, optimizer_section, param_section)
     plans = plans_of(module, asked_job, placed)
-    stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages))
+    stages = _stages(plans[0], settings.stage, stage, list(plans[0].zero_stages))
     counts: Counter[bool] = Counter()
     for parameter in module.parameters():
         weights = elements_of(parameter)
@@ -364,7 +364,7 @@ def propose(
         settings, stage = as_sent(at_one, one_bit), 1
         plans = [replan(part, settings) for part in plans]
     begins = settings.stage if config is not None else 1
-    stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages[begins:]))
+    stages = _stages(plans[0], settings.stage, stage, list(plans[0].zero_stages[begins:]))
     largest = max(plans, key=lambda part: _row(_at_stage(part, stages[0])).state)
     lengths = _lengths(plans[0], () if sequence_length is None else (sequence_length,))
     found_ways = [way for row in lengths for way in row.ways]
@@ -475,7 +475,7 @@ def plans_of(module: nn.Module, job: Asked, settings: ZeroConfig) -> list[Engine
         for name, holders in stages_of_tied(named).items():
             parameter = module.get_parameter(name)
             sharding = cuts.get(parameter, sharding_of(parameter))
-            cuts[parameter] = replace(sharding, stages=holders)
+            cuts[parameter] = replace(sharding, pp_stages=holders)
     return [
         plan(
             module,
@@ -525,7 +525,7 @@ def _stages(
     if stage is not None:
         check_stage(stage)
     chosen = otherwise if stage is None else [stage]
-    if base_plan.dims.pipeline > 1 and (not chosen or max(chosen) not in base_plan.stages):
+    if base_plan.dims.pipeline > 1 and (not chosen or max(chosen) not in base_plan.zero_stages):
         raise ConfigError(
             f"a pipeline of {base_plan.dims.pipeline} stages trains at ZeRO stage 0 or 1, not at "
             f"{configured if stage is None else stage}; leave stage out, or pass 1"

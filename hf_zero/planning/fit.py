@@ -212,7 +212,7 @@ def fit(
     """
     trials: list[Trial] = []
     begin = plan.settings.stage
-    tried_stages = sorted(stages or plan.stages[begin:])
+    tried_stages = sorted(stages or plan.zero_stages[begin:])
     if one_bit_at_one(plan.settings, plan.optimizer) is not None:
         tried_stages = [1]  # a run would make another one stage 1
     for name, build in _candidates(plan, free, tried_stages):

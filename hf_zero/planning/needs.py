@@ -158,7 +158,7 @@ def _share_of_files(plan: EnginePlan) -> int:
     for flat in plan.flats:
         spec = flat.spec
         sharing = len(plan.dims.ranks_sharing(plan.rank, spec.sharding.axes))
-        written = spec.owned_numel * spec.layout.shards * stored_width(plan, flat)
+        written = spec.owned_numel * spec.layout.num_shards * stored_width(plan, flat)
         total += -(-written // sharing)
     return total
 
@@ -184,7 +184,7 @@ def state_parts(plan: EnginePlan) -> Counter[tuple[str, str]]:
         codec = flat.spec.reduce_codec
         if isinstance(codec, ErrorCodec):
             layout = flat.spec.layout
-            totals[ERRORS, "device"] += codec.error_nbytes(layout.chunk, layout.shards)
+            totals[ERRORS, "device"] += codec.error_nbytes(layout.shard_numel, layout.num_shards)
         totals[ONE_BIT, "device"] += _one_bit(flat, one_bit)
     totals["gradients", "device"] += device_gradients(plan)
     return totals
@@ -255,8 +255,8 @@ def _one_bit(flat: FlatPlan, one_bit: OneBit | None) -> int:
         local += (4 + 4 + 1 + weights) * layout.padded if form is None else 0
     if form is None:
         return local
-    blocks = form.cut(layout.edges, layout.end, layout.shards, layout.chunk)
-    return (4 + 1 + weights) * layout.padded + layout.shards * blocks.nbytes + local
+    blocks = form.cut(layout.edges, layout.end, layout.num_shards, layout.shard_numel)
+    return (4 + 1 + weights) * layout.padded + layout.num_shards * blocks.nbytes + local
 
 
 def unit_bytes(plan: EnginePlan) -> dict[str, int]:
@@ -298,7 +298,7 @@ def gradient_buffers(plan: EnginePlan) -> int:
     are sent without a copy.
     """
     sizes = Counter(
-        (flat.spec.layout.padded, flat.spec.layout.shards, flat.spec.dtype, flat.gradient_dtype)
+        (flat.spec.layout.padded, flat.spec.layout.num_shards, flat.spec.dtype, flat.gradient_dtype)
         for flat in plan.trainable
     )
     total = 0

@@ -102,7 +102,7 @@ def _quantized(report: PreflightReport) -> list[str]:
     places = [(shards, "in shards"), (whole, "whole on each rank")]
     sizes = " and ".join(f"{in_units(nbytes)} {where}" for nbytes, where in places if nbytes)
     line = f"frozen quantized weights: {kinds}; with their scales {sizes}"
-    more, row = shards - shards // plan.shards, report.verdict.rows[0]  # of the device
+    more, row = shards - shards // plan.num_shards, report.verdict.rows[0]  # of the device
     if more and row.needed + more <= 0.8 * row.free and not plan.settings.offload_param.on:
         line += (
             f"; stage 2 would keep them whole with {in_units(more)} more on each rank, and gather "

@@ -152,7 +152,7 @@ class ShardedModel:
                 sends.append(flat)
                 continue
             local.append(flat)
-            if not flat.sharded and flat.layout.shards > 1:
+            if not flat.sharded and flat.layout.num_shards > 1:
                 whole.append(flat)
         with self.schedule.shards.writing(), span("update", "shards in compute dtype"):
             for flat in local:

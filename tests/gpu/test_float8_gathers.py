@@ -59,7 +59,7 @@ def plain(world: int, how: str) -> list[float]:
 def test_a_cast_of_what_arrives_has_the_bytes_that_were_sent(dtype, size):
     layout = FlatLayout.build([("a", (1024, 4096)), ("b", (48, 16))], 2)
     whole = (torch.randn(layout.padded, device="cuda") * size).to(dtype)
-    codecs = [Float8Weights(layout, layout.rank_range(shard)) for shard in range(2)]
+    codecs = [Float8Weights(layout, layout.shard_range(shard)) for shard in range(2)]
     chunks = whole.chunk(2)
     amax = [codec.amax(chunk, codec._owned[0]) for codec, chunk in zip(codecs, chunks)]
     for codec in codecs:

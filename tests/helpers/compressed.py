@@ -47,7 +47,7 @@ def compressible(layout: Any, block: int | None = None) -> bool:
     """Whether a flat buffer holds matrices of a block and more, and as much on each rank."""
     block = block or 256
     tensors = all(len(slot.shape) > 1 and slot.numel >= block for slot in layout.slots)
-    return tensors and layout.shards > 1 and layout.padded // layout.shards >= block
+    return tensors and layout.num_shards > 1 and layout.padded // layout.num_shards >= block
 
 
 def flat_of(layout: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -63,9 +63,9 @@ def reduced(layout: Any, grads: Sequence[Tensor], bits: int, block: int | None =
     """The sum over ranks of flat gradients [padded], as it comes out of a reduce-scatter."""
     if not compressible(layout, block):
         return torch.stack([grad.float() for grad in grads]).sum(0)
-    total = by_owner(grads[0], layout.shards, bits, block)
+    total = by_owner(grads[0], layout.num_shards, bits, block)
     for grad in grads[1:]:
-        total = total + by_owner(grad, layout.shards, bits, block)
+        total = total + by_owner(grad, layout.num_shards, bits, block)
     return total
 
 

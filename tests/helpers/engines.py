@@ -147,7 +147,7 @@ def _wholes(
             first, start, stop = flat.spec.own_range(name_of(parameter))
             whole[first : first + stop - start] = own[start:stop]
             found[name] = whole.view(parameter.shape)
-        if flat.layout.shards > 1:
+        if flat.layout.num_shards > 1:
             flat.axis.all_reduce(joined, f"whole {flat.key}").wait()
     return {name: found[name] for name in parameters}
 

@@ -32,7 +32,7 @@ class ShardFlat:
     gradient: ShardGradient
     trainable: bool = True
     offloaded: bool = False
-    shared_by: tuple[int, ...] = ()
+    tied_pp_stages: tuple[int, ...] = ()
 
     def write(self, values: Mapping[str, Tensor], into: Tensor) -> None:
         """Copy this chunk's elements of whole tensors into ``into`` (1-D over ``owned``)."""
@@ -67,7 +67,7 @@ def shard(
     ]
     ranks = []
     for rank in range(shards):
-        chunks = [layout.chunk for layout in layouts]
+        chunks = [layout.shard_numel for layout in layouts]
         if together:
             masters = list(torch.zeros(sum(chunks)).split(chunks))
             grads = list(torch.zeros(sum(chunks), dtype=grad_dtype).split(chunks))
@@ -79,7 +79,7 @@ def shard(
             flat = ShardFlat(
                 f"unit{index}|trainable|float32",
                 layout,
-                layout.rank_range(rank),
+                layout.shard_range(rank),
                 masters[index],
                 ShardGradient(grads[index]),
             )

@@ -40,15 +40,18 @@ def mean_of(part: Tensor) -> Tensor:
 def blocks_of(layout: Any, block: int = BLOCK) -> Iterator[slice]:
     """Each tensor and each owner's chunk begins one of at most ``block`` elements."""
     for slot in layout.slots:
-        for owner in range(layout.shards):
-            first, end = max(slot.offset, owner * layout.chunk), (owner + 1) * layout.chunk
+        for owner in range(layout.num_shards):
+            first, end = (
+                max(slot.offset, owner * layout.shard_numel),
+                (owner + 1) * layout.shard_numel,
+            )
             for at in range(first, min(slot.end, end), block):
                 yield slice(at, min(at + block, slot.end, end))
 
 
 def nbytes(layout: Any, block: int = BLOCK) -> int:
     """Bytes of a message: for each block its bits and four of a scale, both parts of whole 16."""
-    owners = Counter(place.start // layout.chunk for place in blocks_of(layout, block))
+    owners = Counter(place.start // layout.shard_numel for place in blocks_of(layout, block))
     count = max(owners.values())
     return -(-count * block // 128) * 16 + -(-count // 4) * 16
 

@@ -271,7 +271,7 @@ def test_frozen_flats_and_ungrouped_parameters_are_left_alone():
     bound.step()
     assert torch.equal(flats[0].master, before[0])
     run = bound.segments[0][1].numel()
-    assert run < flats[1].master.numel() or flats[1].layout.shards > 1
+    assert run < flats[1].master.numel() or flats[1].layout.num_shards > 1
     assert torch.equal(flats[1].master[:run], before[1][:run] - 1.0)
     assert torch.equal(flats[1].master[run:], before[1][run:])
     flats[0].trainable, flats[0].master = True, None

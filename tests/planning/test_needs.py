@@ -60,7 +60,7 @@ class Case:
 
     def layouts(self) -> list[tuple[FlatLayout, bool]]:
         """The layout of each flat buffer that trains, and whether it is in fp32."""
-        shards = POLICIES[self.stage].shards(self.ranks)
+        shards = POLICIES[self.stage].num_shards(self.ranks)
         return [
             (FlatLayout.build([("x", (numel,))], shards), wide)
             for numel, trains, wide in self.blocks
@@ -106,11 +106,11 @@ def test_the_optimizer_on_the_cpu(case: Case, moments: str) -> None:
     price = {"fp32": 4, "bf16": 2, "int8": 1}[moments]
     state = gradients = window = largest = wide = 0
     for layout, own_wide in case.layouts():
-        scales = 4 * -(-layout.chunk // 256) if moments == "int8" else 0
-        state += 4 * layout.chunk + case.moments * (price * layout.chunk + scales)
-        gradients += case.gradient[own_wide] * layout.chunk
+        scales = 4 * -(-layout.shard_numel // 256) if moments == "int8" else 0
+        state += 4 * layout.shard_numel + case.moments * (price * layout.shard_numel + scales)
+        gradients += case.gradient[own_wide] * layout.shard_numel
         window += case.gradient[own_wide] * layout.padded
-        largest, wide = max(largest, layout.chunk), max(wide, 4 if own_wide else 2)
+        largest, wide = max(largest, layout.shard_numel), max(wide, 4 if own_wide else 2)
     assert part(own.ram, "master weights and moments") == state
     assert part(own.ram, "gradients") == gradients
     assert part(own.device, "gradients") == (0 if case.stage >= 2 else window)
@@ -140,9 +140,9 @@ def test_the_optimizer_in_files(case: Case, moments: str) -> None:
         return sectors(4 * numel) + case.moments * own_moment
 
     pieces = [
-        piece(min(4096, layout.chunk - start))
+        piece(min(4096, layout.shard_numel - start))
         for layout, _ in case.layouts()
-        for start in range(0, layout.chunk, 4096)
+        for start in range(0, layout.shard_numel, 4096)
     ]
     assert own.disk_bytes == sum(pieces)
     assert part(own.ram, "pieces between files and the update") == 3 * max(pieces, default=0)
@@ -184,16 +184,16 @@ def test_parameters_beside_the_device(case: tuple[int, int]) -> None:
         (FlatLayout.build([("x", (numel,))], ranks), size)
         for numel, size in ((40, 2), (1001, 2), (1001, 2), (9, 4), (77, 2))
     ]
-    whole = sum(layout.chunk * size for layout, size in layouts)
+    whole = sum(layout.shard_numel * size for layout, size in layouts)
     assert part(on_cpu.ram, "parameters") == on_cpu.pinned == whole
     assert part(on_cpu.device, "parameters") == 0 < part(on_cpu.device, "gathered units")
     how = {"nvme_path": "/a", "max_in_cpu": max_in_cpu, "buffer_count": 2}
     in_files = small(ranks, offload_param=to("nvme", **how))
     room, kept, away = max_in_cpu, 0, [0]
     for layout, size in layouts:
-        nbytes = layout.chunk * size
-        fits = layout.chunk <= room
-        room -= layout.chunk if fits else 0
+        nbytes = layout.shard_numel * size
+        fits = layout.shard_numel <= room
+        room -= layout.shard_numel if fits else 0
         kept += nbytes if fits else 0
         away += [] if fits else [-(-nbytes // SECTOR) * SECTOR]
     assert part(in_files.ram, "parameters") == kept and in_files.disk_bytes == sum(away)

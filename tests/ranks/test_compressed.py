@@ -69,7 +69,8 @@ def test_bytes_of_every_message(stage, precision, monkeypatch):
     flats, log = answers[0]
     chosen = [layout for layout, _ in flats if compressible(layout)]
     wanted = sorted(
-        world * (-(-layout.chunk // 32) * 16 + -(-2 * -(-layout.chunk // 64) // 16) * 16)
+        world
+        * (-(-layout.shard_numel // 32) * 16 + -(-2 * -(-layout.shard_numel // 64) // 16) * 16)
         for layout in chosen
     )
     for rank in range(world):
@@ -87,7 +88,7 @@ WEIGHTS = {"zero_quantized_weights": True}
 
 def as_gathered(flat, values, block=None):
     """Return the values that ranks compute with after ``values`` [padded] are sent in 8 bits."""
-    rounded = by_owner(values.float(), flat.layout.shards, 8, block)
+    rounded = by_owner(values.float(), flat.layout.num_shards, 8, block)
     return rounded.to(flat.dtype) if compressible(flat.layout, block) else values
 
 

@@ -49,14 +49,14 @@ def test_a_cast_of_what_arrives_has_the_bytes_that_were_sent(dtype, size):
     layout = FlatLayout.build([("a", (64, 80)), ("b", (3, 7)), ("none", (0, 5))], 3)
     whole = torch.randn(layout.padded, generator=torch.Generator().manual_seed(3)).mul(size)
     whole = whole.to(dtype)
-    codecs = [Float8Weights(layout, layout.rank_range(shard)) for shard in range(3)]
+    codecs = [Float8Weights(layout, layout.shard_range(shard)) for shard in range(3)]
     chunks = whole.chunk(3)
     amax = torch.stack([c.amax(chunk, c._owned[0]) for c, chunk in zip(codecs, chunks)]).amax(0)
     for codec in codecs:
         codec.set_scales(*scales_of(amax))
     messages = torch.cat([codec.encode(chunk) for codec, chunk in zip(codecs, chunks)])
     assert messages.nbytes == layout.padded
-    again = Float8Weights(layout, layout.rank_range(1)).encode(whole, 3)  # needs no agreement
+    again = Float8Weights(layout, layout.shard_range(1)).encode(whole, 3)  # needs no agreement
     out = torch.full_like(whole, float("nan"))
     codecs[0].decode(messages, out)
     for slot in layout.slots[:2]:

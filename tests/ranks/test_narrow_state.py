@@ -456,7 +456,7 @@ def test_copies_of_pipeline_stages_are_rounded_alike_whatever_their_names():
     for name, stages in (("embed", ()), ("head", ()), ("embed", (0, 1)), ("head", (0, 1))):
         (flats,) = shard([{name: values.bfloat16()}], 1, together=True)
         flats[0].master = flats[0].master.bfloat16()
-        flats[0].shared_by = stages
+        flats[0].tied_pp_stages = stages
         parameter = nn.Parameter(values)
         optimizer = torch.optim.SGD([parameter], lr=1e-3)
         state = Bf16State(masters=True, moments=False)

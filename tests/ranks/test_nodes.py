@@ -146,7 +146,7 @@ def traffic(zero):
 
 def sent(specs, codec):
     """Bytes from the two ranks of another node, in one gather or reduction of all flats."""
-    chunks = [(each.layout.chunk, getattr(each, codec)) for each in specs]
+    chunks = [(each.layout.shard_numel, getattr(each, codec)) for each in specs]
     return sum(2 * (n * 2 if how is None else how.nbytes(n)) for n, how in chunks)
 
 

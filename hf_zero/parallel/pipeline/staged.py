@@ -208,7 +208,7 @@ def set_tied(module: StagedModule, tied: Mapping[str, tuple[int, ...]]) -> None:
     module.tied = tied
     parameters = dict(module.named_parameters())
     for name in set(tied) & set(parameters):
-        set_sharding(parameters[name], replace(sharding_of(parameters[name]), stages=tied[name]))
+        set_sharding(parameters[name], replace(sharding_of(parameters[name]), pp_stages=tied[name]))
 
 
 class TiedParameters:
@@ -264,8 +264,8 @@ class TiedParameters:
         """Return the flat buffers of tied parameters by stages, in an order equal on all stages."""
         by_stages: dict[tuple[int, ...], list[FlatBuffer]] = {}
         for flat in flats:
-            if flat.spec.sharding.stages and flat.trainable:
-                by_stages.setdefault(flat.spec.sharding.stages, []).append(flat)
+            if flat.spec.sharding.pp_stages and flat.trainable:
+                by_stages.setdefault(flat.spec.sharding.pp_stages, []).append(flat)
         for flats_of_stages in by_stages.values():
             flats_of_stages.sort(key=lambda flat: flat.layout.slots[0].name)
         return dict(sorted(by_stages.items()))

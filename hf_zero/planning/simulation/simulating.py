@@ -482,7 +482,7 @@ def _staged(planned: EnginePlan, copied: nn.Module) -> StagedModule:
 
     module = stages_without_values(copied, parts_of(planned.model, planned.dims, planned.cuts))
     tied = {
-        name: planned.cuts[p].stages
+        name: planned.cuts[p].pp_stages
         for name, p in planned.model.named_parameters()
         if p in planned.cuts
     }

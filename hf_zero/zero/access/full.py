@@ -96,9 +96,7 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         flats = [flat for flat in map(owner_of, self._params) if flat is not None]
-        units = {
-            flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.number)
-        }
+        units = {flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.index)}
         if self._modifier is not None:
             for engine in dict.fromkeys(units.values()):
                 engine.changes.refuse_half_done("GatheredParameters with a modifier_rank")
@@ -302,7 +300,7 @@ def join_parts(
     """
     whole = torch.zeros(parameter.numel(), dtype=dtype, device=flat.full.device)
     whole[first : first + len(part)] = part
-    if flat.layout.shards > 1:
+    if flat.layout.num_shards > 1:
         # bytes, because a sum of floats would lose the sign of a zero
         flat.axis.all_reduce(whole.view(torch.uint8), f"whole {name_of(parameter)}").wait()
     return whole.view(parameter.shape)

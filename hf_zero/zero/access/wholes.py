@@ -223,7 +223,7 @@ def _issue(
         if not masters and not flat.sharded:
             whole.copy_(flat.full)
             continue
-        own = whole.narrow(0, flat.axis.rank * layout.chunk, layout.chunk)
+        own = whole.narrow(0, flat.axis.rank * layout.shard_numel, layout.shard_numel)
         if masters:
             values = flat.optimizer_shard.master
             assert values is not None
@@ -234,7 +234,7 @@ def _issue(
             values = flat.shard
         if values is not own:
             own.copy_(values)
-        if layout.shards > 1:
+        if layout.num_shards > 1:
             pairs.setdefault(flat.axis, []).append((whole, own))
     keys = "..".join(dict.fromkeys(flat.key for flat in (*group[:1], *group[-1:])))
     handles = [axis.all_gather(each, f"whole {keys}") for axis, each in pairs.items()]

@@ -59,7 +59,7 @@ class Codecs:
 
     def momentum_of(self, layout: FlatLayout, dtype: torch.dtype) -> SignBlocks | None:
         """Return the codec for momenta of a flat buffer that :meth:`takes` has chosen, if any."""
-        fits = layout.shards > 1 and layout.chunk >= self.block and dtype in FLOATS
+        fits = layout.num_shards > 1 and layout.shard_numel >= self.block and dtype in FLOATS
         return self.momentum if fits else None
 
     def codecs(
@@ -68,7 +68,7 @@ class Codecs:
         """Return the codecs for reductions and for gathers of a flat buffer of parameters that
         :meth:`takes` has chosen.
         """
-        if layout.shards == 1 or layout.chunk < self.block or dtype not in FLOATS:
+        if layout.num_shards == 1 or layout.shard_numel < self.block or dtype not in FLOATS:
             return None, None
         if not trains:
             return None, self.frozen if sharded else None
@@ -85,12 +85,12 @@ def report(flats: Sequence[FlatBuffer], wire: torch.dtype | None) -> None:
     if not chosen or chosen[0].engine_mesh.rank != 0:
         return
     sentences = []
-    trains = [flat for flat in flats if flat.trainable and flat.layout.shards > 1]
+    trains = [flat for flat in flats if flat.trainable and flat.layout.num_shards > 1]
     up = [(flat.layout, wire or flat.dtype, flat.spec.reduce_codec) for flat in trains]
     down = [
         (flat.layout, flat.dtype, flat.spec.gather_codec)
         for flat in flats
-        if flat.layout.shards > 1
+        if flat.layout.num_shards > 1
     ]
     for what, messages in (("a reduction of all gradients", up), ("a gather of all weights", down)):
         names = sorted({str(codec) for *_, codec in messages if codec is not None})
@@ -99,7 +99,7 @@ def report(flats: Sequence[FlatBuffer], wire: torch.dtype | None) -> None:
             sent = sum(
                 layout.padded * dtype.itemsize
                 if codec is None
-                else layout.shards * codec.nbytes(layout.chunk)
+                else layout.num_shards * codec.nbytes(layout.shard_numel)
                 for layout, dtype, codec in messages
             )
             sentences.append(f"{what} is {sent:,} bytes instead of {dense:,} ({', '.join(names)})")

@@ -180,12 +180,12 @@ class EnginePlan:
         return POLICIES[self.settings.stage]
 
     @property
-    def shards(self) -> int:
-        """Number of shards of a flat buffer that all ranks of the stage hold."""
-        return self.policy.shards(self.dims.pp_stage_ranks, self.settings.replicate_size)
+    def num_shards(self) -> int:
+        """Number of shards of a flat buffer that all ranks of the pipeline stage hold."""
+        return self.policy.num_shards(self.dims.pp_stage_ranks, self.settings.replicate_size)
 
     @property
-    def stages(self) -> range:
+    def zero_stages(self) -> range:
         """The available ZeRO stages: 0 and 1 for pipelines, which reduce once per step."""
         return range(4 if self.dims.pipeline == 1 else 2)
 
@@ -209,7 +209,7 @@ class EnginePlan:
         return bool(self.flats) and all(flat.spec.persistent for flat in self.flats)
 
     def sharers(self, flat: FlatPlan) -> int:
-        """Return the number of ranks of the stage that hold the same parts as ``flat``."""
+        """Return the number of ranks of the pipeline stage that hold the same parts as ``flat``."""
         return self.dims.pp_stage_ranks // math.prod(map(self.dims.size, flat.spec.sharding.axes))
 
     def whole_numel(self, parameter: nn.Parameter) -> int:

@@ -86,10 +86,10 @@ class FlatBuffer:
     ):
         assert spec.mesh is not None
         self.spec = spec
-        self.number, self.key = spec.number, spec.key
+        self.index, self.key = spec.index, spec.key
         self.layout, self.dtype, self.owned = spec.layout, spec.dtype, spec.owned
         self.trainable, self.sharded = spec.trainable, spec.sharded
-        self.raw, self.writes = spec.raw, spec.writes
+        self.raw, self.saves_shard = spec.raw, spec.saves_shard
         self.mesh, self.axis = spec.mesh, spec.mesh.shard
         self.engine_flats, self.engine_mesh = engine_flats, engine_flats.mesh
         self.handles = ParameterHandles(spec, parameters)
@@ -158,7 +158,7 @@ class FlatBuffer:
     def _shard_as_it_is(self) -> torch.Tensor:
         if not self.is_away:
             return self._storage.fetch(SHARD)
-        out = torch.empty(self.layout.chunk, dtype=self.dtype, device=self.full.device)
+        out = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.full.device)
         self._storage.fetch_into(SHARD, 0, out)
         copied = streams.record_here(out.device)
         if copied is not None:

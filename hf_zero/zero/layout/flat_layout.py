@@ -2,14 +2,14 @@
 no communication.
 
 A :class:`FlatLayout` places parameters one after another in one flat buffer and cuts the buffer
-into equal chunks, one per shard. Everything that moves parameters (partitioning, optimizer
+into shards of one size. Everything that moves parameters (partitioning, optimizer
 segments, saving, loading on another number of ranks, exporting, estimating) is an intersection of
 ranges over such a layout.
 
 [Note: alignment]
 A parameter of two or more dimensions begins at a multiple of 128 bytes: loads of 16 bytes, TMA and
 grouped GEMMs need it, whatever is before it in the buffer. One of LARGE or more elements begins at
-a multiple of BLOCK elements, and so does every chunk of a layout that has one: a block of BLOCK of
+a multiple of BLOCK elements, and so does every shard of a layout that has one: a block of BLOCK of
 its elements, which block-wise optimizer state has a scale for, is then on one rank, and the blocks
 are the same on any number of ranks. The elements between two parameters, like those after the
 last, are padding: zero in shards, gradients and optimizer state, undefined in a gathered buffer.
@@ -30,7 +30,7 @@ from hf_zero.zero.layout.box import Box
 
 T = TypeVar("T")
 
-ALIGNMENT = 8  # elements; a chunk of 16-bit elements then starts on a 16-byte boundary
+ALIGNMENT = 8  # elements; a shard of 16-bit elements then starts on a 16-byte boundary
 MATRIX_ALIGNMENT = 128  # bytes
 LARGE, BLOCK = 4096, 256  # elements
 
@@ -77,17 +77,17 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters in ascending order, aligned and padded as the note says, and cut into ``shards``
-    chunks.
+    """Parameters in ascending order, aligned and padded as the note says, and cut into
+    ``num_shards`` shards of one size.
     """
 
     slots: tuple[Slot, ...]
-    shards: int
+    num_shards: int
 
     def __post_init__(self) -> None:
-        if self.shards < 1:
+        if self.num_shards < 1:
             raise ValueError(
-                f"a layout needs at least one shard, not {self.shards}; pass the "
+                f"a layout needs at least one shard, not {self.num_shards}; pass the "
                 "size of the shard group"
             )
         names = [slot.name for slot in self.slots]
@@ -101,7 +101,7 @@ class FlatLayout:
     def build(
         cls,
         named_shapes: Sequence[tuple[str, Sequence[int]]],
-        shards: int,
+        num_shards: int,
         boxes: Mapping[str, Box | None] = MappingProxyType({}),
         itemsize: int = 4,
     ) -> FlatLayout:
@@ -116,7 +116,7 @@ class FlatLayout:
             offset = _round_up(offset, _alignment(sizes, itemsize))
             slots.append(Slot(name, sizes, offset, boxes.get(name)))
             offset += math.prod(sizes)
-        return cls(tuple(slots), shards)
+        return cls(tuple(slots), num_shards)
 
     @cached_property
     def numel(self) -> int:
@@ -132,7 +132,7 @@ class FlatLayout:
     def padded(self) -> int:
         """Number of elements of the flat buffer."""
         large = any(slot.numel >= LARGE for slot in self.slots)
-        return _round_up(self.end, self.shards * (BLOCK if large else ALIGNMENT))
+        return _round_up(self.end, self.num_shards * (BLOCK if large else ALIGNMENT))
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
@@ -153,19 +153,19 @@ class FlatLayout:
                 yield max(first, start) - start, min(last, stop) - start
 
     @property
-    def chunk(self) -> int:
+    def shard_numel(self) -> int:
         """Number of elements of one shard."""
-        return self.padded // self.shards
+        return self.padded // self.num_shards
 
-    def rank_range(self, shard: int) -> tuple[int, int]:
-        """Return the half-open range of the flat buffer that shard ``shard`` owns (it may include
+    def shard_range(self, index: int) -> tuple[int, int]:
+        """Return the half-open range of the flat buffer that is shard ``index`` (it may include
         padding).
         """
-        if not 0 <= shard < self.shards:
+        if not 0 <= index < self.num_shards:
             raise IndexError(
-                f"shard {shard} of a layout with {self.shards} shards; shards count from 0"
+                f"shard {index} of a layout with {self.num_shards} shards; shards count from 0"
             )
-        return shard * self.chunk, (shard + 1) * self.chunk
+        return index * self.shard_numel, (index + 1) * self.shard_numel
 
     @cached_property
     def _offsets(self) -> list[int]:
@@ -200,7 +200,7 @@ class FlatLayout:
 
     def to_json(self) -> JsonObject:
         return {
-            "shards": self.shards,
+            "shards": self.num_shards,
             "slots": [
                 {"name": s.name, "shape": list(s.shape), "offset": s.offset}
                 | ({} if s.box is None else {"box": s.box.to_json()})
@@ -225,7 +225,7 @@ class FlatLayout:
                 )
                 for s in data["slots"]
             )
-            shards = _count(data["shards"])
+            num_shards = _count(data["shards"])
         except (KeyError, TypeError) as error:
             raise ValueError(
                 "a layout holds a list of slots (name, shape, offset) and a number "
@@ -245,7 +245,7 @@ class FlatLayout:
                     "layout is damaged"
                 )
             at = slot.end
-        return cls(slots, shards)
+        return cls(slots, num_shards)
 
 
 def _alignment(shape: tuple[int, ...], itemsize: int) -> int:

@@ -18,25 +18,25 @@ from hf_zero.zero.layout.sharding import WHOLE, Sharding
 class FlatSpec:
     """Name, layout and kind of one flat buffer.
 
-    number: index among the flat buffers of its engine. raw: only their own module can read the
-    bytes, which are never cast. sharded: its values are gathered and released. persistent: they
-    stay whole at a stage that shards others. writes: whether this rank is the replica that saves
-    this shard. owned: the elements ``[start, stop)`` of the buffer that this rank
-    owns. reduce_codec, gather_codec: codec of its gradient in a reduce-scatter, and of its values
-    in an all-gather of shards or of a step's updates; None: uncompressed. momentum_blocks: codec of
-    its momentum, if the optimizer sends that. mesh: the ranks that hold its values. sharding: the
+    index: among the flat buffers of its engine. raw: only their own module can read the bytes,
+    which are never cast. sharded: its values are gathered and released. persistent: they stay whole
+    at a ZeRO stage that shards others. saves_shard: whether this rank is the replica that saves
+    this shard. owned: the elements ``[start, stop)`` of the buffer that this rank owns.
+    reduce_codec, gather_codec: codec of its gradient in a reduce-scatter, and of its values in an
+    all-gather of shards or of a step's updates; None: uncompressed. momentum_blocks: codec of its
+    momentum, if the optimizer sends that. mesh: the ranks that hold its values. sharding: the
     ``Sharding`` of its parameters, without their boxes. wide: dtype of its master weights and of
     sums of its gradients.
     """
 
-    number: int
+    index: int
     key: str
     layout: FlatLayout
     dtype: torch.dtype
     trainable: bool
     raw: bool
     sharded: bool
-    writes: bool
+    saves_shard: bool
     owned: tuple[int, int]
     persistent: bool = False
     reduce_codec: Codec | None = None

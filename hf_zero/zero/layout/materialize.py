@@ -91,12 +91,12 @@ def make_mesh(plan: EnginePlan) -> Mesh:
     options = MeshOptions(
         settings.offload_optimizer.on and plan.policy.gathers_after_step,
         extensions.node,
-        _ranks_of_a_host(plan.shards, hierarchical) if hierarchical else 1,
+        _ranks_of_a_host(plan.num_shards, hierarchical) if hierarchical else 1,
         tuple(sorted(cuts)),
         settings.nccl.written,
     )
     return Mesh(
-        plan.shards, plan.device, settings.timeout, options, parallel, settings.host_timeout
+        plan.num_shards, plan.device, settings.timeout, options, parallel, settings.host_timeout
     )
 
 
@@ -129,7 +129,7 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
     flats_of: dict[int, list[FlatBuffer]] = {}
     for planned in plan.flats:
         cut = planned.spec.sharding
-        spec = replace(planned.spec, mesh=mesh.of(cut.axes, cut.partial, len(cut.stages)))
+        spec = replace(planned.spec, mesh=mesh.of(cut.axes, cut.partial, len(cut.pp_stages)))
         flat = FlatBuffer(spec, planned.parameters, engine_flats)
         flats_of.setdefault(id(planned.unit), []).append(flat)
     flats = engine_flats.flats

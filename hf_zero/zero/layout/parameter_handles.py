@@ -64,7 +64,7 @@ class ParameterHandles:
             parameter.__dict__.update(
                 _hf_zero_flat=flat,
                 _hf_zero_name=slot.name,
-                _hf_zero_id=self._spec.number * 1_000_000 + index,
+                _hf_zero_id=self._spec.index * 1_000_000 + index,
             )
             _set_data(parameter, self.views[slot.name])
         self._divide()

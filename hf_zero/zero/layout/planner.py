@@ -74,7 +74,7 @@ def plan(
         settings: resolved for the ranks of one pipeline stage.
         dims: the sizes of the parallel axes of the job.
         optimizer: an optimizer over the model's parameters; those in none of its groups are frozen:
-            gathered and released as the stage requires, never reduced. None: all are.
+            gathered and released as the ZeRO stage requires, never reduced. None: all are.
         extensions_of: the function from settings and optimizer to the parts that techniques
             provide (``hf_zero.compression.registry.extensions_of``); default: none do.
         rank: the rank of the job that is planned for.
@@ -121,7 +121,7 @@ def plan(
         group_of,
         moments_by_group(optimizer),
         cuts,
-        _Places(dims, rank, policy.shards(dims.pp_stage_ranks, settings.replicate_size)),
+        _Places(dims, rank, policy.num_shards(dims.pp_stage_ranks, settings.replicate_size)),
         bf16 is not None and bf16.masters,
     )
     laid = [(unit, *flat) for unit in units for flat in laying.flats_of(unit, held)]
@@ -223,30 +223,30 @@ def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[s
 
 @dataclass(frozen=True)
 class _Places:
-    """The places of ``rank`` among the ranks that hold the same parts; ``shards``: of flat buffers
-    that all ranks of its stage hold.
+    """The places of ``rank`` among the ranks that hold the same parts; ``num_shards``: of flat
+    buffers that all ranks of its pipeline stage hold.
     """
 
     dims: ParallelDims
     rank: int
-    shards: int
+    num_shards: int
 
     def along(self, axes: tuple[str, ...]) -> tuple[int, int, int]:
         """Return, for flat buffers that ``axes`` cut besides ZeRO: the number of their shards, the
-        number of the shard of this rank, and that of its replica.
+        index of this rank's shard, and the index of its replica.
         """
         sharing = self.dims.ranks_sharing(self.rank, axes)
-        shards = len(sharing) if axes and self.shards > 1 else self.shards
+        num_shards = len(sharing) if axes and self.num_shards > 1 else self.num_shards
         position = sharing.index(self.rank)
-        return shards, position % shards, position // shards
+        return num_shards, position % num_shards, position // num_shards
 
 
 class FlatKind(NamedTuple):
     """The properties by which parameters of one unit share a flat buffer.
 
-    policy: that of persistent parameters, or the stage's. compressed: codecs may encode it. float8:
-    gathers send it in float8. moments: the names of the moments, joined, if groups of the optimizer
-    differ in them, else "".
+    policy: of persistent parameters, or of the ZeRO stage. compressed: codecs may encode it.
+    float8: gathers send it in float8. moments: the names of the moments, joined, if groups of the
+    optimizer differ in them, else "".
     """
 
     trainable: bool
@@ -307,14 +307,14 @@ class _Laying:
         self, unit: UnitSpec, kind: FlatKind, parameters: dict[str, nn.Parameter]
     ) -> FlatSpec:
         trainable, dtype, policy, sharding = kind.trainable, kind.dtype, kind.policy, kind.sharding
-        shards, shard, replica = self._place(sharding.axes)
+        num_shards, shard, replica = self._place(sharding.axes)
         # A frozen persistent flat buffer is unsharded, so every rank owns all of it, and shard 0 of
         # replica 0 saves it.
-        shards = shards if trainable else policy.parameter_shards(shards)
+        num_shards = num_shards if trainable else policy.num_parameter_shards(num_shards)
         stays = policy != self.policy
         layout = FlatLayout.build(
             [(name, shape_of(p, self.cuts)) for name, p in parameters.items()],
-            shards,
+            num_shards,
             {name: sharding_under(p, self.cuts).box for name, p in parameters.items()},
             dtype.itemsize,
         )
@@ -325,7 +325,7 @@ class _Laying:
         key += "|float8" if kind.float8 else ""
         key += f"|{kind.moments}" if kind.moments else ""
         key += f"|{sharding.key}" if sharding.key else ""
-        owned = layout.rank_range(shard if shards > 1 else 0)
+        owned = layout.shard_range(shard if num_shards > 1 else 0)
         reduce_codec, gather_codec = (
             self.codecs.codecs(layout, dtype, trainable, policy.shards_parameters, stays)
             if kind.compressed
@@ -334,7 +334,7 @@ class _Laying:
         if kind.float8:
             gather_codec = Float8Weights(layout, owned)
         return FlatSpec(
-            number=-1,
+            index=-1,
             key=key,
             layout=layout,
             dtype=dtype,
@@ -342,7 +342,7 @@ class _Laying:
             raw=kind.raw,
             sharded=policy.shards_parameters,
             persistent=stays,
-            writes=replica == 0 and (shards > 1 or shard == 0),
+            saves_shard=replica == 0 and (num_shards > 1 or shard == 0),
             owned=owned,
             reduce_codec=reduce_codec,
             gather_codec=gather_codec,
@@ -376,7 +376,7 @@ def _placed(
     device: torch.device,
     formats: Mapping[str, tuple[int, bool]],
 ) -> tuple[FlatPlan, ...]:
-    """Return the flat buffers ``laid`` out, with numbers, tiers and dtypes of gradients."""
+    """Return the flat buffers ``laid`` out, with indices, tiers and dtypes of gradients."""
     rules, policy = PlacementRules(settings, dims.pp_stage_ranks), POLICIES[settings.stage]
     specs = [shard_spec(spec) for _, spec, _ in laid]
     away = rules.offloaded([s for s, (_, spec, _) in zip(specs, laid) if not spec.persistent])
@@ -424,7 +424,7 @@ def _placed(
 
     return tuple(
         FlatPlan(
-            replace(spec, number=number),
+            replace(spec, index=index),
             unit,
             parameters,
             tiers.get(shard.key, "device"),
@@ -433,5 +433,5 @@ def _placed(
             not policy.shards_gradients,
             casts_master(shard, spec),
         )
-        for number, (shard, (unit, spec, parameters)) in enumerate(zip(specs, laid))
+        for index, (shard, (unit, spec, parameters)) in enumerate(zip(specs, laid))
     )

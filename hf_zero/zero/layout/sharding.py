@@ -30,16 +30,16 @@ class Sharding:
     term of a sum over the tensor-parallel ranks, as for a whole weight that only this rank's
     attention heads use (a norm of queries, a bias that one rank adds); else all tensor-parallel
     ranks have the same gradient. box: this rank's part of the whole tensor, for checkpoints; None:
-    all of it, or not needed. stages: the pipeline stages that hold it, if several: each has a part
-    of its gradient. names: for ranks along the first axis that hold parameters of different modules
-    under one name, the whole-model names of these modules, the first as on this rank; the box is
-    for the other axes.
+    all of it, or not needed. pp_stages: the pipeline stages that hold it, if several: each has a
+    part of its gradient. names: for ranks along the first axis that hold parameters of different
+    modules under one name, the whole-model names of these modules, the first as on this rank; the
+    box is for the other axes.
     """
 
     axes: tuple[str, ...] = ()
     partial: bool = False
     box: Box | None = None
-    stages: tuple[int, ...] = ()
+    pp_stages: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -73,10 +73,10 @@ class Sharding:
 
     @property
     def key(self) -> str:
-        """An identifier of the ranks and the average of the gradient; "" if all ranks of the stage
-        hold the parameter and its whole gradient.
+        """An identifier of the ranks and the average of the gradient; "" if all ranks of the
+        pipeline stage hold the parameter and its whole gradient.
         """
-        tied = ("tied",) if self.stages else ()
+        tied = ("tied",) if self.pp_stages else ()
         return "+".join((*self.axes, *(("partial",) if self.partial else ()), *tied))
 
 

@@ -25,7 +25,7 @@ class Policy:
     shards_gradients: bool
     shards_optimizer: bool
 
-    def shards(self, world: int, replicas: int = 1) -> int:
+    def num_shards(self, world: int, replicas: int = 1) -> int:
         """Return the length of the shard axis for ``world`` ranks in ``replicas`` copies."""
         if world % replicas:
             raise ValueError(
@@ -34,8 +34,8 @@ class Policy:
             )
         return world // replicas if self.shards_optimizer else 1
 
-    def parameter_shards(self, shards: int) -> int:
-        return shards if self.shards_parameters else 1
+    def num_parameter_shards(self, num_shards: int) -> int:
+        return num_shards if self.shards_parameters else 1
 
     @property
     def of_persistent(self) -> Policy:
@@ -56,7 +56,7 @@ class Policy:
 
     def bytes_per_parameter(
         self,
-        shards: int,
+        num_shards: int,
         precision: str = "bfloat16",
         moments: int = ADAM_MOMENTS,
         gradient: str | None = None,
@@ -71,7 +71,7 @@ class Policy:
         are their own master weights. The optimizer keeps ``moments`` fp32 numbers per parameter
         (Adam 2, SGD with momentum 1, plain SGD 0).
         """
-        cut = float(shards)
+        cut = float(num_shards)
         master = 0 if precision == "float32" else 4
         grad = ITEM_BYTES[gradient or "float32"]
         casts = self.shards_parameters and master > 0 and not keeps_shard
@@ -105,12 +105,14 @@ POLICIES: dict[int, Policy] = {
 
 def bytes_per_parameter(
     stage: int,
-    shards: int,
+    num_shards: int,
     precision: str = "bfloat16",
     moments: int = ADAM_MOMENTS,
     gradient: str | None = None,
     keeps_shard: bool = False,
 ) -> float:
     """Return the total of :meth:`Policy.bytes_per_parameter` for ``stage``."""
-    parts = POLICIES[stage].bytes_per_parameter(shards, precision, moments, gradient, keeps_shard)
+    parts = POLICIES[stage].bytes_per_parameter(
+        num_shards, precision, moments, gradient, keeps_shard
+    )
     return sum(parts.values())

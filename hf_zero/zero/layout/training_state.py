@@ -483,7 +483,7 @@ class OptimizerShard(CopiedState):
     def __init__(self, spec: FlatSpec, gradient: GradientBuffer):
         self.spec = spec
         self.key, self.layout, self.owned = spec.key, spec.layout, spec.owned
-        self.trainable, self.shared_by = spec.trainable, spec.sharding.stages
+        self.trainable, self.tied_pp_stages = spec.trainable, spec.sharding.pp_stages
         self.gradient = gradient
         # storage of master weights, and of offloaded moments; torch allocates moments on the device
         self.storage: Storage = DeviceStorage({})

@@ -428,7 +428,7 @@ class Unit:
         with torch.inference_mode(False), torch.no_grad():
             at = 0
             for flat in self.sharded:
-                size = flat.layout.chunk * flat.dtype.itemsize
+                size = flat.layout.shard_numel * flat.dtype.itemsize
                 flat.make_room(exact)
                 flat.bring_shard()
                 for rank, data in chunks.items():
@@ -437,11 +437,11 @@ class Unit:
                     values = torch.frombuffer(
                         bytearray(data[at : at + size]), dtype=torch.uint8
                     ).view(flat.dtype)
-                    start, stop = flat.layout.rank_range(flat.axis.ranks.index(rank))
+                    start, stop = flat.layout.shard_range(flat.axis.ranks.index(rank))
                     flat.full[start:stop].copy_(values)
                 codec = flat.spec.gather_codec
                 if codec is not None and not exact:  # same rounding as a gather
-                    codec.decode(codec.encode(flat.full, flat.layout.shards), flat.full)
+                    codec.decode(codec.encode(flat.full, flat.layout.num_shards), flat.full)
                 flat.mark_filled()
                 at += size
         self.state = State.GATHERING
@@ -549,7 +549,7 @@ class SharedShards(CopiedState):
         consensus = self._mesh.consensus
         assert consensus is not None
         peers = sorted({rank for flat in unit.sharded for rank in flat.axis.peers})
-        size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
+        size = sum(flat.layout.shard_numel * flat.dtype.itemsize for flat in unit.sharded)
         fetches = consensus.fetches
         fetch = fetches.fetch_alone if outside_passes else fetches.fetch
         unit.fill(fetch(unit.index, unit.label, peers, size), exact=outside_passes)

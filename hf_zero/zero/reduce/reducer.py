@@ -557,7 +557,7 @@ class Reducer:
             self._batch.on_reduced is None
             or not self._batch.ends_window
             or not progress.reduced.issuperset(together)
-            or flat.spec.sharding.stages  # their sum over stages is yet to come
+            or flat.spec.sharding.pp_stages  # their sum over stages is yet to come
             or (flat.gradient.offloaded and self._offload is not None and self._offload.is_adding)
         ):
             return

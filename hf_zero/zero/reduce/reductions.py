@@ -137,10 +137,10 @@ class Reductions:
         if it must be released afterwards.
         """
         shard, replicate, part = flat.mesh.shard, flat.mesh.replicate, None
-        if flat.layout.shards > 1:
+        if flat.layout.num_shards > 1:
             handle = shard.reduce_scatter(wire, flat.key, flat.spec.reduce_codec)
             if replicate.size > 1:
-                part = wire.new_empty(flat.layout.chunk)
+                part = wire.new_empty(flat.layout.shard_numel)
         else:
             handle = replicate.all_reduce(wire, flat.key, ordered=True)
         takes_memory = (
@@ -184,7 +184,7 @@ class Reductions:
         elif reductions:
             wires, flat = [reduction.wire for reduction in reductions], reductions[0].flat
             key = f"{flat.key}..{reductions[-1].flat.key}"
-            if flat.layout.shards > 1:
+            if flat.layout.num_shards > 1:
                 handles = flat.mesh.shard.reduce_packed(wires, key)
             else:
                 packed = flat.mesh.replicate.all_reduce(torch.cat(wires), key, ordered=True)

@@ -234,7 +234,10 @@ class OptimizerStep:
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
             with span("update", "parameters on the device"), put_off:
                 written = self.bound.step(
-                    divisor, shards=self.shards_to_write(), step_number=steps_before, without=applied
+                    divisor,
+                    shards=self.shards_to_write(),
+                    step_number=steps_before,
+                    without=applied,
                 )
             for extension in self.extensions:
                 resting.update(extension.update(divisor))

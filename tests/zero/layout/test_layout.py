@@ -46,10 +46,10 @@ def elements(shapes):
 def test_the_shards_cover_every_element_once_and_in_order(shapes, shards, begin, end):
     layout = laid_out(shapes, shards)
     assert FlatLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
-    ranges = [layout.rank_range(shard) for shard in range(shards)]
+    ranges = [layout.shard_range(shard) for shard in range(shards)]
     assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
-    assert {stop - start for start, stop in ranges} == {layout.chunk}
-    assert layout.chunk % ALIGNMENT == 0 and ranges[-1][1] == layout.padded
+    assert {stop - start for start, stop in ranges} == {layout.shard_numel}
+    assert layout.shard_numel % ALIGNMENT == 0 and ranges[-1][1] == layout.padded
     assert layout.numel <= layout.end <= layout.padded < layout.end + shards * ALIGNMENT
     found = []
     for start, stop in ranges:
@@ -93,7 +93,7 @@ def test_matrices_and_blocks_begin_where_hardware_and_states_want_them(shapes, s
     for slot in layout.slots:
         assert len(slot.shape) < 2 or slot.offset * itemsize % 128 == 0
         if slot.numel >= LARGE:
-            assert slot.offset % BLOCK == 0 and layout.chunk % BLOCK == 0
+            assert slot.offset % BLOCK == 0 and layout.shard_numel % BLOCK == 0
     assert layout.end - layout.numel < BLOCK * len(shapes), "less than a block in front of each"
     largest = max(slot.numel for slot in layout.slots)
     assert layout.padded - layout.end < shards * (BLOCK if largest >= LARGE else ALIGNMENT)
@@ -101,9 +101,9 @@ def test_matrices_and_blocks_begin_where_hardware_and_states_want_them(shapes, s
 
 def test_what_cannot_be_laid_out_is_refused():
     with pytest.raises(IndexError, match="shard 4 of a layout with 4 shards"):
-        laid_out([(3,)], 4).rank_range(4)
+        laid_out([(3,)], 4).shard_range(4)
     with pytest.raises(IndexError, match="shard -1"):
-        laid_out([(3,)], 4).rank_range(-1)
+        laid_out([(3,)], 4).shard_range(-1)
     with pytest.raises(ValueError, match="at least one shard, not 0"):
         laid_out([(3,)], 0)
     with pytest.raises(ValueError, match=r"named twice in one layout: \['w'\]"):
@@ -236,4 +236,4 @@ def test_bytes_and_traffic_of_each_stage(stage):
     published = (120, 31.4, 16.6, 1.9)[stage]
     assert 7.5 * half == pytest.approx(published, abs=0.05)
     with pytest.raises(ValueError, match="6 ranks cannot be split into 4 equal replicas"):
-        policy.shards(6, 4)
+        policy.num_shards(6, 4)
