@@ -157,7 +157,7 @@ class ShardedModel:
         with self.schedule.shards.writing(), span("update", "shards in compute dtype"):
             for flat in local:
                 # without masters of its own, the shard is what the optimizer has updated
-                if flat.optimizer_shard.has_own_master and flat.key not in written:
+                if flat.optimizer_shard.has_separate_master and flat.key not in written:
                     master = flat.optimizer_shard.master
                     assert master is not None
                     flat.store_shard(master)

@@ -75,7 +75,7 @@ def tensors_on_device(engine: ShardedEngine) -> Iterator[tuple[str, torch.Tensor
     for flat in engine.flats:
         shard, gradient = flat.optimizer_shard, flat.gradient
         if not shard.offloaded:
-            if shard.has_own_master:
+            if shard.has_separate_master:
                 master = shard.master
                 assert master is not None
                 yield MASTERS, master

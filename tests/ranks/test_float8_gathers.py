@@ -263,8 +263,8 @@ def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
     unit.finish_gather()
     gathered = [flat.views[name].clone() for flat in unit.sharded for name in flat.parameters]
     unit.release()
-    chunks = engine.mesh.all_gather_object(unit.chunk_bytes())
-    unit.fill({other: data for other, data in enumerate(chunks) if other != rank})
+    chunks = engine.mesh.all_gather_object(unit.shard_bytes_to_serve())
+    unit.gather_from({other: data for other, data in enumerate(chunks) if other != rank})
     filled = [flat.views[name] for flat in unit.sharded for name in flat.parameters]
     assert all(map(torch.equal, filled, gathered))
     unit.release()

@@ -48,7 +48,7 @@ class Watched(OnEngine):
         super().step()
         flats = [flat for flat in self.engine.flats if not flat.spec.persistent]
         back = [flat for flat in flats if not flat.optimizer_shard.offloaded]
-        masters = [flat for flat in back if flat.optimizer_shard.has_own_master]
+        masters = [flat for flat in back if flat.optimizer_shard.has_separate_master]
         taken = sum(12 * flat.spec.owned_numel for flat in back)
         taken += sum(4 * flat.spec.owned_numel for flat in masters)
         pairs = [(flat.optimizer_shard.master, flat.gradient.shard) for flat in back]

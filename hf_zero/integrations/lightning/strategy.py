@@ -85,7 +85,7 @@ def engine_of(module: torch.nn.Module) -> Engine | None:
     """Return the engine whose module is ``module`` itself, not a part of it, or None."""
     for parameter in module.parameters():
         flat = owner_of(parameter)
-        engine = flat.engine() if flat is not None and not flat.retired else None
+        engine = None if flat is None else flat.live_engine
         if engine is not None and engine.module is module:
             return engine
     return None

@@ -66,7 +66,7 @@ def whole_state_dict(
         return None
     names = WholeNames(engine.module)
 
-    def fill(module: nn.Module, state: dict[str, object], prefix: str) -> None:
+    def take_values(module: nn.Module, state: dict[str, object], prefix: str) -> None:
         left_out: set[str] = set()
         for name, parameter in module._parameters.items():
             if not isinstance(parameter, OwnedParameter):
@@ -84,7 +84,7 @@ def whole_state_dict(
                 state.pop(prefix + name, None)
 
     # torch's own walk: hooks of modules change names and values
-    with engine.sharded_model.guards.filling(fill):
+    with engine.sharded_model.guards.state_dict_from(take_values):
         state: dict[str, object] = engine.module.state_dict()
     for key, value in state.items():
         if isinstance(value, torch.Tensor):

@@ -26,7 +26,7 @@ from hf_zero.zero.step.optimizer_step import refuse_half_done
 
 
 def _engine_of(flat: FlatBuffer) -> Any:
-    engine = None if flat.retired else flat.engine()
+    engine = flat.live_engine
     if engine is None:
         raise PartitionError(f"the engine of {next(iter(flat.parameters))} {LEFT_SHARDED}")
     return engine

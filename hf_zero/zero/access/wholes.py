@@ -53,7 +53,7 @@ def _has_masters(flat: FlatBuffer, dtype: torch.dtype | None) -> bool:
     """Whether master weights replace the values of ``flat`` as ``dtype``: for float32, or if steps
     send differences, so that all ranks' values lag behind them.
     """
-    return flat.optimizer_shard.has_own_master and (
+    return flat.optimizer_shard.has_separate_master and (
         dtype == torch.float32 or flat.spec.sends_differences
     )
 

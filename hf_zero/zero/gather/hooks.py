@@ -372,7 +372,7 @@ class Hooks:
         holds; each of these counts with its submodules.
         """
         if not modules <= self._held.keys():
-            places = {
+            bits = {
                 id(parameter): (flat, 1 << index)
                 for unit in self._units
                 for flat in unit.trainable
@@ -390,9 +390,9 @@ class Hooks:
                     for parameter in part._parameters.values()
                 )
                 self._held[module] = [
-                    places[key]
+                    bits[key]
                     for key, number in counts.items()
-                    if key in places and number == holders[key]
+                    if key in bits and number == holders[key]
                 ]
         idle: dict[FlatBuffer, int] = {}
         for module in modules:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
 # Puts whole parameters of a module into the state dict, under a prefix.
-Fill = Callable[[nn.Module, dict[str, Any], str], None]
+WholeSource = Callable[[nn.Module, dict[str, Any], str], None]
 
 
 class Attached(partial):  # type: ignore[type-arg]
@@ -226,7 +226,7 @@ class ModuleGuards:
         self._patched: list[nn.Module] = []
         self._model = model
         self._part = False  # the state_dict call under way is for a part of the model
-        self._fill: Fill | None = None  # the source of whole parameters in place of gathers
+        self._whole_source: WholeSource | None = None  # of whole parameters, in place of gathers
         self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
         # load_state_dict calls under way, by module
         self._loads: dict[nn.Module, _LoadCall] = {}
@@ -334,21 +334,21 @@ class ModuleGuards:
         )
 
     @contextmanager
-    def filling(self, fill: Fill) -> Iterator[None]:
-        """Context in which ``state_dict`` gathers nothing: ``fill`` puts the whole parameters of
-        each module into it, before other hooks of the module read them.
+    def state_dict_from(self, whole_source: WholeSource) -> Iterator[None]:
+        """Context in which ``state_dict`` gathers nothing: ``whole_source`` puts the whole
+        parameters of each module into it, before other hooks of the module read them.
         """
         self._end_broken()
-        self._fill = fill
+        self._whole_source = whole_source
         try:
             yield
         finally:
-            self._fill = None
+            self._whole_source = None
 
     def _before_state_dict(
         self, pinned: list[Unit], module: nn.Module, prefix: str, keep_vars: bool
     ) -> None:
-        if self._fill is not None:
+        if self._whole_source is not None:
             return
         while self._entered and module not in self._entered[-1].inside:
             self._leave_one()  # an exception has broken that call
@@ -369,7 +369,7 @@ class ModuleGuards:
     def _fill_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
     ) -> None:
-        (self._fill or self._copy_gathered)(module, state, prefix)
+        (self._whole_source or self._copy_gathered)(module, state, prefix)
         for name, weight in weights_of_parts(module):
             paths = names_of_parts(name, weight, prefix)
             if all(path in state for path in paths.values()):
@@ -403,7 +403,7 @@ class ModuleGuards:
     def _after_state_dict(
         self, module: nn.Module, state: object, prefix: str, metadata: object
     ) -> None:
-        if self._fill is not None:
+        if self._whole_source is not None:
             return
         while self._leave_one() is not module:
             pass

@@ -11,7 +11,8 @@ note in consensus.py) if other ranks hold shards of the unit, and sends nothing 
 all of it.
 
 A pass may leave out units that no rank uses in it, if all ranks know this before its first gather:
-they keep their places in its plan and are skipped there. If one is needed after all, it is fetched.
+they keep their positions in its plan and are skipped there. If one is needed after all, it is
+fetched.
 
 A unit is released one unit late, when the next unit is needed: a block called twice in a row is not
 gathered twice, and the last unit of a forward is still gathered when its backward begins.
@@ -29,7 +30,7 @@ from torch import nn
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.layout.compute_copy import ComputedValues
 from hf_zero.zero.layout.unit import SharedShards, State, Unit
-from hf_zero.zero.reduce.reduction_order import merged, places
+from hf_zero.zero.reduce.reduction_order import merged, plan_positions
 
 GATHER, END_OF_PASS = 1, 0
 _pins, _nbytes = attrgetter("pins"), attrgetter("nbytes")
@@ -92,9 +93,9 @@ class Schedule:
         self._issued = Pass(None, False, [])
         self._to_release: list[Unit] = []
         self._ahead: list[Unit] = []
-        # units gathered only for other ranks so far, with their places in the plan
+        # units gathered only for other ranks so far, with their positions in the plan
         self.gathered_for_others: list[tuple[int, Unit]] = []
-        self._kept: list[Unit] = []  # for the backward that may follow
+        self._kept_units: list[Unit] = []  # for the backward that may follow
         # called with each unit when it is needed; waits for an update of it on another thread
         self.on_use: Callable[[Unit], None] | None = None
         self.reductions: ReductionsUnderWay | None = None
@@ -111,12 +112,12 @@ class Schedule:
         return self._issued.plan or ()
 
     @property
-    def places(self) -> Sequence[int]:
-        """Positions in :attr:`plan` reached by that pass after 0, 1, 2, ... of its recorded
-        gathers.
+    def plan_positions(self) -> Sequence[int]:
+        """Positions in :attr:`plan` that the last pass to issue all its gathers reached after 0, 1,
+        2, ... of its recorded gathers.
         """
         recorded = self._issued.record
-        return places(recorded, self.plan) if recorded else range(len(self.plan) + 1)
+        return plan_positions(recorded, self.plan) if recorded else range(len(self.plan) + 1)
 
     @property
     def resident(self) -> tuple[int, ...]:
@@ -128,7 +129,7 @@ class Schedule:
         """
         resident = []
         for unit in self._sharded:
-            if unit.pins or unit in self._kept:
+            if unit.pins or unit in self._kept_units:
                 resident.append(unit.index)
         return tuple(resident)
 
@@ -153,7 +154,7 @@ class Schedule:
                 # which change nothing that selects a plan.
                 self._pass = None
                 return
-            self._kept = []
+            self._kept_units = []
             self._release_unused()
             for unit in self._sharded:
                 if unit.source.keeps_values:
@@ -183,8 +184,8 @@ class Schedule:
         if under_way.plan is None:
             while self._agree_on_gather(END_OF_PASS, None):
                 pass
-            # Units that no rank used in this pass keep their places, since they may be used again:
-            # a fetch of a unit outside the plan is slow.
+            # Units that no rank used in this pass keep their positions, since they may be used
+            # again: a fetch of a unit outside the plan is slow.
             plan = merged(
                 [
                     under_way.record,
@@ -212,11 +213,11 @@ class Schedule:
         self.issue_rest()
         self._mesh.passes.end()
         assert under_way.plan is not None
-        self._kept = []
+        self._kept_units = []
         if keep_last:
-            self._kept.append(self._units[0])
+            self._kept_units.append(self._units[0])
             if under_way.plan and under_way.plan[-1] not in under_way.left_out:
-                self._kept.append(under_way.plan[-1])
+                self._kept_units.append(under_way.plan[-1])
         self._pass = None
         self._release_unused()
 
@@ -256,7 +257,7 @@ class Schedule:
         for position, unit in self.gathered_for_others:
             if position >= through or awaits(unit):
                 remaining.append((position, unit))
-            elif unit.state is State.GATHERING and not unit.in_use and unit not in self._kept:
+            elif unit.state is State.GATHERING and not unit.in_use and unit not in self._kept_units:
                 unit.release()
         self.gathered_for_others = remaining
 
@@ -283,7 +284,7 @@ class Schedule:
         if self.computed.used:
             self.computed.end()
         self._mesh.passes.broke()
-        self._pass, self._kept = None, []
+        self._pass, self._kept_units = None, []
         self._release_unused()
 
     def ensure_gathered(
@@ -331,7 +332,7 @@ class Schedule:
         """
         self.abort_broken_backward()
         gathered = unit.sharded and unit.state is not State.RELEASED
-        current = unit in self._kept and not unit.is_rounded
+        current = unit in self._kept_units and not unit.is_rounded
         if self._pass is None and not unit.pins and gathered and not current:
             # It is gathered only on this rank (by a graph that is still alive, say): the other
             # ranks need this one to join their gather. Or its values are rounded.
@@ -471,6 +472,10 @@ class Schedule:
 
     def _release_unused(self) -> None:
         for unit in self._sharded:
-            if unit.state is not State.RELEASED and not unit.in_use and unit not in self._kept:
+            if (
+                unit.state is not State.RELEASED
+                and not unit.in_use
+                and unit not in self._kept_units
+            ):
                 unit.release()
         self._to_release, self._ahead, self.gathered_for_others = [], [], []

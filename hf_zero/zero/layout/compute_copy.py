@@ -33,7 +33,7 @@ class Computing:
         self._flat = flat
         self._change = change
         self.values = values
-        self._exact = True  # the parameters have their unchanged values
+        self._unchanged = True  # the parameters have their unchanged values
         self._for_script = False  # the gather under way is for a script
         # for whole parameters the second buffer; for parameters that a script has gathered, their
         # unchanged values
@@ -45,7 +45,7 @@ class Computing:
     @property
     def under_way(self) -> bool:
         """Whether a pass computes with changed values, which must not be written to."""
-        return not self._exact
+        return not self._unchanged
 
     @property
     def memory(self) -> Sequence[torch.Tensor]:
@@ -61,11 +61,9 @@ class Computing:
             return values
         return self._writes.alias(name, view)
 
-    def expect(self, exact: bool) -> None:
-        """Prepare for a gather into ``full``; ``exact``: for a script, which reads unchanged
-        values.
-        """
-        self._exact, self._for_script = True, exact
+    def expect(self, for_script: bool) -> None:
+        """Prepare for a gather into ``full``; ``for_script``: a script reads it, unchanged."""
+        self._unchanged, self._for_script = True, for_script
 
     def gathered(self) -> None:
         """Change the values after a gather into ``full``, unless a script asked for it."""
@@ -74,7 +72,7 @@ class Computing:
 
     def use(self, renew: bool) -> None:
         """Switch to the changed values; ``renew``: recompute them, for a forward."""
-        if not self._exact:
+        if not self._unchanged:
             return
         flat = self._flat
         flat.take_user_writes()
@@ -91,14 +89,14 @@ class Computing:
                 self._change(self._views)
                 self._writes.accept()
             flat.handles.point_at(self._views)
-        self._exact = False
+        self._unchanged = False
 
     def end(self) -> None:
         """End the pass: parameters that stay whole have their unchanged values again. Raises
         PartitionError if a module has written to them.
         """
         flat = self._flat
-        if self._exact or (flat.sharded and self._other is None):
+        if self._unchanged or (flat.sharded and self._other is None):
             return
         try:
             flat.take_user_writes()
@@ -112,12 +110,12 @@ class Computing:
                     self._other = None
                 else:
                     flat.handles.point_at(flat.views)
-            self._exact = True
+            self._unchanged = True
 
     def _change_in_place(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._change(self._flat.views)
-        self._exact = False
+        self._unchanged = False
 
 
 class ComputedValues:

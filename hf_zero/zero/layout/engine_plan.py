@@ -120,13 +120,13 @@ class FlatPlan:
 
 
 class KeptState(NamedTuple):
-    """A state of the optimizer with a number for each element: the first ``group`` that keeps it,
-    its dtype on the device, and that of its ``numbers`` where it is offloaded.
+    """A per-element state of the optimizer: the first ``group`` that keeps it, its dtype on the
+    device, and its unquantised dtype where offloaded.
     """
 
     group: int
     dtype: torch.dtype
-    numbers: torch.dtype
+    offloaded_dtype: torch.dtype
 
 
 def shard_spec(spec: FlatSpec) -> ShardSpec:
@@ -346,8 +346,8 @@ class EnginePlan:
         Raises ConfigError for moments that are kept in fp32 only, and configured in fewer bits.
         """
         others, formats = self._in_numbers(flat), [StorageFormat(flat.spec.wide)]
-        for name, (group, _, numbers) in self.moments_of(flat).items():
-            how = stored_format(self._entries, self.rules.moments, group, name, numbers, others)
+        for name, (group, _, dtype) in self.moments_of(flat).items():
+            how = stored_format(self._entries, self.rules.moments, group, name, dtype, others)
             formats.append(how)
         in_files = self.settings.offload_optimizer.device == "nvme"
         size = size_in_file if in_files else size_in_memory

@@ -119,6 +119,11 @@ class FlatBuffer:
         self.unit = unit
 
     @property
+    def live_engine(self) -> Any | None:
+        """The engine of this flat buffer; None once it is destroyed, or gone."""
+        return None if self.retired else self.engine()
+
+    @property
     def references(self) -> int:
         """Number of tensors outside this flat buffer that share the memory of ``full``, which must
         be gathered.
@@ -170,7 +175,7 @@ class FlatBuffer:
         self.optimizer_shard.synchronize_update()
         return self._shard_as_it_is()
 
-    def shard_to_fill(self) -> torch.Tensor:
+    def new_shard_buffer(self) -> torch.Tensor:
         """Return memory for new values of this rank's elements, for :meth:`store_shard`: [owned],
         on the device or the host.
         """
@@ -263,7 +268,7 @@ class FlatBuffer:
         master weights that are the shard or are cast into it.
         """
         shard = self.optimizer_shard
-        return shard.offloaded or not shard.has_own_master or self.cast_master is not None
+        return shard.offloaded or not shard.has_separate_master or self.cast_master is not None
 
     @property
     def cast_master(self) -> torch.Tensor | None:
@@ -286,8 +291,8 @@ class FlatBuffer:
         weights; the next part of ``grad`` is memory for the gradient, None if whole gradients are
         summed.
         """
-        own_master = master is not None or self.is_away
-        self.optimizer_shard.move_to_device(master, self.shard, own_master)
+        separate_master = master is not None or self.is_away
+        self.optimizer_shard.move_to_device(master, self.shard, separate_master)
         self.gradient.move_to_device(grad)
 
     def own_part(self, name: str) -> torch.Tensor:
@@ -406,7 +411,7 @@ class FlatBuffer:
         """Set elements [start, stop) of this rank's shard and master weights to ``values``. Master
         weights that already round to them stay (the note on whose values count).
         """
-        master = self.optimizer_shard.master if self.optimizer_shard.has_own_master else None
+        master = self.optimizer_shard.master if self.optimizer_shard.has_separate_master else None
         if master is not None:
             before = master[start:stop]
             new = values.to(before.device)
@@ -423,15 +428,15 @@ class FlatBuffer:
         """
         self.computing = None if change is None else Computing(self, change, values)
 
-    def make_room(self, exact: bool = False) -> None:
+    def make_room(self, for_script: bool = False) -> None:
         """Allocate ``full`` before new values are written into it; call :meth:`mark_filled` once
-        they are. ``exact``: the values are for a script, which reads unchanged ones.
+        they are. ``for_script``: a script reads the values, unchanged.
         """
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.layout.padded * self.dtype.itemsize)
         if self.computing is not None:
-            self.computing.expect(exact)
+            self.computing.expect(for_script)
 
     def mark_filled(self) -> None:
         """Mark ``full`` as filled."""

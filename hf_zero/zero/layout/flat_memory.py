@@ -43,8 +43,10 @@ class FlatMemory:
             [shard_spec(f.spec) for f in plan.flats if f.spec.sharded and not f.casts_master],
             {flat.spec.key: flat.shard_tier for flat in plan.flats},
         )
-        own_masters = [f for f in training if f.sub_groups is None and f.spec.needs_master]
-        self._masters = _arena([(f.spec.owned_numel, torch.float32) for f in own_masters], device)
+        separate_masters = [f for f in training if f.sub_groups is None and f.spec.needs_master]
+        self._masters = _arena(
+            [(f.spec.owned_numel, torch.float32) for f in separate_masters], device
+        )
         separate_gradients = plan.updates_in_backward
         self._gradients = gradient_memories(
             [
@@ -83,7 +85,7 @@ class FlatMemory:
         host: torch.Tensor | None = None
         if pieces is not None:
             state = self._placement.optimizer_state(shard_spec(flat.spec), pieces)
-            flat.optimizer_shard.keep_in(state, own_master=True)
+            flat.optimizer_shard.keep_in(state, separate_master=True)
             flat.optimizer_shard.store_master(local_shard)
             host = self._placement.take_pinned(flat.spec.owned_numel, dtype)
         else:
@@ -94,7 +96,7 @@ class FlatMemory:
             flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}), needs or flat.is_away)
         # 16-bit gradients are upcast once something is added
         upcasts = self._upcasts and dtype.itemsize < flat.spec.wide.itemsize
-        flat.gradient.place(memory, planned.sums_whole, host, upcasts)
+        flat.gradient.set_memory(memory, planned.sums_whole, host, upcasts)
 
 
 def ways_back(

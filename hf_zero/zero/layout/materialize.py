@@ -141,7 +141,7 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
     former, staging, reads = FormerValues(), Staging(), any(is_pending(flat) for flat in flats)
     for unit in units:
         for flat in unit.flats:
-            _fill(flat, memory, mesh, former, staging)
+            _initialize_values(flat, memory, mesh, former, staging)
         if unit.sharded:
             unit.release()
         unit.state = State.RELEASED if unit.sharded else State.GATHERED
@@ -163,7 +163,7 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
     return units
 
 
-def _fill(
+def _initialize_values(
     flat: FlatBuffer, memory: FlatMemory, mesh: Mesh, former: FormerValues, staging: Staging
 ) -> None:
     """Allocate the memory of ``flat`` and write its first values."""

@@ -55,7 +55,7 @@ def owner_of(parameter: torch.Tensor) -> Any:
 def engine_of(model: nn.Module) -> Any:
     """Return the engine that has the parameters of ``model``; None if there is none."""
     flat = next(filter(None, map(owner_of, model.parameters())), None)
-    return None if flat is None or flat.retired else flat.engine()
+    return None if flat is None else flat.live_engine
 
 
 def name_of(parameter: torch.Tensor) -> str:
@@ -319,7 +319,7 @@ LEFT_SHARDED = (
 
 
 def _refuse(parameter_name: str, operation: str, flat: Any = None) -> ReleasedParameterError:
-    if flat is not None and (flat.retired or flat.engine() is None):
+    if flat is not None and flat.live_engine is None:
         return ReleasedParameterError(f"{operation} on {parameter_name}: its engine {LEFT_SHARDED}")
     return ReleasedParameterError(
         f"{operation} on {parameter_name}: its values are sharded over the ranks and not "

@@ -76,7 +76,7 @@ class GradientBuffer:
     def __repr__(self) -> str:
         return f"GradientBuffer({self.key}, {self.state.value})"
 
-    def place(
+    def set_memory(
         self,
         memory: GradientMemory | None,
         whole: bool = False,
@@ -116,7 +116,7 @@ class GradientBuffer:
         """
         self.offloaded = False
         if memory is not None:
-            self.place(memory)
+            self.set_memory(memory)
         elif self.accumulated_grad is not None:
             self.make_room()
             self.move(self.accumulated_grad)
@@ -489,7 +489,7 @@ class OptimizerShard(CopiedState):
         self.storage: Storage = DeviceStorage({})
         self.offloaded = False  # master weights and moments are
         # whether the master weights are separate from the parameter shard
-        self.has_own_master = False
+        self.has_separate_master = False
         # waits for the update under way; None if there is none
         self.finish_update: Callable[[], None] | None = None
         # result of that update: the event of its last copy to the device
@@ -502,28 +502,28 @@ class OptimizerShard(CopiedState):
 
     # ---- master weights ----
 
-    def keep_in(self, storage: Storage, own_master: bool) -> None:
+    def keep_in(self, storage: Storage, separate_master: bool) -> None:
         """Keep master weights in ``storage``, under the name ``MASTER``, and moments as well if it
-        is offloaded. Unless ``own_master``, the master weights are the memory of the parameter
+        is offloaded. Unless ``separate_master``, the master weights are the memory of the parameter
         shard.
         """
-        self.storage, self.has_own_master = storage, own_master
+        self.storage, self.has_separate_master = storage, separate_master
         self.offloaded = storage.offloaded
 
     def move_to_device(
-        self, master: torch.Tensor | None, shard: torch.Tensor, own_master: bool
+        self, master: torch.Tensor | None, shard: torch.Tensor, separate_master: bool
     ) -> None:
         """End the offload of master weights; the caller moves the moments first.
 
         ``master`` [owned] is their memory on the device; None if ``shard`` is: the parameter shard,
-        or a copy of an offloaded one (``own_master``).
+        or a copy of an offloaded one (``separate_master``).
         """
         values = self.master
         assert values is not None
         self.wait_for_copy()
         target = shard if master is None else master.copy_(values)
         self.storage.close()
-        self.keep_in(DeviceStorage({MASTER: target}), own_master)
+        self.keep_in(DeviceStorage({MASTER: target}), separate_master)
 
     @property
     def master(self) -> torch.Tensor | None:
@@ -543,7 +543,9 @@ class OptimizerShard(CopiedState):
 
     @property
     def has_master(self) -> bool:
-        """Whether these parameters train and so have master weights."""
+        """Whether these parameters have master weights, which may be the parameter shard itself:
+        those that train, until their memory is freed.
+        """
         return MASTER in self.storage.names()
 
     def free(self) -> None:

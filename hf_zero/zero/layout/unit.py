@@ -132,7 +132,7 @@ class UnitForwards:
 
 
 class GatherRequest(NamedTuple):
-    """One call of :meth:`MeshDim.all_gather`: ``(full, chunk)`` of each flat buffer, and their
+    """One call of :meth:`MeshDim.all_gather`: ``(full, shard)`` of each flat buffer, and their
     codecs. It is issued as one collective per flat buffer and counted as one.
     """
 
@@ -409,8 +409,8 @@ class Unit:
         for flat in self.sharded:
             flat.user_writes.accept()
 
-    def chunk_bytes(self) -> bytes:
-        """Return this rank's chunks of all sharded flat buffers, end to end: for other ranks, from
+    def shard_bytes_to_serve(self) -> bytes:
+        """Return this rank's shards of all sharded flat buffers, end to end: for other ranks, from
         a thread other than the training thread.
         """
         return b"".join(
@@ -418,9 +418,9 @@ class Unit:
             for flat in self.sharded
         )
 
-    def fill(self, chunks: Mapping[int, bytes], exact: bool = False) -> None:
-        """Gather the unit without a collective, from the :meth:`chunk_bytes` of other ranks (by
-        global rank); ``exact`` as for :meth:`launch_gather`.
+    def gather_from(self, shards: Mapping[int, bytes], exact: bool = False) -> None:
+        """Gather the unit without a collective, from the :meth:`shard_bytes_to_serve` of other
+        ranks, by global rank; ``exact`` as for :meth:`launch_gather`.
         """
         self.finish_gather()
         self.take_user_writes()
@@ -431,7 +431,7 @@ class Unit:
                 size = flat.layout.shard_numel * flat.dtype.itemsize
                 flat.make_room(exact)
                 flat.bring_shard()
-                for rank, data in chunks.items():
+                for rank, data in shards.items():
                     if rank not in flat.axis.ranks:
                         continue
                     values = torch.frombuffer(
@@ -521,7 +521,7 @@ class SharedShards(CopiedState):
             )
 
     def read(self, index: int, epoch: int) -> bytes:
-        """Return this rank's chunks of a unit after ``epoch`` writes, for another rank's fetch.
+        """Return this rank's shards of a unit after ``epoch`` writes, for another rank's fetch.
 
         Raises PartitionError if they have been overwritten since.
         """
@@ -533,14 +533,14 @@ class SharedShards(CopiedState):
                     "the values asked for have been overwritten since; keep the ranks together "
                     "around writes to parameters"
                 )
-            return self._units[index].chunk_bytes()
+            return self._units[index].shard_bytes_to_serve()
         # On a side stream: work that this host has queued on the compute stream may wait for the
         # rank that asks.
         device = self._units[index].sharded[0].full.device
         stream = streams.side_stream(device, streams.Use.FETCHES)
         with streams.on_stream(stream):
             stream.wait_event(written)
-            return self._units[index].chunk_bytes()
+            return self._units[index].shard_bytes_to_serve()
 
     def fetch(self, unit: Unit, outside_passes: bool = False) -> None:
         """Gather ``unit`` without the other ranks, whose order does not contain it;
@@ -552,7 +552,7 @@ class SharedShards(CopiedState):
         size = sum(flat.layout.shard_numel * flat.dtype.itemsize for flat in unit.sharded)
         fetches = consensus.fetches
         fetch = fetches.fetch_alone if outside_passes else fetches.fetch
-        unit.fill(fetch(unit.index, unit.label, peers, size), exact=outside_passes)
+        unit.gather_from(fetch(unit.index, unit.label, peers, size), exact=outside_passes)
 
     def end_asking(self) -> None:
         """Tell the other ranks, once this rank's fetches are complete, that they may end."""

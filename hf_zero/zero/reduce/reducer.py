@@ -375,8 +375,10 @@ class Reducer:
         if any(r.brought for r in observed) and not any(r.waits for r in observed):
             self._known.add(progress.key)
             schedule = self._schedule
-            places, plan = (schedule.places, schedule.plan) if schedule is not None else ((0,), ())
-            self._order.learn(progress.key, observed, places, [unit.index for unit in plan])
+            positions, plan = (
+                (schedule.plan_positions, schedule.plan) if schedule is not None else ((0,), ())
+            )
+            self._order.learn(progress.key, observed, positions, [unit.index for unit in plan])
 
     def _launch_again(self, late: Set[int]) -> None:
         """Reduce the units with the indices ``late`` again, which some rank asks for. Raise

@@ -58,7 +58,7 @@ def merged(orders: Sequence[Sequence[T]]) -> list[T]:
     return result
 
 
-def places(record: Sequence[T], plan: Sequence[T]) -> list[int]:
+def plan_positions(record: Sequence[T], plan: Sequence[T]) -> list[int]:
     """Return the number of gathers of ``plan`` issued after the first 0, 1, 2... of ``record``,
     which is a subsequence of it.
     """
@@ -81,7 +81,7 @@ class GatherProgress(Protocol):
     def issued(self) -> int: ...
 
     @property
-    def places(self) -> Sequence[int]: ...
+    def plan_positions(self) -> Sequence[int]: ...
 
     @property
     def plan(self) -> Sequence[Unit]: ...
@@ -143,14 +143,14 @@ class ReductionOrder:
         self,
         key: Hashable,
         observed: Sequence[BackwardObservations],
-        places: Sequence[int],
+        plan_positions: Sequence[int],
         plan: Sequence[int],
     ) -> None:
         """Update the order from the observations of each rank in the first backward of a kind.
         Equal on all ranks.
 
-        places: position in the plan after 0, 1, ... of the issued gathers. plan: unit indices of
-        the gathers of the plan.
+        plan_positions: position in the plan after 0, 1, ... of the issued gathers. plan: unit
+        indices of the gathers of the plan.
         """
         by_index = {unit.index: unit for unit in self.units}
         late = {by_index[index] for record in observed for index in (*record.late, *record.parts)}
@@ -167,7 +167,9 @@ class ReductionOrder:
         self.units.sort(key=lambda unit: unit in self.deferred)
         depths: dict[int, int] = {index: position + 1 for position, index in enumerate(plan)}
         for record in observed:
-            _raise_to(depths, {index: places[count] for index, count in record.depths.items()})
+            _raise_to(
+                depths, {index: plan_positions[count] for index, count in record.depths.items()}
+            )
             _raise_to(depths, dict.fromkeys(record.unfinished, len(plan)))
         self._depths[key] = depths
 

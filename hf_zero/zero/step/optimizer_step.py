@@ -321,7 +321,7 @@ class OptimizerStep:
         flats = [
             flat
             for flat in self.model.trainable
-            if flat.optimizer_shard.has_own_master
+            if flat.optimizer_shard.has_separate_master
             and flat.gradient.state is not GradState.APPLIED
             and flat.cast_master is None
             and not flat.spec.momentum_blocks
@@ -329,7 +329,7 @@ class OptimizerStep:
             and not flat.optimizer_shard.offloaded
             and not flat.is_away
         ]
-        return {flat.key: flat.shard_to_fill() for flat in flats}
+        return {flat.key: flat.new_shard_buffer() for flat in flats}
 
     def bring_back_what_fits(self) -> None:
         """Move the state of the first units back to the device, as far as it has room after the
