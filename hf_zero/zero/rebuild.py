@@ -166,9 +166,9 @@ def rebuild(
     has lost leaves the groups, and is whole. ``what`` is the caller in messages; ``loads``: a load
     follows, so that the state may be half changed, and stays refused until then. Collective.
 
-    Raises PartitionError on all ranks in the middle of an accumulation window, the errors of a
-    checkpoint or of offloaded state whose write has failed, and those of ``change`` and of the plan
-    of the changed engine, which then goes on unchanged.
+    Raises PartitionError on all ranks in the middle of an accumulation window, and the errors of a
+    checkpoint or of offloaded state whose write has failed. After an error of ``change`` or of the
+    new plan, the engine goes on unchanged.
     """
     with raise_on_all_ranks(f"begin {what}"):
         refuse_now(engine, what, loads)

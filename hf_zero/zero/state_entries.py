@@ -71,8 +71,8 @@ class StateSource:
     diverged: Collection[int] = ()
 
     def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
-        """Return by kind the parameters of ``flat`` all of whose elements on this rank are here,
-        without those of which only a part is.
+        """Return by kind the parameters of ``flat`` all of whose elements on this rank are here; a
+        parameter with only a part of them is left out.
         """
         raise NotImplementedError
 
@@ -83,7 +83,7 @@ class StateSource:
         raise NotImplementedError
 
     def numbers(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, ParameterScalars]:
-        """Return by name the numbers of those of ``parameters`` that have some; all others begin
+        """Return, by name, the numbers of each of ``parameters`` that has some; all others begin
         without state.
         """
         return {}
@@ -187,7 +187,7 @@ class EngineState:
 
     def existing(self, names: Mapping[str, str]) -> dict[str, set[str]]:
         """Return by parameter the kinds of optimizer state that exist on any rank; ``names`` maps
-        this rank's names to those of the whole model. Collective.
+        this rank's names to whole-model names. Collective.
         """
         here = {names[name]: kinds for name, kinds in self.bound.existing().items()}
         everywhere = dict[str, set[str]]()
@@ -198,7 +198,7 @@ class EngineState:
 
     def numbers(self, names: Mapping[str, str]) -> dict[str, ParameterScalars]:
         """Return the numbers of each parameter of a group, as far as known on any rank; ``names``
-        maps this rank's names to those of the whole model. Collective.
+        maps this rank's names to whole-model names. Collective.
         """
         return self.bound.by_parameter(
             names, lambda counts: self._mesh.all_gather_object(counts, "step counts")

@@ -307,10 +307,10 @@ class TrainingEngine(EngineParts):
         step.
 
         Args:
-            changed: whole, with the same values on all ranks, or those of rank 0 count. What it has
-                replaced leaves the optimizer.
-            group: index of the optimizer's group for its parameters; None: those of the parameters
-                in whose places they are.
+            changed: whole, with the same values on all ranks, else the values of rank 0 count. What
+                it has replaced leaves the optimizer.
+            group: index of the optimizer's group for its parameters; None: the groups of the
+                parameters that they replace.
 
         Raises:
             PartitionError: ``changed`` is not in the model, takes the place of nothing that trains

@@ -52,7 +52,7 @@ class Names:
     def merge(
         self, values: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return ``values`` (those of ``merged`` in one bucket, by first name) merged with
+        """Return ``values``, the weights of ``merged`` in one bucket by first name, merged with
         ``held``, in new memory.
         """
         raise NotImplementedError

@@ -140,8 +140,8 @@ def whole_groups(
 
     float32 selects the master weights where training keeps them; other values have
     :func:`wire_dtype`. ``ahead``: gather the next group while the caller uses one. Raises
-    PartitionError if weights were written between ``version``, or the first group, and the end:
-    those of a group before it is gathered and after it was yielded, all others at the end.
+    PartitionError if weights have been written since ``version`` (None: the first group). A group
+    is checked before its gather and after the caller has used it, and all groups at the end.
     """
     version = version or version_of(engine)
     names = WholeNames(engine.module)

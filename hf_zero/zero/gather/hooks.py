@@ -99,8 +99,8 @@ def _mark(
 
 
 def _accumulated(tracker: weakref.ref[BackwardTracker], parameter: torch.Tensor) -> None:
-    """Begin a backward at a gradient that reaches no unit's hook, such as that of a penalty on the
-    weights.
+    """Begin a backward at a gradient that reaches no unit's hook, such as the gradient of a penalty
+    on the weights.
     """
     alive = tracker()
     if alive is not None:
@@ -436,7 +436,7 @@ class Hooks:
             call = unit.forwards.in_forward.pop()
             if call is not None:
                 call.left = self._tracker.outstanding.moment()
-                # an output with an exception is that of a forward whose next hook has raised
+                # an output beside an exception: the forward has returned, and a later hook raised
                 output = output if raised is None else None
                 returned = self._watch_output(call, module, output, raised)
                 if inside:

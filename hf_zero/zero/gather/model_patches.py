@@ -207,7 +207,7 @@ class ModuleGuards:
     """Hooks on every module that owns parameters of an engine or wraps a unit.
 
     ``state_dict`` gathers and returns copies (on the CPU where parameters are sharded), which a
-    module's other hooks for state dicts read and change, as those of a plain module;
+    module's other hooks for state dicts read and change, as they do in a plain module;
     ``load_state_dict`` gathers, lets torch copy, and takes the values over into shards and master
     weights. Both are collective at stage 3, and where parameters are cut by tensor or expert
     parallelism: a state dict has them whole. ``.to`` and its kin move buffers and refuse to change

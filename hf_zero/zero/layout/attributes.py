@@ -58,14 +58,15 @@ def attached(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 def register_attached(model: nn.Module, push_inverse: Callable[..., object] | None = None) -> None:
     """Make the tensors among the attributes of the quantised weights of ``model`` frozen parameters
-    of the same module, in place: those of more than :data:`LARGEST_TABLE` elements, and all that a
-    weight without memory of its own consists of. Such a weight is an attribute of the module then.
+    of the same module, in place: tensors of more than :data:`LARGEST_TABLE` elements, and all that
+    a weight without memory of its own consists of. Such a weight is an attribute of the module
+    then.
 
-    They get the names that they have in the module's state dict, else that of the parameter with
-    the path of the attribute (``_weight_qdata``: a part). Those of weights that the module has no
-    longer are removed. Attributes with the memory of the weight become the weight itself.
-    ``push_inverse`` is called with a function that undoes the change of an attribute, and its
-    arguments.
+    A new parameter is named as its tensor in the module's state dict, else by the name of the
+    weight and the path of the attribute (``_weight_qdata``: a part). Parameters whose weights the
+    module has no longer are removed. Attributes with the memory of the weight become the weight
+    itself. ``push_inverse`` is called with a function that undoes the change of an attribute, and
+    its arguments.
     """
     undo = push_inverse if push_inverse is not None else lambda *_: None
     for module in modules_of(model):
@@ -135,9 +136,9 @@ def without_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def names_of_parts(name: str, weight: torch.Tensor, prefix: str = "") -> dict[str, str]:
-    """Return the names of the parts of the weight ``name`` -> those of the parameters that they
-    become, which are those in torchao's safetensors files: without a dot, which torch's strict
-    loads take for that of a child.
+    """Return, by part of the weight ``name``, the name of the parameter that the part becomes, as
+    in torchao's safetensors files: without a dot, since torch's strict loads take a name with one
+    for a parameter of a child.
     """
     return {part: f"{prefix}_{name}_{part}" for part in parts_of(weight)}
 

@@ -55,7 +55,7 @@ def shape_of(parameter: nn.Parameter, cuts: Cuts) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlannedExtensions:
-    """The parts of techniques that a plan reads, by default those of an engine without any.
+    """The parts of techniques that a plan reads; the defaults are for an engine without techniques.
 
     codecs: of compressed collectives. node: number of neighbouring ranks of a shard group that form
     a mesh dimension of their own, for gathers. hierarchical: the configuration key that asks for
@@ -205,7 +205,7 @@ class EnginePlan:
 
     @property
     def all_persistent(self) -> bool:
-        """Whether all parameters stay whole between steps at a stage that shards others."""
+        """Whether all parameters stay whole between steps at a ZeRO stage that shards others."""
         return bool(self.flats) and all(flat.spec.persistent for flat in self.flats)
 
     def sharers(self, flat: FlatPlan) -> int:
@@ -230,7 +230,7 @@ class EnginePlan:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype of gradients in messages; None: that of the parameters."""
+        """The dtype of gradients in messages; None: the parameters' own."""
         wire = self.settings.communication_data_type
         return COMPUTE[wire] if wire else None
 

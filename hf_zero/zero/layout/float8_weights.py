@@ -10,7 +10,7 @@ unrounded values (GatheredParameters, a weight that it alone holds) computes the
 bf16 and fp32; small numbers of fp16 are too coarse for it.
 
 [Note: one message for all scales]
-The amax of a weight is that of all ranks, after the update, so no message before has it. If a
+The amax of a weight is over all ranks, after the update, so no message before has it. If a
 weight has changed (``FlatBuffer.changes``: a step, a load, a write), the next pass begins with one
 message that has the amax of all weights, each rank's of its own part. In the pass itself a rank
 must not wait for it: a wait at the launch of a gather, ahead of its turn, could be for a rank that

@@ -63,8 +63,8 @@ def plan_on_this_rank(
     cuts: Cuts = UNCUT,
 ) -> EnginePlan:
     """Return the plan of an engine of this rank of the running job; see
-    :func:`hf_zero.zero.layout.planner.plan`. ``dims``: those of the job once ``cuts`` are made;
-    None: those in effect.
+    :func:`hf_zero.zero.layout.planner.plan`. ``dims``: of the job once ``cuts`` are made; None: the
+    dims in effect.
     """
     return planner.plan(
         model,
@@ -251,9 +251,9 @@ def check_statistics(plan: EnginePlan, device: torch.device) -> None:
 
 
 def check_alike(plan: EnginePlan) -> None:
-    """Raise RankMismatchError on all ranks of the job unless those of each pipeline stage hold the
-    same names, shapes, dtypes and groups, at the same ZeRO stage, else their messages would not
-    fit; and the same settings of groups, clipping and accumulation, else shards would train apart.
+    """Raise RankMismatchError on all ranks of the job unless the ranks of each pipeline stage hold
+    the same names, shapes, dtypes and groups at the same ZeRO stage (else their messages would not
+    fit) and the same settings of groups, clipping and accumulation (else shards would train apart).
     Collective.
     """
     dims = plan.dims

@@ -475,7 +475,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         engine = flat.engine()
         if engine is None or not engine.shard_only:
             raise _refuse(name_of(self), "deepcopy", flat)
-        dtype = self.dtype  # another one than that of its values after a cast
+        dtype = self.dtype  # after a cast it differs from the dtype of the values
         with engine.gathered(flat.unit):
             copied = OwnedParameter.__deepcopy__(self, memo)  # its class is another one now
         if copied.dtype != dtype:

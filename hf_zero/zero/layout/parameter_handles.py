@@ -214,8 +214,8 @@ class ParameterGuard:
         self._bare.clear()
 
     def module_runs(self, module: nn.Module | None = None) -> None:
-        """Stop watching the parameters of ``module`` while it runs; None: those of a unit with one
-        module.
+        """Stop watching the parameters of ``module`` while it runs; None: the module of a unit that
+        has only one.
         """
         if self._watchers:
             return

@@ -2,7 +2,7 @@
 al., arXiv 1910.02054).
 
 A stage is a row here, not a class, and nothing in ``zero/`` branches on the stage number. Ranks
-form a mesh of two axes: along the shard axis state is cut into chunks, along the replicate axis it
+form a mesh of two axes: along the shard axis state is cut into shards, along the replicate axis it
 is repeated. Stage 0 is the mesh whose shard axis is 1 long.
 """
 
@@ -49,7 +49,7 @@ class Policy:
 
     @property
     def gathers_after_step(self) -> bool:
-        """Whether a step ends with all-gathers of the updated chunks: parameters are whole, their
+        """Whether a step ends with all-gathers of the updated shards: parameters are whole, their
         optimizer state is sharded.
         """
         return self.shards_optimizer and not self.shards_parameters

@@ -4,7 +4,7 @@ its optimizer state, with the update under way.
 [Note: gradients between steps]
 Gradients of neighbouring flat buffers are adjacent, so that an update kernel processes them as one
 tensor. Their memory is freed after each step and allocated again before the first gradient is
-written, in one storage for life, as that of whole parameters (``flat_buffer.py``): the views in
+written, in one storage for life, as whole parameters are (``flat_buffer.py``): the views in
 gradient buffers and their places stay the same. Each gradient that an update in the backward uses,
 and frees, has memory of its own. Code must not read or write a view unless its gradient buffer
 holds a gradient or :meth:`GradientBuffer.make_room` has been called. An allocation has at most
@@ -42,12 +42,12 @@ class GradState(Enum):
 class GradientBuffer:
     """This rank's memory for the gradient of one flat buffer.
 
-    ``shard`` [owned] is this rank's part of the reduced gradient. If the stage reduces once per
-    accumulation window, ``accumulated_grad`` [padded] is the sum of this rank's gradients until
+    ``shard`` [owned] is this rank's part of the reduced gradient. If the ZeRO stage reduces once
+    per accumulation window, ``accumulated_grad`` [padded] is the sum of this rank's gradients until
     then, and ``shard`` is a view of it unless the gradient is ``offloaded`` to host memory. Both
     are None for frozen parameters. On the device both are views of ``memory``, which is freed
-    between steps (see the note). Only the methods here change attributes;
-    reductions write into the tensors.
+    between steps (see the note). Only the methods here change attributes; reductions write into the
+    tensors.
     """
 
     def __init__(self, spec: FlatSpec):
@@ -111,8 +111,8 @@ class GradientBuffer:
             self.memory.set_allocated(True)
 
     def move_to_device(self, memory: GradientMemory | None) -> None:
-        """End the offload: the next part of ``memory`` is that of this rank's part; None if
-        ``accumulated_grad`` provides it.
+        """End the offload: the next part of ``memory`` holds this rank's part of the gradient; None
+        if ``accumulated_grad`` does.
         """
         self.offloaded = False
         if memory is not None:

@@ -37,7 +37,7 @@ class State(Enum):
 
 
 class RootForward:
-    """One outermost forward, and the units gathered for its backward. Its lifetime is that of its
+    """One outermost forward, and the units gathered for its backward. It lives as long as its
     graph.
     """
 
@@ -77,7 +77,8 @@ class RootForward:
 
 class UnitForward:
     """One forward of a unit with a possible backward: of one of its modules, or of several in a
-    row, each with the output of the one before as its input. Its lifetime is that of its graph.
+    row, each with the output of the one before as its input. It lives as long as its
+    graph.
     """
 
     __slots__ = (

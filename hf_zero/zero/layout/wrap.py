@@ -126,8 +126,8 @@ def repeated_blocks(model: nn.Module, sizes: Sizes = OWN) -> list[tuple[str, nn.
 
 
 def _called(container: nn.Module) -> Iterator[nn.Module]:
-    """Yield the items of ``container``; in place of one that is a container of modules itself, and
-    has no forward and no parameters of its own, those of that.
+    """Yield the items of ``container``. An item that is itself a container of modules, without a
+    forward and parameters of its own, is replaced by its items.
     """
     for item in container.children():
         if _is_called(item) or item._parameters or not any(map(_is_called, item.modules())):
@@ -303,8 +303,8 @@ def persistent_names(
     sizes: Sizes = OWN,
 ) -> frozenset[str]:
     """Return first names of the parameters of ``model`` that stay whole between steps where
-    parameters are sharded: those of at most ``most`` elements (None: :data:`PERSISTENCE`), in the
-    order of the model, as long as they have at most ``in_all`` elements together (None: any
+    parameters are sharded: parameters of at most ``most`` elements (None: :data:`PERSISTENCE`), in
+    the order of the model, as long as they have at most ``in_all`` elements together (None: any
     number).
 
     A pack (:data:`PACKED`) stays whole as a whole, or not at all. ``sizes``: elements of
@@ -351,7 +351,7 @@ def _packs(model: nn.Module) -> list[list[int]]:
 def _in_packs(
     parameters: list[tuple[str, nn.Parameter]], packs: list[list[int]]
 ) -> tuple[tuple[str, nn.Parameter], ...]:
-    """Return ``parameters`` in order, with those of a pack moved behind its first."""
+    """Return ``parameters`` in order, with the members of a pack moved behind its first."""
     order = {id(parameter): (index, 0) for index, (_, parameter) in enumerate(parameters)}
     for pack in packs:
         members = [key for key in pack if key in order]

@@ -39,7 +39,7 @@ class Scaling:
     """Factors before (``pre``) and after (``post``) the reduction, for the average over ranks and
     the weight of a micro-batch.
 
-    A factor after the reduction costs a pass over this rank's chunk, one before it over the whole
+    A factor after the reduction costs a pass over this rank's shard, one before it over the whole
     gradient. Scaling after it loses no small values; scaling before it cannot overflow, which
     matters on an fp16 wire without a loss scale.
     """

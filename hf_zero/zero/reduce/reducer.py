@@ -48,7 +48,7 @@ from hf_zero.zero.reduce.reductions import (
 class ReductionOptions:
     """Scaling and wire format of gradients.
 
-    wire_dtype: dtype of messages; None: that of the parameters. kernels: the configuration's.
+    wire_dtype: dtype of messages; None: the parameters' own. kernels: the configuration's.
     packed: maximum number of elements of consecutive units in one message. keeps_buffers: buffers
     of messages are kept between steps.
     """

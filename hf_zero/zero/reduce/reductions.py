@@ -5,7 +5,7 @@ and written into each rank's shard.
 A backward leaves the gradient of the loss it was given, times the fp16 loss scale. The engine
 multiplies by the weight of the micro-batch (1 / accumulation steps) and averages over ranks;
 nothing else divides. So ``engine.backward(loss)`` and plain ``loss.backward()`` give the same
-gradient. Weight and rank average are applied to this rank's reduced chunk, in the precision of the
+gradient. Weight and rank average are applied to this rank's reduced shard, in the precision of the
 accumulator; fp16 on the wire and prescale are the exceptions (:class:`Scaling`). Gradients
 accumulated before the reduction carry the weight from the accumulation on.
 """

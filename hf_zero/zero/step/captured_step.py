@@ -4,7 +4,7 @@ then launched as a whole (``compile.capture``).
 [Note: captured steps]
 The first :data:`WARM_UP` steps run as they are: kernels are compiled, orders recorded, buffers
 made. The next forward whose arguments have the form of all of these is captured on arguments of its
-own, into which later batches are copied. Its outputs are those of one autograd node
+own, into which later batches are copied. Its outputs are outputs of one autograd node
 (:class:`_Replayed`), which takes the gradients that reach them; the backward from exactly these
 gradients, with the reductions that its hooks start, is captured in ``Backward.run``. A forward with
 another form runs as it is.
@@ -80,7 +80,7 @@ class _CapturedPass:
     graph: Graph
     inputs: Sequence[torch.Tensor]
     output: object
-    # those of ``output`` that require grad; on a graph of autograd until the backward is captured
+    # tensors of ``output`` that require grad; on a graph of autograd until the backward is captured
     outputs: Sequence[torch.Tensor]
     backward: _BackwardRecord | None = None
     serial: int = 0  # of its last launch

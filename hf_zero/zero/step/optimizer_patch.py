@@ -36,7 +36,7 @@ def _refuse_parameter(key: object) -> None:
 
 
 def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
-    """Replace ``step`` and other methods of ``optimizer`` by those of the engine ``owner``, to
+    """Replace ``step`` and other methods of ``optimizer`` by methods of the engine ``owner``, to
     which only a weak reference is kept. ``installed`` gets the inverse operations, which give the
     groups their parameters back, for another engine, and drop the state.
 

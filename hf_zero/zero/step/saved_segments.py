@@ -1,8 +1,8 @@
 """The state dict of the user's optimizer under an engine, as a source of state.
 
-Its entries are those of segments (``hf_zero/optim/snapshots.py``), which are cut elsewhere in the
-course of a run. With other units, or other parameters that stay whole, a rank owns other elements:
-ranks then exchange them.
+Its entries belong to segments (``hf_zero/optim/snapshots.py``), whose borders move in the course of
+a run. With other units, or other parameters that stay whole, a rank owns other elements: ranks then
+exchange them.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class StepMeasures(Generic[Engine]):
 
     def loaded(self, engine: Engine, continues: bool, folder: str | None) -> None:
         """Continue from the step of a checkpoint that was loaded, unless it was weights alone.
-        ``folder``: that of its run, None if it is not known.
+        ``folder``: of its run; None if it is not known.
         """
 
     def close(self, engine: Engine) -> None:
