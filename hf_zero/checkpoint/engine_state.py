@@ -66,7 +66,9 @@ def stage_key(flat: FlatBuffer) -> str:
 
 
 def is_of_this_stage(flat: FlatBuffer) -> bool:
-    """Return whether the stage of this rank saves ``flat``: the first of several stages that hold it."""
+    """Return whether the stage of this rank saves ``flat``: the first of several stages that hold
+    it.
+    """
     mesh, stages = flat.engine_mesh, flat.spec.sharding.pp_stages
     return not stages or mesh.dims.coordinate(mesh.rank, "pipeline") == stages[0]
 

@@ -305,7 +305,7 @@ class OptimizerStep:
         PartitionError for units updated in the backward.
         """
         for unit in self.model.units:
-            if self.updater.backward_update is not None and self.updated_early(unit):
+            if self.updater.backward_update is not None and self.updated_in_backward(unit):
                 for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
                     refuse_half_done(self.updater, f"a write to {name}")
             elif self.model.overlaps:
