@@ -86,7 +86,7 @@ class Jobs:
         """Mark the folders that are there, make and mark them before a save, save and end."""
         made.mark()
         found = left.exists()
-        collective_try(made._ranks, made._make_folder)
+        collective_try(made._ranks, made.make_folder)
         made.mark()
         own = made.folder(made.base) / "slot-0" / f"{number}-{made.rank}"
         own.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
@@ -41,6 +41,7 @@ from hf_zero.checkpoint.engine_state import (
 )
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.memory import folders
+from hf_zero.checkpoint.memory.claimed_folders import KEY, ClaimedFolders
 from hf_zero.checkpoint.memory.inventory import generation_to_keep, records_in
 from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.engine_plan import EnginePlan
     from hf_zero.zero.training_engine import TrainingEngine
 
-KEY = "checkpoint.memory"
 ENDING_SECONDS = 2.0  # a process that fails waits so long for its thread
 _claimed: weakref.WeakValueDictionary[tuple[str, int, int], MemoryCheckpoints] = (
     weakref.WeakValueDictionary()
@@ -81,7 +81,7 @@ def next_folders(settings: MemorySection, ranks: WorldGroup, rank: int) -> JobFo
     return made
 
 
-class MemoryCheckpoints(JobFolders):
+class MemoryCheckpoints(ClaimedFolders):
     """Checkpoints of one engine in the memory of hosts. Holds no reference to the engine. The
     constructor is collective.
 
@@ -93,16 +93,14 @@ class MemoryCheckpoints(JobFolders):
     def __init__(self, engine: TrainingEngine, plan: EnginePlan) -> None:
         settings, mesh = engine.config.memory_checkpoints, engine.mesh
         assert settings.every is not None
-        self.every, self.copies, self.saved_by_trainer = settings.every, settings.copies, False
+        self.every, self.saved_by_trainer = settings.every, False
         self.has_stepped = False  # a load without a tag then means the folder that it names
         # what the script gave to its last save on disk, or has loaded
         self.client_state: Mapping[str, object] = {}
-        self._limit = settings.limit
         self.world, self._device = mesh.dims.world, mesh.device
         super().__init__(settings, mesh.job, engine.global_rank, host_name())
         while _claimed.setdefault(self.place, self) is not self:
             self.number += 1
-        self.base = self.bases[0]
         self.transfers = HostTransfers(  # the token: an engine before may have had this mesh's name
             f"memory/{self.token}", self.rank, self.world, mesh.timeout
         )
@@ -119,11 +117,10 @@ class MemoryCheckpoints(JobFolders):
         # copied for a save on disk before the trainer's save into memory, at this step
         self._copied_for_disk: Staged | None = None
         self._copied_for_disk_at = -1
-        self._marks: dict[Path, folders.InUse] = {}
         self._running: Future[None] | None = None
         self._told_waiting = False
         self._say()
-        needed = self._take_room(self._ranks.all_gather_object(planned_size(plan), KEY))
+        needed = self.take_room(self._ranks.all_gather_object(planned_size(plan), KEY))
         if self.acts_for_host:
             folder = self.folder(self.base)
             logger.info(
@@ -143,52 +140,6 @@ class MemoryCheckpoints(JobFolders):
         configuration has none. Raises CheckpointError on all ranks if a host has no room.
         """
         return cls(engine, plan) if engine.config.memory_checkpoints.every else None
-
-    # ---- places ----
-
-    def mark(self) -> None:
-        """Mark the existing folders of the job as in use by this process, claim the folders of the
-        engine for its host, and keep them until this process ends well. Collective.
-
-        Raises CheckpointError for folders of another user, or of another living job.
-        """
-        collective_try(self._ranks, self._claim)
-
-        def enter() -> None:
-            for base in self.bases:
-                folders.enter(self.folder(base), self.rank)
-
-        collective_try(self._ranks, enter)
-
-    def _claim(self) -> None:
-        for base in self.bases:
-            if self.job_folder(base).is_dir():
-                self.mark_job(base)
-            if self.acts_for_host and self.folder(base).is_dir():
-                self._claim_own(base)
-
-    def _claim_own(self, base: Path) -> None:
-        """Make this engine's folder below ``base`` if it is missing, and claim it for its host."""
-        own = self.folder(base)
-        if not self._holds(own):
-            self._marks[own] = folders.Claim(own)
-            folders.forget_ranks(own)
-
-    def mark_job(self, base: Path) -> None:
-        """Make the job's folder below ``base``, and mark it as in use by this process."""
-        folder = self.job_folder(base)
-        if not self._holds(folder):
-            self._marks[folder] = folders.InUse(folder)
-
-    def _holds(self, folder: Path) -> bool:
-        return folder in self._marks and self._marks[folder].is_current()
-
-    def _make_folder(self) -> None:
-        self.mark_job(self.base)
-        if self.acts_for_host:  # an earlier job that ends removes a folder without a claim
-            self._claim_own(self.base)
-        else:
-            self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def _say(self) -> None:
         if not self.is_lasting:
@@ -282,7 +233,7 @@ class MemoryCheckpoints(JobFolders):
             planned, sizes = collective_try(
                 self._ranks, make, after="Nothing was saved.", share=lambda made: made[1].file.size
             )
-            self._take_room(sizes)
+            self.take_room(sizes)
             self._choose_slot(step)
             record, plan = planned
             head = record.head and replace(record.head, begun=self.begun)
@@ -522,23 +473,7 @@ class MemoryCheckpoints(JobFolders):
         self._running.result()
         self._running = None
 
-    # ---- room ----
-
-    def _take_room(self, sizes: Sequence[int]) -> int:
-        """Choose this host's base folder for two generations of files with ``sizes``, bytes by
-        rank; return the bytes that they take on this host. Collective.
-
-        Raises CheckpointError on all ranks if a host has no room.
-        """
-        here = [sizes[rank] for rank in self.hosts.files_on(self.rank, self.copies)]
-        needed = len(folders.SLOTS) * sum(here)
-        _, chosen = collective_try(
-            self._ranks,
-            lambda: str(self._choose_base(needed)) if self.acts_for_host else "",
-            share=lambda base: base,
-        )
-        self.base = Path(chosen[self.hosts.first(self.rank)])
-        return needed
+    # ---- the slot ----
 
     def _choose_slot(self, step: int) -> None:
         """Choose this host's slot for the save of ``step``: not the one with the generation to
@@ -556,31 +491,10 @@ class MemoryCheckpoints(JobFolders):
                 KEY,
                 complete[0].step,
             )
-        collective_try(self._ranks, self._make_folder)
+        collective_try(self._ranks, self.make_folder)
         self.mark()
         slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
         self._slot = 1 if folders.SLOTS[0] in slots else 0
-
-    def _choose_base(self, needed: int) -> Path:
-        """Return the first base folder on this host with room for ``needed`` bytes."""
-        where = self.hosts.names[self.rank]
-        several = self.copies > 1 and len(self.hosts.ranks) > 1
-        less = (f"lower {KEY}.copies ({self.copies}), " if several else "") + f"or take {KEY} out"
-        if self._limit is not None and needed > self._limit:
-            raise CheckpointError(
-                f"{KEY}: two generations of what host {where} keeps take {in_units(needed)}, and "
-                f"{KEY}.limit is {in_units(self._limit)}; raise the limit, {less}"
-            )
-        short = []
-        for base in self.bases:
-            free = folders.room(base, self.folder(base))
-            if needed <= free:
-                return base
-            short.append(f"{base} has room for {in_units(free)}")
-        raise CheckpointError(
-            f"{KEY}: two generations of what host {where} keeps take {in_units(needed)}; "
-            f"{'; '.join(short)}; name a folder with more room ({KEY}.folder), {less}"
-        )
 
     # ---- what is there ----
 
