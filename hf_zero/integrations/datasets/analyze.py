@@ -299,15 +299,17 @@ def tokens_of(table: pa.Table, column: str) -> tuple[pa.Array, np.ndarray]:
     tokens = pc.list_flatten(values)
     samples = np.repeat(np.arange(len(values)), lengths)
     if pa.types.is_string(tokens.type) or pa.types.is_large_string(tokens.type):
-        mask_of_tokens = pc.not_equal(tokens, "")
+        kept = pc.not_equal(tokens, "").to_numpy(zero_copy_only=False)
     elif MASK in table.column_names and column != MASK:
-        mask = pc.list_flatten(table[MASK].combine_chunks())
-        mask_of_tokens = pc.not_equal(mask, 0) if len(mask) == len(tokens) else None
+        masks = table[MASK].combine_chunks()
+        mask_lengths = pc.fill_null(pc.list_value_length(masks), 0).to_numpy(zero_copy_only=False)
+        fits = mask_lengths == lengths  # a mask of another length masks nothing, as in _unmasked
+        values = pc.list_flatten(masks.filter(pa.array(fits))).to_numpy(zero_copy_only=False)
+        kept = np.ones(len(tokens), dtype=bool)
+        kept[fits[samples]] = values != 0
     else:
-        mask_of_tokens = None
-    if mask_of_tokens is None:
         return tokens, samples
-    return tokens.filter(mask_of_tokens), samples[mask_of_tokens.to_numpy(zero_copy_only=False)]
+    return tokens.filter(pa.array(kept)), samples[kept]
 
 
 def lengths(table: pa.Table, column: str) -> pa.Table:

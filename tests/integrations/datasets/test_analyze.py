@@ -85,10 +85,13 @@ def test_words_of_text_and_masked_tokens(tmp_path: Path) -> None:
         {"input_ids": torch.tensor(row), "attention_mask": torch.tensor(mask)}
         for row, mask in zip(rows, masks)
     ]
+    of_other_lengths = [[1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1, 0]]  # as many in all
+    unlike = datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": of_other_lengths})
     partly = [mapped[0], {"input_ids": torch.tensor(rows[1])}, mapped[2]]
     seen: list[tuple[Any, dict[str, Any], list[list[Any]]]] = [
         (words, {"column": "text"}, [text.split() for text in texts]),
         (masked, {}, [[5, 6], [5, 5], [1, 2, 3, 4]]),
+        (unlike, {}, [[5, 6, 0, 0], [5, 5], [1, 2, 3, 4]]),
         (mapped, {}, [[5, 6], [5, 5], [1, 2, 3, 4]]),
         (partly, {}, [[5, 6], [0, 0, 5, 5], [1, 2, 3, 4]]),
     ]
