@@ -28,6 +28,13 @@ STATE = "trainer_state.json"
 MODEL_TAG = "pytorch_model"  # Accelerate's tag of the first model
 SENTINEL = "checkpoint-is-incomplete.txt"
 RESTORE = "restore it, or go on from another checkpoint"
+ACCELERATE_ARCHIVES = (  # a script may save its own files beside them, in any format
+    "scheduler*.bin",
+    "sampler*.bin",
+    "dl_state_dict*.bin",
+    "random_states_*.pkl",
+    "custom_checkpoint_*.pkl",
+)
 ACCELERATE_STATE = (
     "is a state that accelerator.save_state wrote, not a checkpoint of the Trainer; load it with "
     "accelerator.load_state, or run hf-zero convert-checkpoint {folder} MODEL and give the Trainer "
@@ -138,7 +145,7 @@ class StateContents:
         ):
             if not (folder / name).exists():
                 return f"{folder / name} is missing; {RESTORE}"
-        return damaged_archive(folder, "*.bin", "*.pkl")
+        return damaged_archive(folder, *ACCELERATE_ARCHIVES)
 
 
 def ranks_of(checkpoint: Path) -> int:

@@ -5,6 +5,7 @@ new one is whole, not before.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,15 @@ def test_the_last_whole_state_is_loaded(saved: Saved, tmp_path: Path, heard: lis
     # one that is named is the one that is loaded
     loop.accelerator.load_state(str(folder / "checkpoints" / "checkpoint_0"))
     assert loop.counter.value == 2
+
+
+def test_files_of_the_script_beside_a_state_are_its_own(saved: Saved) -> None:
+    folder, losses = saved
+    (folder / "checkpoints" / "checkpoint_2" / "args.pkl").write_bytes(pickle.dumps({"lr": 0.1}))
+    loop = Loop(folder)
+    loop.accelerator.load_state()
+    assert loop.counter.value == 4
+    assert loop.step() == losses[4]
 
 
 def test_folders_that_are_refused(saved: Saved, tmp_path: Path) -> None:
