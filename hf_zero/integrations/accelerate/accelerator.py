@@ -8,6 +8,7 @@ exist, without hooks to remove. Imported while ``import accelerate`` runs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,15 +26,18 @@ from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import follow_engines, sequence_ranks, tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import engines_of, save_by_loop
 from hf_zero.integrations.seams import Original
+from hf_zero.logging import log_rank0
 from hf_zero.measures.figures import tracked
 from hf_zero.zero.layout.parameter import owner_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
 
     from hf_zero.engine import Engine
 
 CLIPPING = "gradient_clipping"
+LIMIT_LEFT_OPEN = "_hf_zero_limit_left_open"  # attribute of a plugin
 
 
 def keep_the_optimizer(original: Original, optimizer: object) -> object:
@@ -52,10 +56,11 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
     _refuse_optimizer_alone(args)
     _refuse_second_optimizer(args)
     _refuse_pipelines(args)
+    _warn_scheduler_alone(args)
     if sequence_ranks(self.state) > 1:
         _split_layers_first(tensor_ranks(self.state), args)
     config = self.deepspeed_plugin.deepspeed_config
-    limit_left_open = config.get(CLIPPING, AUTO) == AUTO
+    limit_left_open = _limit_left_open(self.deepspeed_plugin)
     if self.deepspeed_plugin.gradient_clipping == 0:
         config.setdefault(CLIPPING, 0.0)  # Accelerate drops a zero
     with _batch_size_left_open(config, args), _counting_data_parallel_ranks(self, args):
@@ -63,6 +68,8 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
     from hf_zero.engine import Engine
     from hf_zero.integrations.accelerate.multiple_models import register_engines
 
+    # one that this call has replaced, as of a model that was first prepared without its optimizer
+    self._models[:] = [m for m in self._models if not (isinstance(m, Engine) and m.destroyed)]
     for engine in result:
         if isinstance(engine, Engine) and engine.optimizer is not None:
             offer_offload_names(engine)
@@ -73,6 +80,15 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
     if engines:
         save_by_loop(self)
     return result
+
+
+def _limit_left_open(plugin: DeepSpeedPlugin) -> bool:
+    """Return whether the configuration of ``plugin`` leaves the clipping norm to the script, for
+    all engines: the first ``prepare`` fills the key in place.
+    """
+    if plugin.deepspeed_config.get(CLIPPING, AUTO) == AUTO:
+        setattr(plugin, LIMIT_LEFT_OPEN, True)
+    return getattr(plugin, LIMIT_LEFT_OPEN, False)
 
 
 def _split_layers_first(size: int, args: Sequence[object]) -> None:
@@ -239,6 +255,22 @@ def _refuse_optimizer_alone(args: tuple[object, ...]) -> None:
                 f"accelerator.prepare() is given {type(optimizer).__name__} after its model: under "
                 "ZeRO the model is laid out for its optimizer; "
                 "prepare both in one call, model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+
+
+def _warn_scheduler_alone(args: tuple[object, ...]) -> None:
+    """Warn of a scheduler without its model, which Accelerate returns as it is under ZeRO."""
+    if any(isinstance(value, nn.Module) for value in args):
+        return
+    for value in args:
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+            name = type(value).__name__
+            log_rank0(
+                f"accelerator.prepare() is given {name} without its model: under ZeRO Accelerate "
+                "returns it unwrapped, so each of its calls is a step, also inside "
+                "accelerator.accumulate, and save_state leaves it out; prepare all in one call, "
+                "model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)",
+                logging.WARNING,
             )
 
 

@@ -27,10 +27,11 @@ _saving: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # accelerators whose 
 
 
 def engines_of(accelerator: Accelerator) -> list[Engine]:
-    """Return the engines that ``accelerator`` has prepared, in order."""
+    """Return the engines that ``accelerator`` has prepared and that still exist, in order."""
     from hf_zero.engine import Engine
 
-    return [model for model in accelerator._models if isinstance(model, Engine)]
+    engines = [model for model in accelerator._models if isinstance(model, Engine)]
+    return [engine for engine in engines if not engine.destroyed]
 
 
 def save_by_loop(accelerator: Accelerator) -> None:

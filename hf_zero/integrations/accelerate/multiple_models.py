@@ -17,7 +17,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING
 
@@ -65,8 +65,9 @@ class MultipleEngines:
         self.engines[0].backward(loss, **kwargs)
 
     def destroy(self) -> None:
-        for engine in self.engines:
-            engine.destroy()
+        with ExitStack() as all_engines:  # the others, too, if one raises
+            for engine in reversed(self.engines):
+                all_engines.callback(engine.destroy)
 
 
 def register_engines(accelerator: Accelerator, limited_by_script: Iterable[Engine] = ()) -> None:
@@ -124,7 +125,7 @@ class SingleEngine:
         """Replaces ``DeepSpeedEngineWrapper.backward``. Inside ``accelerator.no_sync`` it only
         accumulates.
         """
-        self._before_forward()
+        self._make_overdue_step()
         self._backwards += 1
         ends = bool(sync_gradients) and not self.engine.in_no_sync
         if self._waits:
@@ -135,18 +136,28 @@ class SingleEngine:
             self._count(lambda: self._backward(loss, sync_gradients=ends, **kwargs))
 
     def _before_forward(self, *_: object) -> None:
+        if torch.is_grad_enabled():  # one for a metric may precede the script's clip_grad_norm_
+            self._make_overdue_step()
+
+    def _make_overdue_step(self) -> None:
         if self.due:
             self._waits = False
             self.make_step()
 
-    def make_step(self, limit: float | None = None) -> None:
-        """Make the deferred step, if any, with gradients clipped to ``limit``."""
+    def clip(self, limit: float) -> None:
+        """Make the deferred step, if any, with gradients clipped to ``limit``, and the next ones
+        until another limit is given.
+        """
+        if self.engine in _limited_by_script:
+            self._limit_given = self._waits = True
+            set_limit(self.engine, limit)
+        self.make_step()
+
+    def make_step(self) -> None:
+        """Make the deferred step, if any."""
         if self.due:
             self.due = False
-            if limit is not None:
-                self._limit_given = True
-                set_limit(self.engine, limit)
-            elif not self._limit_given:
+            if not self._limit_given:
                 self._tell_limit()
             self._count(self.engine.step)
 
@@ -204,7 +215,7 @@ def _take_steps(wrapped: DeepSpeedEngineWrapper, accelerator: Accelerator) -> No
     wrapped.single = single = SingleEngine(wrapped)
     wrapped.backward = single.backward
     for optimizer in accelerator._optimizers:
-        # a bound method: torch's schedulers access its __func__
+        # bound, as in _at_window_end
         optimizer.step = MethodType(single.checked(optimizer.step), optimizer)
 
 
@@ -228,17 +239,17 @@ def add_up_in_no_sync(original: Original, self: Accelerator, model: nn.Module) -
         yield
 
 
-def _at_window_end(wrapped: AcceleratedOptimizer, name: str) -> Callable[..., None]:
+def _at_window_end(wrapped: AcceleratedOptimizer, name: str) -> MethodType:
     """Return the method ``name`` of the optimizer inside ``wrapped``, restricted to the end of an
-    accumulation window.
+    accumulation window: a bound method, since torch's schedulers access its ``__func__``.
     """
     optimizer, state = wrapped.optimizer, wrapped.gradient_state
 
-    def method(*args: object, **kwargs: object) -> None:
+    def method(_: object, *args: object, **kwargs: object) -> None:
         if state.sync_gradients:
             getattr(optimizer, name)()
 
-    return method
+    return MethodType(method, wrapped)
 
 
 def clip_by_the_engine(
@@ -279,7 +290,7 @@ def clip_by_the_engine(
     if wrapped is None:
         return None
     if wrapped.engine is engine:
-        wrapped.single.make_step(float(max_norm))
+        wrapped.single.clip(float(max_norm))
     return wrapped.engine.grad_norm_tensor()
 
 

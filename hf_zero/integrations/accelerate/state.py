@@ -20,6 +20,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from hf_zero.config.reading import AUTO
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.integrations import finder
@@ -168,6 +169,8 @@ def _with_shared_sequences(
     written = getattr(plugin, "deepspeed_config", None) or {}
     sizes = []
     for key, size in ((KEY, parallelism.sp_size), (CONTEXT, parallelism.cp_size)):
+        if written.get(key) == AUTO:
+            written[key] = size
         named = written.get(key) or 1
         if size > 1 and named not in (1, size):
             raise ConfigError(

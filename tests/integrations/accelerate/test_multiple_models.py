@@ -124,6 +124,24 @@ def test_two_models_step_and_forget_when_their_optimizers_are_told() -> None:
     assert engine.global_steps == 1
 
 
+def test_a_scheduler_of_torch_and_the_end_of_two_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = accelerator_with()
+    (one, of_one), (two, _) = prepared(accelerator), prepared(accelerator)
+    schedule = torch.optim.lr_scheduler.StepLR(of_one, 1, gamma=0.5)
+    accelerator.backward(loss_of(one))
+    of_one.step()
+    schedule.step()
+    assert one.global_steps == 1 and one.get_lr() == [0.05]
+
+    def fail() -> None:
+        raise RuntimeError("no answer from rank 1")
+
+    monkeypatch.setattr(one, "destroy", fail)
+    with pytest.raises(RuntimeError, match="rank 1"):
+        accelerator.free_memory()
+    assert two.destroyed
+
+
 def test_inside_a_window_nothing_steps_and_nothing_is_forgotten() -> None:
     accelerator = accelerator_with()
     (one, of_one), (two, of_two) = prepared(accelerator), prepared(accelerator)
@@ -192,6 +210,42 @@ def test_a_limit_that_the_configuration_leaves_open_is_the_scripts(
     engine.destroy(gather=True)
     assert_same_weights(engine.module, plain)
     assert not [message for message in heard if "clip_grad_norm_" in message]
+
+
+def test_a_limit_that_is_left_open_is_the_scripts_for_later_engines_too() -> None:
+    """After one that ended, and beside another: Accelerate fills the key in its configuration."""
+    accelerator = accelerator_with(None, gradient_clipping="auto")
+    prepared(accelerator)
+    accelerator.free_memory()
+    limits = [0.05, 0.3]
+    plain, want = plain_with_limits(limits)
+    for _ in range(2):
+        engine, optimizer = prepared(accelerator)
+        arguments = (accelerator.backward, accelerator.clip_grad_norm_, optimizer, limits)
+        assert with_limits(engine, *arguments) == pytest.approx(want, rel=1e-5)
+        assert_same_weights(engine.module, plain)
+
+
+@in_turn("gradients", [False, True])
+def test_a_forward_between_a_backward_and_its_limit(gradients: bool) -> None:
+    """Without gradients it changes nothing; otherwise the step is made before it, and the limit
+    is that of the next ones.
+    """
+    forget()
+    accelerator = accelerator_with(None)
+    engine, optimizer = prepared(accelerator)
+
+    def backward(loss: torch.Tensor) -> None:
+        accelerator.backward(loss)
+        with torch.set_grad_enabled(gradients):
+            engine(features(0, 0, 0))
+
+    limits = [0.05, 0.3, 0.1]
+    plain, want = plain_with_limits([1.0, *limits[:2]] if gradients else limits)
+    found = with_limits(engine, backward, accelerator.clip_grad_norm_, optimizer, limits)
+    assert found == pytest.approx(want, rel=1e-5)
+    assert engine.global_steps == 3
+    assert_same_weights(engine.module, plain)
 
 
 @in_turn("clips, steps", [(True, False), (False, True)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from hf_zero.integrations.accelerate.accelerator import (
     refuse_optimizer_apart,
 )
 from hf_zero.integrations.accelerate.loaders import count_batches_once
+from hf_zero.integrations.accelerate.memory_saves import engines_of
 from hf_zero.integrations.accelerate.state import division_in_effect
 from hf_zero.launch.hosts import free_port
 from hf_zero.parallel.sequence.division import Division
@@ -109,9 +111,14 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Accelerator(deepspeed_plugin=plugin())
 
 
-RINGS: dict[str, tuple[dict[str, int], dict[str, int], Division]] = {
+RINGS: dict[str, tuple[dict[str, int], dict[str, Any], Division]] = {
     "a ring": ({"cp_size": 2}, {}, Division(1, 2)),
     "heads and a ring": ({"cp_size": 2}, {"sequence_parallel_size": 2}, Division(2, 2)),
+    "left open": (
+        {"cp_size": 2},
+        {"sequence_parallel_size": "auto", "context_parallel_size": "auto"},
+        Division(1, 2),
+    ),
     "keys": ({}, {"sequence_parallel_size": 2, "context_parallel_size": 3}, Division(2, 3)),
 }
 
@@ -122,9 +129,9 @@ def test_the_ranks_of_a_ring_are_counted_as_sequence_parallel(case: str) -> None
     sizes, keys, division = RINGS[case]
     forget()
     parallelism = ParallelismConfig(**sizes)  # type: ignore[arg-type]
-    found = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ZERO3 | keys), parallelism_config=parallelism
-    )
+    named = DeepSpeedPlugin(hf_ds_config=ZERO3 | keys)
+    found = Accelerator(deepspeed_plugin=named, parallelism_config=parallelism)
+    assert "auto" not in named.deepspeed_config.values()
     assert is_sharded(found)
     counted = found.parallelism_config
     assert (counted.sp_size, counted.cp_size) == (division.ranks, 1)
@@ -236,3 +243,30 @@ def test_an_optimizer_apart_from_its_model_is_refused() -> None:
     of = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, num_processes=2)
     with pytest.raises(PartitionError, match=r"prepare_optimizer\(SGD\)"):
         prepare(of, optimizer)
+
+
+def test_a_model_that_is_prepared_again_has_one_engine(tmp_path: Path) -> None:
+    """The state that is saved is that of the engine that trains."""
+    ours = accelerator()
+    first = ours.prepare(stack())
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    engine, optimizer = ours.prepare(first, optimizer)
+    assert first.destroyed and ours._models == [engine]
+    ours.backward(engine(ROWS).pow(2).mean())
+    optimizer.step()
+    ours.save_state(str(tmp_path))
+    ours.load_state(str(tmp_path))
+    assert engine.global_steps == 1
+    engine.destroy()
+    assert engines_of(ours) == []
+
+
+def test_a_scheduler_without_its_model_is_told(heard: list[str]) -> None:
+    ours, model = accelerator(), stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    _, optimizer, together = ours.prepare(model, optimizer, schedule)
+    assert together in ours._schedulers
+    assert not any("StepLR" in text for text in heard)
+    assert ours.prepare(schedule) is schedule
+    assert any("is given StepLR without its model" in text for text in heard)
