@@ -139,7 +139,8 @@ def save_into_memory(
                 save_model=lambda *args, **kwargs: None,
                 _push_from_checkpoint=lambda folder: None,
             ),
-            replaced(self.args, save_strategy="no"),  # it takes no folder as the best checkpoint
+            # it takes no folder as the best checkpoint, and nothing resumes from a model alone
+            replaced(self.args, save_strategy="no", save_only_model=False),
         ):
             self._save_checkpoint(model, trial)
         return checkpoint

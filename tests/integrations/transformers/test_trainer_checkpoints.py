@@ -16,10 +16,11 @@ import transformers
 
 import hf_zero
 from hf_zero.checkpoint import find
+from hf_zero.checkpoint.memory import saving
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
 from tests.helpers.plain_process import forget
-from tests.helpers.trainers import BEST, EVERY_STEP, logged, routed
+from tests.helpers.trainers import BEST, EVERY_STEP, began_at, logged, routed
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
 
 RANK = "rank-00000-of-00001.safetensors"
@@ -286,6 +287,30 @@ def test_the_best_whole_model_is_loaded_at_the_end(
         assert any(stays in text for text in heard)
     expected = left[chosen] if left else losses[-1]
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+class Killed(transformers.TrainerCallback):
+    """The end of a job in its third step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_saves_models_alone_resumes_from_memory(
+    whole: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    memory = {"every": 1, "folder": str(tmp_path / "memory"), "job": "job"}
+    keys = {"config": {"checkpoint": {"memory": memory}}, "save_only_model": True}
+    with pytest.raises(KeyboardInterrupt):
+        routed("ours", 2, tmp_path, callbacks=[Killed()], **keys).train()
+    forget()
+    saving._claimed.clear()  # the process is gone
+    run = routed("ours", 2, tmp_path, **keys)
+    run.train(resume_from_checkpoint=True)
+    assert began_at(run) == 2
+    assert run.args.save_only_model
+    assert logged(run) == whole[1]
 
 
 @pytest.mark.parametrize("best", [3, 6])
