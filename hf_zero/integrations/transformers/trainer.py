@@ -120,7 +120,8 @@ def train_anew(
         if isinstance(engine, Engine):
             from hf_zero.integrations.engine_teardown import destroy_and_restore
 
-            destroy_and_restore(engine)
+            if not engine.destroyed:  # by accelerator.free_memory(), or for a smaller batch
+                destroy_and_restore(engine)
             assert self.model is not None
             self.model_wrapped, self.deepspeed = self.model, None
             if resume_from_checkpoint in (None, False):

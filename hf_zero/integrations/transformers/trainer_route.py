@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from hf_zero.config import ZeroConfig
 from hf_zero.config.files import DICT, SourcedDict, flattened, value_at
 from hf_zero.config.reading import AUTO
-from hf_zero.config.resolving import BATCH
+from hf_zero.config.resolving import BATCH, MICRO, TOTAL
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
@@ -324,6 +324,8 @@ def fill_from_arguments(
     self.config = SourcedDict.wrap(self.config, DICT)
     self.config.filler = "the training arguments"
     open_left_out(self.config)
+    if auto_find_batch_size:  # the sizes are those of an attempt with a larger batch
+        self.config[MICRO] = self.config[TOTAL] = AUTO
     original(self, args, auto_find_batch_size)
     if not any((args.fp16, args.bf16, args.fp16_full_eval, args.bf16_full_eval)):
         # The flags are off unless given, and --bf16 is refused on a CPU: a precision in the

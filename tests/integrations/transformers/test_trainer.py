@@ -165,12 +165,32 @@ def test_a_second_train_goes_on_with_a_new_optimizer(
     plain = trained("plain", 0, tmp_path)
     plain.optimizer = None
     plain.train()
-    forget()
-    run = trained("ours", 3, tmp_path)
+    for stage, freed in ((3, False), (2, True), (3, True)):
+        forget()
+        heard_in_full.clear()
+        run = trained("ours", stage, tmp_path)
+        if freed:  # a script may end the engine itself
+            run.accelerator.free_memory()
+        run.train()
+        assert_same_training(run, plain)
+        said = "another train() goes on with the weights and with a new optimizer"
+        assert sum(said in text for text in heard_in_full) == 1
+
+
+def test_the_engine_has_the_batch_that_fits(tmp_path: Path) -> None:
+    class Short(transformers.Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self._train_batch_size > 3:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    chosen = options(tmp_path, auto_find_batch_size=True, max_steps=2)
+    args = hf_zero.TrainingArguments(**chosen, zero_config="zero2")
+    run = Short(model=model(), args=args, train_dataset=rows())
     run.train()
-    assert_same_training(run, plain)
-    said = "another train() goes on with the weights and with a new optimizer"
-    assert sum(said in text for text in heard_in_full) == 1
+    assert run.deepspeed.train_micro_batch_size_per_gpu() == 3
+    assert run.deepspeed.train_batch_size() == 3
+    assert run.deepspeed.global_samples == 6
 
 
 def test_adapters_over_frozen_blocks(tmp_path: Path) -> None:
