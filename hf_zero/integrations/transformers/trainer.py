@@ -29,6 +29,7 @@ from hf_zero.integrations.accelerate.loaders import tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
+from hf_zero.integrations.transformers.trainer_phases import batches_of
 from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,
     SAVE_WEIGHTS,
@@ -69,6 +70,7 @@ def find_zero_callback(original: Original, self: Trainer, *args: object, **kwarg
         original(self, *args, **kwargs)
         return
     setattr(self, CALLBACK, callback)
+    vars(callback)["trainer"] = self  # whose batches it counts
     original(self, *args, **kwargs)
     # First, before the reporters, so that its additions to the logs reach them.
     callbacks = self.callback_handler.callbacks
@@ -249,10 +251,11 @@ def know_the_tensor_ranks(original: Callable[[Trainer], int], self: Trainer) -> 
 
 def count_tokens_once(original: Original, self: Trainer, inputs: object) -> None:
     """Wraps ``Trainer._track_num_input_tokens``: counts the tokens of one of the tensor-parallel
-    ranks.
+    ranks, and those of all batches of a window.
     """
     before = self.state.num_input_tokens_seen
-    original(self, inputs)
+    for batch in batches_of(inputs):
+        original(self, batch)
     if under_zero(self):
         added = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + added // self.get_tp_size()

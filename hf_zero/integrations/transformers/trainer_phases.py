@@ -6,7 +6,8 @@ The Trainer counts epochs, steps and the data that a resumed run skips in accumu
 one size. If ``training_phases`` change the batch, an item of its inner loop is a whole window:
 ``get_batch_samples`` takes as many batches as the phase requires and returns them as one item,
 whose batches ``training_step`` trains on one by one. An epoch ends with a window of the remaining
-batches, as usual.
+batches, as usual. What the Trainer counts by items, tokens, operations and the part of the epoch,
+is counted by the batches of the window.
 
 Imported while ``import transformers`` runs.
 """
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
 
-# of set_initial_training_values: the length of the loader is the last but one, the steps the last
+# of set_initial_training_values: epochs, steps and samples of an epoch, samples of the run, samples
+# of a step, length of the loader, steps of the run
 TrainingValues = tuple[int, int, int, int, int, int | None, int]
 
 
@@ -45,6 +47,11 @@ class Window(dict[str, object]):
     def __init__(self, batches: Sequence[Mapping[str, object]]):
         super().__init__(batches[0])
         self.batches = batches
+
+
+def batches_of(inputs: object) -> Sequence[object]:
+    """Return the batches of an item of the Trainer's inner loop."""
+    return inputs.batches if isinstance(inputs, Window) else (inputs,)
 
 
 def windows_of(trainer: Trainer) -> Callable[[int], int] | None:
@@ -129,6 +136,11 @@ def train_on_windows(
     return sum(losses)
 
 
+def count_operations(original: Callable[..., int], self: Trainer, inputs: object) -> int:
+    """Wraps ``Trainer.floating_point_ops``: counts those of all batches of a window."""
+    return sum(original(self, batch) for batch in batches_of(inputs))
+
+
 @contextmanager
 def counting_whole_batches(trainer: Trainer, inputs: object) -> Iterator[None]:
     """Make TRL's ``num_tokens`` count the tokens of whole batches if a rank has a part of the
@@ -170,14 +182,16 @@ def count_windows(
         values = original(self, args, dataloader)
     if windows is None:
         return values
-    length, last = values[5], values[6]
+    _, updates, examples, samples, batch, length, last = values
     assert length is not None  # the loader has a length
     if args.max_steps <= 0:
         needed = math.ceil(args.num_train_epochs * length)
         passed = (ended * length + used for ended, used in epochs(windows, length))
         last = next(step for step, batches in enumerate(passed, 1) if batches >= needed)
     ended, used = _after(last, windows, length)
-    return ended + (used > 0), *values[1:6], last
+    if args.max_steps > 0:
+        samples = (ended * length + used) * batch
+    return ended + (used > 0), updates, examples, samples, batch, length, last
 
 
 @contextmanager
@@ -218,8 +232,15 @@ def resume_windows(
         trial,
     )
     windows, steps = windows_of(self), self.state.global_step
-    if windows is None or not steps:
+    if windows is None:
         return trained
+    from hf_zero.integrations.transformers.window_epochs import WindowEpochs
+
     # here the Trainer's steps are batches: its windows have one batch
-    ended, used = _after(steps, windows, num_update_steps_per_epoch)
-    return ended, 0 if self.args.ignore_data_skip else used
+    length = num_update_steps_per_epoch
+    ended, used = _after(steps, windows, length) if steps else (0, 0)
+    used = 0 if self.args.ignore_data_skip else used
+    self.pop_callback(WindowEpochs)  # of an earlier train()
+    # the first one, before those that read the epoch
+    self.callback_handler.callbacks.insert(0, WindowEpochs(self, length, ended, used))
+    return ended, used

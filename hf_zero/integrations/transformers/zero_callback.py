@@ -26,7 +26,7 @@ from hf_zero.logging import JsonObject, log_rank0
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
-    from transformers import TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerState, TrainingArguments
 
 MEBIBYTE = 2**20
 
@@ -53,6 +53,7 @@ class ZeroCallback(TrainerCallback):
             finder.choose()
         self.config: JsonObject | None = None if zero_config is None else read(zero_config)
         self.throughput = Throughput()
+        self.trainer: Trainer | None = None  # set as it is made
         self._ready = False
         self._said = False
 
@@ -83,7 +84,8 @@ class ZeroCallback(TrainerCallback):
         self.throughput.start(args, state, None if args.torch_compile else model)
 
     def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        self.throughput.step()
+        assert self.trainer is not None
+        self.throughput.step(self.trainer.current_gradient_accumulation_steps)
 
     def on_evaluate(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.throughput.resume()
@@ -142,11 +144,11 @@ class Throughput:
         self._hook: RemovableHandle | None = None
         self._clear()
         self._mark = 0.0
-        self._samples_a_step = self._ranks = 1
+        self._samples_a_batch = self._ranks = 1
 
     def _clear(self) -> None:
         self._seconds = 0.0
-        self._steps = self._tokens = 0
+        self._batches = self._tokens = 0
 
     def start(self, args: TrainingArguments, state: TrainerState, model: nn.Module | None) -> None:
         """Start measuring; without ``model`` count only samples, and register no hook."""
@@ -156,7 +158,7 @@ class Throughput:
         shared = groups.dims if groups is not None else ParallelDims(data=args.world_size)
         self._ranks = shared.dp_cp
         rows = state.train_batch_size or args.per_device_train_batch_size
-        self._samples_a_step = rows * args.gradient_accumulation_steps * shared.data
+        self._samples_a_batch = rows * shared.data
         if model is not None:
             name = getattr(model, "main_input_name", "input_ids")
             self._hook = model.register_forward_pre_hook(
@@ -179,18 +181,19 @@ class Throughput:
     def resume(self) -> None:
         self._mark = time.perf_counter()
 
-    def step(self) -> None:
+    def step(self, batches: int) -> None:
+        """Count a step of ``batches`` micro-batches on each rank."""
         now = time.perf_counter()
         self._seconds += now - self._mark
         self._mark = now
-        self._steps += 1
+        self._batches += batches
 
     def rates(self) -> dict[str, float]:
         """Return the rates since the last call."""
         figures = {}
         if self._seconds > 0:
             figures["samples_per_second"] = round(
-                self._steps * self._samples_a_step / self._seconds, 3
+                self._batches * self._samples_a_batch / self._seconds, 3
             )
             if self._tokens:
                 figures["tokens_per_second"] = round(self._tokens * self._ranks / self._seconds, 1)

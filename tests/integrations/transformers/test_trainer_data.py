@@ -4,7 +4,9 @@ whose batches were cut by hand.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -14,6 +16,7 @@ import transformers
 
 import hf_zero
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.transformers import zero_callback
 from tests.helpers import oracle
 from tests.helpers.models import LENGTH
 from tests.helpers.sampled import metric, section
@@ -133,10 +136,14 @@ def plain(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, {name: value.detach().clone() for name, value in net.state_dict().items()}
 
 
-def phased(folder: Path, resume: Any = None, **changes: Any) -> transformers.Trainer:
+def phased(
+    folder: Path, resume: Any = None, callbacks: Any = None, **changes: Any
+) -> transformers.Trainer:
     zero = {"training_phases": changes.pop("phases", PHASES)}
     args = ours(folder, zero, **{**CHOSEN, **changes})
-    run = transformers.Trainer(model=model("llama"), args=args, train_dataset=uneven("llama"))
+    run = transformers.Trainer(
+        model=model("llama"), args=args, train_dataset=uneven("llama"), callbacks=callbacks
+    )
     run.train(resume_from_checkpoint=resume)
     return run
 
@@ -151,6 +158,45 @@ def test_windows_grow_and_epochs_are_counted_by_them(tmp_path: Path) -> None:
     again = phased(tmp_path / "epochs", resume, max_steps=-1, num_train_epochs=2)
     assert again.state.global_step == again.state.max_steps == PHASE_STEPS
     assert logged(again) == pytest.approx(wanted, rel=1e-4)
+
+
+class Epochs(transformers.TrainerCallback):
+    """The epoch as the steps end, as other callbacks read it."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.seen.append(state.epoch)
+
+
+def test_what_the_trainer_counts_is_counted_by_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs, tokens, operations and samples, also of a run that was resumed."""
+    clock = iter(range(1000))
+    counted = SimpleNamespace(perf_counter=lambda: float(next(clock)))
+    monkeypatch.setattr(zero_callback, "time", counted)
+    micros = [window[0] for window in WINDOWS]
+    batches = list(itertools.accumulate(micros))
+    tokens = list(itertools.accumulate(4 * micros * length for micros, length, _ in WINDOWS))
+    for first in (0, 3):
+        epochs, callback = Epochs(), hf_zero.ZeroCallback()
+        run = phased(
+            tmp_path,
+            str(tmp_path / f"checkpoint-{first}") if first else None,
+            callbacks=[epochs, callback],
+            include_num_input_tokens_seen="all",
+        )
+        assert epochs.seen == [number / 8 for number in batches[first:]]
+        assert logged(run, "epoch")[:-1] == [number / 8 for number in batches]
+        assert logged(run, "num_input_tokens_seen")[:-1] == tokens
+        counted_weights = run.model.num_parameters(exclude_embeddings=True)
+        assert run.state.total_flos == 6 * counted_weights * tokens[-1]
+        # a tick of the clock a step
+        assert logged(run, "samples_per_second") == [4.0 * number for number in micros]
+    *_, samples, _, _, _ = run.set_initial_training_values(run.args, run.get_train_dataloader())
+    assert samples == 4 * batches[-1]
 
 
 def test_what_the_trainer_cannot_change(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     throughput = Throughput()  # rates start again after each log
     assert throughput.rates() == {}
-    throughput._steps, throughput._seconds, throughput._samples_a_step = 3, 2.0, 8
+    throughput._batches, throughput._seconds, throughput._samples_a_batch = 3, 2.0, 8
     assert throughput.rates() == {"samples_per_second": 12.0}
     assert throughput.rates() == {}
 
