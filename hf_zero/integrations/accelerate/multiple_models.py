@@ -136,7 +136,9 @@ class SingleEngine:
             self._count(lambda: self._backward(loss, sync_gradients=ends, **kwargs))
 
     def _before_forward(self, *_: object) -> None:
-        if torch.is_grad_enabled():  # one for a metric may precede the script's clip_grad_norm_
+        # one for a metric may precede the script's clip_grad_norm_, unless a part of the model has
+        # been updated
+        if torch.is_grad_enabled() or self.engine.sharded_model.updates_in_backward:
             self._make_overdue_step()
 
     def _make_overdue_step(self) -> None:

@@ -248,6 +248,23 @@ def test_a_forward_between_a_backward_and_its_limit(gradients: bool) -> None:
     assert_same_weights(engine.module, plain)
 
 
+def test_a_metric_after_a_backward_that_updates() -> None:
+    """The step ends before it, as half of the model has been updated."""
+    zero = {"stage": 2, "update_in_backward": True}
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 3}
+    plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=0.0)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = stack()
+    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert engine.sharded_model.updates_in_backward
+    for step in range(2):
+        accelerator.backward(squared(engine, step))
+        with torch.no_grad():
+            squared(engine, step)
+        optimizer.step()
+        assert engine.global_steps == step + 1
+
+
 @in_turn("clips, steps", [(True, False), (False, True)])
 def test_scripts_that_leave_out_a_call_train_all_the_same(
     clips: bool, steps: bool, heard: list[str]
