@@ -125,6 +125,8 @@ def plan(
         bf16 is not None and bf16.masters,
     )
     laid = [(unit, *flat) for unit in units for flat in laying.flats_of(unit, held)]
+    # state, tiers and files of a checkpoint are looked up by key
+    assert len({spec.key for _, spec, _ in laid}) == len(laid), "two flat buffers have one key"
     slots = {slot.name: slot for _, spec, _ in laid for slot in spec.layout.slots}
     parameters = {name: parameter for _, _, named in laid for name, parameter in named.items()}
     coded = () if optimizer is None else names_in_8_bits(optimizer, parameters, slots, group_of)

@@ -76,7 +76,7 @@ class Sharding:
         """An identifier of the ranks and the average of the gradient; "" if all ranks of the
         pipeline stage hold the parameter and its whole gradient.
         """
-        tied = ("tied",) if self.pp_stages else ()
+        tied = (f"tied {'-'.join(map(str, self.pp_stages))}",) if self.pp_stages else ()
         return "+".join((*self.axes, *(("partial",) if self.partial else ()), *tied))
 
 

@@ -17,11 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.zero.layout.box import Box
 from hf_zero.zero.layout.flat_layout import ALIGNMENT, BLOCK, LARGE, FlatLayout
 from hf_zero.zero.layout.sharding import WHOLE, Sharding, set_sharding, sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES, bytes_per_parameter
 from tests.helpers.cells import in_one_item
+from tests.helpers.plans import planned
 
 # Zeros and no dimensions are common on purpose: empty parameters share their offset with a
 # neighbour.
@@ -209,6 +211,21 @@ def test_what_a_parameter_says_of_its_ranks():
         Sharding(("data",))
     with pytest.raises(ValueError, match="leave partial out"):
         Sharding(("tensor",), partial=True)
+
+
+def test_parameters_tied_over_different_stages_have_flat_buffers_of_different_keys():
+    model = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(3))
+    tied = {0: (0, 2), 1: (1, 2)}
+    for layer, stages in tied.items():
+        set_sharding(model[layer].weight, Sharding(stages=stages))
+    flats = planned(model, {}, ParallelDims(3, pipeline=3), rank=2).flats
+    key = "|trainable|float32"
+    keys = {slot.name: each.spec.key for each in flats for slot in each.spec.layout.slots}
+    assert keys == {
+        "0.weight": f"{key}|tied 0-2",
+        "1.weight": f"{key}|tied 1-2",
+        "2.weight": key,
+    }
 
 
 # stage: bytes of a parameter, a gradient and optimizer state of one on 8 ranks, in units of 1 / 8
