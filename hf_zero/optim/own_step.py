@@ -57,6 +57,20 @@ def choose_fused(base: type | None, group: dict[str, Any]) -> None:
         group["fused"] = True
 
 
+def reopen_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a function that undoes :func:`choose_fused` in the groups that leave ``fused`` open
+    now.
+    """
+    groups = optimizer.param_groups
+    left_open = [at for at, group in enumerate(groups) if group.get("fused", False) is None]
+
+    def reopen() -> None:
+        for at in left_open:
+            optimizer.param_groups[at]["fused"] = None
+
+    return reopen
+
+
 @cache
 def _is_fused(base: type, op: str, device_type: str) -> bool:
     key = torch._C._dispatch_key_for_device(device_type)

@@ -19,6 +19,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.offload.placement import Placement
+from hf_zero.optim.own_step import reopen_fused
 from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
 from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
@@ -166,6 +167,8 @@ class EngineParts(AroundModel):
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         # the model's parameters in each group of the optimizer
         self.given = [list(group["params"]) for group in groups]
+        if self.optimizer is not None:
+            installed.callback(reopen_fused(self.optimizer))
         self.extensions_of = plan.extensions_of
         sharded = self.sharded_model = ShardedModel(plan, mesh, placement)
         installed.callback(sharded.retire)

@@ -6,8 +6,10 @@ loop, in every place, resumed anywhere and by name, is a row of ``test_capabilit
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,10 @@ from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.errors import HfZeroError
 from hf_zero.optim import Adafactor, Muon
 from tests.helpers import oracle
-from tests.helpers.cells import in_turn
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.offloads import offload
-from tests.helpers.optimizers import MUON, WHOLE, Row, parted, same_directions
+from tests.helpers.optimizers import MAIN, MUON, WHOLE, Row, parted, same_directions
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
 from tests.ranks.cases import expect
@@ -117,6 +119,42 @@ def test_factors_that_a_manifest_promises_are_looked_for(tmp_path):
 
 
 # ---- objects of the user ----
+
+
+AFTER_AN_ENGINE = {
+    **{name: WHOLE[name].ours for name in MAIN},
+    "torch's adafactor": lambda model: torch.optim.Adafactor(trainable(model)),
+    "torch's muon": lambda model: torch.optim.Muon(parted(model)[0], **MUON),
+    "sgd": lambda model: torch.optim.SGD(trainable(model), 0.1, momentum=0.9),
+}
+
+
+@in_one_item(AFTER_AN_ENGINE)
+def test_after_its_engine_it_steps_as_a_new_one(name):
+    """Also a parameter whose first gradient comes later; and no flat buffer stays."""
+    make = AFTER_AN_ENGINE[name]
+
+    def run(rank, model):
+        optimizer = make(model)
+        engine = start(model, optimizer, config_of(3))
+        run_steps(engine, rank, range(2))
+        flats = [weakref.ref(flat) for flat in engine.flats]
+        engine.destroy(gather=True)
+        new = copy.deepcopy(model)
+        return model, optimizer, new, make(new), flats
+
+    for model, optimizer, new, other, flats in on_ranks(RANKS, run):
+        gc.collect()
+        assert flats and not any(flat() for flat in flats)
+        for step in range(3):
+            for net, each in ((model, optimizer), (new, other)):
+                each.zero_grad()
+                squared(net, At(step, 0, 0)).backward()
+                if step == 0:
+                    each.param_groups[0]["params"][0].grad = None
+                each.step()
+        for mine, theirs in zip(model.parameters(), new.parameters()):
+            assert torch.equal(mine, theirs)
 
 
 def halve(step, model, optimizer):

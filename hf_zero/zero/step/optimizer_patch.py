@@ -160,7 +160,8 @@ def _return_parameters(
     """Put the ``parameters`` back into the groups. The state of segments, and their memory, were
     freed with the engine.
     """
-    vars(optimizer).pop("segment_format", None)
+    for name in ("segment_format", "tensors", "norms"):  # they refer to segments
+        vars(optimizer).pop(name, None)
     optimizer.state = defaultdict(dict)
     for group, members in zip(optimizer.param_groups, parameters):
         for segment in group["params"]:
