@@ -7,9 +7,11 @@ import signal
 import time
 
 import pytest
+from torch.utils.data._utils import signal_handling
 
 from hf_zero.distributed import process_group, rank_requests
 from hf_zero.errors import PartitionError, RankMismatchError
+from hf_zero.zero.step import preemption
 from hf_zero.zero.step.preemption import _Handler
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
@@ -152,6 +154,30 @@ def test_a_handler_outlives_no_engine(heard_before):
     del engine
     os.kill(os.getpid(), signal.SIGUSR1)
     assert heard == [signal.SIGUSR1] and signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_two_engines_that_listen(one_process, heard_before, monkeypatch):
+    """Each one ends alone: its handler goes, and the other one's signals stay those of workers."""
+    workers = []
+    monkeypatch.setattr(preemption, "_begin", lambda: None)
+    monkeypatch.setattr(preemption.native, "end_by_parent_only", workers.append)
+
+    def told_to_workers():
+        workers.clear()
+        signal_handling._set_worker_signal_handlers()
+        return [sorted(signals) for signals in workers]
+
+    _, handler = heard_before
+    for order in (0, 1), (1, 0):
+        engines = [listening(signal.SIGUSR1), listening(signal.SIGUSR1)]
+        engines[order[0]].destroy()
+        assert told_to_workers() == [[signal.SIGUSR1]]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        train(engines[order[1]], 0, 0)
+        assert engines[order[1]].stop_requested
+        assert not engines[order[0]].stop_requests.asked
+        engines[order[1]].destroy()
+        assert signal.getsignal(signal.SIGUSR1) is handler and not told_to_workers()
 
 
 def test_a_child_that_was_forked_ends_as_it_would(one_process):

@@ -14,8 +14,8 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data._utils import signal_handling
@@ -29,23 +29,18 @@ from hf_zero.zero.layout.unit import SharedShards
 if TYPE_CHECKING:
     from types import FrameType
 
-_signals: set[int] = set()  # what the ranks of this process listen for
+_listening: weakref.WeakSet[StopRequests] = weakref.WeakSet()  # of all engines of this process
 _begin = signal_handling._set_worker_signal_handlers
 
 
 def _begin_worker() -> None:
-    _begin()
-    if _signals:
-        native.end_by_parent_only(_signals)
-
-
-def keep_workers(signals: Iterable[int]) -> None:
-    """Let workers that are forked from now on pass over ``signals``, unless their rank sends them:
-    it ends its workers by SIGTERM. No signals: let the next ones act as torch has it.
+    """Let this worker, which was forked, pass over the signals that its rank listens for, unless
+    the rank sends them: it ends its workers by SIGTERM.
     """
-    _signals.clear()
-    _signals.update(signals)
-    signal_handling._set_worker_signal_handlers = _begin_worker
+    _begin()
+    signals = {handler.number for requests in _listening for handler in requests._handlers}
+    if signals:
+        native.end_by_parent_only(signals)
 
 
 class StopRequests:
@@ -70,7 +65,8 @@ class StopRequests:
         self._listens = True
         self._shards.serve()
         self._handlers = [_Handler(number, self.request) for number in signals]
-        keep_workers(signals)
+        _listening.add(self)
+        signal_handling._set_worker_signal_handlers = _begin_worker
 
     def move(self, mesh: Mesh, shards: SharedShards) -> None:
         """Continue with the parts of an engine that was built again, and repeat a request that the
@@ -122,8 +118,6 @@ class StopRequests:
         """Restore the previous signal handlers."""
         for handler in self._handlers:
             handler.remove()
-        if self._handlers:
-            keep_workers(())
         self._handlers = []
 
 
@@ -148,6 +142,12 @@ class _Handler:
             self._before(number, frame)
 
     def remove(self) -> None:
-        now: object = signal.getsignal(self.number)
-        if now is self:
-            signal.signal(self.number, self._before)
+        """Restore the previous handler, in the signal or in the later handler that calls this."""
+        handler: Any = signal.getsignal(self.number)
+        number, before = self.number, self._before
+        if handler is self:
+            signal.signal(number, before)
+        while isinstance(handler, _Handler):
+            if handler._before is self:
+                handler._before = before
+            handler = handler._before
