@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
@@ -371,11 +370,29 @@ def take_native_threads(placement: Placement) -> Callable[[], None]:
     """Limit the native kernels of an offloaded update to the share of cores in ``placement``;
     return a function that undoes it.
     """
-    before = native.threads() if native.available() else 0
-    if not before or not placement.offloads_optimizer or placement.cores >= 1.0:
+    if not native.available() or not placement.offloads_optimizer or placement.cores >= 1.0:
         return _nothing
-    native.set_threads(max(1, int(placement.cores * native.default_share().threads)))
-    return partial(native.set_threads, before)
+    return _ThreadLimit(max(1, int(placement.cores * native.default_share().threads))).remove
+
+
+class _ThreadLimit:
+    """A limit on the threads of the native kernels, until :meth:`remove`."""
+
+    _live: list[_ThreadLimit] = []  # of all engines, by the time they were set
+
+    def __init__(self, threads: int):
+        self._before, self._threads = native.threads(), threads
+        native.set_threads(threads)
+        self._live.append(self)
+
+    def remove(self) -> None:
+        """Restore the former number."""
+        at = self._live.index(self)
+        del self._live[at]
+        if at == len(self._live):
+            native.set_threads(self._before)
+        elif self._live[at]._before == self._threads:  # the next limit restores this one's
+            self._live[at]._before = self._before
 
 
 def _nothing() -> None:

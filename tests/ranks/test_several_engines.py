@@ -8,12 +8,15 @@ is the input of another. The oracle is the same loop over plain models.
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from hf_zero.errors import PartitionError
+from hf_zero.ops import native
+from hf_zero.zero.sharded_model import take_native_threads
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_grads, full_weights, start
@@ -296,3 +299,21 @@ def test_an_engine_at_rest_lends_no_scale():
         assert not all(bool(each.isfinite().all()) for each in full_weights(engine).values())
 
     on_ranks(RANKS, run, build=lambda: [seeded(Wide).half(), seeded(Wide)])
+
+
+@pytest.mark.skipif(not native.available(), reason="no native core")
+def test_limits_on_native_threads_leave_none_behind(monkeypatch):
+    before = native.threads()
+    monkeypatch.setattr(native, "default_share", lambda: native.Share(4, "a test"))
+    try:
+        native.set_threads(3)
+        for ends in ((0, 1), (1, 0)):
+            placements = [SimpleNamespace(offloads_optimizer=True, cores=n) for n in (0.5, 0.25)]
+            restores = [take_native_threads(placement) for placement in placements]
+            assert native.threads() == 1
+            restores[ends[0]]()
+            assert native.threads() == (1 if ends[0] == 0 else 2)
+            restores[ends[1]]()
+            assert native.threads() == 3
+    finally:
+        native.set_threads(before)
