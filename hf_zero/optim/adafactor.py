@@ -79,7 +79,8 @@ def _matrices(values: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     [matrices, columns].
     """
     rows, columns = values.split(_sizes(shape))
-    return rows.view(-1, shape[-2]), columns.view(-1, shape[-1])
+    matrices = prod(shape[:-2])  # not -1: there may be no elements
+    return rows.view(matrices, shape[-2]), columns.view(matrices, shape[-1])
 
 
 class FactoredOptimizer(WholeTensorOptimizer):
@@ -229,9 +230,10 @@ class FactoredOptimizer(WholeTensorOptimizer):
                 second = state[of_vector].reshape(-1)[start:stop]
                 yield cls.divided(group, flat, second, None, update)
                 continue
-            rows = state[by_rows].reshape(-1, shape[-2])
+            matrices = prod(shape[:-2])
+            rows = state[by_rows].reshape(matrices, shape[-2])
             rows = rows / rows.mean(dim=-1, keepdim=True).clamp_(min=cls.smallest_mean(group))
-            columns = state[by_columns].reshape(-1, shape[-1])
+            columns = state[by_columns].reshape(matrices, shape[-1])
             for r in rectangles(start, stop, shape):
                 by_row, by_column = r.row_of(rows).unsqueeze(1), r.column_of(columns)
                 cls.divided(group, r.of(flat), by_row, by_column, r.of(update))

@@ -107,6 +107,23 @@ def test_parameters_without_a_gradient_stay_and_count_by_themselves(kind):
         check(own(parameters()))
 
 
+@in_one_item([(Adafactor, transformers.Adafactor), (torch.optim.Adafactor,) * 2])
+def test_tensors_without_elements_beside_others(classes):
+    cls, theirs = classes
+    shapes = ((0, 4), (4, 0), (2, 0, 3), (0,), (4, 3))
+    mine = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    want = torch.nn.Parameter(mine[-1].detach().clone())
+    optimizers = cls(mine), theirs([want])
+    adopt(optimizers[0])
+    for _ in range(2):
+        for p in (*mine, want):
+            p.grad = torch.ones_like(p)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(mine[-1], want, rtol=1e-6, atol=1e-7)
+    assert [tuple(p.shape) for p in mine] == list(shapes)
+
+
 @in_one_item([{}, {"nesterov": False}, {"ns_steps": 3, "lr": 0.1}])
 def test_it_is_torchs_update_and_adamws(settings):
     torch.manual_seed(0)
