@@ -214,7 +214,7 @@ class LARS(TensorSumOptimizer):
         weights, gradients = parts.norms.unbind(1)
         ratio = group["trust_coefficient"] * weights / (gradients + decay * weights + group["eps"])
         scaled = (weights > 0) & (gradients > 0)
-        scaled &= torch.tensor([len(shape) > 1 for shape in parts.shapes], device=ratio.device)
+        scaled &= upload(torch.tensor([len(shape) > 1 for shape in parts.shapes]), ratio.device)
         rates = torch.where(scaled, ratio, torch.ones_like(ratio)) * float(group["lr"])
         update = list(torch._foreach_add(parts.gradients(), parts.weights, alpha=decay))
         torch._foreach_mul_(update, list(rates.to(parts.weights[0].dtype).unbind()))

@@ -21,6 +21,7 @@ ONE_BIT = {
     "compressed_communication": {"bits": 1, "freeze_step": 2, "block_size": 256},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
 }
+LARS = {"optimizer": {"type": "LARS", "params": {"lr": 0.1}}}
 MEASURES = {
     **{name: {"enabled": True} for name in ("metrics", "comms_logger")},
     **{"wall_clock_breakdown": True, "steps_per_print": 1, "memory_breakdown": True},
@@ -38,6 +39,7 @@ SEQUENCE = {"sequence_parallel_size": 2, "documents": True}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "alone": {
         "one bit": {"stage": 1, **ONE_BIT},
+        "LARS": {"stage": 3, **LARS},
         "measures": {"stage": 3, **MEASURES},
         "state in bf16": {"stage": 3, **NARROW},
         "tokens dropped": {"stage": 3, **token_drop.section([1, 2])},
