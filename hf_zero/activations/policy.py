@@ -104,6 +104,11 @@ class ActivationPatches:
         """Remove all patches. Idempotent."""
         self._installed.close()
 
+    def end_forward(self) -> None:
+        """End the offload of a forward, if one is under way."""
+        if self.activations is not None and self.activations.offload is not None:
+            self.activations.offload.end()
+
     def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
         """Compile each block's forward as ``compile: blocks`` does, with other arguments."""
         assert self.compiled is not None

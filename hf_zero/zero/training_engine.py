@@ -70,6 +70,7 @@ class TrainingEngine(EngineParts):
                 # They bypass the post-forward hooks, whose graph would keep the engine alive:
                 # Python's garbage collector sees no cycle through a graph.
                 self.backward_pass.hooks.reset()
+                self.patches.end_forward()
                 raise
 
     def batch_of(self, args: object, kwargs: object) -> object:

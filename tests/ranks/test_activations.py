@@ -13,13 +13,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from hf_zero.activations import policy as activations
 from hf_zero.zero import sharded_model
+from tests.helpers.broken_stacks import Armed
 from tests.helpers.capabilities import RECOMPUTATION
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.late_transfers import Late
-from tests.helpers.models import floats
-from tests.helpers.stacks import on_ranks, run_steps, stack
-from tests.helpers.training import adamw
+from tests.helpers.models import floats, seeded
+from tests.helpers.stacks import on_ranks, run_steps, squared, stack
+from tests.helpers.training import At, adamw
 from tests.helpers.ways import WAYS
 from tests.ranks.cases import trains_alike
 
@@ -71,6 +72,37 @@ def test_cpu_checkpointing_without_checkpoints_says_so(heard, moved):
     on_ranks(1, run)
     assert sum("cpu_checkpointing has nothing to move" in line for line in heard) == 1
     assert moved[0].sent_bytes == 0
+
+
+def saves_offloaded(late):
+    """Whether tensors that autograd saves outside of the model go to the host."""
+    before = late.sent_bytes
+    torch.exp(torch.randn(100, requires_grad=True))
+    return late.sent_bytes > before
+
+
+def test_an_interrupted_forward_leaves_no_offload(moved):
+    """The next forward ends no hooks that a script has set since."""
+
+    def run(rank, model):
+        config = config_of(1, activation_offload={"enabled": True, "min_bytes": 1})
+        engine = start(model, adamw(model), config)
+        run_steps(engine, rank, [0])
+        model.at, model.error = "forward", KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            squared(engine, At(1, 0, rank))
+        model.at = ""
+        assert moved[-1].sent_bytes and not saves_offloaded(moved[-1])
+        packed = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, id):
+            with torch.no_grad():
+                squared(engine, At(1, 0, rank))
+            torch.exp(torch.randn(3, requires_grad=True))
+            assert packed
+        run_steps(engine, rank, [1])
+        engine.destroy()
+
+    on_ranks(1, run, build=lambda: seeded(Armed))
 
 
 class CheckpointsItself(torch.nn.Module):

@@ -131,6 +131,9 @@ class Patches(Protocol):
     def remove(self) -> None:
         """Remove everything that is installed. Idempotent."""
 
+    def end_forward(self) -> None:
+        """End a forward whose hooks an exception has bypassed. Idempotent."""
+
     def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
         """Compile each block's forward with these arguments of torch.compile."""
 
