@@ -36,6 +36,7 @@ there, however it was requested.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -242,6 +243,9 @@ def _has_hooks(module: nn.Module) -> bool:
 class CompiledBlocks:
     """The compiled blocks of an engine."""
 
+    _raising: weakref.WeakSet[CompiledBlocks] = weakref.WeakSet()  # they need the limit GRAPHS
+    _limit_before = GRAPHS
+
     def __init__(self, model: nn.Module, units: Sequence[Unit], fixed: bool = True):
         """Record the blocks of ``model``, on which the engine's hooks are installed.
 
@@ -298,6 +302,9 @@ class CompiledBlocks:
         self._calls.append((module, backend, dynamic, options))
         if not self._fixed:
             refuse_backend(backend, options.get("mode"), options.get("options"))
+        if not self._raising:
+            CompiledBlocks._limit_before = limits.recompile_limit
+        self._raising.add(self)
         limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
         if module is None:
             chosen = self._blocks
@@ -327,6 +334,12 @@ class CompiledBlocks:
         for module in self._hooked:
             module.__dict__.pop("compile", None)
         self._on, self._hooked = {}, []
+        if self in self._raising:
+            import torch._dynamo.config as limits
+
+            self._raising.discard(self)
+            if not self._raising and limits.recompile_limit == GRAPHS:
+                limits.recompile_limit = self._limit_before
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:

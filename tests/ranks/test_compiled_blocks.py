@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
+from hf_zero.activations import compile as compilation
 from hf_zero.activations import policy as attention
 from hf_zero.errors import ConfigError
 from tests.helpers import oracle
@@ -176,6 +177,18 @@ def test_blocks_are_given_back_with_the_forward_that_they_had():
         copy.deepcopy(model)
     engine.destroy()
     assert all(block.forward.__func__ is doubled for block in model.blocks)
+
+
+def test_the_limit_on_recompilations_comes_back_with_the_last_engine():
+    limits = torch._dynamo.config
+    for before, raised in ((3, compilation.GRAPHS), (100, 100)):
+        for ends in (0, 1), (1, 0):
+            with limits.patch(recompile_limit=before):
+                engines = [opened(seeded(Stack), 2, **TRACED) for _ in range(2)]
+                engines[ends[0]].destroy()
+                assert limits.recompile_limit == raised
+                engines[ends[1]].destroy()
+                assert limits.recompile_limit == before
 
 
 def test_blocks_that_read_parameters_of_others_are_left_alone(heard):
