@@ -62,6 +62,8 @@ class ErrorCodec:
         corrected.sub_(decoded, alpha=1 - self._beta).sub_(values, alpha=self._beta)
         self._numel = corrected.numel() // rows
         self._error = self._blocks.quantise(corrected, rows)
+        # an overflow has been sent: fed back, it would spoil each later gradient of its block
+        self._scales(self._error).nan_to_num_(nan=0.0)
         return messages
 
     def decode(self, messages: Tensor, full: Tensor) -> None:
@@ -80,9 +82,13 @@ class ErrorCodec:
     def rescale(self, factor: float) -> None:
         """Multiply the error by ``factor``, because values are scaled by it from now on."""
         if self._error is not None:
-            start = self._blocks.scales_at(self._numel)
-            stop = start + 2 * self._blocks.scales(self._numel)
-            self._error[:, start:stop].view(torch.bfloat16).mul_(factor)
+            self._scales(self._error).mul_(factor)
+
+    def _scales(self, error: Tensor) -> Tensor:
+        """Return a view of the scales of the blocks of ``error``: bf16 [rows, blocks]."""
+        start = self._blocks.scales_at(self._numel)
+        stop = start + 2 * self._blocks.scales(self._numel)
+        return error[:, start:stop].view(torch.bfloat16)
 
 
 class ErrorFeedback(StepExtension):

@@ -5,6 +5,7 @@ and offloaded optimizers; errors of gradients in four bits that are fed back (Lo
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.errors import PartitionError
 from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
 from tests.helpers.capabilities_of_techniques import ERRORS, FEW, FOUR
-from tests.helpers.cells import in_turn
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.compressed import (
     GRADIENTS,
     by_owner,
@@ -328,6 +329,19 @@ def test_messages_and_errors_are_those_of_the_equations(dtype, rows):
     lost = held(codec, numel) / (1 - BETA)
     assert float((wanted - sent - lost).abs().max()) < 0.1 * float(lost.abs().max())
     assert float((wanted - sent).norm()) < 0.5 * float((wanted - unfed).norm())
+
+
+@in_one_item([math.nan, math.inf])
+def test_no_error_is_left_of_what_is_not_finite(spoiled):
+    """The message shows it; other blocks keep their errors."""
+    codec, numel = ErrorCodec(BlockCodec(SymmetricBlocks(4, BLOCK)), BETA), 2 * 3 * BLOCK
+    values = torch.randn(numel)
+    values[5] = values[-BLOCK] = spoiled
+    said = torch.empty(numel)
+    codec.decode(codec.encode(values, 2), said)
+    blocks, errors = said.view(6, BLOCK), held(codec, numel).view(6, BLOCK)
+    assert blocks.isnan().all(1).tolist() == [True, *[False] * 4, True]
+    assert errors.any(1).tolist() == [False, *[True] * 4, False] and errors.isfinite().all()
 
 
 def one_step(engine, number, rank, dtype, times=1.0):
