@@ -85,8 +85,10 @@ class Fp16LossScaler:
 
     Dynamic: an overflow that has used up ``hysteresis`` halves the scale (not below ``minimum``),
     ``window`` steps without one double it; the first step of a run and the first after an overflow
-    do not count, as in DeepSpeed's DynamicLossScaler, whose keys these are. With ``consecutive``
-    each good step refills the hysteresis, else only a growth of the scale does.
+    do not count, as in the present DynamicLossScaler of DeepSpeed, whose keys these are. Its former
+    releases (``(cur_iter - last_overflow_iter) % scale_window``) count it, and double one step
+    earlier. With ``consecutive`` each good step refills the hysteresis, else only a growth of the
+    scale does.
     """
 
     def __init__(
