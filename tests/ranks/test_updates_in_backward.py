@@ -377,7 +377,11 @@ def test_going_on(stage, tmp_path):
         same(got, want[0], exact=True)
 
 
-def test_hooks_of_the_optimizer_run_once_a_step():
+def hooks_warned_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if "find no gradients of the parameters" in text]
+
+
+def test_hooks_of_the_optimizer_run_once_a_step(caplog: pytest.LogCaptureFixture) -> None:
     def run(rank: int, model: nn.Module) -> list[int]:
         engine, calls = opened(model, 2, True), [0, 0]
 
@@ -389,12 +393,14 @@ def test_hooks_of_the_optimizer_run_once_a_step():
 
         engine.optimizer.register_step_post_hook(count(1))
         train(engine, rank, range(2))
+        assert not hooks_warned_of(caplog)
         engine.optimizer.register_step_pre_hook(count(0))
         train(engine, rank, range(2, 4))
         engine.destroy()
         return calls
 
     assert on_ranks(2, run, build=build) == [[2, 4]] * 2
+    assert len(hooks_warned_of(caplog)) == 2  # once an engine
 
 
 # ---- between the backward and its step ----

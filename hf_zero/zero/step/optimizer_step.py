@@ -4,6 +4,7 @@ state.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ from hf_zero.device import kinds, streams
 from hf_zero.device.spans import NOTHING, span
 from hf_zero.distributed.recovery import PassTracker
 from hf_zero.errors import OffloadError, PartitionError
-from hf_zero.logging import logger
+from hf_zero.logging import log_rank0, logger
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import room_beside_a_step
 from hf_zero.offload.storage import MASTER
@@ -79,6 +80,7 @@ class OptimizerStep:
         # whether non-finite gradients prevent a step even without a loss scale
         self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
         self._updated_on: streams.Stream | None = None  # the last update in a backward
+        self._warned_of_hooks = False  # that run after an update in a backward
         self.is_captured = False  # the update under way is captured in a graph: nothing runs yet
         self.extensions: Sequence[StepExtension] = [make(self) for make in model.extensions.steps]
 
@@ -149,7 +151,16 @@ class OptimizerStep:
         hooks or a divisor need all gradients at once. Return those updated, there or here.
         """
         applied = set()
-        one_by_one = divisor is None and not self.bound.has_pre_hooks
+        hooks = self.bound.has_pre_hooks
+        if hooks and not self._warned_of_hooks:
+            self._warned_of_hooks = True
+            log_rank0(
+                "hooks before the optimizer's step find no gradients of the parameters that "
+                "zero_optimization.update_in_backward has updated, and change nothing of their "
+                "update; if they change gradients, switch it off",
+                logging.WARNING,
+            )
+        one_by_one = divisor is None and not hooks
         for flat in self.model.trainable:
             if one_by_one and flat.gradient.has_reduced and not flat.optimizer_shard.offloaded:
                 self._apply([flat], steps_before)
