@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 Read = TypeVar("Read")
-SCHEDULED = ("lr", "initial_lr")  # settings of an optimizer group that a schedule writes
+SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")  # settings of a group that a schedule writes
+# and those that it writes where it cycles momentum
+SCHEDULED_MOMENTUM = ("momentum", "betas", "max_momentum", "base_momentum")
 
 
 def load(
@@ -216,6 +218,25 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def _scheduled(
+    scheduler: object, group: Mapping[str, Any], others: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of an optimizer ``group`` that ``scheduler`` writes; the ``betas`` after
+    the first are those of ``others``.
+    """
+    names = SCHEDULED + (SCHEDULED_MOMENTUM if _cycles_momentum(scheduler) else ())
+    settings = {name: group[name] for name in names if name in group}
+    if "betas" in settings.keys() & others.keys():
+        settings["betas"] = (settings["betas"][0], *others["betas"][1:])
+    return settings
+
+
+def _cycles_momentum(scheduler: object) -> bool:
+    return getattr(scheduler, "cycle_momentum", False) or any(
+        map(_cycles_momentum, getattr(scheduler, "_schedulers", ()))
+    )
+
+
 def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> set[int]:
     """Return the indices of the rank files of ``manifest`` that a load of everything into this
     rank's ``engine`` reads. Raises CheckpointError if it is of another model.
@@ -292,6 +313,8 @@ class _Load(StateSource):
             self.engine.lr_scheduler.load_state_dict(self.match.schedule)
         if saved is not None:  # after the schedule: values that a script set on the groups prevail
             self._load_hyperparameters()
+        elif self.match.schedule is not None:
+            self._load_scheduled()
         transfer(self, self.engine, optimizer=saved is not None)
         if saved is not None:
             self._load_scaler()
@@ -401,8 +424,11 @@ class _Load(StateSource):
         return {name: self.checkpoint.factors(held[name]) for name in names if name in held}
 
     def _groups(self) -> list[GroupEntry]:
-        """Return the saved group of each group of the engine's optimizer."""
-        assert self.manifest.optimizer is not None
+        """Return the saved group of each group of the engine's optimizer; [] if they were not
+        paired.
+        """
+        if self.manifest.optimizer is None:
+            return []
         return [self.manifest.optimizer.groups[at] for at in self.match.groups]
 
     def _load_hyperparameters(self) -> None:
@@ -411,8 +437,24 @@ class _Load(StateSource):
         if self.engine.lr_scheduler is not None and self.match.schedule is None:
             # a schedule that starts anew sets these, and some of torch's multiply their last value
             for values, live in zip(settings, bound.groups):
-                values |= {name: live[name] for name in SCHEDULED if name in live}
+                values |= _scheduled(self.engine.lr_scheduler, live, values)
         bound.load_hyperparameters(settings)
+
+    def _load_scheduled(self) -> None:
+        """Write the settings of the loaded schedule into the groups of an optimizer that is not
+        loaded: torch's schedules keep a part of their state there.
+        """
+        scheduler, bound, state = self.engine.lr_scheduler, self.engine.bound, self.match.schedule
+        rates = (state or {}).get("_last_lr")
+        if bound is None or not isinstance(rates, (list, tuple)):
+            return  # schedules without it, as DeepSpeed's, write the groups as they are loaded
+        saved = [group.hyperparameters for group in self._groups()] or [{}] * len(bound.groups)
+        bound.load_hyperparameters(
+            [
+                _scheduled(scheduler, values, live) | {"lr": rate}
+                for values, live, rate in zip(saved, bound.groups, rates, strict=True)
+            ]
+        )
 
     def _warn_of_dropped(self) -> None:
         """Log which state of the checkpoint is dropped: that of parameters of the optimizer that

@@ -15,7 +15,7 @@ import torch
 from hf_zero.checkpoint.engine_state import class_name, model_order
 from hf_zero.checkpoint.manifest import GroupEntry, Manifest, pair_names, strip_wrappers
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import listed, log_rank0
+from hf_zero.logging import counted, listed, log_rank0
 from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
 from hf_zero.optim.segment_table import tensor_state_names
@@ -36,8 +36,8 @@ class LoadMatch:
     """The match of an engine with a checkpoint. saved_names: names in the engine -> names in the
     checkpoint of the parameters that can be loaded. buffers: the same for buffers, and for scales
     of quantised weights that were saved as such. groups: the saved group of each group of the
-    optimizer, if its state is loaded. schedule: the state of the schedule, in the engine's order of
-    groups.
+    optimizer, if its state or the schedule is loaded. schedule: the state of the schedule, in the
+    engine's order of groups.
     """
 
     saved_names: dict[str, str]
@@ -109,6 +109,8 @@ def match(
     state = scheduler_to_load(target.scheduler, checkpoint, where) if schedule else None
     if schedule and warns:
         _tell_of_lost_schedule(target.scheduler, manifest, where)
+    if state is not None and not optimizer and target.optimizer is not None:
+        groups = _groups_of_schedule(target, manifest, names.saved_names, state, where)
     return replace(names, groups=groups, schedule=reorder_schedule(state, groups))
 
 
@@ -140,12 +142,13 @@ def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) 
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     other_scales: list[str] = []
     for buffer, name in kept.items():
-        if name in manifest.buffers and manifest.buffers[name][1] != shapes[buffer]:
+        shape = (
+            manifest.buffers[name][1] if name in manifest.buffers else manifest.slots[name][1].whole
+        )
+        if tuple(shape) != shapes[buffer]:
             # The offset of nested scales is written as text, whose length differs with its value.
             beside = buffer in buffers and belongs(buffer, own)
-            (other_scales if beside else differing).append(
-                _shapes(buffer, manifest.buffers[name][1], shapes[buffer])
-            )
+            (other_scales if beside else differing).append(_shapes(buffer, shape, shapes[buffer]))
     if differing:
         raise CheckpointError(
             f"{where} is of another model: shapes differ: {listed(differing)}; build the model "
@@ -401,6 +404,44 @@ _PER_GROUP = {
     "base_momentums",
     "max_momentums",
 }
+
+
+def _groups_of_schedule(
+    target: LoadTarget,
+    manifest: Manifest,
+    saved_names: Mapping[str, str],
+    state: Mapping[str, object],
+    where: str,
+) -> Sequence[int]:
+    """Return the saved group for each group of the optimizer, of which the schedule's ``state``
+    alone is loaded; () if the checkpoint does not describe the groups.
+
+    Raises CheckpointError for a state of another number of groups.
+    """
+    assert target.optimizer is not None
+    saved, count = manifest.optimizer, len(target.optimizer.param_groups)
+    if other := sorted(_group_counts(state) - {count}):
+        raise CheckpointError(
+            f"{where} holds a schedule of {counted(other[0], 'optimizer group')}, this engine "
+            f"has {count}; build the same groups, or pass load_lr_scheduler_states=False to "
+            "restart the schedule"
+        )
+    if saved is None or len(saved.groups) != count:
+        return ()
+    return pair_groups(target.group_of, count, saved.groups, saved_names)[0]
+
+
+def _group_counts(state: object) -> set[int]:
+    """Return the numbers of groups of the per-group values in the state of a schedule."""
+    if isinstance(state, list):
+        return set[int]().union(*map(_group_counts, state))
+    if not isinstance(state, dict):
+        return set()
+    return {
+        len(value)
+        for key, value in state.items()
+        if key in _PER_GROUP and isinstance(value, (list, tuple))
+    }.union(*map(_group_counts, state.values()))
 
 
 def pair_groups(

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from hf_zero.checkpoint.tensorfile import CODES
 from tests.checkpoint.jobs import (
     TWO,
     Engine,
+    Failed,
     Job,
     errors,
     other,
@@ -31,6 +33,7 @@ from tests.checkpoint.jobs import (
     saved,
     small,
     state_of,
+    train_some,
 )
 from tests.helpers.processes import forkserver
 
@@ -121,6 +124,99 @@ def test_parts_of_a_checkpoint(tmp_path):
             assert torch.equal(client.pop("means"), STATE["means"])
             assert client == {key: value for key, value in STATE.items() if key != "means"}
     assert "rope" not in (tmp_path / "global_step2" / "manifest.json").read_text()
+
+
+# ---- schedules ----
+
+Schedule = Callable[[torch.optim.Optimizer], Any]
+
+
+def scheduled(
+    folder: Path, schedule: Schedule, wanted: Job, fresh: Schedule, **options: Any
+) -> list[list[dict[str, Any]]]:
+    """The settings of the groups after a load into ``wanted``, and after one step more."""
+
+    def save(engine: Engine) -> None:
+        engine.lr_scheduler = schedule(engine.optimizer)
+        train_some(engine, 3)
+        checkpoint.save(engine, folder)
+
+    def load(engine: Engine) -> list[list[dict[str, Any]]]:
+        engine.lr_scheduler = fresh(engine.optimizer)
+        checkpoint.load(engine, folder, **options)
+        settings = [copied(engine.optimizer)]
+        assert [group["lr"] for group in settings[0]] == engine.lr_scheduler.get_last_lr()
+        train_some(engine, 1)
+        return [*settings, copied(engine.optimizer)]
+
+    def copied(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    run(Job(1, 3), small, save)
+    return run(wanted, other, load)[1][0]
+
+
+def of_two_rates(optimizer: torch.optim.Optimizer) -> Any:
+    """The rate of biases is a tenth of that of the other parameters, whatever their groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 if group["weight_decay"] else 0.01
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def one_cycle(rate: float, first: float = 0.9) -> Schedule:
+    return lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=20, max_momentum=first, base_momentum=first / 2
+    )
+
+
+def test_a_schedule_without_the_optimizer_continues(tmp_path: Path) -> None:
+    """Its rates are in the groups, in whatever order these are, and go on from there."""
+    reverse = Job(1, 3, decays=biases_first)
+    only = {"load_optimizer_states": False}
+    found = scheduled(tmp_path / "a", of_two_rates, reverse, of_two_rates, **only)
+    assert [[group["lr"] for group in groups] for groups in found] == [
+        pytest.approx([0.00125, 0.0125]),
+        pytest.approx([0.000625, 0.00625]),
+    ]
+    whole = scheduled(tmp_path / "b", one_cycle(0.1), TWO, one_cycle(0.001, 0.5))
+    alone = scheduled(tmp_path / "c", one_cycle(0.1), TWO, one_cycle(0.001, 0.5), **only)
+    assert alone == whole
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_schedule_that_starts_anew_keeps_its_settings(tmp_path: Path, nested: bool) -> None:
+    def fresh(optimizer: torch.optim.Optimizer) -> Any:
+        schedule = one_cycle(0.001, 0.5)(optimizer)
+        return torch.optim.lr_scheduler.ChainedScheduler([schedule]) if nested else schedule
+
+    alone = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], betas=(0.9, 0.9))
+    want, schedule = [], one_cycle(0.001, 0.5)(alone)
+    for _ in range(2):
+        group = alone.param_groups[0]
+        want.append((group["lr"], group["betas"][0], group["max_lr"], group["min_lr"]))
+        alone.step()
+        schedule.step()
+    options = {"load_lr_scheduler_states": False}
+    found = scheduled(tmp_path, one_cycle(0.1), TWO, fresh, **options)
+    for groups, (rate, momentum, upper, lower) in zip(found, want, strict=True):
+        for group in groups:
+            assert (group["lr"], group["betas"]) == (rate, (momentum, 0.999))
+            assert (group["max_lr"], group["min_lr"]) == (upper, lower)
+
+
+def test_a_schedule_of_other_groups_is_refused(tmp_path: Path) -> None:
+    one = Job(1, 3, optimizer=lambda groups: torch.optim.AdamW(groups[0]["params"], lr=1e-3))
+    only = {"load_optimizer_states": False}
+    with pytest.raises(Failed, match="schedule of 2 optimizer groups, this engine") as refused:
+        scheduled(tmp_path, of_two_rates, one, of_two_rates, **only)
+    assert "load_lr_scheduler_states=False" in str(refused.value)
+    restarted = scheduled(
+        tmp_path, of_two_rates, one, of_two_rates, load_lr_scheduler_states=False, **only
+    )
+    assert restarted[0][0]["lr"] == 0.1
 
 
 def test_an_engine_without_optimizer(tmp_path):
