@@ -32,7 +32,7 @@ from hf_zero.checkpoint.storage import collective_try, local_path, write_all
 from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
-from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.access.consolidate import gather_state_dict
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
@@ -210,14 +210,20 @@ def save_whole(
     path = local_path(directory, "one file of the whole model") / filename
     temporary = path.with_name(f"{find.NEW}{path.name}")
     failed: list[Exception] = []
+    # of experts that other ranks number from 0 on
+    elsewhere = engine_state.buffers_of_other_stages(
+        engine, WholeNames(engine.module), exclude_frozen_parameters
+    )
     if path.suffix == ".safetensors":
-        _stream(engine, temporary, exclude_frozen_parameters, failed)
+        _stream(engine, temporary, elsewhere, exclude_frozen_parameters, failed)
     else:
-        state = whole_state_dict(engine, everywhere=False, exclude_frozen=exclude_frozen_parameters)
-        if engine.global_rank == 0:
+        build = gather_state_dict(
+            engine, everywhere=False, exclude_frozen=exclude_frozen_parameters
+        )
+        if build is not None:
             try:
                 temporary.parent.mkdir(parents=True, exist_ok=True)
-                torch_save(state, temporary)
+                torch_save(build() | elsewhere, temporary)
             except Exception as error:
                 failed.append(error)
 
@@ -234,12 +240,17 @@ def save_whole(
 
 
 def _stream(
-    engine: TrainingEngine, temporary: Path, exclude_frozen: bool, failed: list[Exception]
+    engine: TrainingEngine,
+    temporary: Path,
+    elsewhere: Mapping[str, torch.Tensor],
+    exclude_frozen: bool,
+    failed: list[Exception],
 ) -> None:
-    """Write the file on rank 0 while every rank takes part in the gathers. Errors on rank 0 are
-    appended to ``failed``, to be raised after the last gather.
+    """Write the file on rank 0 while every rank takes part in the gathers; ``elsewhere``: buffers
+    that rank 0 lacks. Errors on rank 0 are appended to ``failed``, to be raised after the last
+    gather.
     """
-    buffers = engine_state.model_buffers(engine, exclude_frozen)
+    buffers = engine_state.model_buffers(engine, exclude_frozen) | dict(elsewhere)
     chosen = _outputs_of(engine, buffers, exclude_frozen)
     plan = plan_outputs(chosen)
     begins = {entry.name: len(plan.header) + entry.begin for entry in plan.entries}
@@ -262,11 +273,15 @@ def _stream(
                     write_all(fd, bytes_view(tensor), places[name])
                 except Exception as error:
                     failed.append(error)
-        if fd >= 0:
-            os.fsync(fd)
     finally:
         if fd >= 0:
-            os.close(fd)
+            try:  # a file system may refuse what was written only now
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                failed.append(error)
 
 
 def _outputs_of(

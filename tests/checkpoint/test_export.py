@@ -151,6 +151,18 @@ def test_frozen_parameters(tmp_path, heard):
     assert not model.first.weight.any() and model.second.weight.any()
 
 
+def test_frozen_weights_that_are_tied_and_left_out(tmp_path, heard):
+    tied = Job(1, 2, frozen=lambda name: name.startswith("embed"))
+    saved(tmp_path / "run", small, tied, exclude_frozen_parameters=True)
+    for to in ("safetensors", "dcp", "universal"):
+        heard.clear()
+        convert_checkpoint(tmp_path / "run", tmp_path / to, to=to)
+        assert any("saved without its frozen parameters" in line for line in heard), to
+    states = torch.load(tmp_path / "universal" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert "second.weight" in states["module"]
+    assert not {"embed.weight", "head.weight"} & states["module"].keys()
+
+
 # ---- where it reads from, what it carries along ----
 
 
@@ -359,9 +371,19 @@ def test_whole_and_converted_it_is_the_model_that_was_trained(tmp_path):
     assert set(weights) - set(trained) == {name for name in weights if "h.0" in name}
 
 
-def test_the_whole_model_into_a_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_the_whole_model_into_a_folder_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every rank hears of it, and training goes on."""
     (tmp_path / "file").write_text("")
+    fsync = os.fsync
+
+    def full(fd: int) -> None:
+        if "late" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
 
     def run(engine: Any, rank: int) -> list[float]:
         for name in ("model.safetensors", "pytorch_model.bin"):
@@ -373,6 +395,14 @@ def test_the_whole_model_into_a_folder_that_cannot_be(tmp_path: Path) -> None:
             engine.save_16bit_model(str(tmp_path), "full.bin")
         with pytest.raises(CheckpointError, match="one file of the whole model"):
             engine.save_16bit_model("memory://bucket/model")
+        refuse = lambda *_: 1 / 0  # noqa: E731
+        hook = engine.module.register_state_dict_post_hook(refuse)
+        with pytest.raises(CheckpointError, match=r"rank 0: .*ZeroDivisionError"):
+            engine.save_16bit_model(str(tmp_path / "hooked"), "full.bin")
+        hook.remove()
+        with pytest.raises(CheckpointError, match=r"rank 0: .*disk is full"):
+            engine.save_16bit_model(str(tmp_path / "late"), "model.safetensors")
+        assert not any((tmp_path / "late").iterdir())
         return train(engine, rank, range(1))
 
     assert [len(losses) for losses in Setup().run(run)] == [2, 2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,20 @@ def whole_state_dict(
     themselves are not gathered for them. ``exclude_frozen`` leaves out frozen parameters except
     ``engine.kept_when_frozen``; ``dtype`` as in :func:`consolidated`. Collective.
     """
+    build = gather_state_dict(engine, everywhere, exclude_frozen, dtype)
+    return None if build is None else build()
+
+
+@torch.no_grad()
+def gather_state_dict(
+    engine: ShardedEngine,
+    everywhere: bool = True,
+    exclude_frozen: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Callable[[], dict[str, object]] | None:
+    """Gather what :func:`whole_state_dict` returns, and return a function that builds it, in which
+    hooks of modules may raise: it is not collective.
+    """
     wanted = everywhere or engine.global_rank == 0
     values: dict[str, torch.Tensor] = {}
     frozen: set[str] = set()
@@ -83,10 +97,14 @@ def whole_state_dict(
             if belongs(name, left_out):
                 state.pop(prefix + name, None)
 
-    # torch's own walk: hooks of modules change names and values
-    with engine.sharded_model.guards.state_dict_from(take_values):
-        state: dict[str, object] = engine.module.state_dict()
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            state[key] = value.to("cpu")
-    return state
+    @torch.no_grad()
+    def build() -> dict[str, object]:
+        # torch's own walk: hooks of modules change names and values
+        with engine.sharded_model.guards.state_dict_from(take_values):
+            state: dict[str, object] = engine.module.state_dict()
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = value.to("cpu")
+        return state
+
+    return build
