@@ -309,3 +309,14 @@ def test_a_file_that_was_read_and_cannot_be_closed(tmp_path: Path, caplog: Any) 
     for _ in range(2):
         ranges.close()
     assert caplog.text.count("file was read, but could not be closed") == 1
+
+
+def test_files_of_torch_of_a_former_conversion_are_removed(source: Path, tmp_path: Path) -> None:
+    """Transformers takes ``pytorch_model.bin`` before an index."""
+    for size in (1600, 800, 400, 1600, 1 << 20):
+        (tmp_path / "pytorch_model.bin.mine").write_text("of the user")
+        written = write_torch_files(source, tmp_path, size)
+        index = ["pytorch_model.bin.index.json"] if len(written) > 1 else []
+        found = [path.name for path in tmp_path.iterdir()]
+        assert sorted(found) == sorted([*written, *index, "pytorch_model.bin.mine"]), size
+    assert written == ["pytorch_model.bin"]

@@ -41,6 +41,7 @@ from hf_zero.checkpoint.convert.outputs import (
     choose,
     dtype_option,
     exported,
+    log_excluded,
     outputs,
     plan_outputs,
 )
@@ -382,11 +383,7 @@ def _of_model(
 
 def _of_whole(checkpoint: Checkpoint, tensors: list[OutputTensor]) -> list[OutputTensor]:
     """Return those of ``tensors`` that ``save_pretrained`` would write, under its names."""
-    if checkpoint.manifest.excluded:
-        logger.warning(
-            "%s was saved without its frozen parameters: the converted folder lacks them",
-            checkpoint.folder,
-        )
+    log_excluded(checkpoint)
     return exported(tensors, checkpoint.manifest.export)
 
 
@@ -441,6 +438,9 @@ def _index(parts: dict[str, list[OutputTensor]], places: dict[str, str]) -> byte
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
+_OF_TORCH = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin|" + re.escape(TORCH_INDEX))
+
+
 def write_torch_files(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -478,6 +478,10 @@ def write_torch_files(
                 index = _index(parts, places)
                 storage.write_file(temporary_path(target, TORCH_INDEX), index)
             with Publication(target) as publication:
+                # Transformers takes the file of a former conversion before the index
+                for old in target.iterdir():
+                    if _OF_TORCH.fullmatch(old.name) and old.name not in written:
+                        publication.remove(old.name)
                 for file in written:
                     publication.replace(temporary_path(target, file), file)
         finally:

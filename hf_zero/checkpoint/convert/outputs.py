@@ -120,6 +120,15 @@ def log_left_out(checkpoint: Checkpoint, state: Mapping[str, object]) -> None:
         )
 
 
+def log_excluded(checkpoint: Checkpoint) -> None:
+    """Warn if ``checkpoint`` was saved without its frozen parameters."""
+    if checkpoint.manifest.excluded:
+        logger.warning(
+            "%s was saved without its frozen parameters: the converted folder lacks them",
+            checkpoint.folder,
+        )
+
+
 def plan_outputs(chosen: Iterable[OutputTensor]) -> FilePlan:
     """Return the plan of a safetensors file of ``chosen``."""
     return plan_file([(t.name, t.dtype, t.shape) for t in chosen], {"format": "pt"})

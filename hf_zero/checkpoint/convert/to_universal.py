@@ -15,7 +15,12 @@ import torch
 
 from hf_zero.checkpoint import find, storage
 from hf_zero.checkpoint.convert.files import torch_save
-from hf_zero.checkpoint.convert.outputs import OutputTensor, log_left_out, outputs
+from hf_zero.checkpoint.convert.outputs import (
+    OutputTensor,
+    log_excluded,
+    log_left_out,
+    outputs,
+)
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, OWN_KEYS, SETTINGS, STEP, WEIGHTS
 from hf_zero.checkpoint.manifest import MASTER, is_plain, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint
@@ -36,6 +41,7 @@ def write_universal(checkpoint: Checkpoint, folder: Path) -> list[OutputTensor]:
     """
     _refuse_unwritten(checkpoint)
     log_left_out(checkpoint, {"the loss scale": checkpoint.manifest.scaler})
+    log_excluded(checkpoint)
     (folder / FOLDER).mkdir()
     _write_states(checkpoint, folder / FOLDER)
     torch_save(_model_states(checkpoint), folder / MODEL)
@@ -116,7 +122,7 @@ def _model_states(checkpoint: Checkpoint) -> dict[str, object]:
     manifest = checkpoint.manifest
     module = dict(_tensors(checkpoint))
     tied = {strip_wrappers(name): strip_wrappers(of) for name, of in manifest.aliases.items()}
-    module |= {name: module[of] for name, of in tied.items()}
+    module |= {name: module[of] for name, of in tied.items() if of in module}
     trained = [name for name, (flat, _) in manifest.slots.items() if flat.trainable]
     optimizer = manifest.optimizer
     grouped = [group.parameters for group in optimizer.groups] if optimizer else [trained]
