@@ -5,12 +5,13 @@ description of the model (for a pipeline, described stage by stage).
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +37,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import listed, parse_json
+from hf_zero.logging import listed, log_rank0, parse_json
 from hf_zero.optim.segments import FetchedArrays
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 # of a state of numpy's generator. It does not check the place of the next one, where a draw reads
+MT19937 = "MT19937"  # NumPy's generator unless a script sets another
 NUMPYS_NUMBERS = 624
 
 # torch holds a mutex while it creates the tensor of a generator's state. A garbage collection at
@@ -169,7 +171,12 @@ def rng_states() -> dict[str, torch.Tensor]:
     """
     with _generator:
         states = {f"{RNG}cpu": torch.get_rng_state()}
-    for kind, state in (("python", random.getstate()), ("numpy", np.random.get_state())):
+    others: dict[str, object] = {"python": random.getstate()}
+    if _numpys_generator() == MT19937:
+        others["numpy"] = np.random.get_state()
+    else:
+        _tell_of_generator()
+    for kind, state in others.items():
         # padded, so that files of one run are equally long
         content = json.dumps(state, default=np.ndarray.tolist).encode().ljust(8192)
         states[f"{RNG}{kind}"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -177,6 +184,22 @@ def rng_states() -> dict[str, torch.Tensor]:
     if accelerator is not None:
         states[f"{RNG}{accelerator}"] = kinds.module_of(accelerator).get_rng_state()
     return states
+
+
+def _numpys_generator() -> str:
+    """Return the name of the generator behind NumPy's functions (``np.random.rand``)."""
+    name: str = np.random.get_state(legacy=False)["bit_generator"]
+    return name
+
+
+@cache
+def _tell_of_generator() -> None:
+    """Warn, once in a process, that NumPy's generator is neither saved nor restored."""
+    log_rank0(
+        f"NumPy's generator was replaced ({_numpys_generator()}, or another at the save): its "
+        "state is neither saved nor restored; keep the default, MT19937, or seed it after a resume",
+        logging.WARNING,
+    )
 
 
 def set_rng_state(kind: str, state: torch.Tensor) -> None:
@@ -198,7 +221,11 @@ def _set_rng_state(kind: str, state: torch.Tensor) -> None:
         version, internal, gauss = parse_json(state.numpy().tobytes())
         random.setstate((version, tuple(internal), None if gauss is None else float(gauss)))
     elif kind == "numpy":
-        name, key, place, *gauss = parse_json(state.numpy().tobytes())
+        saved = parse_json(state.numpy().tobytes())
+        if isinstance(saved, dict) or _numpys_generator() != MT19937:
+            _tell_of_generator()  # former releases wrote a dict for other generators
+            return
+        name, key, place, *gauss = saved
         if not (len(key) == NUMPYS_NUMBERS and 0 <= place <= NUMPYS_NUMBERS):
             raise ValueError(f"place {place} in {len(key)} of {NUMPYS_NUMBERS} numbers")
         np.random.set_state((name, key, place, *gauss))

@@ -158,6 +158,11 @@ class FileHasher:
 
     def update(self, data: memoryview) -> None:
         while len(data):
+            if not self._left:
+                raise CheckpointError(
+                    f"a file has at least {len(data):,} bytes more than its plan; save again, to "
+                    "another tag"
+                )
             part = data[: self._left]
             self._file.update(part)
             self._block.update(part)
@@ -180,6 +185,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -191,7 +197,9 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+# of what is written: safetensors' own reader for torch does not know F8_E8M0
+CODES = {dtype: code for code, dtype in DTYPES.items() if code != "F8_E8M0"}
+UNREAD = ("F4", "F6_E2M3", "F6_E3M2")  # dtypes of safetensors with parts of bytes
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 MOST_ELEMENTS = 1 << 63  # of a tensor, also one that is empty along another dimension
 DATA_ALIGNMENT = 4096  # of the data in a rank file, for direct I/O
@@ -330,6 +338,8 @@ class TensorFile(ClosedAtExit):
             metadata = header.pop("__metadata__", {})
             if not isinstance(metadata, dict):
                 raise TypeError("__metadata__ is not an object")
+            for name, spec in header.items():
+                self._refuse_dtype(name, spec["dtype"])
             entries = [
                 TensorEntry(
                     name,
@@ -360,6 +370,14 @@ class TensorFile(ClosedAtExit):
                 f"its tensors end at byte {8 + length + at}, the file at {self.size}"
             )
         return metadata, {entry.name: entry for entry in entries}, 8 + length
+
+    def _refuse_dtype(self, name: str, code: object) -> None:
+        """Raise CheckpointError for the ``code`` of a dtype that torch does not have."""
+        if code in UNREAD:
+            raise CheckpointError(
+                f"{self.path} has {name!r} in {code}, which hf-zero does not read; convert it to "
+                f"one of {', '.join(DTYPES)}"
+            )
 
     def _number_blocks(self, blocks: BlockHashes) -> None:
         """Number the blocks of the header and of the tensors, in order of their bytes."""

@@ -6,13 +6,16 @@ dtype and stride, NaN, shapes without elements.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +23,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint.engine_state import rng_states
+from hf_zero.checkpoint import engine_state
+from hf_zero.checkpoint.engine_state import rng_states, set_rng_state
 from hf_zero.checkpoint.tensorfile import CODES
 from tests.checkpoint.jobs import (
     TWO,
@@ -243,6 +247,31 @@ def test_random_generators_come_back_on_request(tmp_path, heard):
     loaded(Job(2, 3), tmp_path, lambda engine: torch.manual_seed(5), load_rng=True)
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(5).get_state())
     assert "random generators are not restored on 2 ranks" in heard[0]
+
+
+def test_a_generator_of_numpy_that_was_replaced_is_left_out(tmp_path, heard):
+    """Saves and loads go on, with one warning."""
+    before = np.random.get_bit_generator()
+    engine_state._tell_of_generator.cache_clear()
+    saved(tmp_path / "default", Job(1, 3))
+    try:
+        np.random.set_bit_generator(np.random.PCG64(5))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            saved(tmp_path / "other", Job(1, 3))
+            expected = np.random.rand()
+            for name in ("default", "other"):
+                np.random.set_bit_generator(np.random.PCG64(5))
+                loaded(Job(1, 3), tmp_path / name, load_rng=True)
+                assert np.random.rand() == expected
+    finally:
+        np.random.set_bit_generator(before)
+    (told,) = (line for line in heard if "generator was replaced" in line)
+    assert "PCG64" in told
+    former = json.dumps({"bit_generator": "PCG64", "state": {}}).encode()
+    state = np.random.get_state()[1].tolist()
+    set_rng_state("numpy", torch.frombuffer(bytearray(former), dtype=torch.uint8))
+    assert np.random.get_state()[1].tolist() == state
 
 
 class Slow:

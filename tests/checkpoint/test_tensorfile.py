@@ -31,6 +31,7 @@ from hf_zero.checkpoint.tensorfile import (
     CODES,
     MAX_HEADER,
     BlockHashes,
+    FileHasher,
     FilePlan,
     TensorFile,
     hash_of_file,
@@ -423,3 +424,24 @@ def test_a_file_cut_short_while_it_is_read(tmp_path):
             raw.truncate(200)
         with pytest.raises(CheckpointError, match="cut short"):
             file.read_into("a", 0, torch.empty(1000))
+
+
+def test_more_bytes_than_planned_are_refused() -> None:
+    hasher = FileHasher([3, 0, 5])
+    hasher.update(memoryview(bytes(8)))
+    assert len(hasher.result().blocks) == 2
+    with pytest.raises(CheckpointError, match="2 bytes more than its plan"):
+        hasher.update(memoryview(bytes(2)))
+
+
+def test_dtypes_that_are_read_alone_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "scales.safetensors"
+    path.write_bytes(raw({"a": entry(0, 2, dtype="F8_E8M0")}, bytes([127, 128])))
+    with contextlib.closing(TensorFile(path)) as file:
+        out = torch.empty(2, dtype=torch.float8_e8m0fnu)
+        file.read_into("a", 0, out)
+    assert out.float().tolist() == [1.0, 2.0]
+    for dtype in ("F4", "F6_E2M3", "F6_E3M2"):
+        path.write_bytes(raw({"a": entry(0, 1, dtype=dtype)}, bytes(1)))
+        with pytest.raises(CheckpointError, match=f"'a' in {dtype}, which hf-zero does not read"):
+            TensorFile(path)
