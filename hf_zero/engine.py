@@ -142,7 +142,7 @@ class Engine(TrainingEngine):
         self.async_saves.close()
         self.save_log.close()
         if memory is not None:
-            memory.close()
+            memory.close(remove=memory.has_saved)  # an earlier attempt's stay
         kept = {"memory": memory, "folder": folder, "window_start": self.window_start}
         return super().take_apart() | kept
 

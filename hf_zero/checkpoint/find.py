@@ -94,6 +94,13 @@ def _recognised_itself(root: AnyPath) -> str:
     return program
 
 
+def is_one_checkpoint(root: AnyPath) -> bool:
+    """Whether ``root`` itself is a checkpoint with training state, of any program, and not the
+    folder of a run, which may hold a model beside its checkpoints.
+    """
+    return is_checkpoint(root) or _recognised_itself(root) not in ("", MODEL)
+
+
 def oldest_first(folders: Iterable[AnyPath]) -> list[AnyPath]:
     """Return checkpoints in the order of their saves: within one folder by the ``order`` of their
     manifests, over several by step, equal ones by the numbers in their paths. Checkpoints of other
@@ -274,7 +281,7 @@ def newest_complete(root: AnyPath) -> tuple[AnyPath, str] | None:
 
     Raises CheckpointError if there are several and each is damaged, and for one without .metadata.
     """
-    if is_checkpoint(root) or _recognised_itself(root) not in ("", MODEL):
+    if is_one_checkpoint(root):
         named = root if root.name not in ("", "..") else root.resolve()
         return named.parent, named.name
     tags = [tag for tag in tags_in(root) if recognise(root / tag) != MODEL][::-1]

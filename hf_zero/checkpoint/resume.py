@@ -21,7 +21,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.world_group import get_world_group
-from hf_zero.errors import ConfigError
+from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.logging import counted, log_rank0
 
 LATEST = "latest"  # value of ``resume``: the newest one in ``checkpoint.folder``
@@ -146,7 +146,7 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
     itself, also one of another program, return that. Collective.
 
     Raises ConfigError without a folder or for a value that is none, and CheckpointError if all
-    checkpoints there are damaged.
+    checkpoints there are damaged and no generation in memory is whole.
     """
     if not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(
@@ -164,12 +164,22 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
         complete = newest_complete(as_path(folder)) if folder else None
         return complete and _resumed(*complete)
 
-    chosen: Resumed | None = decide_on_rank_0(get_world_group(), choose)
+    chosen: Resumed | None = None
+    damage: CheckpointError | None = None
+    try:
+        chosen = decide_on_rank_0(get_world_group(), choose)
+    except CheckpointError as error:
+        if not in_memory:
+            raise
+        log_rank0(f"resume: {error}; looking in the memory of the hosts", logging.WARNING)
+        damage = error
     if chosen is None or as_path(folder or "") != locate(chosen.directory, chosen.tag):
         older = (None, None) if chosen is None else (chosen.directory, chosen.tag)
         checkpoint = newest_in_memory(config, *older)
         if checkpoint is not None and checkpoint.tag is not None:
             return replace(_resumed(checkpoint.directory, checkpoint.tag), in_memory=True)
+    if damage is not None:
+        raise damage
     if chosen is None:
         where = [folder] if folder else []
         where += ["the memory of the hosts"] if in_memory else []

@@ -13,7 +13,7 @@ from functools import partial
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.find import find_checkpoint, walk
 from hf_zero.checkpoint.foreign import huggingface
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_zero.checkpoint.memory.inventory import (
     holds_records,
     is_from_memory,
@@ -220,8 +220,12 @@ def _check_generation(folder: AnyPath, progress: bool | None) -> Verdict:
             read += entry.size if len(problems) == before else 0
     slots = []
     if not problems and len(records) == records[0].world:
-        manifest = join_records(sorted(records, key=lambda record: record.rank))
-        slots = [slot for parts in manifest.parts.values() for _, slot in parts]
+        manifests: list[Manifest] = []
+        ordered = sorted(records, key=lambda record: record.rank)
+        _note(problems, lambda: manifests.append(join_records(ordered)))
+        slots = [
+            slot for manifest in manifests for parts in manifest.parts.values() for _, slot in parts
+        ]
     return Verdict(
         folder,
         len(records),

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,21 +73,36 @@ class JobFolders:
     """The folders of an engine of this job on ``host``. The constructor is collective over
     ``ranks``, all of the job's.
 
-    bases: folders that may hold the job's, the preferred one first. number: index of the engine
-    among the engines of this process that save into memory. token: agreed by the ranks, and unique.
-    begun: when the ranks agreed, in milliseconds since the epoch.
+    others: engines of this process that save into memory. bases: folders that may hold the job's,
+    the preferred one first. number: the lowest index that none of ``others`` has on any rank.
+    token: agreed by the ranks, and unique. begun: when the ranks agreed, in milliseconds since the
+    epoch.
 
     Raises CheckpointError if several machines have one name.
     """
 
+    job: str
+    number: int
+
     def __init__(
-        self, settings: MemorySection, ranks: Mesh | RankGroup, rank: int, host: str
+        self,
+        settings: MemorySection,
+        ranks: Mesh | RankGroup,
+        rank: int,
+        host: str,
+        others: Iterable[JobFolders] = (),
     ) -> None:
-        self.rank, self._ranks, self.number = rank, ranks, 0
+        self.rank, self._ranks = rank, ranks
         job, lasting = folders.job_identity(settings.job)
         self.bases: Sequence[Path] = folders.bases(settings.folder)
         begun = time.time_ns() // 1_000_000
-        local = (host, job, lasting, secrets.token_hex(16), begun, machine(self.bases[0]))
+        # an engine that was not destroyed may live longer on one rank than on another
+        numbers = [
+            (other.job, other.number)
+            for other in others
+            if other.rank == rank and other.bases[0] == self.bases[0]
+        ]
+        local = (host, job, lasting, secrets.token_hex(16), begun, numbers, machine(self.bases[0]))
         gathered = ranks.all_gather_object(local, "hosts of checkpoints in memory")
         tokens: dict[str, str] = {}
         twice = {name for name, *_, of in gathered if tokens.setdefault(name, of) != of}
@@ -97,7 +113,9 @@ class JobFolders:
                 "ranks of one name share a folder (checkpoint.memory.folder)"
             )
         self.hosts = Hosts([name for name, *_ in gathered])
-        _, self.job, self.is_lasting, self.token, self.begun, _ = gathered[0]
+        _, self.job, self.is_lasting, self.token, self.begun, *_ = gathered[0]
+        taken = {number for *_, of, _ in gathered for job, number in of if job == self.job}
+        self.number = next(number for number in count() if number not in taken)
 
     def job_folder(self, base: Path) -> Path:
         return folders.job_folder(base, self.job)

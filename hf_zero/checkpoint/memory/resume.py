@@ -85,13 +85,18 @@ def newest(
     logged. ``strict`` as in :meth:`Engine.load_checkpoint`.
     """
     memory, ranks = engine.memory, engine.mesh.job
-    on_disk = _on_disk(ranks, engine.global_rank, directory)
-    if memory is not None:
+    damage: CheckpointError | None = None
+    if memory is None:
+        on_disk = _on_disk(ranks, engine.global_rank, directory)
+    else:
+        on_disk, damage = _on_disk_or_damage(ranks, engine.global_rank, directory)
         memory.wait()
         able = _generations(memory, ranks, on_disk, directory)
         checkpoint = next(filter(None, (taking.take(engine, strict) for taking in able)), None)
         if checkpoint is not None:
             return checkpoint
+    if damage is not None:
+        raise damage
     if on_disk is None or directory is None:
         return None
     return Newest(as_path(directory), on_disk.tag, on_disk.step, in_memory=False)
@@ -109,10 +114,13 @@ def newest_in_memory(
     if not config.memory_checkpoints.every:
         return None
     ranks, rank = get_world_group(), process_group.get_rank()
-    on_disk = _on_disk(ranks, rank, directory, tag)
+    on_disk, damage = _on_disk_or_damage(ranks, rank, directory, tag)
     where = saving.next_folders(config.memory_checkpoints, ranks, rank)
     able = _generations(where, ranks, on_disk, directory)
-    return next(filter(None, (taking.take() for taking in able)), None)
+    checkpoint = next(filter(None, (taking.take() for taking in able)), None)
+    if checkpoint is None and damage is not None:
+        raise damage
+    return checkpoint
 
 
 def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool) -> Newest:
@@ -142,7 +150,7 @@ def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, stri
             )
         return checkpoint
     named = tag is not None or decide_on_rank_0(
-        get_world_group(), lambda: find.is_checkpoint(where)
+        get_world_group(), lambda: find.is_one_checkpoint(where)
     )
     chooses = not (named or memory.saved_by_trainer or memory.has_stepped)
     chosen = newest(engine, directory, strict) if chooses else None
@@ -174,6 +182,22 @@ def _on_disk(
     _, found = collective_try(ranks, find_latest, directory, share=lambda value: value)
     on_disk: OnDisk | None = found[0]
     return on_disk
+
+
+def _on_disk_or_damage(
+    ranks: Mesh | RankGroup,
+    rank: int,
+    directory: str | os.PathLike[str] | None,
+    tag: str | None = None,
+) -> tuple[OnDisk | None, CheckpointError | None]:
+    """Return :func:`_on_disk` and its error, which is logged: damage on disk must not bar a whole
+    generation in memory. Collective.
+    """
+    try:
+        return _on_disk(ranks, rank, directory, tag), None
+    except CheckpointError as error:
+        _say(rank, f"{error}; looking in the memory of the hosts")
+        return None, error
 
 
 def _generations(

@@ -75,10 +75,12 @@ _claimed: weakref.WeakValueDictionary[tuple[str, int, int], MemoryCheckpoints] =
 
 def next_folders(settings: MemorySection, ranks: WorldGroup, rank: int) -> JobFolders:
     """Return the folders that the next engine of this process has. Collective."""
-    made = JobFolders(settings, ranks, rank, host_name())
-    while made.place in _claimed:
-        made.number += 1
-    return made
+    return JobFolders(settings, ranks, rank, host_name(), _living())
+
+
+def _living() -> list[JobFolders]:
+    """Return the engines' checkpoints in memory of this process that are not closed."""
+    return [made for ref in _claimed.valuerefs() if (made := ref()) is not None]
 
 
 class MemoryCheckpoints(ClaimedFolders):
@@ -98,9 +100,8 @@ class MemoryCheckpoints(ClaimedFolders):
         # what the script gave to its last save on disk, or has loaded
         self.client_state: Mapping[str, object] = {}
         self.world, self._device = mesh.dims.world, mesh.device
-        super().__init__(settings, mesh.job, engine.global_rank, host_name())
-        while _claimed.setdefault(self.place, self) is not self:
-            self.number += 1
+        super().__init__(settings, mesh.job, engine.global_rank, host_name(), _living())
+        _claimed[self.place] = self
         self.transfers = HostTransfers(  # the token: an engine before may have had this mesh's name
             f"memory/{self.token}", self.rank, self.world, mesh.timeout
         )
@@ -157,9 +158,12 @@ class MemoryCheckpoints(ClaimedFolders):
 
     def continue_from(self, before: MemoryCheckpoints) -> None:
         """Take over the caller of saves and the script's state from ``before``, the checkpoints of
-        the engine before it was built again. Its generations are gone: the next save makes the
-        first one.
+        the engine before it was built again. Generations that it has saved are gone: the next save
+        makes the first one.
         """
+        self.begun = max(self.begun, before.begun)
+        if not before.has_saved:  # else that generation is gone, too
+            self.newest_id = before.newest_id
         self.saved_by_trainer, self.has_stepped = before.saved_by_trainer, before.has_stepped
         self.client_state, self._last_step = before.client_state, before._last_step
 
@@ -518,6 +522,11 @@ class MemoryCheckpoints(ClaimedFolders):
         return SlotFiles(torch.device("cpu")).open(path, size)
 
     # ---- the end ----
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether this engine has overwritten a generation since its last load."""
+        return self._slot >= 0
 
     def wait(self) -> None:
         """Return when no save into memory is under way."""

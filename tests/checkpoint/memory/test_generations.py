@@ -30,6 +30,7 @@ from hf_zero.ops import native
 from tests.checkpoint.jobs import flip as flip_at
 from tests.checkpoint.memory.jobs import Kept, attempt, firsts, hosts, same, whole
 from tests.checkpoint.setups import train
+from tests.helpers.engines import start
 from tests.helpers.ranks import RankFailed, run_ranks
 
 __all__ = ["hosts"]
@@ -339,6 +340,63 @@ def test_verify_reads_what_a_host_holds(tmp_path: Path) -> None:
         file.unlink()
     assert {verdict.folder.name for verdict in verify_all(two.base)} == {"slot-0", "slot-1"}
     assert not verify_all(resumed)[0].whole, "where it is asked for"
+
+
+def test_a_slot_in_the_middle_of_a_save_is_a_problem_of_its_verdict(tmp_path: Path) -> None:
+    setup = Kept(hosts="aa", more={"copies": 1}).at(tmp_path)
+    attempt(setup, range(SAVED))
+    newer, older = (file_of(setup, "a", 1, step) for step in (SAVED, SAVED - 1))
+    for suffix in (".safetensors", ".json"):
+        shutil.copy(newer.with_suffix(suffix), older.with_suffix(suffix))
+    (damaged,) = (verdict for verdict in verify_all(setup.base) if not verdict.whole)
+    assert damaged.folder == older.parent
+    assert damaged.problems == ("the records of this generation are of several saves",)
+
+
+def test_ranks_agree_on_the_number_of_an_engine(tmp_path: Path) -> None:
+    """The engine before, which was not destroyed, lives on rank 1 alone."""
+    setup = Kept(hosts="aa").at(tmp_path)
+    models = [setup.models() for _ in range(2)]
+    saving._claimed.clear()
+
+    def numbers(rank: int) -> tuple[int, int]:
+        threading.current_thread().host = "a"  # type: ignore[attr-defined]
+        before = setup.open(models[0][rank]).memory
+        number = before.number
+        if rank == 0:
+            saving._claimed.pop(before.place)
+        after = setup.open(models[1][rank]).memory
+        return number, after.number
+
+    assert run_ranks(2, numbers) == [(0, 1), (0, 1)]
+
+
+def test_unfreezing_before_the_load_keeps_the_generations(tmp_path: Path) -> None:
+    setup = Kept().at(tmp_path)
+    attempt(setup, range(SAVED))
+    models = setup.models()
+    saving._claimed.clear()
+
+    def resumes(rank: int) -> int:
+        threading.current_thread().host = setup.hosts[rank]  # type: ignore[attr-defined]
+        frozen = [p for name, p in models[rank].named_parameters() if "h.0" in name]
+        optimizer = setup.optimizer(models[rank])
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        engine = start(models[rank], optimizer, setup.config)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        engine.load_checkpoint(str(tmp_path / "disk"))
+        begun = engine.memory.begun
+        train(engine, rank, range(SAVED, STEPS))
+        engine.memory.wait()
+        loaded = int(engine.global_steps)
+        engine.memory.begun = begun + (1 << 40)  # the clock is set back
+        engine.replace(next(iter(engine.module.children())))
+        assert engine.memory.begun == begun + (1 << 40)
+        return loaded
+
+    assert run_ranks(2, resumes) == [STEPS, STEPS]
 
 
 # generations of steps 3 and 4, and the hosts that hold each rank's file; newest_id; what is kept

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import hf_zero
 from hf_zero import safe_get_full_optimizer_state, safe_set_full_optimizer_state
@@ -125,6 +126,36 @@ def test_a_generation_that_is_lost_between_choice_and_load_is_named(tmp_path: Pa
     engine = alone(config=settings)
     with pytest.raises(CheckpointError, match="cannot be loaded; start the job again"):
         engine.load_checkpoint(found.directory, found.tag)
+
+
+def test_damage_on_disk_bars_no_generation_in_memory(tmp_path: Path, heard: list[str]) -> None:
+    """Whoever asks; what is damaged is raised only if memory has nothing either."""
+    settings, disk = settings_of(tmp_path), tmp_path / "run"
+    trained(settings, saves={1, 2}, stop=3)
+    for file in list(disk.glob("global_step*/rank-*")):
+        file.unlink()
+    engine = alone(config=settings, resume="latest")
+    assert (engine.global_steps, engine.resumed_from.startswith(str(disk))) == (3, False)
+    (disk / "latest").write_text("gone")
+    engine = alone(config=settings)
+    engine.load_checkpoint(disk)
+    assert engine.global_steps == 3
+    assert sum("looking in the memory of the hosts" in line for line in heard) == 2
+    shutil.rmtree(tmp_path / "memory")
+    with pytest.raises(CheckpointError, match="global_step2"):
+        alone(config=settings, resume="latest")
+    engine = alone(config=settings)
+    with pytest.raises(CheckpointError, match="no checkpoint 'gone'"):
+        engine.load_checkpoint(disk)
+
+
+def test_a_folder_that_is_a_checkpoint_of_another_program_is_the_one_meant(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    trained(settings, stop=2)
+    dcp.save({"model": net().state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    engine = alone(config=settings)
+    path, _ = engine.load_checkpoint(tmp_path / "dcp", load_optimizer_states=False)
+    assert (path, engine.global_steps) == (str(tmp_path / "dcp"), 0)
 
 
 def test_buffers_that_ranks_change_by_themselves_are_those_of_rank_0(tmp_path):
