@@ -146,7 +146,8 @@ def buffers_of_other_stages(
             for name, buffer in model_buffers(engine, exclude_frozen).items()
             if mesh.uncut.is_first or names.own(name) != name
         }
-        sent = {name: buffer.cpu() for name, buffer in held.items()}
+        # without attributes, such as the sharding of its module
+        sent = {name: buffer.detach().cpu() for name, buffer in held.items()}
     every: list[dict[str, torch.Tensor]] = mesh.job.all_gather_object(sent, "buffers of the stages")
     return {name: buffer for held in every for name, buffer in held.items()}
 

@@ -8,7 +8,6 @@ optimizer state by a gather of each tensor. Submodules take torch's own way over
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 from hf_zero.checkpoint.manifest import MASTER, strip_wrappers
 from hf_zero.checkpoint.tensor_part import Place, TensorPart
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import listed
+from hf_zero.logging import listed, logger
 from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.segment_table import NOT_KEPT
 from hf_zero.optim.segments import ParamGroup
@@ -512,26 +511,41 @@ def _nested(flattened: Mapping[str, object], states: _TorchStates) -> States:
 
 
 def _patch(torch_module: Any) -> None:
-    vars(torch_module).update(_replacements(torch_module))
-    writer = sys.modules[torch_module.__package__].HuggingFaceStorageWriter
-    writer.write_data = _one_box_a_file(writer.write_data)
+    try:
+        replacements = _replacements(torch_module)
+        writer = sys.modules[torch_module.__package__].HuggingFaceStorageWriter
+        write = _one_box_a_file(writer.write_data)
+    except AttributeError as error:  # the import is the script's, which may use no engine
+        logger.warning(
+            "%s of torch %s is not as hf-zero knows it (%s): its functions do not know the shards "
+            "of an engine; save and load with engine.save_checkpoint and load_checkpoint",
+            TARGET,
+            torch.__version__,
+            error,
+        )
+        return
+    vars(torch_module).update(replacements)
+    writer.write_data = write
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Replaces the functions when torch's module is imported: it takes long, and few need it."""
 
     def find_spec(
-        self, fullname: str, path: object = None, target: object = None
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != TARGET:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
+                if self in sys.meta_path:  # a spec may be found without an import
+                    sys.meta_path.remove(self)
                 _patch(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -381,6 +382,21 @@ def test_floats_for_an_integer_buffer_are_refused_before_anything_changes(tmp_pa
     for text in errors(run, TWO, make, load):
         assert "has other values of phase, which the model cannot take" in text
         assert "Nothing was loaded" in text
+
+
+def test_buffers_of_another_shape_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    """Also where a program does not tell them from parameters; a copy would broadcast them."""
+    state = small().state_dict() | {"norm.running_mean": torch.ones(1)}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+
+    def load(engine: Any) -> None:
+        try:
+            checkpoint.load(engine, tmp_path / "dcp", load_optimizer_states=False)
+        finally:
+            assert not engine.module.norm.running_mean.any()
+
+    for text in errors(run, TWO, other, load):
+        assert "shapes differ: norm.running_mean (checkpoint [1], model [13])" in text
 
 
 class Scaled(Job):

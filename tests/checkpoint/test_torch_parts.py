@@ -5,7 +5,11 @@ process.
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import hf_zero
+from hf_zero.checkpoint import torch_state_dict
 from hf_zero.checkpoint.tensor_part import TensorPart
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import Box
@@ -203,3 +208,31 @@ def test_a_plain_process_loads_a_converted_run(kind, tmp_path):
         for name, want in kept[1]["state"].items():
             compare_tensors(name, states["state"][name], want, 1e-4)
         assert states["param_groups"] == kept[1]["param_groups"]
+
+
+# ---- torch's functions ----
+
+
+def test_torchs_functions_are_replaced_at_the_import_not_at_a_look_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "looked_up.py").touch()
+    patched: list[Any] = []
+    finder = torch_state_dict._AfterImport()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch_state_dict, "TARGET", "looked_up")
+    monkeypatch.setattr(torch_state_dict, "_patch", patched.append)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    assert importlib.util.find_spec("looked_up") is not None and not patched
+    module = importlib.import_module("looked_up")
+    sys.modules.pop("looked_up")
+    assert patched == [module] and finder not in sys.meta_path
+
+
+def test_a_torch_with_other_private_names_is_left_as_it_is(heard: list[str]) -> None:
+    module = ModuleType(torch_state_dict.TARGET)
+    before = dict(vars(module))
+    torch_state_dict._patch(module)
+    assert vars(module) == before
+    (told,) = heard
+    assert "_get_model_state_dict" in told and "engine.save_checkpoint" in told

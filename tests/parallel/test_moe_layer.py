@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
@@ -185,6 +186,28 @@ def test_experts_that_two_ranks_share_each(tmp_path):
     converted = dict(hf_zero.checkpoint.iterate_state_dict(tmp_path / "t", dtype="float32"))
     assert converted.keys() == whole.state_dict().keys()
     assert all(value.equal(converted[name]) for name, value in answers[0][2].items())
+
+
+def test_whole_files_have_the_buffers_of_all_experts(tmp_path):
+    options = OPTIONS["top 2"]
+    whole = MixedJob("top 2").build()
+
+    def run(rank):
+        model = part_of(whole, 2, **options)
+        for layer in model.layers:
+            for number, local in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+                local.register_buffer("number", torch.tensor(rank * EXPERTS // 2 + number))
+        engine = start(model, plain_sgd(model), config_of(3, Plan(ranks=2)))
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            engine.save_16bit_model(tmp_path, name)
+        engine.destroy()
+
+    run_ranks(2, run)
+    pickled = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    for state in (load_file(tmp_path / "model.safetensors"), pickled):
+        found = {name: int(value) for name, value in state.items() if name.endswith(".number")}
+        assert sorted(found.values()) == sorted([*range(EXPERTS)] * 2), found
+        assert all(name.endswith(f".{number}.number") for name, number in found.items())
 
 
 @in_one_item(("Jitter", "RSample"))
