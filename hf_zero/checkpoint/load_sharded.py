@@ -65,7 +65,8 @@ def load(
             the model lacks; else load what both have.
         load_optimizer_states: also load moments, step counts, hyper-parameters and the fp16 loss
             scale.
-        load_lr_scheduler_states: also load the schedule, if the engine has one and one was saved.
+        load_lr_scheduler_states: also load the schedule, if the engine has one and one was saved,
+            with what it has written into the optimizer's groups (learning rates).
         load_module_only: load weights and buffers alone; counters stay as they are too.
         verify: None: check block hashes while reading, unless ``partial``. True: also hash every
             file, divided among the ranks, before modifying the engine. False: no hashing. A
