@@ -223,7 +223,9 @@ def save_whole(
         if build is not None:
             try:
                 temporary.parent.mkdir(parents=True, exist_ok=True)
-                torch_save(build() | elsewhere, temporary)
+                state = build()
+                state.update(elsewhere)
+                torch_save(state, temporary)
             except Exception as error:
                 failed.append(error)
 

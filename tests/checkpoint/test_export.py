@@ -365,6 +365,7 @@ def test_whole_and_converted_it_is_the_model_that_was_trained(tmp_path):
     pickled = torch.load(tmp_path / "whole" / "pytorch_model.bin", weights_only=True)
     for found in (state, pickled):
         assert same({name: found[name] for name in weights}, rounded)
+    assert pickled._metadata == setup.models()[0].state_dict()._metadata
     head, embedding = pickled["lm_head.weight"], pickled["transformer.wte.weight"]
     assert head.data_ptr() == embedding.data_ptr()
     trained = load_file(tmp_path / "whole" / "trained.safetensors")
