@@ -4,7 +4,7 @@ claimed for its host, and below a base folder with room for two generations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,9 +28,14 @@ class ClaimedFolders(JobFolders):
     """
 
     def __init__(
-        self, settings: MemorySection, ranks: Mesh | RankGroup, rank: int, host: str
+        self,
+        settings: MemorySection,
+        ranks: Mesh | RankGroup,
+        rank: int,
+        host: str,
+        others: Iterable[JobFolders],
     ) -> None:
-        super().__init__(settings, ranks, rank, host)
+        super().__init__(settings, ranks, rank, host, others)
         self.copies, self._limit = settings.copies, settings.limit
         self.base = self.bases[0]
         self._marks: dict[Path, folders.InUse] = {}
