@@ -178,8 +178,8 @@ def _without_collections() -> Iterator[None]:
 
 
 def join(request: SetupRequest[Any]) -> Resumed | None:
-    """Enter the process groups of the job and of the model; return the checkpoint to resume from.
-    The default group of several ranks outlives an exception. Collective.
+    """Enter the process group of the job, and those of a pipeline; return the checkpoint to resume
+    from. The default group of several ranks outlives an exception. Collective.
     """
     config = request.config
     if config.log_level is not None:

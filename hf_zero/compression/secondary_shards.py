@@ -52,7 +52,6 @@ class SecondaryShards(ShardGather):
     def keep(self) -> None:
         if self._kept is not Kept.COMING:
             return
-        self._kept = Kept.YES
         with torch.inference_mode(False), torch.no_grad():
             for flat in self.unit.sharded:
                 node = flat.mesh.node
@@ -62,6 +61,7 @@ class SecondaryShards(ShardGather):
                 if flat not in self.shards:
                     self.shards[flat] = torch.empty_like(part)
                 self.shards[flat].copy_(part)
+        self._kept = Kept.YES
 
     def forget(self) -> None:
         self._kept = Kept.NO

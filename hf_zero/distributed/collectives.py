@@ -37,6 +37,7 @@ from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, P
 from hf_zero.distributed.process_group import CPU, Waitable, abort, backend_serving, destroy_group
 from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.errors import PartitionError
 
 DEFAULT_TIMEOUT = 1800.0
 MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
@@ -112,8 +113,8 @@ class Handle:
 
     def wait(self) -> None:
         """Block (on a GPU: make the current stream wait) until the collective is done. After a
-        failure, every wait raises it; after an interrupt, the next one goes on, unless it broke off
-        what may not be repeated.
+        failure, every wait raises it; after an interrupt, the next one goes on, unless it broke
+        off a ``finish`` that may not be repeated.
         """
         if self._failure is not None:
             raise self._failure
@@ -147,9 +148,16 @@ class Handle:
         if self._finish is not None:
             try:
                 self._finish()
+            except Exception as error:
+                self._failure = error
+                raise
             except BaseException as error:
-                if isinstance(error, Exception) or not self._repeats:
-                    self._failure = error
+                if not self._repeats:
+                    self._failure = PartitionError(
+                        f"an interrupt has broken off the end of {self._pending.what}: its values "
+                        "are added in part; load a checkpoint, or call initialize again"
+                    )
+                    self._failure.__cause__ = error
                 raise
             self._finish = None
 

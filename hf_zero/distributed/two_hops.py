@@ -31,6 +31,7 @@ import torch
 
 from hf_zero.device import streams
 from hf_zero.distributed.process_group import Waitable
+from hf_zero.errors import PartitionError
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -81,8 +82,8 @@ class TwoHops:
             self._issue_next()
 
     def _issue_next(self) -> None:
-        self._pending[0].issue_second_hop()
-        self._pending.popleft()  # only now: an interrupt may have ended the wait for its first hop
+        self._pending[0].wait_for_first_hop()  # an interrupt leaves it the next one
+        self._pending.popleft().issue_second_hop()
 
 
 class TwoHopGather:
@@ -96,9 +97,11 @@ class TwoHopGather:
         self._first = hops.across.all_gather(first, f"{key} across nodes")
         self._second: Waitable | None = None
 
-    def issue_second_hop(self) -> None:
-        """Wait for the first hop, and issue the second."""
+    def wait_for_first_hop(self) -> None:
         self._first.wait()
+
+    def issue_second_hop(self) -> None:
+        """Issue the second hop, after the first."""
         node, nodes = self._hops.node, self._hops.across.size
         pairs = []
         for (full, chunk), came in zip(self._pairs, self._came):
@@ -110,5 +113,9 @@ class TwoHopGather:
 
     def wait(self) -> None:
         self._hops.advance_through(self)
-        assert self._second is not None
+        if self._second is None:
+            raise PartitionError(
+                f"an interrupt has broken off the gather of {self._key} between its two hops, "
+                "which other ranks wait for; end the job, and resume it from a checkpoint"
+            )
         self._second.wait()

@@ -126,7 +126,8 @@ class EngineParts(AroundModel):
             with transaction(), ExitStack() as installed:
                 self.changes = StateChanges(mesh.passes)
                 self._build(plan, mesh, installed)
-                # Before it, a rank could close connections that another is still making to it.
+                # Without this exchange, a rank could destroy its engine and close connections
+                # that another rank is still making.
                 get_world_group().all_gather_object(None, "end of making an engine")
                 self._installed = installed.pop_all()
         except BaseException as error:

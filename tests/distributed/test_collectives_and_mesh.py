@@ -25,7 +25,7 @@ from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, PartitionError
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_one_item
 
@@ -154,12 +154,14 @@ def test_an_end_that_was_interrupted_runs_again() -> None:
         with pytest.raises(KeyboardInterrupt):
             waiting.wait()
         for _ in range(2):
-            with nullcontext() if repeats else pytest.raises(KeyboardInterrupt):
+            with nullcontext() if repeats else pytest.raises(PartitionError, match="all-gather"):
                 waiting.wait()
         assert end.waits == (2 if repeats else 1)
 
 
-def test_the_second_hop_of_an_interrupted_gather_is_issued_later() -> None:
+def test_the_second_hop_of_an_interrupted_gather_is_issued_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Dim:
         size, rank = 2, 0
 
@@ -177,6 +179,14 @@ def test_the_second_hop_of_an_interrupted_gather_is_issued_later() -> None:
         gather.wait()
     gather.wait()
     assert (across.issued, across.first.waits, node.issued, node.first.waits) == (1, 2, 1, 1)
+
+    broken = Dim(Failing())
+    monkeypatch.setattr(broken, "all_gather", lambda *_: Failing(KeyboardInterrupt()).wait())
+    gather = TwoHops(across, broken).gather([(torch.zeros(8), torch.zeros(2))], "a unit", None)
+    with pytest.raises(KeyboardInterrupt):
+        gather.wait()
+    with pytest.raises(PartitionError, match="a unit"):
+        gather.wait()
 
 
 def test_every_wait_raises_what_its_end_has_raised() -> None:

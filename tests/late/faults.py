@@ -234,7 +234,7 @@ FAULTS: dict[str, Fault] = {
         "the forward does not wait for new parameters": (
             HOST, left_out("wait", "update_gathers.py wait"), COPIES),
         "a pinned buffer is refilled under its copy": (
-            PIECES, left_out("synchronize", "update.py place"), COPIES),
+            PIECES, left_out("synchronize", "update.py output_for"), COPIES),
         "shards are written while they are brought": (
             ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES),
         "an activation is copied before it is there": (
@@ -368,7 +368,7 @@ OVER_HOSTS: dict[str, Fault] = {
     name: Fault(job, put, COPIES)
     for name, job, put in (
         ("a second hop does not wait for the first",
-         TWO_HOPS, left_out("wait", "two_hops.py pass_on")),
+         TWO_HOPS, left_out("wait", "two_hops.py wait_for_first_hop")),
         ("a first hop does not wait for what it gathers",
          f"{TWO_HOPS}, all on the host", left_out("wait", "two_hops.py gather")),
         ("what is gathered is freed under the first hop",

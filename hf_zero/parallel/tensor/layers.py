@@ -1,9 +1,9 @@
 """Layers of which each tensor-parallel rank has a part: the collectives around their own
 forwards.
 
-A layer keeps its class and gets one of these mixins before it (``put_on``): its parameters, their
-names and ``isinstance`` are unchanged, and code that computes with its weights directly can see
-that it is not a plain layer any more.
+A layer gets a subclass of its class, with one of these mixins first (``put_on``): its parameters,
+their names and ``isinstance`` are unchanged, and code that computes with its weights directly can
+see that it is not a plain layer any more.
 
 Key-value caches given to a model from outside, as by prefix tuning, hold all heads, and each rank
 keeps those of its own.

@@ -374,18 +374,21 @@ class Unit:
             handles, brought = self._coming
             if brought is not None:
                 streams.current_stream(self.sharded[0].full.device).wait_event(brought)
-            try:
-                with span("wait_all_gather", self.label):
-                    for handle in handles:
+            failure: Exception | None = None
+            with span("wait_all_gather", self.label):
+                for handle in handles:  # all: what still arrives may not find its memory freed
+                    try:
                         handle.wait()
-            except Exception:
-                self._coming = None  # it has failed for good; after an interrupt it is still coming
-                raise
-            self._coming = None
+                    except Exception as error:
+                        failure = failure or error
+            if failure is not None:
+                self._coming = None
+                raise failure
             if self.device_of_streams is not None:
                 self.record_gather_stream()
             if self.source.keeps_values:
                 self.source.keep()
+            self._coming = None  # not before: after an interrupt it is waited for again
             for flat in self.sharded:
                 if flat.computing is not None:
                     flat.computing.gathered()

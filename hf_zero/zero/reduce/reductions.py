@@ -301,10 +301,10 @@ class MicroBatch:
     """Properties of the backward under way.
 
     weight: of the micro-batch, equal on all ranks. unscale: this rank's own factor, applied before
-    the reduction. ends_window: this backward is known to end the accumulation window (stages 2 and
-    3 reduce in every backward). on_reduced: called with flat buffers of a unit to be updated
-    together, whose last gradients of the window have been reduced. alone: no backward of the window
-    precedes it. on_finished: called once all its reductions are issued.
+    the reduction. ends_window: this backward, outside no_sync, is known to end the accumulation
+    window (stages 2 and 3 reduce in every backward). on_reduced: called with flat buffers of a unit
+    to be updated together, whose last gradients of the window have been reduced. alone: no backward
+    of the window precedes it. on_finished: called once all its reductions are issued.
     """
 
     weight: float = 1.0
