@@ -161,7 +161,9 @@ def _leaves_here(plain: Any, self: transfers.Streams, sent: Any) -> None:
     streams.current_stream(self._device).wait_event(sent[0])
 
 
-def _finished_at_once(plain: Any, self: collectives.Handle, finish: Callable[[], None]) -> None:
+def _finished_at_once(
+    plain: Any, self: collectives.Handle, finish: Callable[[], None], repeats: bool = True
+) -> None:
     """What follows a collective runs as soon as it is issued."""
     finish()
 
