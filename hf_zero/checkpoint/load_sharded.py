@@ -400,7 +400,7 @@ class _Load(StateSource):
                 name = self.match.buffers[entry.name]
                 self.checkpoint.read(name, entry.range[0], entry.part(out))
 
-    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterScalars]:
+    def scalars(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterScalars]:
         saved = {
             name: group.numbers_of(name) for group in self._groups() for name in group.parameters
         }
@@ -416,11 +416,11 @@ class _Load(StateSource):
         other = saved_by is not None and saved_by.class_name != class_name(bound.optimizer)
         if other and not bound.keeps("step"):
             # of the same update, the classes with moments in 8 bits may count steps
-            for name, numbers in found.items():
-                found[name] = numbers and {k: n for k, n in numbers.items() if k != "step"}
+            for name, scalars in found.items():
+                found[name] = scalars and {k: n for k, n in scalars.items() if k != "step"}
         return found
 
-    def factors(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
+    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
         held, names = self.match.saved_names, self.engine.bound.tensor_state.names
         return {name: self.checkpoint.factors(held[name]) for name in names if name in held}
 

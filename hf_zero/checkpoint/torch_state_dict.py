@@ -202,16 +202,16 @@ class _TorchStates:
     def trained(self) -> list[tuple[FlatBuffer, str, str]]:
         return [slot for slot in self.slots if slot[0].trainable]
 
-    def numbers(self) -> dict[str, dict[str, float]]:
-        """Return the numbers that the optimizer keeps for each trained parameter (collective)."""
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """Return the scalars that the optimizer keeps for each trained parameter (collective)."""
         groups = self.engine.bound.group_of
-        saved = self._state.numbers(self.whole.own_of(groups))
+        saved = self._state.scalars(self.whole.own_of(groups))
 
-        def fresh(name: str) -> dict[str, float]:
-            state = self._state.fresh(groups[name]).items()
+        def initial(name: str) -> dict[str, float]:
+            state = self._state.initial(groups[name]).items()
             return {kind: value for kind, value in state if not torch.is_tensor(value)}
 
-        return {name: saved[name] or fresh(name) for _, name, _ in self.trained()}
+        return {name: saved[name] or initial(name) for _, name, _ in self.trained()}
 
     def optimizer(self, whole: bool = False) -> States:
         """Return the state dict of the optimizer, of parts or of ``whole`` tensors, those in host
@@ -229,10 +229,10 @@ class _TorchStates:
                 f"{type(self.engine.optimizer).__name__} keeps sums of whole tensors, for which "
                 "torch.distributed.checkpoint has no names; use engine.save_checkpoint"
             )
-        for name, numbers in self.numbers().items():
+        for name, scalars in self.scalars().items():
             for alias in names[name]:
                 state[strip_wrappers(alias)] = {
-                    key: torch.tensor(float(value)) for key, value in numbers.items()
+                    key: torch.tensor(float(value)) for key, value in scalars.items()
                 }
         existing = self._state.existing(self.whole.own_of(bound.group_of))
         for flat, _ in groupby(self.trained(), itemgetter(0)):
@@ -263,7 +263,7 @@ class _TorchStates:
                 f"the optimizer's state dict lacks {listed(lacking)}; pass one of "
                 "get_optimizer_state_dict"
             )
-        numbers, source = self.numbers(), _LoadedStates()
+        scalars, source = self.scalars(), _LoadedStates()
         missing, unexpected = list[str](), list[str]()
         existing = self._state.existing(self.whole.own_of(self.engine.bound.group_of))
         for flat, slots in groupby(self.trained(), itemgetter(0)):
@@ -280,10 +280,10 @@ class _TorchStates:
                     if key == COMPENSATION or self.engine.bound.is_switched_off(group, key)
                 ]
                 shards = [*shards, *further]
-                expected = numbers[name].keys() | {entry.kind for entry in shards}
+                expected = scalars[name].keys() | {entry.kind for entry in shards}
                 missing += [f"{fqn}.{key}" for key in expected - values.keys()]
                 unexpected += [f"{fqn}.{key}" for key in values.keys() - expected]
-                source.loaded[name] = {k: float(values.get(k, v)) for k, v in numbers[name].items()}
+                source.loaded[name] = {k: float(values.get(k, v)) for k, v in scalars[name].items()}
                 for entry in shards:
                     if entry.kind in values:
                         self.check(entry, values[entry.kind], f"{fqn}.{entry.kind}")
@@ -351,7 +351,7 @@ class _LoadedStates(StateSource):
                     value = value.local
                 entry.part(out).copy_(value)
 
-    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, float]]:
+    def scalars(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, float]]:
         return self.loaded
 
 

@@ -76,8 +76,8 @@ def refuse_now(engine: EngineParts, what: str, loads: bool = False) -> None:
 
 class CarriedState(StateSource):
     """The state of the parameters of ``engine`` that train: this rank's elements of master weights
-    and of the optimizer's state in host memory, and the numbers and factors of all ranks.
-    Collective, and so is a transfer of it.
+    and of the optimizer's state in host memory, and the scalars and the state of whole tensors of
+    all ranks. Collective, and so is a transfer of it.
     """
 
     def __init__(self, engine: EngineParts) -> None:
@@ -99,20 +99,22 @@ class CarriedState(StateSource):
             parameters[name]: dtype for name, dtype in engine.sharded_model.param_dtypes.items()
         }
         # in host memory: a pickled tensor returns to its own device, in every process
-        local_factors = {
+        local_tensor_state = {
             shared[name]: {key: tensor.cpu() for key, tensor in tensors.items()}
             for name, tensors in engine.bound.tensor_state.by_parameter(firsts=True).items()
         }
-        factors = dict[str, Mapping[str, torch.Tensor]]()
+        tensor_state = dict[str, Mapping[str, torch.Tensor]]()
         keys = dict[str, dict[str, torch.dtype]]()
-        local = (local_factors, local_dtypes)
+        local = (local_tensor_state, local_dtypes)
         for of_rank, dtypes in mesh.all_gather_object(local, "the state of the optimizer"):
-            factors.update(of_rank)
+            tensor_state.update(of_rank)
             for name, of_kind in dtypes.items():
                 keys.setdefault(name, {}).update(of_kind)
-        self._numbers = {parameters[name]: n for name, n in state.numbers(shared).items()}
+        self._scalars = {parameters[name]: n for name, n in state.scalars(shared).items()}
         self._dtypes = {objects[name]: of_kind for name, of_kind in keys.items() if name in objects}
-        self._factors = {objects[name]: value for name, value in factors.items() if name in objects}
+        self._tensor_state = {
+            objects[name]: value for name, value in tensor_state.items() if name in objects
+        }
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether ``parameter`` had master weights."""
@@ -121,7 +123,7 @@ class CarriedState(StateSource):
     def forget(self, parameters: Sequence[nn.Parameter]) -> None:
         """Drop the state of ``parameters``."""
         for parameter in parameters:
-            for by_parameter in (self._elements, self._dtypes, self._factors, self._numbers):
+            for by_parameter in (self._elements, self._dtypes, self._tensor_state, self._scalars):
                 by_parameter.pop(parameter, None)
 
     def held(self, flat: FlatBuffer) -> dict[str, set[str]]:
@@ -134,11 +136,13 @@ class CarriedState(StateSource):
                 whole = join_parts(entry.flat, entry.parameter, first, part, out.dtype)
                 entry.part(out).copy_(whole.reshape(-1)[slice(*entry.range)])
 
-    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterScalars]:
-        return {name: self._numbers.get(parameter) for name, parameter in parameters.items()}
+    def scalars(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterScalars]:
+        return {name: self._scalars.get(parameter) for name, parameter in parameters.items()}
 
-    def factors(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
-        return {name: self._factors.get(parameter, {}) for name, parameter in parameters.items()}
+    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
+        return {
+            name: self._tensor_state.get(parameter, {}) for name, parameter in parameters.items()
+        }
 
 
 # ---- the change ----

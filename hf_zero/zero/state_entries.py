@@ -82,13 +82,13 @@ class StateSource:
         """
         raise NotImplementedError
 
-    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, ParameterScalars]:
-        """Return, by name, the numbers of each of ``parameters`` that has some; all others begin
+    def scalars(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, ParameterScalars]:
+        """Return, by name, the scalars of each of ``parameters`` that has some; all others begin
         without state.
         """
         return {}
 
-    def factors(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates | None:
+    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates | None:
         """Return by name the state of whole tensors of ``parameters``; None leaves it."""
         return None
 
@@ -107,7 +107,7 @@ class EngineState:
 
     def __init__(self, engine: ShardedEngine):
         self.bound, self._mesh = engine.bound, engine.mesh
-        self._fresh: dict[tuple[int, torch.dtype], dict[str, object]] = {}
+        self._initial: dict[tuple[int, torch.dtype], dict[str, object]] = {}
 
     def arrays(self, flat: FlatBuffer, optimizer: bool = True) -> Mapping[str, torch.Tensor]:
         """Return by kind the arrays [owned] of ``flat`` that exist, weights only unless
@@ -124,33 +124,33 @@ class EngineState:
         dtype = shard.storage.dtype(MASTER) if shard.has_master else flat.dtype
         return FetchedArrays({MASTER: dtype}, weights)
 
-    def fresh(self, group: int, like: torch.dtype = torch.float32) -> ParamState:
-        """Return the state of a parameter of ``group`` before its first step: numbers, and tensors
+    def initial(self, group: int, like: torch.dtype = torch.float32) -> ParamState:
+        """Return the state of a parameter of ``group`` before its first step: scalars, and tensors
         of one element. ``like``: the dtype of its master weights.
         """
-        if (group, like) not in self._fresh:
+        if (group, like) not in self._initial:
             state = self.bound.initial(group, torch.zeros(1, dtype=like))
-            self._fresh[group, like] = {
+            self._initial[group, like] = {
                 kind: value if is_elementwise(kind, value, (1,)) else float(value)
                 for kind, value in state.items()
             }
-        return self._fresh[group, like]
+        return self._initial[group, like]
 
-    def fresh_elements(self, flat: FlatBuffer, name: str) -> dict[str, torch.Tensor]:
+    def initial_elements(self, flat: FlatBuffer, name: str) -> dict[str, torch.Tensor]:
         """Return one element of each state of parameter ``name`` of ``flat`` before its first step;
         none for one that no group has.
         """
         group = self.bound.group_of.get(name)
         if group is None:
             return {}
-        state = self.fresh(group, flat.optimizer_shard.storage.dtype(MASTER))
+        state = self.initial(group, flat.optimizer_shard.storage.dtype(MASTER))
         return {kind: value for kind, value in state.items() if isinstance(value, torch.Tensor)}
 
     def begin(self, entries: Sequence[StateEntry], out: torch.Tensor | None) -> torch.Tensor:
         """Set ``entries``, of one flat buffer and kind, to their numbers before the first step in
         ``out`` [owned], by default zeros of their dtype.
         """
-        first = [self.fresh_elements(entry.flat, entry.name).get(entry.kind) for entry in entries]
+        first = [self.initial_elements(entry.flat, entry.name).get(entry.kind) for entry in entries]
         if out is None:
             flat = entries[0].flat
             dtypes = [value.dtype for value in first if value is not None]
@@ -178,9 +178,9 @@ class EngineState:
         step on, and with those in ``existing``, by parameter, that its group does not keep with its
         present settings; None: those in the ``arrays`` of this rank.
         """
-        first = {slot.name: self.fresh_elements(flat, slot.name) for slot in flat.layout.slots}
-        fresh_kinds = {MASTER}.union(*first.values())
-        others = [kind for kind in arrays if kind not in fresh_kinds]
+        first = {slot.name: self.initial_elements(flat, slot.name) for slot in flat.layout.slots}
+        initial_kinds = {MASTER}.union(*first.values())
+        others = [kind for kind in arrays if kind not in initial_kinds]
         for name, kinds in first.items():
             more = others if existing is None else sorted({*existing.get(name, ())} - kinds.keys())
             yield from (StateEntry(flat, name, kind) for kind in (*kinds, *more))
@@ -196,8 +196,8 @@ class EngineState:
                 everywhere.setdefault(name, set()).update(kinds)
         return {name: everywhere.get(whole, set()) for name, whole in names.items()}
 
-    def numbers(self, names: Mapping[str, str]) -> dict[str, ParameterScalars]:
-        """Return the numbers of each parameter of a group, as far as known on any rank; ``names``
+    def scalars(self, names: Mapping[str, str]) -> dict[str, ParameterScalars]:
+        """Return the scalars of each parameter of a group, as far as known on any rank; ``names``
         maps this rank's names to whole-model names. Collective.
         """
         return self.bound.by_parameter(
@@ -228,14 +228,14 @@ def transfer(
             _transfer_flat(flat, source, names_of, state, weights, trains, keeps)
     if optimizer and bound is not None:
         parameters = {name: engine.sharded_model.parameters[name] for name in bound.group_of}
-        numbers = source.numbers(parameters)
+        scalars = source.scalars(parameters)
         bound.load_by_parameter(
-            {n: value for n, value in numbers.items() if value or keeps or n not in without},
+            {n: value for n, value in scalars.items() if value or keeps or n not in without},
             source.diverged,
         )
-        factors = source.factors(parameters)
-        if factors is not None:
-            bound.tensor_state.load(factors)
+        tensor_state = source.tensor_state(parameters)
+        if tensor_state is not None:
+            bound.tensor_state.load(tensor_state)
 
 
 def _transfer_flat(

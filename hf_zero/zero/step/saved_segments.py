@@ -46,8 +46,8 @@ class _Saved:
     runs: dict[str, list[_Run]] = field(default_factory=dict)
     kinds: dict[str, set[str]] = field(default_factory=dict)
     group_of: dict[str, int] = field(default_factory=dict)
-    numbers: dict[str, dict[str, float] | None] = field(default_factory=dict)
-    factors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, float] | None] = field(default_factory=dict)
+    tensor_state: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     shared: list[Counter[tuple[tuple[str, float], ...]]] = field(default_factory=list)  # by group
     refusal: str = ""
 
@@ -106,14 +106,14 @@ class SavedSegments(StateSource):
         for entry, places in enumerate(packed[KEY]["places"]):
             state, group = self._state.get(entry, {}), groups[entry]
             numel = sum(stop - start for _, start, stop in places)
-            numbers, kinds, factors = dict[str, float](), set[str](), dict[str, torch.Tensor]()
+            scalars, kinds, tensor_state = dict[str, float](), set[str](), dict[str, torch.Tensor]()
             for key, value in state.items():
                 if isinstance(value, Mapping):
-                    factors = {name: tensor.cpu().clone() for name, tensor in value.items()}
+                    tensor_state = {name: tensor.cpu().clone() for name, tensor in value.items()}
                 elif is_elementwise(key, value, (numel or 1,)):
                     kinds.add(key)
                 elif is_scalar(key, value, (numel or 1,)):
-                    numbers[key] = float(value)
+                    scalars[key] = float(value)
                 elif value is not None:
                     shape = tuple(getattr(value, "shape", ()))
                     saved.refusal = (
@@ -122,15 +122,15 @@ class SavedSegments(StateSource):
                         "do not exchange; use load_checkpoint"
                     )
             if state or group not in stepped:
-                saved.shared[group][tuple(sorted(numbers.items()))] += 1
+                saved.shared[group][tuple(sorted(scalars.items()))] += 1
             for name, run in _runs_of(entry, places, layout):
                 name = self._own.get(name, name)
                 saved.runs.setdefault(name, []).append(run)
                 saved.kinds.setdefault(name, set()).update(kinds)
                 saved.group_of[name] = group
-                saved.numbers[name] = numbers if state or group not in stepped else None
-                if factors:
-                    saved.factors[name] = factors
+                saved.scalars[name] = scalars if state or group not in stepped else None
+                if tensor_state:
+                    saved.tensor_state[name] = tensor_state
         return saved
 
     def _runs(self, name: str, target: int) -> Iterator[tuple[int, _Run]]:
@@ -198,21 +198,21 @@ class SavedSegments(StateSource):
             first, _ = names[name].range
             names[name].part(out)[run.start - first : run.stop - first].copy_(part)
 
-    def numbers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterScalars]:
+    def scalars(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterScalars]:
         shared = [
             dict(sum(of_group, Counter[Any]()).most_common(1)[0][0]) if any(of_group) else None
             for of_group in zip(*(saved.shared for saved in self._saved))
         ]
-        scalars = {name: scalar for saved in self._saved for name, scalar in saved.numbers.items()}
+        scalars = {name: of for saved in self._saved for name, of in saved.scalars.items()}
         return {
             name: scalars.get(self._own[name], shared[self._group_of[name]])
             for name in parameters
             if self._own[name] not in self._new
         }
 
-    def factors(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
-        factors = {name: value for saved in self._saved for name, value in saved.factors.items()}
-        return {name: factors.get(self._own[name], {}) for name in parameters}
+    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
+        by_name = {name: of for saved in self._saved for name, of in saved.tensor_state.items()}
+        return {name: by_name.get(self._own[name], {}) for name in parameters}
 
 
 def _runs_of(entry: int, places: Sequence[Any], layout: Layout) -> Iterator[tuple[str, _Run]]:
