@@ -26,18 +26,18 @@ Allocator = Callable[[int, torch.dtype], torch.Tensor]  # (numel, dtype) -> zero
 @dataclass(frozen=True)
 class StorageFormat:
     """Storage format of an array: elements of ``dtype``, or 8-bit ``blocks`` (``dynamic``: with
-    bitsandbytes' map). ``unquantised``: sub-groups that are stored in ``dtype`` even so.
+    bitsandbytes' map). ``unquantised_sub_groups``: sub-groups that are stored in ``dtype`` even so.
     """
 
     dtype: torch.dtype
     blocks: bool = False
     signed: bool = True
     dynamic: bool = False
-    unquantised: frozenset[int] = frozenset()
+    unquantised_sub_groups: frozenset[int] = frozenset()
 
     def of(self, sub_group: int) -> StorageFormat:
         """Return the format of ``sub_group``."""
-        return StorageFormat(self.dtype) if sub_group in self.unquantised else self
+        return StorageFormat(self.dtype) if sub_group in self.unquantised_sub_groups else self
 
 
 class Storage(Protocol):

@@ -76,11 +76,11 @@ def stored_format(
     group: int,
     name: str,
     dtype: torch.dtype,
-    unquantised: frozenset[int] | None = None,
+    unquantised_sub_groups: frozenset[int] | None = None,
 ) -> StorageFormat:
     """Return the storage format of state ``name``, of ``dtype`` on the device, of group ``group``
-    under the configured ``moments``. ``unquantised``: indices of the sub-groups none of whose
-    parameters has 8-bit moments; None: all.
+    under the configured ``moments``. ``unquantised_sub_groups``: indices of the sub-groups none of
+    whose parameters has 8-bit moments; None: all.
 
     Raises ConfigError for a state that is kept in fp32 only.
     """
@@ -91,9 +91,10 @@ def stored_format(
         return StorageFormat(dtype)
     if moments == "dynamic8":
         moment_names = optimizer.moment_names if isinstance(optimizer, CPUOptimizer) else {}
-        if unquantised is None or name not in moment_names:
+        if unquantised_sub_groups is None or name not in moment_names:
             return StorageFormat(dtype)
-        return replace(moment_format(moments, dtype, moment_names[name]), unquantised=unquantised)
+        blocks = moment_format(moments, dtype, moment_names[name])
+        return replace(blocks, unquantised_sub_groups=unquantised_sub_groups)
     signs = compressible(optimizer, settings)
     if name not in signs:
         raise ConfigError(

@@ -345,7 +345,7 @@ class EnginePlan:
 
         Raises ConfigError for moments that are kept in fp32 only, and configured in fewer bits.
         """
-        others, formats = self._unquantised(flat), [StorageFormat(flat.spec.wide)]
+        others, formats = self._unquantised_sub_groups(flat), [StorageFormat(flat.spec.wide)]
         for name, (group, _, dtype) in self.moments_of(flat).items():
             how = stored_format(self._entries, self.rules.moments, group, name, dtype, others)
             formats.append(how)
@@ -357,7 +357,7 @@ class EnginePlan:
             for number, (start, stop) in enumerate(pieces)
         ]
 
-    def _unquantised(self, flat: FlatPlan) -> frozenset[int] | None:
+    def _unquantised_sub_groups(self, flat: FlatPlan) -> frozenset[int] | None:
         """Return the indices of the offloaded sub-groups of ``flat`` without parameters that have
         8-bit moments; None if no sub-group has any.
         """
