@@ -28,7 +28,7 @@ from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, in_units, listed, log_rank0
 from hf_zero.optim.bound_optimizer import ParameterScalars
-from hf_zero.optim.segment_table import TensorStates
+from hf_zero.optim.segment_table import TensorsByParameter
 from hf_zero.zero.layout.sharding import persistent_buffers
 from hf_zero.zero.state_entries import StateEntry, StateSource, transfer
 
@@ -420,7 +420,7 @@ class _Load(StateSource):
                 found[name] = scalars and {k: n for k, n in scalars.items() if k != "step"}
         return found
 
-    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
+    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorsByParameter:
         held, names = self.match.saved_names, self.engine.bound.tensor_state.names
         return {name: self.checkpoint.factors(held[name]) for name in names if name in held}
 

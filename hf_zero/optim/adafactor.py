@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
 from hf_zero.optim.segments import ParamGroup, ParamState
-from hf_zero.optim.whole_tensor import TENSOR_STATE, Parts, TensorPlace, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import WHOLE_TENSOR_STATE, Parts, TensorPlace, WholeTensorOptimizer
 
 
 class Rectangle(NamedTuple):
@@ -432,6 +432,6 @@ class TorchAdafactor(FactoredOptimizer):
 
 
 def _adopt_factors(state: ParamState, names: tuple[str, ...]) -> None:
-    """Move the entries ``names`` of a parameter's ``state`` into one entry ``TENSOR_STATE``."""
+    """Move the entries ``names`` of a parameter's ``state`` into one entry ``WHOLE_TENSOR_STATE``."""
     if state:
-        state[TENSOR_STATE] = {name: state.pop(name) for name in names if name in state}
+        state[WHOLE_TENSOR_STATE] = {name: state.pop(name) for name in names if name in state}

@@ -25,7 +25,7 @@ from hf_zero.optim.segment_table import (
     GroupReport,
     GroupScalars,
     SegmentTable,
-    TensorState,
+    WholeTensorState,
     current_settings,
     load_settings,
     plain_settings,
@@ -99,7 +99,7 @@ class BoundOptimizer:
         self._entries = StateEntries(optimizer, bf16)
         self._table = SegmentTable(self._entries, self._base, self._fused, moments)
         self.group_scalars = GroupScalars(self._entries, self._table)
-        self.tensor_state = TensorState(self._entries, self._table)
+        self.tensor_state = WholeTensorState(self._entries, self._table)
         self.scalars, self.overrides = self.group_scalars.scalars, self.group_scalars.overrides
         self.memory, self.address = self._table.device.memory, self._table.device.address
         self.initial, self.is_switched_off = self._entries.initial, self._entries.is_switched_off
@@ -129,7 +129,7 @@ class BoundOptimizer:
         for flat in self._flats:
             for piece in list(flat.layout.pieces(*flat.owned)):
                 first = piece.offset - flat.owned[0]
-                for kind, whole in carried.tensors.get(piece.name, {}).items():
+                for kind, whole in carried.per_element.get(piece.name, {}).items():
                     self._load_state(flat, kind, whole[piece.start : piece.stop], first)
         self.load_by_parameter(carried.scalars, ())
         self.tensor_state.load(carried.tensor_state)

@@ -43,7 +43,7 @@ from hf_zero.optim.segments import (
 )
 from hf_zero.optim.sharded_tensors import extent_of
 from hf_zero.optim.state import DeviceState, StateEntries
-from hf_zero.optim.whole_tensor import TENSOR_STATE, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import WHOLE_TENSOR_STATE, WholeTensorOptimizer
 
 
 class SegmentTable:
@@ -390,8 +390,8 @@ class GroupScalars:
                     )
 
 
-# by parameter and state name
-TensorStates = Mapping[str, Mapping[str, Tensor]]
+# tensors by parameter and by name of state
+TensorsByParameter = Mapping[str, Mapping[str, Tensor]]
 
 
 def tensor_state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -399,8 +399,8 @@ def tensor_state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return optimizer.TENSOR_STATE_NAMES if isinstance(optimizer, WholeTensorOptimizer) else ()
 
 
-class TensorState:
-    """The state of whole tensors of one optimizer."""
+class WholeTensorState:
+    """The state of whole tensors of one optimizer, as Adafactor's factors and LAMB's ratios."""
 
     def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
         self._entries = entries
@@ -408,43 +408,43 @@ class TensorState:
         self.known = tensor_state_names(entries.optimizer)
 
     def of(self, segment: Segment) -> dict[str, Tensor]:
-        """Return the tensor state of ``segment``, which must have been stepped or be stepped
-        now.
+        """Return the live state of the whole tensor of ``segment``, which must have been stepped or
+        be stepped now.
         """
         if not self.known:
             return {}
         live = self._entries.optimizer.state[segment.tensor]
-        tensor_state: dict[str, Tensor] = live.setdefault(TENSOR_STATE, {})
+        tensor_state: dict[str, Tensor] = live.setdefault(WHOLE_TENSOR_STATE, {})
         return tensor_state
 
     def by_parameter(self, firsts: bool = False) -> dict[str, dict[str, Tensor]]:
-        """Return tensor state by parameter; ``firsts``: only if this rank has its first element."""
+        """Return the state by parameter; ``firsts``: only if this rank has its first element."""
         by_name = {}
         for segment in self._table.segments if self.known else ():
             start, stop = extent_of(segment) if segment.parts else (0, 0)
             if start < stop and not (firsts and start):
-                tensor_state = self._entries.of(segment).get(TENSOR_STATE)
+                tensor_state = self._entries.of(segment).get(WHOLE_TENSOR_STATE)
                 if tensor_state:
                     by_name[min(segment.names)] = tensor_state
         return by_name
 
-    def load(self, saved: TensorStates) -> None:
+    def load(self, saved: TensorsByParameter) -> None:
         """Load the result of :meth:`by_parameter`, which may have parameters of any rank; reset the
-        tensor state of all others.
+        state of whole tensors of all others.
         """
         for segment in self._table.segments if self.known else ():
             entries = self._entries.of(segment)
             if segment.parts and entries:
                 tensor_state = state.copied(saved.get(min(segment.names), {}))
                 entry = self._entries.optimizer.state[segment.tensor]
-                entry[TENSOR_STATE] = {
+                entry[WHOLE_TENSOR_STATE] = {
                     name: tensor.to(segment.tensor.device, segment.tensor.dtype)
                     for name, tensor in tensor_state.items()
                 }
 
     @property
     def names(self) -> list[str]:
-        """The parameters with elements on this rank that may have tensor state."""
+        """The parameters with elements on this rank that may have state of whole tensors."""
         return sorted(
             {
                 min(segment.names)

@@ -204,12 +204,12 @@ def copied(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Carried:
-    """Existing state of an optimizer, by parameter: its ``scalars``, its per-element ``tensors``
+    """Existing state of an optimizer, by parameter: its ``scalars``, its ``per_element`` tensors
     (1-D), and its ``tensor_state``, of whole tensors.
     """
 
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
-    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    per_element: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     tensor_state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
@@ -249,20 +249,20 @@ def collect(
     for name in slots.keys() & group_of.keys() if optimizer.state else ():
         shape, parameter = slots[name].shape, parameters[name]
         state = present(optimizer.state[parameter]) if parameter in optimizer.state else {}
-        scalars, tensors = dict[str, float](), dict[str, Tensor]()
+        scalars, per_element = dict[str, float](), dict[str, Tensor]()
         for key, value in state.items():
             if isinstance(value, Blocks):
-                tensors[key] = value.decode()
+                per_element[key] = value.decode()
             elif isinstance(value, Mapping):
                 carried.tensor_state[name] = dict(value)
             elif is_scalar(key, value, shape):
                 scalars[key] = float(value)
             elif is_elementwise(key, value, shape):
-                tensors[key] = value.detach().reshape(-1)
+                per_element[key] = value.detach().reshape(-1)
             else:
                 refuse_unknown(optimizer, key, value, f"parameter {name!r} of shape {shape}")
         if state:
-            carried.scalars[name], carried.tensors[name] = scalars, tensors
+            carried.scalars[name], carried.per_element[name] = scalars, per_element
     return carried
 
 

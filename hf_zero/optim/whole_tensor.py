@@ -23,7 +23,7 @@ from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops.flat_reference import divided
 from hf_zero.optim.segments import ParamGroup, ParamState
 
-TENSOR_STATE = "factors"
+WHOLE_TENSOR_STATE = "factors"
 """The entry of a parameter's state for state of its whole tensor, neither per-element nor scalar:
 tensors by name, replicated in each part. Checkpoints and state dicts have this word."""
 
@@ -136,7 +136,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     ROUNDS = 1
     """How often parts prepare something that is combined."""
     TENSOR_STATE_NAMES: tuple[str, ...] = ()
-    """Names of the tensors that a parameter may have in :data:`TENSOR_STATE`."""
+    """Names of the tensors that a parameter may have in :data:`WHOLE_TENSOR_STATE`."""
     ADOPTED_SETTINGS: Mapping[str, object] = {}
     """Settings of groups that a class of the same update elsewhere does not have."""
 
@@ -249,7 +249,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             for name, moment in zip(names, parts.moments):
                 moment.append(state[name])
             if self.TENSOR_STATE_NAMES:
-                tensor_state.append(state.setdefault(TENSOR_STATE, {}))
+                tensor_state.append(state.setdefault(WHOLE_TENSOR_STATE, {}))
         parts.tensor_state = tensor_state
         return parts
 

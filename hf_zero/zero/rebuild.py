@@ -22,7 +22,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.logging import listed
 from hf_zero.optim.bound_optimizer import ParameterScalars
 from hf_zero.optim.elementwise import adopt
-from hf_zero.optim.segment_table import TensorStates
+from hf_zero.optim.segment_table import TensorsByParameter
 from hf_zero.zero.access.full import join_parts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
@@ -139,7 +139,7 @@ class CarriedState(StateSource):
     def scalars(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, ParameterScalars]:
         return {name: self._scalars.get(parameter) for name, parameter in parameters.items()}
 
-    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
+    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorsByParameter:
         return {
             name: self._tensor_state.get(parameter, {}) for name, parameter in parameters.items()
         }

@@ -22,7 +22,7 @@ from torch import nn
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.bf16_state import COMPENSATION
 from hf_zero.optim.bound_optimizer import ParameterScalars
-from hf_zero.optim.segment_table import TensorStates
+from hf_zero.optim.segment_table import TensorsByParameter
 from hf_zero.optim.segments import FetchedArrays, ParamState
 from hf_zero.optim.state import is_elementwise, step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -88,7 +88,7 @@ class StateSource:
         """
         return {}
 
-    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates | None:
+    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorsByParameter | None:
         """Return by name the state of whole tensors of ``parameters``; None leaves it."""
         return None
 

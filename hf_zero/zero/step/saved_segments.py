@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.bound_optimizer import ParameterScalars
-from hf_zero.optim.segment_table import TensorStates
+from hf_zero.optim.segment_table import TensorsByParameter
 from hf_zero.optim.sharded_tensors import OneRank
 from hf_zero.optim.snapshots import KEY, layout_of
 from hf_zero.optim.state import is_elementwise, is_scalar
@@ -210,7 +210,7 @@ class SavedSegments(StateSource):
             if self._own[name] not in self._new
         }
 
-    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorStates:
+    def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorsByParameter:
         by_name = {name: of for saved in self._saved for name, of in saved.tensor_state.items()}
         return {name: by_name.get(self._own[name], {}) for name in parameters}
 
