@@ -72,7 +72,7 @@ class Updater:
         self._queue = UpdateQueue(device)
         # update begun in the backward under way, before its step, and the units it has updated
         self.backward_update: Update | None = None
-        self.updated_in_backward: list[Unit] = []
+        self.units_updated_in_backward: list[Unit] = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -103,8 +103,8 @@ class Updater:
             rests = all(flat.gradient.all_unused for flat in unit.offloaded)
             (unused if rests else order).append(unit)
         if self.backward_update is update:
-            started = self.updated_in_backward
-            self.backward_update, self.updated_in_backward = None, []
+            started = self.units_updated_in_backward
+            self.backward_update, self.units_updated_in_backward = None, []
             self._submit(update, [unit for unit in order if unit not in started])
         else:
             self.finish()
@@ -120,14 +120,14 @@ class Updater:
         the backward continues. :meth:`start` updates the rest.
         """
         self.begin_in_backward(update)
-        self.updated_in_backward.append(unit)
+        self.units_updated_in_backward.append(unit)
         self._submit(update, [unit])
 
     def begin_in_backward(self, update: Update) -> None:
         """Begin ``update`` in a backward, unless it has begun; :meth:`start` ends it."""
         if self.backward_update is not update:
             self.finish()
-            self.backward_update, self.updated_in_backward = update, []
+            self.backward_update, self.units_updated_in_backward = update, []
 
     def end_backward(self) -> None:
         """Note that the backward has issued all its reductions: a rank that needs updated values
@@ -139,10 +139,10 @@ class Updater:
     def drop_backward_update(self) -> None:
         """Drop the rest of an update begun in a backward: all state is about to be overwritten."""
         self.finish()
-        self.backward_update, self.updated_in_backward = None, []
+        self.backward_update, self.units_updated_in_backward = None, []
 
     def _submit(self, update: Update, units: Sequence[Unit]) -> None:
-        units = self._ordered_by_arrival(units)
+        units = self._first_two_by_arrival(units)
         events: list[streams.Event] = []
         if not kinds.is_host(self._device):
             # earlier work may read the parameters until this event
@@ -203,7 +203,7 @@ class Updater:
         events = [offload.event(flat.gradient) for flat in unit.offloaded]
         return [event for event in events if event is not None]
 
-    def _ordered_by_arrival(self, units: Sequence[Unit]) -> Sequence[Unit]:
+    def _first_two_by_arrival(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Return ``units``, the first two swapped if the gradients of the first were sent to the
         host last: the thread then has work while they arrive. Unchanged where gathers fix the
         order.

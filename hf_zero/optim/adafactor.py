@@ -432,6 +432,6 @@ class TorchAdafactor(FactoredOptimizer):
 
 
 def _adopt_factors(state: ParamState, names: tuple[str, ...]) -> None:
-    """Move the entries ``names`` of a parameter's ``state`` into one entry ``WHOLE_TENSOR_STATE``."""
+    """Move the entries ``names`` of a parameter's ``state`` into entry ``WHOLE_TENSOR_STATE``."""
     if state:
         state[WHOLE_TENSOR_STATE] = {name: state.pop(name) for name in names if name in state}

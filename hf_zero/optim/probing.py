@@ -79,8 +79,8 @@ def difference(optimizer: torch.optim.Optimizer) -> str:
             update = (new - old).abs().max().item()
             if not update > 0:
                 return "changed nothing in a probe"
-            difference = (joined - new).abs().max().item() / update
-            worst = max(worst, difference if difference == difference else float("inf"))
+            relative = (joined - new).abs().max().item() / update
+            worst = max(worst, relative if relative == relative else float("inf"))
     if worst > TOLERANCE:
         return (
             f"updates shards differently from whole tensors, by {worst:.2g} of the largest update "

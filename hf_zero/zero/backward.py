@@ -329,7 +329,7 @@ class Backward:
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Set the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
         updater, scale = self._update.updater, self.losses.scaler.scale
-        if self._update.updated_in_backward(flat.unit):
+        if self._update.was_updated_in_backward(flat.unit):
             refuse_half_done(updater, f"writing {name}.grad")
         self.reducer.wait()
         flat.optimizer_shard.wait_for_update()

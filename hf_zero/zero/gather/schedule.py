@@ -30,7 +30,7 @@ from torch import nn
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.layout.compute_copy import ComputedValues
 from hf_zero.zero.layout.unit import SharedShards, State, Unit
-from hf_zero.zero.reduce.reduction_order import merged, plan_positions
+from hf_zero.zero.reduce.reduction_order import merged, positions_in_plan
 
 GATHER, END_OF_PASS = 1, 0
 _pins, _nbytes = attrgetter("pins"), attrgetter("nbytes")
@@ -117,7 +117,7 @@ class Schedule:
         2, ... of its recorded gathers.
         """
         recorded = self._issued.record
-        return plan_positions(recorded, self.plan) if recorded else range(len(self.plan) + 1)
+        return positions_in_plan(recorded, self.plan) if recorded else range(len(self.plan) + 1)
 
     @property
     def resident(self) -> tuple[int, ...]:

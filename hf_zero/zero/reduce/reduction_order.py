@@ -58,7 +58,7 @@ def merged(orders: Sequence[Sequence[T]]) -> list[T]:
     return result
 
 
-def plan_positions(record: Sequence[T], plan: Sequence[T]) -> list[int]:
+def positions_in_plan(record: Sequence[T], plan: Sequence[T]) -> list[int]:
     """Return the number of gathers of ``plan`` issued after the first 0, 1, 2... of ``record``,
     which is a subsequence of it.
     """

@@ -177,10 +177,10 @@ class OptimizerStep:
         if now != [plain_settings(group) for group in in_backward.groups]:
             refuse_half_done(self.updater, "a change of the optimizer's settings")
 
-    def updated_in_backward(self, unit: Unit) -> bool:
-        """Whether the backward before a step has updated a part of ``unit``."""
+    def was_updated_in_backward(self, unit: Unit) -> bool:
+        """Return whether the backward before a step has updated a part of ``unit``."""
         states = (flat.gradient.state for flat in unit.trainable)
-        return unit in self.updater.updated_in_backward or GradState.APPLIED in states
+        return unit in self.updater.units_updated_in_backward or GradState.APPLIED in states
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -316,7 +316,7 @@ class OptimizerStep:
         PartitionError for units updated in the backward.
         """
         for unit in self.model.units:
-            if self.updater.backward_update is not None and self.updated_in_backward(unit):
+            if self.updater.backward_update is not None and self.was_updated_in_backward(unit):
                 for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
                     refuse_half_done(self.updater, f"a write to {name}")
             elif self.model.overlaps:
