@@ -111,11 +111,11 @@ class Update:
         rules: Sequence[Rule | None],
         groups: Sequence[Mapping[str, object]],
         divisor: float,
-        step_number: int,
+        steps_before: int,
         sums: ShardedTensors | None = None,
         bf16: Bf16State | None = None,
     ) -> None:
-        self._bound, self._step_number = bound, step_number
+        self._bound, self._steps_before = bound, steps_before
         self._rules, self.groups, self._divisor = rules, groups, divisor
         self._counted: dict[Segment, Counted] = {}
         self._tensors = sums
@@ -264,14 +264,14 @@ class Update:
         else:
             rule.update(wide, grad, out if writes else None, self._call(segment))
         if self._bf16 is not None:
-            self._bf16.narrow(segment, arrays, wide, self._step_number)
+            self._bf16.narrow(segment, arrays, wide, self._steps_before)
         if out is not None and not writes:
             out.copy_(arrays[MASTER])
 
     def _call(self, segment: Segment) -> Call:
         counted = self._counted[segment]
         seed = zlib.crc32(
-            f"{self._step_number} {segment.parts[0].flat.key} {segment.start}".encode()
+            f"{self._steps_before} {segment.parts[0].flat.key} {segment.start}".encode()
         )
         whole = None
         if self._tensors is not None:

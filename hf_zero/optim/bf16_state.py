@@ -3,10 +3,10 @@
 [Note: widened steps]
 A step widens the bf16 state of its segments to fp32, runs the update of the optimizer on it, and
 rounds the results stochastically. The random bits of an element come from the seed, the names of
-its parameter and of the state, the number of the step, and its index in the parameter. So ranks,
-stages, buckets and tiers, which cut parameters anywhere, do not change them, and neither does a
-resume. On the device, segments are widened in batches of at most :data:`WIDENED` elements, and the
-fp32 values of one batch exist at a time.
+its parameter and of the state, the number of steps before, and its index in the parameter. So
+ranks, stages, buckets and tiers, which cut parameters anywhere, do not change them, and neither
+does a resume. On the device, segments are widened in batches of at most :data:`WIDENED` elements,
+and the fp32 values of one batch exist at a time.
 
 [Note: Kahan sums]
 With ``kahan``, master weights are rounded to nearest, and their rounding error is kept in bf16, too
@@ -53,7 +53,7 @@ class Bf16State:
     @classmethod
     def of(cls, settings: ZeroConfig, optimizer: object) -> Bf16State | None:
         """Return the state to keep in bf16 by section ``bf16`` of ``settings`` or by torchao's
-        ``bf16_stochastic_round``; None: none, or another precision.
+        ``bf16_stochastic_round``; None: no state is in bf16.
         """
         if settings.precision != "bf16":
             return None
@@ -100,17 +100,21 @@ class Bf16State:
         chosen = self.masters if name == MASTER else self.moments and name != COMPENSATION
         return chosen and isinstance(value, Tensor) and value.dtype == torch.bfloat16
 
-    def narrow(self, segment: Segment, arrays: StateArrays, wide: StateArrays, step: int) -> None:
-        """Round the arrays of ``segment`` in ``wide`` into the bf16 ones of ``arrays``. ``step``:
-        the number of the step, for the random bits.
+    def narrow(
+        self, segment: Segment, arrays: StateArrays, wide: StateArrays, steps_before: int
+    ) -> None:
+        """Round the arrays of ``segment`` in ``wide`` into the bf16 ones of ``arrays``. The random
+        bits differ with ``steps_before``.
         """
         for name, value in arrays.items():
             if name == MASTER and COMPENSATION in arrays:
                 _split(wide[MASTER], value, arrays[COMPENSATION])
             elif self._is_narrow(name, value):
-                self._round(segment, name, value, wide[name], step)
+                self._round(segment, name, value, wide[name], steps_before)
 
-    def _round(self, segment: Segment, name: str, out: Tensor, values: Tensor, step: int) -> None:
+    def _round(
+        self, segment: Segment, name: str, out: Tensor, values: Tensor, steps_before: int
+    ) -> None:
         """Round ``values`` of ``segment`` into ``out``; padding stays."""
         for part in segment.parts:
             for parameter, start, stop, at in part.pieces():
@@ -119,7 +123,7 @@ class Bf16State:
                 whole = parameter if slot.box is None else f"{parameter} {slot.box.to_json()}"
                 if stages:  # each has a name of its own for it, and its copies must stay equal
                     whole = f"of stages {stages}, {slot.whole}"
-                key = key_of(self.seed, whole, name, step)
+                key = key_of(self.seed, whole, name, steps_before)
                 round_stochastically(out[own], values[own], key, start)
 
     # ---- on the device ----
@@ -138,7 +142,10 @@ class Bf16State:
 
     @contextmanager
     def widened(
-        self, segments: Sequence[Segment], states: MutableMapping[Tensor, ParamState], step: int
+        self,
+        segments: Sequence[Segment],
+        states: MutableMapping[Tensor, ParamState],
+        steps_before: int,
     ) -> Iterator[None]:
         """Context in which ``segments`` have their master weights, and ``states`` their states, in
         fp32. Afterwards these are in bf16 again, in the same memory, as are states created in it.
@@ -163,7 +170,7 @@ class Bf16State:
                 for name, value in entries.items():
                     if name not in arrays and self._narrows(name, value, segment.tensor.shape):
                         arrays[name] = torch.zeros_like(value, dtype=torch.bfloat16)
-                self.narrow(segment, arrays, wide, step)
+                self.narrow(segment, arrays, wide, steps_before)
         finally:
             for segment, arrays in narrow.items():
                 segment.tensor.data = arrays[MASTER]
@@ -182,11 +189,11 @@ def _split(values: Tensor, weights: Tensor, errors: Tensor) -> None:
     errors.copy_((exact - weights.float()).nan_to_num(0.0))
 
 
-def key_of(seed: int, parameter: str, state: str, step: int) -> int:
-    """Return the key of the random bits with which step number ``step`` rounds ``state`` of
-    ``parameter``.
+def key_of(seed: int, parameter: str, state: str, steps_before: int) -> int:
+    """Return the key of the random bits with which the step after ``steps_before`` steps rounds
+    ``state`` of ``parameter``.
     """
-    return (_hash(f"{seed} {parameter} {state}") + step * 0xD1342543DE82EF95) & _LOW64
+    return (_hash(f"{seed} {parameter} {state}") + steps_before * 0xD1342543DE82EF95) & _LOW64
 
 
 @cache

@@ -199,7 +199,7 @@ class BoundOptimizer:
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         shards: Mapping[str, Tensor] | None = None,
-        step_number: int = 0,
+        steps_before: int = 0,
         without: Collection[Flat] = (),
     ) -> set[str]:
         """Make one update from the gradients of the flat buffers.
@@ -217,8 +217,7 @@ class BoundOptimizer:
                 host.
             shards: key of a flat buffer -> a tensor to write the new values of its ``owned``
                 elements to as well, rounded to its dtype.
-            step_number: differs between steps and is equal on all ranks: it seeds stochastic
-                rounding.
+            steps_before: number of earlier steps, equal on all ranks: the seed of rounding.
             without: flat buffers that :meth:`step_some` has updated already.
 
         Returns:
@@ -235,7 +234,7 @@ class BoundOptimizer:
 
         segments = rest if without else None
         written = self._step(
-            segments, self._flats, grad_scale, found_inf, shards or {}, step_number
+            segments, self._flats, grad_scale, found_inf, shards or {}, steps_before
         )
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
@@ -248,7 +247,7 @@ class BoundOptimizer:
             self._own.stand_ins(table.offloaded_stand_ins)
         return written
 
-    def step_some(self, flats: Collection[Flat], step_number: int) -> None:
+    def step_some(self, flats: Collection[Flat], steps_before: int) -> None:
         """Update ``flats`` alone, whose gradients share no memory with other gradients.
         :meth:`step` updates the rest, with the hooks of the optimizer.
         """
@@ -256,7 +255,7 @@ class BoundOptimizer:
         def segments() -> list[Segment]:
             return [segment for flat in flats for segment in self._table.segments_of(flat)]
 
-        self._step(segments, flats, None, None, {}, step_number, hooks=False)
+        self._step(segments, flats, None, None, {}, steps_before, hooks=False)
 
     def _step(
         self,
@@ -265,7 +264,7 @@ class BoundOptimizer:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
-        step_number: int,
+        steps_before: int,
         hooks: bool = True,
     ) -> set[str] | None:
         """Step the segments that ``of_step`` returns, all in ``flats``; None: all segments. Return
@@ -298,7 +297,7 @@ class BoundOptimizer:
             step = None if hooks else self._own.bare
             stepped = self._own.update(segments, grad_scale, found_inf, step)
         else:
-            stepped = self._own.update_rounded(segments, grad_scale, found_inf, step_number, hooks)
+            stepped = self._own.update_rounded(segments, grad_scale, found_inf, steps_before, hooks)
         if not stepped:
             return None
         if table.diverged or begins:
@@ -310,18 +309,17 @@ class BoundOptimizer:
 
     # ---- the second half of a step: offloaded state ----
 
-    def begin(self, divisor: float, step_number: int) -> Update:
+    def begin(self, divisor: float, steps_before: int) -> Update:
         """Return the update of all offloaded state, with the group settings of this moment; step
         counters advance as flat buffers are announced.
 
-        ``step_number`` differs between steps and is equal on all ranks: it seeds stochastic
-        rounding.
+        ``steps_before``, the number of earlier steps, is equal on all ranks: it seeds rounding.
         """
         self._table.offloaded.start_momentum()
         self._table.offloaded.begin_first_steps()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
         groups = [current_settings(group) for group in self.groups]
-        return Update(self, rules, groups, divisor, step_number, self.sums, self._bf16)
+        return Update(self, rules, groups, divisor, steps_before, self.sums, self._bf16)
 
     def count(self, flat: Flat, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
         """Advance the step counters of ``flat`` and return its segments with their counts. Segments

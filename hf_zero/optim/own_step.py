@@ -107,10 +107,10 @@ class OwnStep:
         segments: Sequence[Segment],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
-        step_number: int,
+        steps_before: int,
         hooks: bool,
     ) -> bool:
-        """Make :meth:`update` in batches of segments, whose state is kept in bf16. ``step_number``
+        """Make :meth:`update` in batches of segments, whose state is kept in bf16. ``steps_before``
         seeds the rounding. ``hooks``: run the hooks of the optimizer.
         """
         assert self._bf16 is not None
@@ -124,7 +124,7 @@ class OwnStep:
 
         def run(optimizer: torch.optim.Optimizer) -> None:
             for batch in batches:
-                with bf16.widened(batch, optimizer.state, step_number):
+                with bf16.widened(batch, optimizer.state, steps_before):
                     stepped.append(self.update(batch, grad_scale, found_inf, step))
 
         if hooks and step == self.bare:

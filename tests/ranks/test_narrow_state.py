@@ -462,7 +462,7 @@ def test_copies_of_pipeline_stages_are_rounded_alike_whatever_their_names():
         state = Bf16State(masters=True, moments=False)
         bound = BoundOptimizer(optimizer, flats, {name: 0}, {name: parameter}, bf16=state)
         flats[0].gradient.shard.fill_(1.0)
-        bound.step(step_number=3)
+        bound.step(steps_before=3)
         ends[name, stages] = flats[0].master
     assert torch.equal(ends["embed", (0, 1)], ends["head", (0, 1)])
     assert not torch.equal(ends["embed", ()], ends["head", ()])

@@ -247,7 +247,7 @@ class OptimizerStep:
                 written = self.bound.step(
                     divisor,
                     shards=self.shards_to_write(),
-                    step_number=steps_before,
+                    steps_before=steps_before,
                     without=applied,
                 )
             for extension in self.extensions:
