@@ -67,9 +67,9 @@ class ParallelDims:
                     f"a job cannot be {axis} parallel over {getattr(self, axis)} ranks; name 1 "
                     "rank or more"
                 )
-        if self.dp_cp % self.expert:
+        if self.gradient_ranks % self.expert:
             raise ConfigError(
-                f"experts cannot be spread over {self.expert} of the {self.dp_cp} "
+                f"experts cannot be spread over {self.expert} of the {self.gradient_ranks} "
                 "ranks that read different tokens; choose an expert-parallel size that divides "
                 "ranks / tensor-parallel size / pipeline stages"
             )
@@ -118,18 +118,22 @@ class ParallelDims:
         return self.sequence * self.context
 
     @cached_property
-    def dp_cp(self) -> int:
+    def gradient_ranks(self) -> int:
         """Number of ranks over which gradients are averaged: data * sequence * context."""
         return self.data * self.sequence_context
 
     @cached_property
     def pp_stage_ranks(self) -> int:
         """Number of ranks of one pipeline stage, over which ZeRO shards its parameters."""
-        return self.dp_cp * self.tensor
+        return self.gradient_ranks * self.tensor
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along ``axis``, one of :data:`AXES`."""
-        return self.dp_cp // self.expert if axis == "expert_data" else int(getattr(self, axis))
+        return (
+            self.gradient_ranks // self.expert
+            if axis == "expert_data"
+            else int(getattr(self, axis))
+        )
 
     @cached_property
     def splits_model(self) -> bool:

@@ -156,7 +156,7 @@ class Throughput:
         self._clear()
         groups = get_parallel()
         shared = groups.dims if groups is not None else ParallelDims(data=args.world_size)
-        self._ranks = shared.dp_cp
+        self._ranks = shared.gradient_ranks
         rows = state.train_batch_size or args.per_device_train_batch_size
         self._samples_a_batch = rows * shared.data
         if model is not None:

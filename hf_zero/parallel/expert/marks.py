@@ -115,9 +115,9 @@ def expert_dims(size: int, key: str, dims: ParallelDims | None = None) -> Parall
             "ranks; the size stays for the life of the processes, after engine.destroy() too: "
             "start new ones for another"
         )
-    if dims.dp_cp % size:
+    if dims.gradient_ranks % size:
         raise ConfigError(
-            f"{key} = {size} does not divide the {dims.dp_cp} ranks that read different "
+            f"{key} = {size} does not divide the {dims.gradient_ranks} ranks that read different "
             "tokens; choose a divisor of it"
         )
     return replace(dims, expert=size)
