@@ -95,8 +95,8 @@ def _recognised_itself(root: AnyPath) -> str:
 
 
 def is_one_checkpoint(root: AnyPath) -> bool:
-    """Whether ``root`` itself is a checkpoint with training state, of any program, and not the
-    folder of a run, which may hold a model beside its checkpoints.
+    """Return whether ``root`` itself is a checkpoint with training state, of any program, and not
+    the folder of a run, which may hold a model beside its checkpoints.
     """
     return is_checkpoint(root) or _recognised_itself(root) not in ("", MODEL)
 

@@ -103,7 +103,9 @@ def deferred_kinds(flat: FlatBuffer, kinds: Iterable[str]) -> set[str]:
 
 
 def _is_exposed(flat: FlatBuffer) -> bool:
-    """Whether the weights that a save stores of ``flat`` are in the memory of whole parameters."""
+    """Return whether the weights that a save stores of ``flat`` are in the memory of
+    whole parameters.
+    """
     return not (flat.sharded or flat.optimizer_shard.has_separate_master)
 
 

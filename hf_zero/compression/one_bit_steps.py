@@ -141,7 +141,7 @@ class OneBitSteps(StepExtension):
         return local
 
     def _is_stale(self) -> bool:
-        """Whether a script on any rank has written to weights or state (collective)."""
+        """Return whether a script on any rank has written to weights or state (collective)."""
         if not self.sends or not self._compressing:
             return False
         is_stale = self._writes != self._bound.group_scalars.writes
@@ -249,7 +249,7 @@ class OneBitSteps(StepExtension):
         return self._one_bit.renews or corrects(self._bound.groups[0])
 
     def _is_still_frozen(self, at: int) -> bool:
-        """Whether the variance frozen in step ``at`` serves the next step, after a load."""
+        """Return whether the variance frozen in step ``at`` serves the next step, after a load."""
         is_dense = self._one_bit.is_dense
         if is_dense(self._made):
             return False

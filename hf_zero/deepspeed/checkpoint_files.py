@@ -59,7 +59,7 @@ class CheckpointEngine(ABC):
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Whether files are written while training goes on."""
+        """Return whether files are written while training goes on."""
         return False
 
     def set_commit_info(self, info: CheckpointCommitInfo) -> None:
@@ -72,7 +72,7 @@ class CheckpointEngine(ABC):
         return None
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether tensors that share memory are written once."""
+        """Return whether tensors that share memory are written once."""
         return True
 
 
@@ -155,8 +155,8 @@ def tag_of(engine: TrainingEngine, load_dir: str | os.PathLike[str], tag: object
 
 
 def nothing_to_load(engine: TrainingEngine, load_dir: str | os.PathLike[str], tag: object) -> bool:
-    """Whether ``load_dir`` has no ``latest`` and no checkpoint, so that a script without a tag
-    starts from scratch; logs a warning. Rank 0 looks (collective).
+    """Return whether ``load_dir`` has no ``latest`` and no checkpoint, so that a script without a
+    tag starts from scratch; logs a warning. Rank 0 looks (collective).
     """
     if tag is not None:
         return False

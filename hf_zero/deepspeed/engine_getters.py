@@ -129,11 +129,11 @@ class ReportingEngine(Engine):
         return DeepSpeedZeroConfig(**self.config.to_dict().get(ZERO, {}))
 
     def zero_cpu_offload(self) -> bool:
-        """Whether optimizer state is offloaded to host memory."""
+        """Return whether optimizer state is offloaded to host memory."""
         return self.config.offload_optimizer.device == "cpu"
 
     def zero_use_cpu_optimizer(self) -> bool:
-        """Whether the update runs on the host."""
+        """Return whether the update runs on the host."""
         return bool(self.config.offload_optimizer.on)
 
     def get_model_parallel_rank(self) -> int:
@@ -141,9 +141,9 @@ class ReportingEngine(Engine):
         return get_tensor_parallel_rank()
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether a save of the model gathers whole weights: always if a script asks for it. The
-        key decides for checkpoints of a Trainer at stage 3, which write the model beside the shards
-        (:attr:`saving_in_checkpoint`).
+        """Return whether a save of the model gathers whole weights: always if a script asks for it.
+        The key decides for checkpoints of a Trainer at stage 3, which write the model beside the
+        shards (:attr:`saving_in_checkpoint`).
         """
         return (
             not self.saving_in_checkpoint

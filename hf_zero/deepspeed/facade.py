@@ -134,7 +134,7 @@ def facade_spec(fullname: str = NAME) -> ModuleSpec:
 
 
 def is_ours(module: ModuleType) -> bool:
-    """Whether a module named ``deepspeed`` is hf-zero's facade."""
+    """Return whether a module named ``deepspeed`` is hf-zero's facade."""
     return os.path.dirname(os.path.abspath(getattr(module, "__file__", None) or "")) == FOLDER
 
 

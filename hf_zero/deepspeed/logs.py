@@ -105,7 +105,7 @@ def set_log_level_from_string(
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether messages of this level are logged now."""
+    """Return whether messages of this level are logged now."""
     return logger.getEffectiveLevel() <= get_log_level_from_string(max_log_level_str)
 
 

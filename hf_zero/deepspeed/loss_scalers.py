@@ -92,7 +92,7 @@ class EngineLossScaler(LossScalerBase):
         return self.dynamic
 
     def needs_scaler(self) -> bool:
-        """Whether the scale is dynamic: fp16 without a constant one."""
+        """Return whether the scale is dynamic: fp16 without a constant one."""
         return self.dynamic
 
 

@@ -48,7 +48,7 @@ class MultiNodeRunner(ABC):
 
     @abstractmethod
     def backend_exists(self) -> str | None:
-        """Whether the launcher's program is installed."""
+        """Return whether the launcher's program is installed."""
 
     @abstractmethod
     def get_cmd(

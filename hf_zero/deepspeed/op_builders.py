@@ -42,7 +42,7 @@ class OpBuilder:
         return self.module or self.name
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the operator exists here and runs on this machine."""
+        """Return whether the operator exists here and runs on this machine."""
         return bool(self.module) and (self.NAME != "sparse_attn" or _has_triton())
 
     def load(self, verbose: bool = False) -> ModuleType:
@@ -155,7 +155,7 @@ class PinHandle:
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is within a tensor made by this handle, or is pinned by torch."""
+        """Return whether ``tensor`` is within a tensor of this handle, or is pinned by torch."""
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         inside = (at <= start and stop <= at + locked.nbytes for at, locked in self._held.items())
         return any(inside) or bool(tensor.is_pinned())

@@ -166,7 +166,7 @@ def recursive_setattr(model: object, module_name: str, module: object) -> None:
 def required_torch_version(
     min_version: float | None = None, max_version: float | None = None
 ) -> bool:
-    """Whether torch's version, as major.minor, is between the two, both included.
+    """Return whether torch's version, as major.minor, is between the two, both included.
 
     Raises ConfigError if neither is given.
     """

@@ -66,12 +66,14 @@ def hold_roots(roots: Iterable[nn.Module], config: ZeroConfig) -> None:
 
 
 def _is_new(parameter: object) -> bool:
-    """Whether no engine has shards of ``parameter``."""
+    """Return whether no engine has shards of ``parameter``."""
     return isinstance(parameter, nn.Parameter) and owner_of(parameter) is None
 
 
 def _trains(module: nn.Module) -> bool:
-    """Whether an engine trains a part of ``module``: parameters added to it stay as they are."""
+    """Return whether an engine trains a part of ``module``: parameters added to it stay as
+    they are.
+    """
     return any(engine.bound is not None for engine in engines_of(module))
 
 

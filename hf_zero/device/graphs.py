@@ -24,12 +24,12 @@ _module: Any = None  # torch's module of the device of that forward
 
 
 def supports(device: torch.device) -> bool:
-    """Whether ``device`` captures graphs."""
+    """Return whether ``device`` captures graphs."""
     return not kinds.is_host(device) and hasattr(kinds.module_of(device), "CUDAGraph")
 
 
 def capturing() -> bool:
-    """Whether this process is capturing a graph: nothing that is launched runs yet."""
+    """Return whether this process is capturing a graph: nothing that is launched runs yet."""
     return _captured is not None
 
 

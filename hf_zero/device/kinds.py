@@ -21,8 +21,8 @@ FLASH = frozenset({"cuda"})  # kinds with torch's flash and memory-efficient att
 
 @functools.cache
 def drives_streams(kind: str) -> bool:
-    """Whether work on this kind of device is ordered by streams and events, and threads choose
-    among its devices: a release of torch may give a kind, as MPS, the former alone.
+    """Return whether work on this kind of device is ordered by streams and events, and threads
+    choose among its devices: a release of torch may give a kind, as MPS, the former alone.
     """
     module = getattr(torch, kind, None)
     names = ("Stream", "Event", "stream", "current_stream", "set_device")
@@ -30,8 +30,8 @@ def drives_streams(kind: str) -> bool:
 
 
 def is_host(device: torch.device | str) -> bool:
-    """Whether ``device``, or a device of this kind, computes in the host's order: no streams, and
-    synchronous copies.
+    """Return whether ``device``, or a device of this kind, computes in the host's order: no
+    streams, and synchronous copies.
     """
     return not drives_streams(device if isinstance(device, str) else device.type)
 
@@ -106,15 +106,15 @@ def properties(device: torch.device) -> Any:
 
 
 def runs_triton(device: torch.device | str) -> bool:
-    """Whether the kernels of kernels/gpu are compiled for this kind."""
+    """Return whether the kernels of kernels/gpu are compiled for this kind."""
     return (device if isinstance(device, str) else device.type) in TRITON
 
 
 def is_nvidia(device: torch.device) -> bool:
-    """Whether ``device`` is driven by CUDA itself, not by ROCm under its name."""
+    """Return whether ``device`` is driven by CUDA itself, not by ROCm under its name."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether the device has instructions that multiply matrices of 8-bit floats."""
+    """Return whether the device has instructions that multiply matrices of 8-bit floats."""
     return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -17,7 +17,7 @@ _PORTABLE = 1  # cudaHostRegister's flag: pinned for all contexts
 
 
 def registers(device: torch.device) -> bool:
-    """Whether the runtime of ``device`` pins existing pages."""
+    """Return whether the runtime of ``device`` pins existing pages."""
     return not kinds.is_host(device) and hasattr(kinds.module_of(device), "cudart")
 
 

@@ -142,7 +142,7 @@ def _is_view(func: Any) -> bool:
 
 
 def is_filled(tensor: object) -> bool:
-    """Whether ``tensor`` is a lazy tensor under initialisation, or a view of one."""
+    """Return whether ``tensor`` is a lazy tensor under initialisation, or a view of one."""
     return isinstance(tensor, LazyTensor) and isinstance(_root(tensor.expression), Filled)
 
 

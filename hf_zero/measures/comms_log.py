@@ -71,7 +71,7 @@ class CommsLogger:
         self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
     def wants(self, name: str, prof: bool) -> bool:
-        """Whether a call of the operation ``name`` is logged."""
+        """Return whether a call of the operation ``name`` is logged."""
         return self.enabled and (self.prof_all or prof or name in self.prof_ops)
 
     def timed(

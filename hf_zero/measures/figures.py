@@ -363,7 +363,7 @@ class StepLine:
         self._next = 0.0
 
     def is_due(self, step: int) -> bool:
-        """Whether ``step`` has a line, as far as it is known before the step."""
+        """Return whether ``step`` has a line, as far as it is known before the step."""
         if self.every:
             return step % self.every == 0
         return self.by_time and time.monotonic() >= self._next

@@ -33,7 +33,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def is_over(point: Mark) -> bool:
-    """Whether the device has reached ``point``."""
+    """Return whether the device has reached ``point``."""
     return isinstance(point, float) or bool(point.query())
 
 

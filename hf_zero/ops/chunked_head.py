@@ -174,7 +174,7 @@ def losses_and_gradients(
 
 
 def _is_on_host(hidden: torch.Tensor) -> bool:
-    """Whether torch's own kernels run on the CPU, in place of the kernel or its reference."""
+    """Return whether torch's own kernels run on the CPU, not the kernel or its reference."""
     return hidden.device.type == "cpu" and not dispatch.runs_on(hidden.device)
 
 

@@ -102,7 +102,7 @@ class Kernel(Generic[R]):
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels run for tensors of ``device``."""
+    """Return whether Triton kernels run for tensors of ``device``."""
     if is_off("HF_ZERO_TRITON") or not installed():
         return False
     if interpreted():
@@ -121,7 +121,7 @@ def kind_for_auto(device: torch.device | str) -> str:
 
 
 def wanted(name: str, kernels: str | tuple[str, ...], device: torch.device) -> bool:
-    """Whether the configuration's ``kernels`` asks for the kernels ``name`` and they run on
+    """Return whether the configuration's ``kernels`` asks for the kernels ``name`` and they run on
     ``device``; "auto" asks for them on a GPU.
     """
     if kernels in (None, "off") or not runs_on(device):
@@ -169,7 +169,7 @@ def _warned_missing() -> bool:
 
 @functools.cache
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter; decided when triton is first imported."""
+    """Return whether kernels run in Triton's interpreter; decided when triton is first imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -207,8 +207,8 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _cannot_compile(error: Exception) -> bool:
-    """Whether Triton's compiler, ptxas, or the C compiler of its launchers failed or is missing;
-    nothing was launched then.
+    """Return whether Triton's compiler, ptxas, or the C compiler of its launchers failed or is
+    missing; nothing was launched then.
     """
     from triton import CompilationError
     from triton.runtime.errors import TritonError

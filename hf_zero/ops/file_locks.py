@@ -81,7 +81,7 @@ class FileLock:
                 return lock
 
     def is_current(self) -> bool:
-        """Whether the locked file still has its name."""
+        """Return whether the locked file still has its name."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path))
         except FileNotFoundError:

@@ -163,11 +163,11 @@ class Ticket:
         self._name = name
 
     def done(self) -> bool:
-        """Whether the transfer has ended, successfully or not."""
+        """Return whether the transfer has ended, successfully or not."""
         return bool(self._transfer.finished)
 
     def failed(self) -> bool:
-        """Whether the transfer has failed; ``wait`` raises the error."""
+        """Return whether the transfer has failed; ``wait`` raises the error."""
         return bool(self._transfer.finished and self._transfer.failed)
 
     def wait(self) -> None:

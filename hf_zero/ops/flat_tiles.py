@@ -54,7 +54,7 @@ class FlatRun:
     out: int | None = None
 
     def joins(self, other: FlatRun) -> bool:
-        """Whether ``other`` continues this run in every buffer."""
+        """Return whether ``other`` continues this run in every buffer."""
         return self.row == other.row and all(
             b == a + self.length for a, b in zip(self.places, other.places)
         )

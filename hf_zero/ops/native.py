@@ -81,7 +81,7 @@ def core() -> ModuleType | None:
 
 
 def available() -> bool:
-    """Whether the native core runs."""
+    """Return whether the native core runs."""
     return core() is not None
 
 

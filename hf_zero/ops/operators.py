@@ -81,7 +81,7 @@ def operator(name: str) -> Callable[[Callable[..., R]], Operator[R]]:
 
 
 def _is_plain(args: Sequence[object]) -> bool:
-    """Whether nothing but autograd looks at an operation on ``args``."""
+    """Return whether nothing but autograd looks at an operation on ``args``."""
     return not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
@@ -90,8 +90,8 @@ def _is_plain(args: Sequence[object]) -> bool:
 
 
 def _has_values(arg: object) -> bool:
-    """Whether kernels can read the memory of ``arg``. Not that of a view that negates, nor of the
-    vmap of batched gradients (``is_grads_batched``), which is no transform of functorch.
+    """Return whether kernels can read the memory of ``arg``. Not that of a view that negates, nor
+    of the vmap of batched gradients (``is_grads_batched``), which is no transform of functorch.
     """
     if isinstance(arg, torch.Tensor):
         return type(arg) in _PLAIN and not (arg.is_meta or arg.is_neg() or _is_batched(arg))

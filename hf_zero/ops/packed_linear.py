@@ -76,7 +76,7 @@ def pack_(parameters: Sequence[nn.Parameter], model: nn.Module | None = None) ->
 
 
 def adjacent(tensors: Sequence[Tensor]) -> bool:
-    """Whether ``tensors`` are adjacent in one storage, as slices of the first axis of one
+    """Return whether ``tensors`` are adjacent in one storage, as slices of the first axis of one
     contiguous tensor.
     """
     first = tensors[0]

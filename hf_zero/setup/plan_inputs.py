@@ -53,7 +53,7 @@ class PlanInputs:
         self._values += attributes
 
     def same(self, other: PlanInputs) -> bool:
-        """Whether nothing has changed between both."""
+        """Return whether nothing has changed between both."""
         return (
             len(self._objects) == len(other._objects)
             and all(map(is_, self._objects, other._objects))

@@ -145,7 +145,7 @@ class StreamLoader(DataLoader[object]):
 
 
 def _is_loader(data: object) -> bool:
-    """Whether ``data`` is a loader with a state of its own."""
+    """Return whether ``data`` is a loader with a state of its own."""
     is_data = isinstance(data, Dataset) or hasattr(data, "__getitem__")
     return not is_data and is_stateful(data) and hasattr(data, "__iter__")
 

@@ -351,8 +351,8 @@ class EngineParts(AroundModel):
         return [float(group["lr"] or 0.0) * self.optimizer_step.lr_scale for group in groups]
 
     def was_step_applied(self) -> bool:
-        """Whether the last step() changed the weights: False between boundaries and after an
-        overflow.
+        """Return whether the last step() changed the weights: False between boundaries and after
+        an overflow.
         """
         return self.optimizer_step.applied
 

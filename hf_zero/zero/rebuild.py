@@ -117,7 +117,7 @@ class CarriedState(StateSource):
         }
 
     def trains(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` had master weights."""
+        """Return whether ``parameter`` had master weights."""
         return parameter in self._dtypes
 
     def forget(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -107,8 +107,8 @@ def recorded(
 
 
 def is_out_of_place(grad: torch.Tensor) -> bool:
-    """Whether gradients are computed over whole rows, out of place: with create_graph or
-    is_grads_batched.
+    """Return whether gradients are computed over whole rows, out of place: with create_graph
+    or is_grads_batched.
     """
     return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad)
 

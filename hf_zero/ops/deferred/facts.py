@@ -35,7 +35,7 @@ METADATA = frozenset(
 
 
 def shows(function: Callable[..., object]) -> bool:
-    """Whether a script calls ``function`` to show or to store a tensor."""
+    """Return whether a script calls ``function`` to show or to store a tensor."""
     return function in _SHOWS
 
 
@@ -55,7 +55,7 @@ def shown(function: Callable[..., object], one: torch.Tensor, name: str) -> str:
 
 
 def writes(function: Callable[..., object], args: object, kwargs: Mapping[str, object]) -> bool:
-    """Whether ``function`` may write into one of its arguments."""
+    """Return whether ``function`` may write into one of its arguments."""
     name = getattr(function, "__name__", "")
     inside = name.startswith("__i") and name.endswith("__") and name != "__invert__"
     return (

@@ -46,7 +46,7 @@ def _owned(value: object) -> object:
 
 
 def _only_first(args: Any, kwargs: Any) -> bool:
-    """Whether the first argument alone is deferred."""
+    """Return whether the first argument alone is deferred."""
     return _is_deferred(args[0] if args else None) and not any(
         _is_deferred(item) for item in (*args[1:], *kwargs.values())
     )
@@ -435,7 +435,7 @@ def _gathered(function: Callable[..., object], args: Any, kwargs: Any) -> Any:
 
 
 def _in_range(index: torch.Tensor, width: int) -> bool:
-    """Whether indices on a host are valid; a device reports them itself."""
+    """Return whether indices on a host are valid; a device reports them itself."""
     if index.dtype != torch.int64:
         return False
     if index.device.type != "cpu" or not index.numel():

@@ -100,7 +100,7 @@ def _in_parts(form: Affine) -> bool:
 
 
 def _labels_fit(labels: torch.Tensor, words: int, ignored: int) -> bool:
-    """Whether labels on a host are classes; a device reports others itself."""
+    """Return whether labels on a host are classes; a device reports others itself."""
     if labels.device.type != "cpu" or not labels.numel():
         return True
     return not bool((((labels < 0) | (labels >= words)) & (labels != ignored)).any())
@@ -218,7 +218,7 @@ class _EarlyCount:
     count: RowCount
 
     def is_of(self, labels: torch.Tensor, ignored: int) -> bool:
-        """Whether ``labels`` are the counted ones or a view of them, without writes since."""
+        """Return whether ``labels`` are the counted ones, or a view, without writes since."""
         counted = self.labels()
         return (
             counted is not None

@@ -224,7 +224,7 @@ class DeferredOutput(torch.Tensor):
         )
 
     def is_live(self) -> bool:
-        """Whether it and all that it was made of are neither computed nor adopted."""
+        """Return whether it and all that it was made of are neither computed nor adopted."""
         return (
             self.whole is None
             and not self._adopted

@@ -305,11 +305,11 @@ class PipelineTraining(TrainingEngine):
         return self.module.elsewhere
 
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the first stage."""
+        """Return whether this rank holds the first stage."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last stage."""
+        """Return whether this rank holds the last stage."""
         return self.stage_id == self.num_stages - 1
 
     @property

@@ -361,8 +361,8 @@ class PipelineRun:
 
 
 def _is_of_a_message(error: RuntimeError) -> bool:
-    """Whether ``error`` was raised in the launch of a message or a wait for one, judged by the
-    function that raised it: schedules have checks of their own.
+    """Return whether ``error`` was raised in the launch of a message or a wait for one, judged by
+    the function that raised it: schedules have checks of their own.
     """
     trace, where, function = error.__traceback__, "", ""
     while trace is not None:

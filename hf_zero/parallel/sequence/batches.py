@@ -112,8 +112,8 @@ def cut(batch: Any, rank: int, division: Division) -> dict[str, object]:
 
 
 def is_part(inputs: Mapping[str, object]) -> bool:
-    """Whether the ``inputs`` of a forward are a part made by :func:`cut`: recognised by their
-    position_ids, or by ``shift_labels`` if a script has copied those.
+    """Return whether the ``inputs`` of a forward are a part made by :func:`cut`: recognised by
+    their position_ids, or by ``shift_labels`` if a script has copied those.
     """
     return inputs.get("shift_labels") is not None or hasattr(inputs.get("position_ids"), _PART)
 
@@ -128,7 +128,7 @@ def documents_of(positions: torch.Tensor) -> Documents | None:
 
 
 def are_counted(positions: torch.Tensor) -> bool:
-    """Whether :func:`cut` has created ``positions``, from 0, for a batch without any."""
+    """Return whether :func:`cut` has created ``positions``, from 0, for a batch without any."""
     _, version, _, counted = getattr(positions, _PART, (None, 0, 0, False))
     return counted and version == version_of(positions)
 

@@ -25,7 +25,7 @@ def note_positions(has_positions: bool) -> None:
 
 
 def knows_positions() -> bool:
-    """Whether the model that creates a mask in this thread passes its position_ids, by which
+    """Return whether the model that creates a mask in this thread passes its position_ids, by which
     transformers tells packed sequences apart. Some read them only in their embeddings.
     """
     return getattr(_of_thread, "has_positions", True)

@@ -286,8 +286,8 @@ def own_part(x: torch.Tensor, name: str, start: int, width: int) -> torch.Tensor
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is transformers' Conv1D, a linear layer with a weight of [inputs,
-    outputs].
+    """Return whether ``module`` is transformers' Conv1D, a linear layer with a weight of
+    [inputs, outputs].
     """
     return any(map(_is_conv1d, type(module).__mro__))
 
@@ -314,7 +314,7 @@ class WeightGradients:
         self._arrived: dict[int, torch.Tensor] = {}
 
     def holds(self, number: int, module: nn.Module) -> bool:
-        """Whether the gradient of ``module``, layer ``number``, is one of these."""
+        """Return whether the gradient of ``module``, layer ``number``, is one of these."""
         index = self._places.get(number)
         return index is not None and module._parameters.get("weight") is self.weights[index]
 

@@ -189,8 +189,8 @@ def dims_of(size: int) -> ParallelDims:
 
 
 def _multiplies_itself(model: nn.Module) -> bool:
-    """Whether TRL has replaced the forward of ``model`` by one that multiplies with the head's
-    weight directly; it would mistake a part of the vocabulary for all of it.
+    """Return whether TRL has replaced the forward of ``model`` by one that multiplies with the
+    head's weight directly; it would mistake a part of the vocabulary for all of it.
     """
     code = getattr(getattr(model.__dict__.get("forward"), "__func__", None), "__code__", None)
     return code is not None and "fused_lm_head" in code.co_varnames
@@ -213,7 +213,7 @@ def _rotary_width(model: nn.Module) -> int:
 
 
 def _draws(model: nn.Module) -> bool:
-    """Whether a forward of ``model`` may draw random numbers."""
+    """Return whether a forward of ``model`` may draw random numbers."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
             return True

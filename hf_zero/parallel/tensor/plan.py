@@ -138,7 +138,7 @@ def _type_of(model: nn.Module) -> str:
 
 
 def is_of_family(model: nn.Module) -> bool:
-    """Whether the plan of ``model`` is one of hf-zero's."""
+    """Return whether the plan of ``model`` is one of hf-zero's."""
     return not getattr(model, "tp_plan", None) and _type_of(model) in FAMILIES
 
 

@@ -205,7 +205,7 @@ def _children(node: Node) -> list[Node]:
 
 
 def _makes_parts(node: Node, reads_parts: bool) -> bool:
-    """Whether the output of ``node`` is a part."""
+    """Return whether the output of ``node`` is a part."""
     if hasattr(node, "variable"):
         return "tensor" in sharding_of(node.variable).axes
     kind = _border(node)

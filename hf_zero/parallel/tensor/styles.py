@@ -159,7 +159,7 @@ def style_of(name: str, where: str) -> LayerStyle:
 
 
 def takes(style: LayerStyle, module: nn.Module) -> bool:
-    """Whether ``style`` supports ``module``; also its subclasses, whose forward may scale or
+    """Return whether ``style`` supports ``module``; also its subclasses, whose forward may scale or
     normalise inputs or outputs but is linear in its weight.
     """
     if style.takes == "any" or style.runs is None:

@@ -50,8 +50,8 @@ class _Gathering(NamedTuple):
 
 
 def _has_masters(flat: FlatBuffer, dtype: torch.dtype | None) -> bool:
-    """Whether master weights replace the values of ``flat`` as ``dtype``: for float32, or if steps
-    send differences, so that all ranks' values lag behind them.
+    """Return whether master weights replace the values of ``flat`` as ``dtype``: for float32, or if
+    steps send differences, so that all ranks' values lag behind them.
     """
     return flat.optimizer_shard.has_separate_master and (
         dtype == torch.float32 or flat.spec.sends_differences
@@ -73,7 +73,9 @@ def _nbytes(flat: FlatBuffer, dtype: torch.dtype | None) -> int:
 
 
 def _is_view(flat: FlatBuffer, dtype: torch.dtype | None) -> bool:
-    """Whether the parameters of ``flat`` are whole on every rank, with the values of a group."""
+    """Return whether the parameters of ``flat`` are whole on every rank, with the values of
+    a group.
+    """
     return (
         not flat.sharded and not _has_masters(flat, dtype) and flat.dtype == wire_dtype(flat, dtype)
     )

@@ -185,7 +185,7 @@ def kept_in_attributes(model: nn.Module) -> str | None:
 
 
 def _refers(attributes: dict[str, object], weight: torch.Tensor) -> bool:
-    """Whether one of ``attributes`` is ``weight`` or its memory."""
+    """Return whether one of ``attributes`` is ``weight`` or its memory."""
     tensors = [value for value in attributes.values() if isinstance(value, torch.Tensor)]
     return any(tensor is weight or _has_the_memory_of(weight, tensor) for tensor in tensors)
 
@@ -203,7 +203,7 @@ def _has_the_memory_of(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def is_attached(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` was a tensor among the attributes of another one."""
+    """Return whether ``parameter`` was a tensor among the attributes of another one."""
     return given_class(parameter) is AttachedParameter
 
 

@@ -153,7 +153,7 @@ class Box:
                 yield BoxRun(run.at + skip, run.place + skip, end - skip)
 
     def meets(self, other: Box) -> bool:
-        """Whether two parts of one tensor have an element in common."""
+        """Return whether two parts of one tensor have an element in common."""
         return all(
             any(max(a, c) < min(b, d) for a, b in mine for c, d in theirs)
             for mine, theirs in zip(self._ranges, other._ranges)

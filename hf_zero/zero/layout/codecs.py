@@ -44,7 +44,7 @@ class Codecs:
     block: int = SMALLEST_TENSOR
 
     def takes(self, parameter: torch.Tensor, trains: bool) -> bool:
-        """Whether ``parameter`` may be placed in a compressed flat buffer."""
+        """Return whether ``parameter`` may be placed in a compressed flat buffer."""
         ours = (self.gradients, self.weights, self.updates, self.momentum)
         return (
             any(ours if trains else (self.frozen,))
@@ -53,7 +53,7 @@ class Codecs:
         )
 
     def sends_float8(self, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether gathers of values in ``dtype`` send ``parameter`` in float8."""
+        """Return whether gathers of values in ``dtype`` send ``parameter`` in float8."""
         fits = dtype in (torch.bfloat16, torch.float32)  # float8_weights.py, the note
         return self.float8 and fits and is_float8(parameter)
 

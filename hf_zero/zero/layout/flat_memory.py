@@ -133,7 +133,7 @@ def ways_back(
 
 
 def keeps_master(flat: FlatBuffer) -> bool:
-    """Whether an update on the device needs master weights of ``flat`` besides its shard."""
+    """Return whether an update on the device needs master weights of ``flat`` besides its shard."""
     return flat.spec.needs_master or flat.is_away
 
 

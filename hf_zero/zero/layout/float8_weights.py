@@ -41,7 +41,7 @@ def mark_float8(parameter: nn.Parameter) -> None:
 
 
 def is_float8(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` is marked."""
+    """Return whether ``parameter`` is marked."""
     return _MARK in parameter.__dict__
 
 

@@ -139,7 +139,7 @@ class Staging:
 
 
 def is_pending(flat: FlatBuffer) -> bool:
-    """Whether values of ``flat`` are read from a source."""
+    """Return whether values of ``flat`` are read from a source."""
     return any(source_of(parameter) is not None for parameter, _ in flat.items)
 
 

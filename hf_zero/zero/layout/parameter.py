@@ -504,7 +504,7 @@ def raw_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
 
 
 def any_raw_grad(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether autograd has left a gradient on one of ``parameters``."""
+    """Return whether autograd has left a gradient on one of ``parameters``."""
     with torch._C.DisableTorchFunctionSubclass():
         return not all(map(is_, map(_grad.__get__, parameters), repeat(None)))
 

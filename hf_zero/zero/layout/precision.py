@@ -18,7 +18,9 @@ COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def is_raw(parameter: torch.Tensor) -> bool:
-    """Whether the values of ``parameter`` are bytes that only their module can read, never cast."""
+    """Return whether the values of ``parameter`` are bytes that only their module can read,
+    never cast.
+    """
     return parameter.dtype not in CASTABLE or (
         given_class(parameter) is not nn.Parameter and not parameter.requires_grad
     )

@@ -196,7 +196,7 @@ class WholeNames:
         self._rank = groups.coordinate("expert") if groups is not None else 0
 
     def __bool__(self) -> bool:
-        """Whether any module differs between ranks."""
+        """Return whether any module differs between ranks."""
         return bool(self._modules)
 
     def every(self, name: str) -> tuple[str, ...]:
@@ -266,8 +266,8 @@ def persistent_buffers(module: nn.Module, without: Collection[str] = ()) -> dict
 
 
 def belongs(name: str, parameters: Collection[str]) -> bool:
-    """Whether ``name`` is a tensor beside one of ``parameters``: ``layer.weight.absmax`` beside
-    ``layer.weight``.
+    """Return whether ``name`` is a tensor beside one of ``parameters``: ``layer.weight.absmax``
+    beside ``layer.weight``.
     """
     parts = name.split(".")
     return any(".".join(parts[:length]) in parameters for length in range(1, len(parts)))

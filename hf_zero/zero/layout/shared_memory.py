@@ -42,11 +42,11 @@ class _SharedView(NamedTuple):
         return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
 
     def is_same(self, other: _SharedView) -> bool:
-        """Whether both have the same elements of their memory, in the same order."""
+        """Return whether both have the same elements of their memory, in the same order."""
         return _geometry(self.tensor) == _geometry(other.tensor)
 
     def meets(self, other: _SharedView) -> bool:
-        """Whether both tensors, whose byte ranges overlap, have an element in common."""
+        """Return whether both tensors, whose byte ranges overlap, have an element in common."""
         if self.tensor.dtype != other.tensor.dtype:
             return True
         first = min(self.start, other.start) // self.tensor.element_size()

@@ -19,7 +19,7 @@ _PLAIN = frozenset(_ATOMS)
 
 
 def transformed() -> bool:
-    """Whether a torch.func transform with its own graphs (grad, jvp, ...) is active.
+    """Return whether a torch.func transform with its own graphs (grad, jvp, ...) is active.
 
     ``vmap`` has none.
     """

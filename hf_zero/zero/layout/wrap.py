@@ -63,7 +63,9 @@ def _numel(module: nn.Module, sizes: Sizes = OWN) -> int:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward of its own: hooks on a mere container would never fire."""
+    """Return whether the module has a forward of its own: hooks on a mere container would
+    never fire.
+    """
     return type(module).forward is not nn.Module.forward
 
 

@@ -249,8 +249,8 @@ class Usage:
             self._read(unit.trainable, self._received[unit])
 
     def has_all(self, unit: Unit) -> bool:
-        """Whether :meth:`receive` has found a gradient of each parameter of ``unit`` on each rank.
-        Equal on all ranks.
+        """Return whether :meth:`receive` has found a gradient of each parameter of ``unit`` on each
+        rank. Equal on all ranks.
         """
         counts = self.counts(unit.trainable, self._received[unit])
         return min(map(min, counts)) == self._mesh.world
@@ -344,7 +344,7 @@ def zero_left_out(units: Sequence[Unit]) -> None:
 
 
 def _complete(flats: Sequence[FlatBuffer]) -> bool:
-    """Whether the unused parameters of ``flats`` are known without reading the message: each
+    """Return whether the unused parameters of ``flats`` are known without reading the message: each
     parameter is either used on this rank or idle.
     """
     for flat in flats:

@@ -227,7 +227,7 @@ class Outstanding:
         return units
 
     def awaits_calls(self, unit: Unit) -> bool:
-        """Whether the backward of a call of ``unit`` is pending or running."""
+        """Return whether the backward of a call of ``unit`` is pending or running."""
         # Several blocks may share a unit, and each of their calls asks: the call found last time
         # answers most of them.
         forwards, reached, recomputation = unit.forwards, self._moment, self.recomputation
@@ -250,14 +250,14 @@ class Outstanding:
         return True
 
     def awaits_reruns(self, unit: Unit, learning: bool) -> bool:
-        """Whether a checkpoint may still rerun ``unit``.
+        """Return whether a checkpoint may still rerun ``unit``.
 
         ``learning``: this backward is the first of its kind.
         """
         return unit.forwards.expected_reruns > 0 and (learning or self.reruns_seen)
 
     def awaits(self, unit: Unit, learning: bool) -> bool:
-        """Whether ``unit`` may still get gradients."""
+        """Return whether ``unit`` may still get gradients."""
         return (
             bool(unit.forwards.in_forward or unit.forwards.read_by)
             or self.awaits_reruns(unit, learning)

@@ -121,8 +121,8 @@ class Reductions:
     # ---- sending ----
 
     def is_small(self, flat: FlatBuffer) -> bool:
-        """Whether the gradient of ``flat`` may share a message. A sum over two axes needs two
-        messages per flat buffer and does not.
+        """Return whether the gradient of ``flat`` may share a message. A sum over two axes needs
+        two messages per flat buffer and does not.
         """
         return (
             flat.layout.padded <= self._pack.small
@@ -460,8 +460,8 @@ class Pack:
     def has_room(
         self, elements: int, dtype: torch.dtype | None = None, mesh: FlatMesh | None = None
     ) -> bool:
-        """Whether ``elements`` more fit, of ``dtype`` and on the ranks of ``mesh`` if these are
-        given.
+        """Return whether ``elements`` more fit, of ``dtype`` and on the ranks of ``mesh`` if these
+        are given.
         """
         if self._elements + elements > self.limit:
             return False

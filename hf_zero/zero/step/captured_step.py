@@ -196,7 +196,7 @@ class CapturedStep:
         return form, pads, kinds.autocast_dtype(self._device.type)
 
     def _takes(self, form: Hashable) -> bool:
-        """Whether forwards with arguments of ``form`` are captured."""
+        """Return whether forwards with arguments of ``form`` are captured."""
         if self._form is None:
             self._forms[form] += 1
             if self._steps < WARM_UP or self._forms[form] <= WARM_UP:
