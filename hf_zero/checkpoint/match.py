@@ -63,7 +63,7 @@ class LoadTarget:
 
     @classmethod
     def of(cls, engine: TrainingEngine) -> LoadTarget:
-        """Return the target ``engine``."""
+        """Return the target of a load into ``engine``."""
         specs, aliases = [flat.spec for flat in engine.flats], engine.aliases
         group_of = {} if engine.bound is None else engine.bound.group_of
         live = (engine.elsewhere, engine.optimizer, group_of, engine.lr_scheduler)

@@ -1,6 +1,6 @@
 """Patches of torchrun under ``hf-zero launch``: the store listens on the rendezvous address alone;
-a signal goes to each rank's process and not to its children; one that arrives while ranks start is
-handled once all have started.
+a signal goes to each rank's process first, and to its children once the process has ended; one that
+arrives while ranks start is handled once all have started.
 
 torchrun unpickles values of its store, and the store asks for no password. A server of TCPStore
 listens on all addresses of its host, also if it was made for 127.0.0.1, unless it gets a socket.

@@ -109,7 +109,7 @@ class PlacementRules:
         self, specs: Sequence[ShardSpec], moments: int, room: int, with_master: Collection[str]
     ) -> list[str]:
         """Return the keys of the first offloaded flat buffers whose fp32 state fits into ``room``
-        bytes of the device: ``moments`` states an element, a sum of gradients, and a master weight
+        bytes of the device: ``moments`` per-element states, a sum of gradients, and a master weight
         for the keys ``with_master``.
         """
         chosen = []

@@ -141,9 +141,7 @@ class CPUOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def arrays(state: ParamState, master: Tensor) -> ParamState:
-        """Return the arrays that the kernels take: the moments in ``state``, 1-D, and
-        ``master``.
-        """
+        """Return the arrays that kernels take: the moments in ``state`` (1-D) and ``master``."""
         moments = {
             name: flat_moment(value)
             for name, value in state.items()

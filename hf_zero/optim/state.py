@@ -53,7 +53,9 @@ def is_scalar(name: str, value: object, shape: Sequence[int]) -> bool:
 
 
 def is_elementwise(name: str, value: object, shape: Sequence[int]) -> bool:
-    """Return whether state ``name`` of a parameter of ``shape`` is a tensor of its elements."""
+    """Return whether state ``name`` of a parameter of ``shape`` is a tensor with one value per
+    element of it.
+    """
     return (
         isinstance(value, Tensor)
         and tuple(value.shape) == tuple(shape)

@@ -512,8 +512,8 @@ class MemoryCheckpoints(ClaimedFolders):
         self.begun = max(self.begun, begun) + 1
 
     def protect(self, save_id: str) -> None:
-        """Keep generation ``save_id``, from which training continues, through the next save, unless
-        an earlier one has more copies.
+        """Keep generation ``save_id``, from which training continues, through the next save; an
+        earlier one instead if that has all copies, and this one does not.
         """
         self.newest_id, self._slot = save_id, -1
 

@@ -77,8 +77,7 @@ class RootForward:
 
 class UnitForward:
     """One forward of a unit with a possible backward: of one of its modules, or of several in a
-    row, each with the output of the one before as its input. It lives as long as its
-    graph.
+    row, each with the output of the one before as its input. It lives as long as its graph.
     """
 
     __slots__ = (
