@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_zero.checkpoint import engine_state, find, storage
+from hf_zero.checkpoint import find, save_plan, storage
 from hf_zero.checkpoint.convert.export import convert_checkpoint
 from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.outputs import (
@@ -205,7 +205,7 @@ def save_whole(
     Raises:
         CheckpointError: on all ranks, if rank 0 could not write. An existing file is then kept.
     """
-    engine_state.refuse_destroyed(engine, "save")
+    save_plan.refuse_destroyed(engine, "save")
     engine.changes.refuse("a save")
     path = local_path(directory, "one file of the whole model") / filename
     temporary = path.with_name(f"{find.NEW}{path.name}")
@@ -252,7 +252,7 @@ def _stream(
     that rank 0 lacks. Errors on rank 0 are appended to ``failed``, to be raised after the last
     gather.
     """
-    buffers = engine_state.model_buffers(engine, exclude_frozen) | dict(elsewhere)
+    buffers = save_plan.model_buffers(engine, exclude_frozen) | dict(elsewhere)
     chosen = _outputs_of(engine, buffers, exclude_frozen)
     plan = plan_outputs(chosen)
     begins = {entry.name: len(plan.header) + entry.begin for entry in plan.entries}
@@ -291,7 +291,7 @@ def _outputs_of(
 ) -> list[OutputTensor]:
     """Return the parameters in the model's order, then ``buffers``, as the file has them."""
     names = WholeNames(engine.module)
-    export = engine_state.export_of(engine.module, engine.aliases, names)
+    export = save_plan.export_of(engine.module, engine.aliases, names)
     shapes = {
         alias: (flat.dtype, slot.whole)
         for flat in engine.flats
@@ -301,7 +301,7 @@ def _outputs_of(
     }
     results = [
         OutputTensor(name, name, *shapes[name])
-        for name in engine_state.model_order(engine.module, engine.aliases, shapes)
+        for name in save_plan.model_order(engine.module, engine.aliases, shapes)
     ]
     results += [
         OutputTensor(name, name, buffer.dtype, tuple(buffer.shape), is_buffer=True)

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint import find, loader_state
-from hf_zero.checkpoint.engine_state import class_name, refuse_destroyed, set_rng_state
 from hf_zero.checkpoint.find import complete_tags_beside
 from hf_zero.checkpoint.manifest import MASTER, RNG, GroupEntry, Manifest
 from hf_zero.checkpoint.match import LoadTarget, match, match_names
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
+from hf_zero.checkpoint.save_plan import class_name, refuse_destroyed, set_rng_state
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.device import kinds

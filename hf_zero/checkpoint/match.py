@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_zero.checkpoint.engine_state import class_name, model_order
 from hf_zero.checkpoint.manifest import GroupEntry, Manifest, pair_names, strip_wrappers
+from hf_zero.checkpoint.save_plan import class_name, model_order
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, listed, log_rank0
 from hf_zero.optim.bf16_state import COMPENSATION

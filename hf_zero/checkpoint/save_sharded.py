@@ -26,19 +26,6 @@ import torch
 import hf_zero
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget, canonical_path, check_keep, commit_target
-from hf_zero.checkpoint.engine_state import (
-    ModelEntries,
-    RankReport,
-    SavePlan,
-    batch_of,
-    buffers_of_other_stages,
-    class_name,
-    model_buffers,
-    plan_save,
-    refuse_destroyed,
-    sizes_of_axes,
-    unwrapped,
-)
 from hf_zero.checkpoint.file_writer import write_tensors
 from hf_zero.checkpoint.manifest import (
     Chunk,
@@ -56,6 +43,19 @@ from hf_zero.checkpoint.save_job import (
     ByCollectives,
     SaveJob,
     SharedFiles,
+)
+from hf_zero.checkpoint.save_plan import (
+    ModelEntries,
+    RankReport,
+    SavePlan,
+    batch_of,
+    buffers_of_other_stages,
+    class_name,
+    model_buffers,
+    plan_save,
+    refuse_destroyed,
+    sizes_of_axes,
+    unwrapped,
 )
 from hf_zero.checkpoint.staging import deferred_states
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progress_bar

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_zero.checkpoint.engine_state import RankReport, is_of_this_stage, saved_key
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.manifest import MASTER, SHARD
+from hf_zero.checkpoint.save_plan import RankReport, is_of_this_stage, saved_key
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, TensorEntry, bytes_view
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span

@@ -34,7 +34,7 @@ from hf_zero.optim.segment_table import (
 )
 from hf_zero.optim.segments import Flat, ParamGroup, Segment, masters
 from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
-from hf_zero.optim.state import StateEntries
+from hf_zero.optim.state import SegmentStateAccess
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_layout import Slot
 
@@ -96,7 +96,7 @@ class BoundOptimizer:
         self._bf16 = bf16
         self._own = OwnStep(optimizer, self._base, bf16)
         self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, bf16)
-        self._entries = StateEntries(optimizer, bf16)
+        self._entries = SegmentStateAccess(optimizer, bf16)
         self._table = SegmentTable(self._entries, self._base, self._fused, moments)
         self.group_scalars = GroupScalars(self._entries, self._table)
         self.tensor_state = WholeTensorState(self._entries, self._table)

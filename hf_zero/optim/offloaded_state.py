@@ -35,7 +35,7 @@ from hf_zero.optim.segments import (
     StateArrays,
     offloaded_region,
 )
-from hf_zero.optim.state import StateEntries
+from hf_zero.optim.state import SegmentStateAccess
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 # classes whose first step sets the momentum to the gradient
@@ -71,7 +71,7 @@ def compressible(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Mapping
 
 
 def stored_format(
-    entries: StateEntries,
+    entries: SegmentStateAccess,
     moments: str,
     group: int,
     name: str,
@@ -112,7 +112,7 @@ class OffloadedState:
     allows it for. ``base``: the optimizer's class among those with a known update.
     """
 
-    def __init__(self, entries: StateEntries, base: type | None, moments: str) -> None:
+    def __init__(self, entries: SegmentStateAccess, base: type | None, moments: str) -> None:
         self._entries = entries
         self._base = base
         self._moments = moments

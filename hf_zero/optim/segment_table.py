@@ -42,7 +42,7 @@ from hf_zero.optim.segments import (
     replace_segments,
 )
 from hf_zero.optim.sharded_tensors import extent_of
-from hf_zero.optim.state import DeviceState, StateEntries
+from hf_zero.optim.state import DeviceState, SegmentStateAccess
 from hf_zero.optim.whole_tensor import WHOLE_TENSOR_STATE, WholeTensorOptimizer
 
 
@@ -51,7 +51,7 @@ class SegmentTable:
 
     def __init__(
         self,
-        entries: StateEntries,
+        entries: SegmentStateAccess,
         base: type[torch.optim.Optimizer] | None,
         fused: FusedStep,
         moments: str,
@@ -293,7 +293,7 @@ def scalars_of_ranks(reports: Sequence[GroupReport]) -> GroupReport:
 class GroupScalars:
     """The scalar states of the groups of one optimizer."""
 
-    def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
+    def __init__(self, entries: SegmentStateAccess, table: SegmentTable) -> None:
         self._entries = entries
         self._table = table
         # number of loads of all state from outside; the most steps of a parameter in the last one
@@ -402,7 +402,7 @@ def tensor_state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 class WholeTensorState:
     """The state of whole tensors of one optimizer, as Adafactor's factors and LAMB's ratios."""
 
-    def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
+    def __init__(self, entries: SegmentStateAccess, table: SegmentTable) -> None:
         self._entries = entries
         self._table = table
         self.known = tensor_state_names(entries.optimizer)

@@ -352,7 +352,7 @@ class NarrowStates(Protocol):
         """Return the initial ``state`` in the dtypes in which it is kept."""
 
 
-class StateEntries:
+class SegmentStateAccess:
     """Access to the entries of ``optimizer.state`` by segment."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, bf16: NarrowStates | None = None) -> None:
@@ -431,7 +431,7 @@ class StateEntries:
 class DeviceState:
     """The state of segments on the device, by region (``segments.py``)."""
 
-    def __init__(self, entries: StateEntries) -> None:
+    def __init__(self, entries: SegmentStateAccess) -> None:
         self._entries = entries
         self.regions: list[MemoryRegion] = []
         self._region_of: dict[str, tuple[MemoryRegion, int]] = {}  # and offset in it

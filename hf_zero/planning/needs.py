@@ -32,8 +32,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.checkpoint.engine_state import stored_width
 from hf_zero.checkpoint.memory.folders import SLOTS, bases, is_in_memory
+from hf_zero.checkpoint.save_plan import stored_width
 from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.device import kinds
 from hf_zero.offload.nvme import pool_size

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.checkpoint.engine_state import restorer_of_generators
+from hf_zero.checkpoint.save_plan import restorer_of_generators
 from hf_zero.setup.plan import Planned
 from hf_zero.setup.steps import (
     Setup,

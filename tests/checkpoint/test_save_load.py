@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import engine_state
-from hf_zero.checkpoint.engine_state import rng_states, set_rng_state
+from hf_zero.checkpoint import save_plan
+from hf_zero.checkpoint.save_plan import rng_states, set_rng_state
 from hf_zero.checkpoint.tensorfile import CODES
 from tests.checkpoint.jobs import (
     TWO,

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.engine_state import RankReport
 from hf_zero.checkpoint.manifest import FileEntry
 from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.job_folders import Hosts
 from hf_zero.checkpoint.memory.record import RankRecord
 from hf_zero.checkpoint.memory.slot_files import Staged
+from hf_zero.checkpoint.save_plan import RankReport
 from hf_zero.checkpoint.tensorfile import FilePlan
 from tests.protocols.files import PerProcess, numbers, scheduled
 from tests.protocols.ranks import World

@@ -31,14 +31,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.engine_state import (
-    SavePlan,
-    buffers_of_other_stages,
-    model_buffers,
-    plan_save,
-    planned_size,
-    refuse_destroyed,
-)
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.memory import folders
 from hf_zero.checkpoint.memory.claimed_folders import KEY, ClaimedFolders
@@ -46,6 +38,14 @@ from hf_zero.checkpoint.memory.inventory import generation_to_keep, records_in
 from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
 from hf_zero.checkpoint.memory.slot_files import SlotCopy, SlotFiles, Staged, changes_of
+from hf_zero.checkpoint.save_plan import (
+    SavePlan,
+    buffers_of_other_stages,
+    model_buffers,
+    plan_save,
+    planned_size,
+    refuse_destroyed,
+)
 from hf_zero.checkpoint.save_sharded import (
     config_files,
     manifest_head,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_zero.checkpoint.engine_state import SavePlan
 from hf_zero.checkpoint.memory.record import RankRecord
+from hf_zero.checkpoint.save_plan import SavePlan
 from hf_zero.checkpoint.tensorfile import FilePlan
 from hf_zero.ops.host_memory import HostArena
 

@@ -27,7 +27,7 @@ from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.elementwise import updates_in_parts
 from hf_zero.optim.offloaded_state import compressible, stored_format
 from hf_zero.optim.segments import group_runs
-from hf_zero.optim.state import StateEntries, is_elementwise
+from hf_zero.optim.state import SegmentStateAccess, is_elementwise
 from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.precision import COMPUTE
@@ -273,10 +273,10 @@ class EnginePlan:
         return all(kept.keys() <= signs.keys() for kept, signs in kinds)
 
     @cached_property
-    def _entries(self) -> StateEntries:
+    def _entries(self) -> SegmentStateAccess:
         """The state of the optimizer, as an engine makes it."""
         assert self.optimizer is not None
-        return StateEntries(self.optimizer, Bf16State.of(self.settings, self.optimizer))
+        return SegmentStateAccess(self.optimizer, Bf16State.of(self.settings, self.optimizer))
 
     def _kept(self, group: int, dtype: torch.dtype) -> dict[str, KeptState]:
         """Return by name what the optimizer keeps for an element of ``group`` with master weights

@@ -1,5 +1,5 @@
-"""State of an engine that a checkpoint holds: the plan of this rank's file, and the manifest's
-description of the model (for a pipeline, described stage by stage).
+"""The plan of the file of this rank in a save, and the manifest's description of the model (for a
+pipeline, described stage by stage).
 """
 
 from __future__ import annotations
