@@ -177,6 +177,9 @@ class Backward:
             lambda: self.losses.part_joins(),
             self._window.uncount,
         )
+        model.schedule.connect(
+            self.reducer, self.tracker.abort_broken_backward, self._update.on_use
+        )
         self.hooks = Hooks(
             model.module,
             model.units,

@@ -87,13 +87,14 @@ class ShardedModel:
         report(self.flats, plan.wire_dtype)
         itemsize = max((flat.dtype.itemsize for flat in self.flats), default=4)
         self.schedule = Schedule(
-            self.units, mesh, int(zero.prefetch_bucket_size) * itemsize, placement.reads_ahead
+            self.units,
+            mesh,
+            int(zero.prefetch_bucket_size) * itemsize,
+            placement.reads_ahead,
+            [scales.renew for scales in agreed_scales(self.flats)],
         )
-        self.schedule.before_rounding += [scales.renew for scales in agreed_scales(self.flats)]
         # whether a step returns before the gathers of updated parameters are done
         self.overlaps = OVERLAPS_ON_HOST or not kinds.is_host(mesh.device)
-        if self.overlaps:
-            self.schedule.on_use = Unit.wait_for_update
         self.guards = ModuleGuards(plan.model, self.units, self.schedule)
 
     def attach(self, engine: Callable[[], object | None]) -> None:

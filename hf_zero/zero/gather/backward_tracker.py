@@ -75,8 +75,6 @@ class BackwardTracker:
         # forwards without hooks: any backward may be theirs
         self._untracked: list[RootForward] = []
         reducer.connect(schedule, self.outstanding)
-        schedule.reductions = reducer
-        schedule.abort_broken_backward = self.abort_broken_backward
 
     @property
     def under_way(self) -> bool:

@@ -67,16 +67,24 @@ class Pass:
     record: list[Unit] = field(default_factory=list)
 
 
-def _nothing() -> None:
-    """Stand for no backward to abort."""
-
-
 class Schedule:
-    """The gathers and releases of one engine."""
+    """The gathers and releases of one engine. :meth:`connect` completes it."""
 
-    def __init__(self, units: Sequence[Unit], mesh: Mesh, ahead_bytes: int, reads_ahead: int = 0):
+    reductions: ReductionsUnderWay
+    abort_broken_backward: Callable[[], None]
+    _on_use: Callable[[Unit], None] | None
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        ahead_bytes: int,
+        reads_ahead: int = 0,
+        before_rounding: Sequence[Callable[[], None]] = (),
+    ):
         """``ahead_bytes``: limit of prefetched bytes. ``reads_ahead``: number of units whose shards
-        are read from files before their gather.
+        are read from files before their gather. ``before_rounding`` is called ahead of the gathers
+        of a pass, for codecs that depend on the values of all ranks (collective; waits).
         """
         self._units = list(units)
         self._sharded = [unit for unit in units if unit.sharded]
@@ -96,15 +104,24 @@ class Schedule:
         # units gathered only for other ranks so far, with their positions in the plan
         self.gathered_for_others: list[tuple[int, Unit]] = []
         self._kept_units: list[Unit] = []  # for the backward that may follow
-        # called with each unit when it is needed; waits for an update of it on another thread
-        self.on_use: Callable[[Unit], None] | None = None
-        self.reductions: ReductionsUnderWay | None = None
-        # aborts a backward that an exception has left open: what a script reads or writes then is
-        # outside passes, in exact values
-        self.abort_broken_backward: Callable[[], None] = _nothing
-        # called ahead of the gathers of a pass, for codecs that depend on the values of all ranks
-        # (collective; waits)
-        self.before_rounding: list[Callable[[], None]] = []
+        self.before_rounding = tuple(before_rounding)
+
+    def connect(
+        self,
+        reductions: ReductionsUnderWay,
+        abort_broken_backward: Callable[[], None],
+        on_use: Callable[[Unit], None] | None,
+    ) -> None:
+        """Set what the passes of an engine need of its backward and its step. Called once, before
+        the first pass.
+
+        ``abort_broken_backward`` aborts a backward that an exception has left open: what a script
+        reads or writes then is outside passes, in exact values. ``on_use`` is called with each unit
+        when it is needed, and waits for its update; None if no update outlasts its step.
+        """
+        self.reductions = reductions
+        self.abort_broken_backward = abort_broken_backward
+        self._on_use = on_use
 
     @property
     def plan(self) -> Sequence[Unit]:
@@ -293,8 +310,8 @@ class Schedule:
         """Gather ``unit``, with the values of the last step, and wait until it is whole on this
         rank, for the running ``module``; ``for_script``: no module computes with the values.
         """
-        if self.on_use is not None:
-            self.on_use(unit)
+        if self._on_use is not None:
+            self._on_use(unit)
         if not unit.sharded:
             if self.computed.on and not for_script:
                 self.computed.use(unit.flats, not self._in_backward)
@@ -406,8 +423,6 @@ class Schedule:
         proposal = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
         consensus, agreed = self._mesh.consensus, proposal
         if consensus is not None:
-            reductions = self.reductions
-            launched = reductions.launched if reductions is not None else 0
             if under_way is None and unit is not None:
                 reply = consensus.gathers.agree_or_leave(
                     self._describe_pass(), proposal, self._describe_proposal
@@ -418,10 +433,12 @@ class Schedule:
                 agreed = reply
             else:
                 agreed = consensus.gathers.agree(
-                    self._describe_pass(), proposal, self._describe_proposal, launched
+                    self._describe_pass(),
+                    proposal,
+                    self._describe_proposal,
+                    self.reductions.launched,
                 )
-            if reductions is not None:
-                reductions.land_launched(consensus.gathers.all_launched)
+            self.reductions.land_launched(consensus.gathers.all_launched)
         if agreed[0] == END_OF_PASS:
             return False
         chosen = self._units[abs(agreed[1])]

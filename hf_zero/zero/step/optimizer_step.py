@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -61,8 +61,12 @@ class OptimizerStep:
         widest = max((flat.dtype.itemsize for flat in model.trainable), default=1)
         copies = StagedCopies(mesh.device, placement.sub_group_size * widest, placement.take_pinned)
         self.updater = Updater(model.units, mesh, mesh.device, copies, self.gradient_offload)
+        # called when a unit is needed, if its update may outlast the step
+        self.on_use: Callable[[Unit], None] | None = None
         if offloads:
-            model.schedule.on_use = self.updater.used
+            self.on_use = self.updater.used
+        elif model.overlaps:
+            self.on_use = Unit.wait_for_update
         self.usage = Usage(model.trainable, mesh, mesh.device)
         # the norm to which gradients are clipped; 0.0: no clipping
         self.max_norm = float(config.gradient_clipping or 0.0)
