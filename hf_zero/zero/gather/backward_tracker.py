@@ -65,7 +65,7 @@ class BackwardTracker:
         # forwards since the last backward, by kind; None: those that may have run on one rank only
         self._forwards: Counter[Hashable] = Counter()
         self._first = False  # until the backward under way reaches its first call
-        self._older: weakref.WeakSet[RootForward] = weakref.WeakSet()  # forwards with a graph
+        self._with_graph: weakref.WeakSet[RootForward] = weakref.WeakSet()  # the newest included
         # forwards reached by the backward under way
         self._roots_reached: set[RootForward] = set()
         # The forward that the backward has reached last.
@@ -99,7 +99,7 @@ class BackwardTracker:
         """Register ``call``, which has ended and has hooks on its outputs, as pending."""
         if not call.outer.tracked:
             call.outer.tracked = True
-            self._older.add(call.outer)
+            self._with_graph.add(call.outer)
         call.outer.calls.add(call)
         call.unit.forwards.pending.add(call)
 
@@ -225,7 +225,7 @@ class BackwardTracker:
         if len(self.tasks) == 1 and call.outer is not self.outstanding.recomputation:
             if self._first:
                 self._first = False
-                for root in self._older:
+                for root in self._with_graph:
                     if root is not call.outer and root.began < moment and root.pending:
                         self._reducer.wait_for_older()
                         break

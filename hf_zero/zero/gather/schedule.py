@@ -41,7 +41,7 @@ class Limits(NamedTuple):
     """Limits of prefetching."""
 
     bytes: int  # limit of prefetched bytes
-    shards: int  # number of units whose shards are read ahead from files
+    units_ahead: int  # number of units whose shards are read ahead from files
 
 
 class ReductionsUnderWay(Protocol):
@@ -70,7 +70,7 @@ class Pass:
 class Schedule:
     """The gathers and releases of one engine. :meth:`connect` completes it."""
 
-    reductions: ReductionsUnderWay
+    _reducer: ReductionsUnderWay
     abort_broken_backward: Callable[[], None]
     _on_use: Callable[[Unit], None] | None
 
@@ -98,7 +98,7 @@ class Schedule:
         self._pass: Pass | None = None  # None between passes, and in passes without gathers
         self._in_backward = False  # the pass under way, or the last one, is a backward
         # the last pass to issue all its gathers: its plan is complete
-        self._issued = Pass(None, False, [])
+        self._last_complete = Pass(None, False, [])
         self._to_release: list[Unit] = []
         self._ahead: list[Unit] = []
         # units gathered only for other ranks so far, with their positions in the plan
@@ -108,7 +108,7 @@ class Schedule:
 
     def connect(
         self,
-        reductions: ReductionsUnderWay,
+        reducer: ReductionsUnderWay,
         abort_broken_backward: Callable[[], None],
         on_use: Callable[[Unit], None] | None,
     ) -> None:
@@ -119,22 +119,22 @@ class Schedule:
         reads or writes then is outside passes, in exact values. ``on_use`` is called with each unit
         when it is needed, and waits for its update; None if no update outlasts its step.
         """
-        self.reductions = reductions
+        self._reducer = reducer
         self.abort_broken_backward = abort_broken_backward
         self._on_use = on_use
 
     @property
-    def plan(self) -> Sequence[Unit]:
+    def last_plan(self) -> Sequence[Unit]:
         """The order of gathers of the last pass that has issued all of them."""
-        return self._issued.plan or ()
+        return self._last_complete.plan or ()
 
     @property
-    def plan_positions(self) -> Sequence[int]:
-        """Positions in :attr:`plan` that the last pass to issue all its gathers reached after 0, 1,
-        2, ... of its recorded gathers.
+    def last_plan_positions(self) -> Sequence[int]:
+        """Positions in :attr:`last_plan` that the last pass to issue all its gathers reached after
+        0, 1, 2, ... of its recorded gathers.
         """
-        recorded = self._issued.record
-        return positions_in_plan(recorded, self.plan) if recorded else range(len(self.plan) + 1)
+        recorded, plan = self._last_complete.record, self.last_plan
+        return positions_in_plan(recorded, plan) if recorded else range(len(plan) + 1)
 
     @property
     def resident(self) -> tuple[int, ...]:
@@ -196,7 +196,7 @@ class Schedule:
         """
         under_way = self._pass
         if under_way is None:
-            self._issued = Pass(None, False, [])
+            self._last_complete = Pass(None, False, [])
             return
         if under_way.plan is None:
             while self._agree_on_gather(END_OF_PASS, None):
@@ -214,7 +214,7 @@ class Schedule:
             under_way.cursor = len(plan)
         else:
             self.issue_through(len(under_way.plan))
-        self._issued = under_way
+        self._last_complete = under_way
 
     def end(self, keep_last: bool) -> None:
         """Finish the pass: issue the rest of the plan, then release.
@@ -436,9 +436,9 @@ class Schedule:
                     self._describe_pass(),
                     proposal,
                     self._describe_proposal,
-                    self.reductions.launched,
+                    self._reducer.launched,
                 )
-            self.reductions.land_launched(consensus.gathers.all_launched)
+            self._reducer.land_launched(consensus.gathers.all_launched)
         if agreed[0] == END_OF_PASS:
             return False
         chosen = self._units[abs(agreed[1])]
@@ -466,7 +466,7 @@ class Schedule:
         if under_way is None or under_way.plan is None:
             return
         plan, cursor = under_way.plan, under_way.cursor
-        for unit in plan[cursor : cursor + self._limits.shards]:
+        for unit in plan[cursor : cursor + self._limits.units_ahead]:
             if unit.state is State.RELEASED and unit not in under_way.left_out:
                 for flat in unit.sharded:
                     flat.prefetch()

@@ -29,7 +29,7 @@ from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import IdleParameters, Usage, zero_left_out
 from hf_zero.zero.reduce.reduction_order import (
     BackwardObservations,
-    GatherProgress,
+    GatherSchedule,
     Outstanding,
     ReductionOrder,
 )
@@ -138,13 +138,13 @@ class Reducer:
         self._members = [
             parameter for unit in units for flat in unit.flats for parameter in flat.members
         ]
-        self._schedule: GatherProgress | None = None
+        self._schedule: GatherSchedule | None = None
         self._outstanding: Outstanding | None = None
         self.broken = Broken.NO
         # number of backwards with gradients since the last step or ``zero_grad``
         self.backwards = 0
 
-    def connect(self, schedule: GatherProgress, outstanding: Outstanding) -> None:
+    def connect(self, schedule: GatherSchedule, outstanding: Outstanding) -> None:
         """Set the schedule of the gathers, and the tracker of outstanding forwards."""
         self._schedule, self._outstanding = schedule, outstanding
 
@@ -375,9 +375,10 @@ class Reducer:
         if any(r.brought for r in observed) and not any(r.waits for r in observed):
             self._known.add(progress.key)
             schedule = self._schedule
-            positions, plan = (
-                (schedule.plan_positions, schedule.plan) if schedule is not None else ((0,), ())
-            )
+            positions: Sequence[int] = (0,)
+            plan: Sequence[Unit] = ()
+            if schedule is not None:
+                positions, plan = schedule.last_plan_positions, schedule.last_plan
             self._order.learn(progress.key, observed, positions, [unit.index for unit in plan])
 
     def _launch_again(self, late: Set[int]) -> None:

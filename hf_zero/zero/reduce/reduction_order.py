@@ -68,7 +68,7 @@ def positions_in_plan(record: Sequence[T], plan: Sequence[T]) -> list[int]:
     return positions
 
 
-class GatherProgress(Protocol):
+class GatherSchedule(Protocol):
     """The gathers of the pass under way, as its reductions see them."""
 
     @property
@@ -81,10 +81,10 @@ class GatherProgress(Protocol):
     def issued(self) -> int: ...
 
     @property
-    def plan_positions(self) -> Sequence[int]: ...
+    def last_plan_positions(self) -> Sequence[int]: ...
 
     @property
-    def plan(self) -> Sequence[Unit]: ...
+    def last_plan(self) -> Sequence[Unit]: ...
 
     def issue_through(self, count: int) -> None: ...
 
