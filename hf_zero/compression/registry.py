@@ -58,7 +58,7 @@ def _few_bits(config: ZeroConfig) -> dict[str, object]:
         eight if zero.quantized_weights else None,
         eight if zero.quantized_weights or zero.quantized_nontrainable_weights else None,
         BlockCodec(four.blocks, differences=True) if differences else None,
-        float8=config.float8_training.gather_weights,
+        float8_gathers=config.float8_training.gather_weights,
         block=both.block_size or SMALLEST_TENSOR,
     )
     steps = (partial(ErrorFeedback, every=loco.every),) if gradients is not None and loco.on else ()
@@ -67,8 +67,11 @@ def _few_bits(config: ZeroConfig) -> dict[str, object]:
 
 def _one_bit(config: ZeroConfig, settings: OneBit) -> dict[str, object]:
     """Momenta in one bit an element (1-bit Adam, 1-bit LAMB, 0/1 Adam)."""
-    float8 = config.float8_training.gather_weights
-    codecs = Codecs(momentum=SignBlocks(settings.block), float8=float8, block=settings.block)
+    codecs = Codecs(
+        momentum=SignBlocks(settings.block),
+        float8_gathers=config.float8_training.gather_weights,
+        block=settings.block,
+    )
     return {
         "codecs": codecs,
         "steps": (partial(OneBitSteps, one_bit=settings),),

@@ -137,18 +137,18 @@ class FlatMesh:
     """The ranks of one kind of flat buffer: sharded along ``shard``, replicated along
     ``replicate``.
 
-    updates: the ranks of ``shard`` on a communicator for a thread that gathers updated parameters.
-    node: the ranks of ``shard`` within a node, for gathers only. hops: the dimensions of two-hop
-    gathers over ``shard``, across nodes and within a node; empty: gathers take one hop. group: all
-    ranks that hold the same values, for initial broadcasts; None for one rank. axes: the parallel
-    axes that cut it besides ZeRO. weight: factor of a rank's squares in a sum over :class:`Sums`,
-    so that each element counts once. gain: factor of the sum of its gradients, in addition to 1 /
-    all ranks of the engine.
+    update_dim: the ranks of ``shard`` on a communicator for a thread that gathers updated
+    parameters. node: the ranks of ``shard`` within a node, for gathers only. hops: the dimensions
+    of two-hop gathers over ``shard``, across nodes and within a node; empty: gathers take one hop.
+    group: all ranks that hold the same values, for initial broadcasts; None for one rank. axes: the
+    parallel axes that cut it besides ZeRO. weight: factor of a rank's squares in a sum over
+    :class:`Sums`, so that each element counts once. gain: factor of the sum of its gradients, in
+    addition to 1 / all ranks of the engine.
     """
 
     shard: MeshDim
     replicate: MeshDim
-    updates: MeshDim | None = None
+    update_dim: MeshDim | None = None
     node: MeshDim | None = None
     hops: tuple[MeshDim, ...] = ()
     group: RankGroup | None = None
@@ -256,11 +256,11 @@ class FlatMeshMaker:
         shard = self._counted(rows, name, f"{kind}", 1 if tags else 2, shares_communicator=tags)
         over = shard.group if tags else None
         replicate = self._counted(columns, f"{name} across replicas", f" over replicas{kind}")
-        updates = of_node = None
+        update_dim = of_node = None
         if self._options.updates and shards > 1:
             name_of_updates, quiet = f"{name} of updates", self._maker.watchdog.beside()
-            updates = self._maker.make(rows, name_of_updates, self._stats, 1, quiet, over=over)
-            self._owner.hold(updates)
+            update_dim = self._maker.make(rows, name_of_updates, self._stats, 1, quiet, over=over)
+            self._owner.hold(update_dim)
         if node > 1:
             nodes = [row[at : at + node] for row in rows for at in range(0, shards, node)]
             of_node = self._counted(nodes, f"{name} in a node", f" in a node{kind}", 1, over=over)
@@ -274,7 +274,7 @@ class FlatMeshMaker:
         # ``tensor``.
         gain = float(self._dims.tensor) if "tensor" in axes else 1.0
         group = self._group(axes, name)
-        return FlatMesh(shard, replicate, updates, of_node, hops, group, axes, weight, gain)
+        return FlatMesh(shard, replicate, update_dim, of_node, hops, group, axes, weight, gain)
 
     def _hops(
         self, rows: Sequence[Sequence[int]], name: str, kind: str, over: dist.ProcessGroup | None

@@ -315,7 +315,9 @@ class Mesh:
     @property
     def axes(self) -> list[MeshDim]:
         """The dimensions over which this engine communicates."""
-        of_flats = [(m.shard, m.replicate, m.updates, m.node, *m.hops) for m in self._of.values()]
+        of_flats = [
+            (m.shard, m.replicate, m.update_dim, m.node, *m.hops) for m in self._of.values()
+        ]
         sums = () if self.sums.counted is self.shard else (self.sums.counted,)
         return [axis for axes in (*of_flats, sums) for axis in axes if axis is not None]
 

@@ -58,9 +58,9 @@ class Updater:
         self._all = list(units)
         self._watchdog = mesh.watchdog
         self._gathers: UpdateGathers | None = None
-        if mesh.uncut.updates is not None:
+        if mesh.uncut.update_dim is not None:
             begin = partial(kinds.set_device, device)
-            peers = mesh.uncut.updates.peers
+            peers = mesh.uncut.update_dim.peers
             self._gathers = UpdateGathers(peers, mesh.store_messages("updates"), begin)
             weakref.finalize(self, self._gathers.close)
             mesh.issue_before_others(self._gathers.issue_all)
@@ -187,7 +187,7 @@ class Updater:
         if self._gathers is not None:
             messages: dict[MeshDim, list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for flat in unit.offloaded:
-                axis, part = flat.mesh.updates, flat.full[flat.owned[0] : flat.owned[1]]
+                axis, part = flat.mesh.update_dim, flat.full[flat.owned[0] : flat.owned[1]]
                 if axis is not None:
                     messages.setdefault(axis, []).append((flat.full, part))
             gather = self._gathers.add(

@@ -324,7 +324,7 @@ def check_optimizer(plan: EnginePlan) -> None:
             f"{settings.offload_optimizer.moments!r}; remove that key, or use AdamW with it"
         )
     codecs = plan.extensions.codecs
-    few_bits = codecs.momentum is not None or codecs.updates is not None
+    few_bits = codecs.momentum is not None or codecs.deltas is not None
     check_bf16(optimizer, settings, bool(plan.names_in_8_bits), few_bits)
     _refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
     offloaded = [flat for flat in plan.trainable if flat.sub_groups is not None]

@@ -28,24 +28,25 @@ class Codecs:
     uncompressed.
 
     gradients: makes the codec of one flat buffer, which may keep state. weights, frozen: for
-    gathers at stage 3 of trainable and of frozen parameters. updates: for the changes of a step,
+    gathers at stage 3 of trainable and of frozen parameters. deltas: for the changes of a step,
     where all ranks keep whole weights. momentum: for a momentum that is sent in place of gradients.
-    float8: gather the weights of float8 linear layers (:func:`mark_float8`) in float8 at stage 3.
-    block: tensors with fewer elements, and 1-D tensors, are sent uncompressed in flat buffers of
-    their own: next to a matrix their elements would share a block scale that is too large for them.
+    float8_gathers: gather the weights of float8 linear layers (:func:`mark_float8`) in float8 at
+    stage 3. block: tensors with fewer elements, and 1-D tensors, are sent uncompressed in flat
+    buffers of their own: next to a matrix their elements would share a block scale that is too
+    large for them.
     """
 
     gradients: Callable[[], Codec] | None = None
     weights: Codec | None = None
     frozen: Codec | None = None
-    updates: Codec | None = None
+    deltas: Codec | None = None
     momentum: SignBlocks | None = None
-    float8: bool = False
+    float8_gathers: bool = False
     block: int = SMALLEST_TENSOR
 
     def takes(self, parameter: torch.Tensor, trains: bool) -> bool:
         """Return whether ``parameter`` may be placed in a compressed flat buffer."""
-        ours = (self.gradients, self.weights, self.updates, self.momentum)
+        ours = (self.gradients, self.weights, self.deltas, self.momentum)
         return (
             any(ours if trains else (self.frozen,))
             and parameter.dim() > 1
@@ -55,7 +56,7 @@ class Codecs:
     def sends_float8(self, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
         """Return whether gathers of values in ``dtype`` send ``parameter`` in float8."""
         fits = dtype in (torch.bfloat16, torch.float32)  # float8_weights.py, the note
-        return self.float8 and fits and is_float8(parameter)
+        return self.float8_gathers and fits and is_float8(parameter)
 
     def momentum_of(self, layout: FlatLayout, dtype: torch.dtype) -> SignBlocks | None:
         """Return the codec for momenta of a flat buffer that :meth:`takes` has chosen, if any."""
@@ -73,7 +74,7 @@ class Codecs:
         if not trains:
             return None, self.frozen if sharded else None
         up = self.gradients() if self.gradients is not None else None
-        return up, self.weights if sharded else None if persistent else self.updates
+        return up, self.weights if sharded else None if persistent else self.deltas
 
 
 UNCOMPRESSED = Codecs()
