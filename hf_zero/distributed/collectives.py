@@ -367,7 +367,7 @@ class MeshDim:
         return self._follows
 
     @property
-    def peers(self) -> tuple[int, ...]:
+    def other_ranks(self) -> tuple[int, ...]:
         """Global ranks of the other members."""
         return tuple(rank for index, rank in enumerate(self.ranks) if index != self.rank)
 

@@ -60,8 +60,8 @@ class Updater:
         self._gathers: UpdateGathers | None = None
         if mesh.uncut.update_dim is not None:
             begin = partial(kinds.set_device, device)
-            peers = mesh.uncut.update_dim.peers
-            self._gathers = UpdateGathers(peers, mesh.store_messages("updates"), begin)
+            other_ranks = mesh.uncut.update_dim.other_ranks
+            self._gathers = UpdateGathers(other_ranks, mesh.store_messages("updates"), begin)
             weakref.finalize(self, self._gathers.close)
             mesh.issue_before_others(self._gathers.issue_all)
         self._device = device
@@ -224,7 +224,7 @@ class Updater:
                 continue
             future, gather = self._pending[updated]
             # Only this wait is watched, not the waits of the threads: a rank waits for one thing.
-            needs = self._gathers.peers if self._gathers is not None else ()
+            needs = self._gathers.other_ranks if self._gathers is not None else ()
             pending = PendingCollective(f"the update of {updated.label}", needs=needs)
             with span("wait_update", updated.label), self._watchdog.watching(pending):
                 copied = future.result()

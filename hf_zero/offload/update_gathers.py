@@ -67,17 +67,17 @@ class Gather:
 class UpdateGathers:
     """The gathers of one engine's updates, over dimensions with communicators of their own.
 
-    peers: the other ranks (global) in them. messages: the store in which ranks post what they need;
-    None without a common store. begin: first call of the thread.
+    other_ranks: the other ranks (global) in them. messages: the store in which ranks post what they
+    need; None without a common store. begin: first call of the thread.
     """
 
     def __init__(
         self,
-        peers: Sequence[int],
+        other_ranks: Sequence[int],
         messages: StoreMessages | None,
         begin: Callable[[], None],
     ):
-        self.peers, self._messages, self._begin = tuple(peers), messages, begin
+        self.other_ranks, self._messages, self._begin = tuple(other_ranks), messages, begin
         self._changed = threading.Condition()
         self._queue: deque[Gather] = deque()
         self._added = 0

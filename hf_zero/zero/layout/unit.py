@@ -551,7 +551,7 @@ class SharedShards(CopiedState):
         """
         consensus = self._mesh.consensus
         assert consensus is not None
-        peers = sorted({rank for flat in unit.sharded for rank in flat.axis.peers})
+        peers = sorted({rank for flat in unit.sharded for rank in flat.axis.other_ranks})
         size = sum(flat.layout.shard_numel * flat.dtype.itemsize for flat in unit.sharded)
         fetches = consensus.fetches
         fetch = fetches.fetch_alone if outside_passes else fetches.fetch
