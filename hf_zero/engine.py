@@ -125,7 +125,7 @@ class Engine(TrainingEngine):
         self.async_saves = BackgroundSaves(mesh, self.schedule.shards, self.config.checkpoint)
         self.measures = measures_of(self, plan)
         installed.callback(self._end_measures)
-        self.memory = MemoryCheckpoints.of(self, plan)
+        self.memory_checkpoints = MemoryCheckpoints.of(self, plan)
         self.window_start = WindowStart()
         self.save_log = SaveLog()
 
@@ -138,7 +138,7 @@ class Engine(TrainingEngine):
         super().quiesce(what)
 
     def take_apart(self) -> dict[str, Any]:
-        memory, folder = self.memory, self.measures.folder
+        memory, folder = self.memory_checkpoints, self.measures.folder
         self.async_saves.close()
         self.save_log.close()
         if memory is not None:
@@ -150,8 +150,8 @@ class Engine(TrainingEngine):
         super().restore_parts(before)
         self.window_start, folder = before["window_start"], before["folder"]
         self.measures.loaded(self, True, None if folder is None else str(folder))
-        if self.memory is not None and before["memory"] is not None:
-            self.memory.continue_from(before["memory"])
+        if self.memory_checkpoints is not None and before["memory"] is not None:
+            self.memory_checkpoints.continue_from(before["memory"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         raise PartitionError(
@@ -178,8 +178,8 @@ class Engine(TrainingEngine):
             self.window_start.note(self)
         if ends_window and self.async_saves.writer is not None:
             self.async_saves.raise_failure()
-        if ends_window and self.memory is not None:
-            self.memory.end_step(self)
+        if ends_window and self.memory_checkpoints is not None:
+            self.memory_checkpoints.end_step(self)
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -333,11 +333,11 @@ class Engine(TrainingEngine):
             self.measures.saving(self, save_dir)
             in_background = self.config.checkpoint.async_save if blocking is None else not blocking
             writer = self.async_saves.get_writer() if in_background else None
-            if self.memory is not None and client_state is not None:
-                self.memory.client_state = dict(client_state)
+            if self.memory_checkpoints is not None and client_state is not None:
+                self.memory_checkpoints.client_state = dict(client_state)
             offered = None
-            if writer is not None and self.memory is not None:
-                offered = self.memory.offer(self, writer.is_writing)
+            if writer is not None and self.memory_checkpoints is not None:
+                offered = self.memory_checkpoints.offer(self, writer.is_writing)
             save(
                 self,
                 save_dir,
@@ -388,7 +388,7 @@ class Engine(TrainingEngine):
             self.train_unfrozen(loads=True)
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             in_memory = False
-            if self.memory is not None:
+            if self.memory_checkpoints is not None:
                 target = locate(self, load_dir, tag, load_module_strict)
                 load_dir, tag, in_memory = target.directory, target.tag, target.in_memory
                 if in_memory and str(as_path(load_dir)) == run:
@@ -413,8 +413,8 @@ class Engine(TrainingEngine):
         if run == answer[0]:  # a checkpoint itself, without its run's folder
             run = str(as_path(run).absolute().parent)
         self.measures.loaded(self, not load_module_only, run)
-        if self.memory is not None:
-            self.memory.client_state = answer[1]
+        if self.memory_checkpoints is not None:
+            self.memory_checkpoints.client_state = answer[1]
         return answer
 
     def _run_folder(self, given: str | os.PathLike[str] | None, who: str) -> str:
@@ -446,5 +446,5 @@ class Engine(TrainingEngine):
             ending.callback(super().destroy, gather)
             ending.callback(self.save_log.close)
             ending.callback(self.async_saves.close)
-            if self.memory is not None:
-                ending.callback(self.memory.close)
+            if self.memory_checkpoints is not None:
+                ending.callback(self.memory_checkpoints.close)

@@ -115,7 +115,7 @@ def load(
         whole = load_module_strict and not load_module_only
         whole &= load_optimizer_states or engine.bound is None
         _change(engine, loader, folder, whole, load_module_only, load_rng, load_loader)
-    memory = getattr(engine, "memory", None)
+    memory = getattr(engine, "memory_checkpoints", None)
     if memory is not None:
         memory.loaded(manifest.begun)
     log_rank0(

@@ -339,7 +339,7 @@ def manifest_head(
             for hyperparameters in engine.bound.hyperparameters()
         ),
     )
-    memory = getattr(engine, "memory", None)
+    memory = getattr(engine, "memory_checkpoints", None)
     return Manifest(
         save_id=save_id,
         tag=tag,

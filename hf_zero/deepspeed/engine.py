@@ -295,7 +295,8 @@ class DeepSpeedEngine(ReportingEngine):
                 "call it yourself inside GatheredParameters(model.parameters(), modifier_rank=0)",
             )
         tag = tag_of(self, load_dir, tag)
-        if tag is None and self.memory is not None and not self.memory.saved_by_trainer:
+        memory = self.memory_checkpoints
+        if tag is None and memory is not None and not memory.saved_by_trainer:
             checkpoint = newest(self, load_dir, load_module_strict)
             if checkpoint is not None and checkpoint.in_memory:
                 load_dir, tag = str(checkpoint.directory), checkpoint.tag

@@ -25,10 +25,11 @@ def save_if_due(engine: Engine, write: Callable[[Path], Path]) -> None:
     step. ``write(folder)`` saves what a trainer saves, and returns the folder of which the files
     are kept beside. Every rank calls it after the same step.
     """
-    if engine.memory is None or not engine.memory.is_due(engine.global_steps):
+    checkpoints = engine.memory_checkpoints
+    if checkpoints is None or not checkpoints.is_due(engine.global_steps):
         return
-    where = engine.memory.folder(engine.memory.base)
-    engine.memory.mark_job(engine.memory.base)
+    where = checkpoints.folder(checkpoints.base)
+    checkpoints.mark_job(checkpoints.base)
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = Path(mkdtemp(dir=where))
     try:

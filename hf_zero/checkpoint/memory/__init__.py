@@ -32,8 +32,8 @@ def save(
         CheckpointError: checkpoints in memory are off (``checkpoint.memory.every``), or, at the
             first save, on all ranks, a host has no room.
     """
-    if engine.memory is None:
+    if engine.memory_checkpoints is None:
         raise CheckpointError(
             "checkpoints in memory are off; write checkpoint.memory.every into the configuration"
         )
-    engine.memory.save(engine, beside, client_state, tag)
+    engine.memory_checkpoints.save(engine, beside, client_state, tag)

@@ -84,7 +84,7 @@ def newest(
     anything changes. A generation in memory that is damaged, or of another model, is skipped and
     logged. ``strict`` as in :meth:`Engine.load_checkpoint`.
     """
-    memory, ranks = engine.memory, engine.mesh.job
+    memory, ranks = engine.memory_checkpoints, engine.mesh.job
     damage: CheckpointError | None = None
     if memory is None:
         on_disk = _on_disk(ranks, engine.global_rank, directory)
@@ -131,7 +131,7 @@ def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, stri
 
     Raises CheckpointError if the generation of that folder is no longer complete.
     """
-    memory, where = engine.memory, as_path(directory)
+    memory, where = engine.memory_checkpoints, as_path(directory)
     assert memory is not None
     if where in [memory.folder(base) / folders.RESUME for base in memory.bases]:
         tag = find.latest_tag(where) if tag is None else tag
@@ -364,7 +364,7 @@ class _Taking:
 
     def _complete(self, engine: Any, manifest: Manifest, folder: Path, strict: bool) -> None:
         """Add the files that the ranks of this host read for a load into ``engine``. Collective."""
-        memory = engine.memory
+        memory = engine.memory_checkpoints
         _, needs = collective_try(
             self._ranks,
             lambda: files_needed(engine, manifest, strict),

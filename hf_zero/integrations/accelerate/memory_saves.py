@@ -39,7 +39,7 @@ def save_by_loop(accelerator: Accelerator) -> None:
     with what ``save_state`` saves, if its configuration says so. Raises ConfigError for several.
     """
     engines = [engine for engine in engines_of(accelerator) if engine.bound is not None]
-    if all(engine.memory is None for engine in engines):
+    if all(engine.memory_checkpoints is None for engine in engines):
         return
     if len(engines) > 1:
         raise ConfigError(
@@ -47,8 +47,8 @@ def save_by_loop(accelerator: Accelerator) -> None:
             "prepared for training; take the key out and save all of them with save_state()"
         )
     engine = engines[0]
-    assert engine.memory is not None
-    engine.memory.saved_by_trainer = True
+    assert engine.memory_checkpoints is not None
+    engine.memory_checkpoints.saved_by_trainer = True
     engine.register_forward_pre_hook(_before_forward)
     _saving.add(accelerator)
 
@@ -100,6 +100,6 @@ def newer_in_memory(accelerator: Accelerator, folder: str | None) -> str | None:
     checkpoints = [
         newest(engine, folder)
         for engine in engines_of(accelerator)
-        if engine.memory is not None and engine.bound is not None
+        if engine.memory_checkpoints is not None and engine.bound is not None
     ]
     return str(checkpoints[0].directory) if checkpoints and checkpoints[0] is not None else folder

@@ -294,7 +294,7 @@ class StrategyMethods(_Strategy):
         engine.measures.keep_in(trainer.default_root_dir)
         if trainer.progress_bar_callback is not None:
             engine.measures.shown_elsewhere()
-        if engine.memory is not None:
+        if engine.memory_checkpoints is not None:
             self._save_into_memory(engine, trainer)
         engine.lr_scheduler = None  # Lightning steps the scheduler
         engine.set_gradient_accumulation_boundary(True)
@@ -332,8 +332,8 @@ class StrategyMethods(_Strategy):
             trainer.save_checkpoint(folder / TAG, weights_only=False)
             return folder
 
-        assert engine.memory is not None
-        engine.memory.saved_by_trainer = True
+        assert engine.memory_checkpoints is not None
+        engine.memory_checkpoints.saved_by_trainer = True
         callback = self._library("callbacks").Callback
         call_after_batches(trainer, callback, lambda: save_if_due(engine, write))
 

@@ -267,7 +267,7 @@ def resume_from_memory(
     engine = getattr(trainer.strategy, "engine", None)
     if (
         isinstance(engine, Engine)
-        and engine.memory is not None
+        and engine.memory_checkpoints is not None
         and trainer.state.fn == "fit"
         and getattr(self, LAST, False)
     ):

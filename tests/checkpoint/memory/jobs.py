@@ -98,8 +98,8 @@ def attempt(
         first = engine.global_steps
         losses = setup.train(engine, rank, range(max(first, steps.start), steps.stop))
         weights = full_weights(engine)
-        if engine.memory is not None:
-            engine.memory.wait()
+        if engine.memory_checkpoints is not None:
+            engine.memory_checkpoints.wait()
         if ends:
             engine.destroy()
         return first, losses, weights, said

@@ -111,7 +111,7 @@ def saves_each(engine: Any, rank: int, disk: Path) -> None:
     for step in range(3):
         train(engine, rank, range(step, step + 1))
         engine.save_checkpoint(str(disk))
-    engine.memory.wait()
+    engine.memory_checkpoints.wait()
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -120,11 +120,13 @@ def test_what_is_saved_after_a_load_of_an_earlier_step_prevails(step: int, tmp_p
 
     def goes_back(engine: Any, rank: int) -> None:
         saves_each(engine, rank, disk)
-        before = engine.memory.newest_id
+        before = engine.memory_checkpoints.newest_id
         engine.load_checkpoint(str(disk), f"global_step{step}")
         train(engine, rank, range(step, step + 1))
-        engine.memory.wait()
-        assert engine.memory.newest_id != before, "a step that comes again is saved again"
+        engine.memory_checkpoints.wait()
+        assert engine.memory_checkpoints.newest_id != before, (
+            "a step that comes again is saved again"
+        )
 
     attempt(setup, range(1), before=goes_back)
     assert firsts(attempt(setup, range(4), tmp_path / "nothing")) == {step + 1}
@@ -310,7 +312,7 @@ def test_machines_of_one_name_are_refused(tmp_path: Path, monkeypatch: Patch) ->
 
 def test_saves_are_off_without_the_key(tmp_path: Path) -> None:
     def refused(engine: Any, rank: int) -> None:
-        assert engine.memory is None
+        assert engine.memory_checkpoints is None
         with pytest.raises(CheckpointError, match=r"checkpoint\.memory\.every"):
             memory.save(engine)
         assert memory.newest(engine, tmp_path / "disk") is None
@@ -427,8 +429,8 @@ def test_a_copy_of_another_save_is_not_kept(tmp_path: Path, heard_in_full: list[
 
     def out_of_step(engine: Any, rank: int) -> None:
         setup.train(engine, rank, range(2))
-        engine.memory.wait()
-        engine.memory._saves += rank
+        engine.memory_checkpoints.wait()
+        engine.memory_checkpoints._saves += rank
 
     attempt(setup, range(4), before=out_of_step)
     assert firsts(attempt(setup, range(4), tmp_path / "disk")) == {2}
@@ -473,7 +475,7 @@ config = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"memory": memory}}
 engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 engine.backward(engine(torch.ones(1, 4)).sum())
 engine.step()
-engine.memory.wait()
+engine.memory_checkpoints.wait()
 exec(end)
 """
 

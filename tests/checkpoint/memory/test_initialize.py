@@ -67,7 +67,7 @@ def trained(settings: dict[str, Any], **how: Any) -> Any:
     saving._claimed.clear()
     threading.current_thread().host = "a"  # type: ignore[attr-defined]
     steps, engine = train(0, net(), settings, Rows(), **how)
-    engine.memory.wait()
+    engine.memory_checkpoints.wait()
     return steps, engine
 
 
@@ -90,8 +90,8 @@ def test_initialize_resumes_from_the_newer_of_memory_and_disk(tmp_path, on_disk,
     def attempt(world: int, **how: Any) -> list[Any]:
         def run(rank: int, model: Any) -> Any:
             steps, engine = train(rank, model, settings, WholeBatches(), **how)
-            if engine.memory is not None:
-                engine.memory.wait()
+            if engine.memory_checkpoints is not None:
+                engine.memory_checkpoints.wait()
             return steps, engine
 
         return on_hosts(world, names, run)
@@ -172,7 +172,7 @@ def test_buffers_that_ranks_change_by_themselves_are_those_of_rank_0(tmp_path):
         for _ in range(engine.gradient_accumulation_steps()):
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.step()
-        engine.memory.wait()
+        engine.memory_checkpoints.wait()
 
     def second(rank: int, model: Any) -> list[float]:
         engine = hf_zero.initialize(model=model, config=settings, resume="latest")[0]
@@ -217,14 +217,14 @@ def in_stages(rank: int, tmp_path: Path) -> Any:
         engine = hf_zero.initialize(**made_of, config=keys)[0]
         if resumes:
             if rank == 1:
-                shutil.rmtree(engine.memory.folder(engine.memory.base))
+                shutil.rmtree(engine.memory_checkpoints.folder(engine.memory_checkpoints.base))
             engine.load_checkpoint(str(tmp_path / "disk"))
         first = engine.global_steps
         data = pipelines.batches(4 * steps)
         windows = [iter(data[4 * step : 4 * step + 4]) for step in range(first, steps)]
         losses = [float(engine.train_batch(window)) for window in windows]
         weights = {name: p.detach().clone() for name, p in full_weights(engine).items()}
-        engine.memory.wait()
+        engine.memory_checkpoints.wait()
         made.append((first, losses, weights, None))
     return made
 
@@ -255,7 +255,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def files(engine: Any, rank: int) -> set[int]:
     """The inodes of this rank's files in both slots."""
-    folder = engine.memory.folder(engine.memory.base)
+    folder = engine.memory_checkpoints.folder(engine.memory_checkpoints.base)
     found = folder.glob(f"slot-*/rank-{rank:05d}-*.safetensors")
     return {path.stat().st_ino for path in found}
 
@@ -269,16 +269,16 @@ def test_a_generation_is_written_to_disk_while_later_ones_are_made(
 
     def to_disk(engine: Any, rank: int) -> None:
         setup.train(engine, rank, range(2))
-        engine.memory.wait()
+        engine.memory_checkpoints.wait()
         before = files(engine, rank)
         setup.train(engine, rank, range(2, 4))
-        engine.memory.wait()
+        engine.memory_checkpoints.wait()
         assert files(engine, rank) == before, "each slot's file is overwritten in place"
         state = {"step": 4}
         engine.save_checkpoint(str(tmp_path / "run"), client_state=state, blocking=False)
         state["step"] = 5
         setup.train(engine, rank, range(4, 6))
-        engine.memory.wait()
+        engine.memory_checkpoints.wait()
         assert len(files(engine, rank) & before) == 1, "the file that is read stays as it is"
         trained.wait()
         held.set()
@@ -317,7 +317,7 @@ def test_without_room_for_a_third_file_a_generation_is_left_out(
         engine.save_checkpoint(str(tmp_path / "run"), blocking=False)
         monkeypatch.setattr(folders, "free", lambda base: 1000)
         setup.train(engine, rank, range(2, 4))  # of step 4: its slot is being read
-        engine.memory.wait()
+        engine.memory_checkpoints.wait()
         held.set()
         engine.wait_for_checkpoint()
 
@@ -381,7 +381,7 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path) -> None:
     def run(engine: Any, rank: int) -> None:
         for step, (change, copies) in enumerate(CHANGES):
             setup.train(engine, rank, range(step, step + 1))
-            engine.memory.wait()
+            engine.memory_checkpoints.wait()
             saves(engine, change, copies)
         setup.train(engine, rank, range(step, step + 1))
         engine.save_checkpoint(str(tmp_path / "first"), blocking=False)

@@ -90,8 +90,8 @@ class Loop:
             else:
                 continue
             break
-        if self.model.memory is not None:
-            self.model.memory.wait()
+        if self.model.memory_checkpoints is not None:
+            self.model.memory_checkpoints.wait()
         return losses
 
 

@@ -216,7 +216,7 @@ class Failing(Callback):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step == self.at:
-            trainer.strategy.engine.memory.wait()
+            trainer.strategy.engine.memory_checkpoints.wait()
             raise RuntimeError("failed on purpose")
 
 

@@ -55,12 +55,14 @@ def zero_config(args, folder):
 def begin(args, engine, step):
     """Kill rank 1, with the memory of its host, where it is to fail at ``step``."""
     if step == args.fails and ATTEMPT == 0:
-        if engine.memory is not None:
-            engine.memory.wait()
+        if engine.memory_checkpoints is not None:
+            engine.memory_checkpoints.wait()
         torch.distributed.barrier()
         if RANK == 1:
-            if engine.memory is not None:
-                shutil.rmtree(engine.memory.folder(engine.memory.base).parent)
+            if engine.memory_checkpoints is not None:
+                shutil.rmtree(
+                    engine.memory_checkpoints.folder(engine.memory_checkpoints.base).parent
+                )
             os.kill(os.getpid(), signal.SIGKILL)
         torch.distributed.barrier()
 
