@@ -59,7 +59,7 @@ def _counter(name: str) -> Any:
     def write(engine: DeepSpeedEngine, value: int) -> None:
         setattr(engine.counters, name, int(value))
         if name == "micro_steps":  # DeepSpeed derives the place in the window from it
-            engine.accumulation.micro_batches = int(value) % engine.accumulation.accumulation_steps
+            engine.accumulation.set_micro_steps(int(value))
 
     return property(attrgetter(f"counters.{name}"), write)
 

@@ -280,7 +280,7 @@ class DrawsForBlocks(Stateless, ABC, Generic[Drawn]):
         self._engine = engine
         self._calls = BlockCalls(blocks, self._call)
         self._awaited = AwaitedCalls(engine.module, chosen, self._refuse_uncalled)
-        engine.backward_pass.hooks.draws.append(self._draw)
+        engine.backward_pass.hooks.add_draw(self._draw)
 
     def _call(
         self, block: nn.Module, run: Call, args: tuple[object, ...], kwargs: dict[str, object]
@@ -326,5 +326,5 @@ class DrawsForBlocks(Stateless, ABC, Generic[Drawn]):
         if self._calls is not None and self._awaited is not None:
             self._calls.remove()
             self._awaited.clear()
-            self._engine.backward_pass.hooks.draws.remove(self._draw)
+            self._engine.backward_pass.hooks.remove_draw(self._draw)
         self._calls, self._awaited, self._engine = None, None, None

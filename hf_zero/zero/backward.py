@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
@@ -80,13 +80,26 @@ class AccumulationWindow:
         """Whether a step now ends the window."""
         return self.ends or not self.managed
 
-    def take_count(self) -> int:
+    def add_micro_batch(self, counters: Counters) -> None:
+        """Count a micro-batch that does not end the window, before ``counters`` do."""
+        if not self.micro_batches:
+            self.before = replace(counters)
+        self.micro_batches += 1
+
+    def take_count(self, restart: bool = False) -> int:
         """Return the number of micro-batches since the last ``step()`` or ``zero_grad()``, at least
-        1; without managed accumulation, the backwards of the window.
+        1; without managed accumulation, the backwards of the window. ``restart``: the next
+        micro-batch is the first of a window.
         """
         count = max(1, self.announced + self.others) if self.managed else self.micro_batches
         self.announced, self.others = 0, False
+        if restart:
+            self.micro_batches = 0
         return count
+
+    def set_micro_steps(self, micro_steps: int) -> None:
+        """Set the place in the window after ``micro_steps`` micro-batches in the whole run."""
+        self.micro_batches = micro_steps % self.accumulation_steps
 
     def uncount(self) -> None:
         """Take the last backward out of the counts: an exception has broken it."""

@@ -202,7 +202,7 @@ class EngineParts(AroundModel):
         sanity = SanityChecks(mesh.device, self.accumulation, config.precision, mesh.rank)
         self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
         self.updater, self.scaler = self.optimizer_step.updater, scaler
-        self.changes.updater = self.updater
+        self.changes.connect(self.updater)
         self.backward_pass = Backward(
             sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
         )

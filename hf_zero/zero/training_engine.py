@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -346,10 +345,8 @@ class TrainingEngine(EngineParts):
         window = self.accumulation
         if not ends_window:
             with self.changes.change(f"a micro-batch of step {self.counters.global_steps + 1}"):
-                if not window.micro_batches:
-                    window.before = replace(self.counters)
+                window.add_micro_batch(self.counters)
                 self._count_micro_batches(window.take_count())
-                window.micro_batches += 1
             return
         self._refuse_update()
         try:
@@ -362,8 +359,7 @@ class TrainingEngine(EngineParts):
             self.backward_pass.refuse_unused()
         failure = None  # of a post hook: the step is complete even so, as in torch
         with self.changes.change(f"step {self.counters.global_steps + 1}"):
-            self._count_micro_batches(window.take_count())
-            window.micro_batches = 0
+            self._count_micro_batches(window.take_count(restart=True))
             losses = self.backward_pass.losses
             captured = self.backward_pass.captured
             update = self.optimizer_step.update if captured is None else captured.update
@@ -456,16 +452,15 @@ class TrainingEngine(EngineParts):
         self.backward_pass.reducer.clear()
         self.backward_pass.losses.reset()
         self.measures.zero_grad()
-        self.accumulation.take_count()
-        if not self.accumulation.managed:  # counts what a step would use
-            self.accumulation.micro_batches = 0
+        # not managed, it counts what a step would use
+        self.accumulation.take_count(restart=not self.accumulation.managed)
 
     def restart_window(self) -> None:
         """Drop all gradients and restart the accumulation window: the next micro-batch is its
         first. Every rank must call it, or none.
         """
         self.zero_grad()
-        self.accumulation.micro_batches = 0
+        self.accumulation.take_count(restart=True)
 
     def compile(
         self,

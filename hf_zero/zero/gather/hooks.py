@@ -62,6 +62,8 @@ _next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 # With a cache or this argument a decoder step of generate takes another path than a whole forward.
 # Other arguments do not select a plan: ranks may differ in them.
 ENCODED = "encoder_outputs"
+# Returns the modules that no rank runs in an outermost forward.
+Draw = Callable[[RootForward], Collection[nn.Module]]
 
 
 def _mark(
@@ -132,9 +134,7 @@ class Hooks:
         self._outer: RootForward | None = None  # the forward under way
         # the last call that has ended, an output of it, and the marks of its inputs
         self._last: tuple[UnitForward, torch.Tensor, Sequence[Node]] | None = None
-        # Called with each outermost forward with a graph; return the modules that no rank runs in
-        # it.
-        self.draws: list[Callable[[RootForward], Collection[nn.Module]]] = []
+        self.draws: list[Draw] = []
         # by module: parameters that no other module holds, as bits in flat buffers
         self._held: dict[nn.Module, list[tuple[FlatBuffer, int]]] = {}
         self._removable: list[RemovableHandle] = []
@@ -219,6 +219,13 @@ class Hooks:
         for handle in self._removable:
             handle.remove()
         self._removable = []
+
+    def add_draw(self, draw: Draw) -> None:
+        """Call ``draw`` with each outermost forward with a graph, until :meth:`remove_draw`."""
+        self.draws.append(draw)
+
+    def remove_draw(self, draw: Draw) -> None:
+        self.draws.remove(draw)
 
     @property
     def forward_runs(self) -> bool:

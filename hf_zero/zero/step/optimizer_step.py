@@ -415,7 +415,11 @@ class StateChanges:
         self._passes = passes
         self.broken = ""  # the change that was broken off, and why
         self._under_way = ""
-        self.updater: Updater | None = None  # makes updates in backwards
+        self._updater: Updater | None = None
+
+    def connect(self, updater: Updater) -> None:
+        """Set ``updater``, which makes updates in backwards."""
+        self._updater = updater
 
     @contextmanager
     def change(self, what: str, replaces: bool = False) -> Iterator[None]:
@@ -464,8 +468,8 @@ class StateChanges:
         """Raise PartitionError for ``what`` while a step is pending that completes an update in the
         backward.
         """
-        if self.updater is not None:
-            refuse_half_done(self.updater, what)
+        if self._updater is not None:
+            refuse_half_done(self._updater, what)
 
     def refuse_within(self, what: str) -> None:
         """Raise PartitionError for ``what`` inside a change."""
