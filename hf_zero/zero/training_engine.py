@@ -35,7 +35,7 @@ TORCH_NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 class TrainingEngine(EngineParts):
     """``model`` under ZeRO: forward, backward, step. The subclass :class:`hf_zero.Engine` adds
-    checkpoints.
+    checkpoints, also in memory, measures and traces, streams of weights and curricula.
 
     The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one
     micro-batch on this rank; the engine averages over the accumulation window and over ranks, and

@@ -169,9 +169,8 @@ class Usage:
         return upload(torch.tensor(words, dtype=torch.float64), self._device)
 
     def agree(self, numbers: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the sum over all ranks of ``numbers`` (a few, fp64), which is already
-        complete within each replica, and set the unused parameters of the flat buffers
-        (collective).
+        """Return the sum of ``numbers`` (a few, fp64) over the shards, and set the unused
+        parameters of the flat buffers (collective). Replicas then hold equal sums.
 
         Raises PartitionError if some ranks only have a gradient of a parameter that all have left
         out.
