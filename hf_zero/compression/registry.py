@@ -1,4 +1,4 @@
-"""The techniques that replace parts of an engine's step: a row each."""
+"""The extensions of an engine's step that a configuration or an optimizer asks for, in rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_zero.zero.layout.codecs import DEFAULT_BLOCKS, SMALLEST_TENSOR, Codecs
 from hf_zero.zero.layout.stage_policy import POLICIES
 
 _ZERO = "zero_optimization.zero_"
-# Returns the fields of :class:`Extensions` that a technique sets; {} if it is off.
+# Returns the fields of :class:`Extensions` that settings ask for; {} if they are off.
 Row = Callable[[ZeroConfig, "torch.optim.Optimizer | None"], dict[str, Any]]
 
 
@@ -102,7 +102,7 @@ ROWS: list[Row] = [two_hops, secondary_shards, compressed]
 
 
 def extensions_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None = None) -> Extensions:
-    """Return the parts of an engine that techniques in ``config``, or of ``optimizer``, provide.
+    """Return the extensions that ``config`` or ``optimizer`` asks for.
 
     Sequences of several rows are joined; of other fields a later row's value counts.
     """

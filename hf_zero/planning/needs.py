@@ -19,7 +19,7 @@ K bytes per parameter for the master weight and moments:
 - Parameters that stay whole at stage 3 (persistent ones): on the device, with K of this rank's
   chunk of them, whatever is offloaded.
 
-This module adds the state of techniques (secondary shards, rounded weights, errors that are fed
+This module adds the state of extensions (secondary shards, rounded weights, errors that are fed
 back, momenta in one bit) and the buffers of a step: gathered units, gradients between ranks, pieces
 between files and their use. Activations are not part of this model.
 """

@@ -1,5 +1,5 @@
-"""The replaceable parts of an engine. A technique provides some of them, and a row of
-``hf_zero/compression/registry.py`` names it; the engine knows only these interfaces.
+"""Extensions: the replaceable parts of an engine's step. Rows of
+``hf_zero/compression/registry.py`` provide them; the engine knows only these interfaces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_zero.zero.layout.unit import ShardGather, Unit
 
 
 class StepExtension:
-    """Part of a technique in each step. Every method does nothing here and may be collective,
+    """What an extension does in each step. Every method does nothing here and may be collective,
     except for reports. Within a step they are called in this order; ``gradient_norm()`` may call
     :meth:`before_reduction` and :meth:`squares` in between.
     """
@@ -83,7 +83,7 @@ class StepExtension:
 
 @dataclass(frozen=True)
 class Extensions(PlannedExtensions):
-    """The parts that the techniques of one engine provide: those that its plan reads, and these.
+    """The extensions of one engine: those that its plan reads, and these.
 
     gathers: makes the source of a unit's gathers. steps: make the :class:`StepExtension` objects of
     an :class:`OptimizerStep`.

@@ -55,7 +55,7 @@ def shape_of(parameter: nn.Parameter, cuts: Cuts) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlannedExtensions:
-    """The parts of techniques that a plan reads; the defaults are for an engine without techniques.
+    """The extensions that a plan reads; the defaults are for an engine without any.
 
     codecs: of compressed collectives. node: number of neighbouring ranks of a shard group that form
     a mesh dimension of their own, for gathers. hierarchical: the configuration key that asks for

@@ -75,8 +75,8 @@ def plan(
         dims: the sizes of the parallel axes of the job.
         optimizer: an optimizer over the model's parameters; those in none of its groups are frozen:
             gathered and released as the ZeRO stage requires, never reduced. None: all are.
-        extensions_of: the function from settings and optimizer to the parts that techniques
-            provide (``hf_zero.compression.registry.extensions_of``); default: none do.
+        extensions_of: the function from settings and optimizer to the extensions
+            (``hf_zero.compression.registry.extensions_of``); default: none.
         rank: the rank of the job that is planned for.
         device: the kind of device that computes.
         cuts: the sharding of parameters that tensor and expert parallelism have yet to cut.
