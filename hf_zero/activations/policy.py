@@ -66,7 +66,7 @@ def offload_of(device: torch.device, section: ActivationOffload) -> Offload | No
 
 
 class ActivationPatches:
-    """Patches of ``config`` on one model; :class:`hf_zero.zero.gather.model_patches.Patches`."""
+    """Patches of ``config`` on one model; :class:`hf_zero.zero.extensions.Patches`."""
 
     def __init__(self, config: ZeroConfig):
         self._config = config

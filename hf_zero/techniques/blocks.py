@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.zero.gather.model_patches import Attached, Stateless, outside_graphs
+from hf_zero.zero.extensions import Stateless
+from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 from hf_zero.zero.layout.unit import RootForward
 from hf_zero.zero.layout.wrap import described, find_blocks, repeated_blocks
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 class Technique(Protocol):
     """One technique, made from a configuration;
-    :class:`hf_zero.zero.gather.model_patches.Techniques` says when its methods are called.
+    :class:`hf_zero.zero.extensions.Techniques` says when its methods are called.
     """
 
     def install(self, engine: TrainingEngine) -> None: ...
@@ -87,7 +87,7 @@ def _refuse_lengths(techniques: Mapping[str, Technique | None]) -> None:
 
 class TrainingTechniques:
     """The techniques that ``config`` asks for; a
-    :class:`hf_zero.zero.gather.model_patches.Techniques`.
+    :class:`hf_zero.zero.extensions.Techniques`.
     """
 
     def __init__(self, config: ZeroConfig, others: Mapping[str, Technique] | None = None):

@@ -26,7 +26,7 @@ from hf_zero.techniques import sequence_length
 from hf_zero.techniques.schedules import Stairs
 from hf_zero.techniques.sequence_length import SequenceLength
 from hf_zero.zero.backward import Counters
-from hf_zero.zero.gather.model_patches import Stateless
+from hf_zero.zero.extensions import Stateless
 from hf_zero.zero.layout.engine_plan import EnginePlan
 
 if TYPE_CHECKING:

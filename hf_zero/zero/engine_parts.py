@@ -21,7 +21,8 @@ from hf_zero.distributed.world_group import get_world_group
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.own_step import reopen_fused
 from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
-from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
+from hf_zero.zero.extensions import Patches, Techniques
+from hf_zero.zero.gather.model_patches import Override, refuse_foreign_step
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank

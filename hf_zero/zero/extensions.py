@@ -1,5 +1,6 @@
-"""Extensions: the replaceable parts of an engine's step. Rows of
-``hf_zero/compression/registry.py`` provide them; the engine knows only these interfaces.
+"""Interfaces of what an engine installs: extensions, which replace parts of its step (rows of
+``hf_zero/compression/registry.py`` provide them), patches of its model (``hf_zero/activations``)
+and training techniques (``hf_zero/techniques``). The engine knows these interfaces alone.
 """
 
 from __future__ import annotations
@@ -7,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from hf_zero.zero.layout.engine_plan import PlannedExtensions
+from hf_zero.zero.layout.engine_plan import EnginePlan, PlannedExtensions
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.unit import ShardGather, Unit
 
 
 class StepExtension:
-    """What an extension does in each step. Every method does nothing here and may be collective,
+    """The part of an extension in each step. Every method does nothing here and may be collective,
     except for reports. Within a step they are called in this order; ``gradient_norm()`` may call
     :meth:`before_reduction` and :meth:`squares` in between.
     """
@@ -91,3 +93,81 @@ class Extensions(PlannedExtensions):
 
     gathers: Callable[[Unit], ShardGather] = ShardGather
     steps: tuple[Callable[[Any], StepExtension], ...] = ()
+
+
+class Patches(Protocol):
+    """Additions to a model that are installed together with an engine and know nothing of sharding:
+    activation checkpointing and offload, compiled blocks, an order of attention kernels.
+
+    The engine gets an object with this interface; it does not import them, because they import the
+    engine's layer.
+    """
+
+    def check(self, model: nn.Module, fixed_addresses: bool) -> None:
+        """Raise ConfigError for patches that cannot be installed, before the model is changed.
+
+        ``fixed_addresses``: parameters keep their memory for the life of the engine.
+        """
+
+    def install(
+        self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
+    ) -> None:
+        """Install everything on ``model``, after the engine's hooks.
+
+        ``logs``: whether this rank logs what it installs.
+        """
+
+    def remove(self) -> None:
+        """Remove everything that is installed. Idempotent."""
+
+    def end_forward(self) -> None:
+        """End a forward whose hooks an exception has bypassed. Idempotent."""
+
+    def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
+        """Compile each block's forward with these arguments of torch.compile."""
+
+
+class Techniques(Protocol):
+    """Changes of the training itself that depend on the step: dropped layers, growing sequences,
+    weights in fewer bits. An interface, like :class:`Patches`.
+    """
+
+    def check(self, plan: EnginePlan) -> None:
+        """Raise ConfigError for what the engine of ``plan`` does not support."""
+
+    def install(self, engine: Any) -> None:
+        """Install everything on the model of ``engine``, after its own hooks. Step-dependent
+        techniques read ``engine.global_steps`` and ``engine.micro_steps``, which a load restores.
+        """
+
+    def end_step(self) -> None:
+        """Called after ``engine.step`` has ended an accumulation window and updated
+        the counters.
+        """
+
+    def prepare_batch(self, batch: object) -> object:
+        """Return ``batch`` as the model's forward would change it."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state for checkpoints besides the counters, by technique: JSON, equal on all
+        ranks.
+        """
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Restore the result of :meth:`state_dict`; the counters are restored already."""
+
+    def remove(self) -> None:
+        """Remove everything that is installed. Idempotent."""
+
+
+class Stateless:
+    """Base class of :class:`Techniques` members that do not depend on the step."""
+
+    def end_step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        pass

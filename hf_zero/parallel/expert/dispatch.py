@@ -20,7 +20,7 @@ from torch import nn
 
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.ops.operators import GradientContext
-from hf_zero.zero.gather.model_patches import Stateless
+from hf_zero.zero.extensions import Stateless
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

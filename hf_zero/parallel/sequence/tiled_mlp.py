@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.config import TiledMlpSection, ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.zero.gather.model_patches import Attached, Override, Stateless
+from hf_zero.zero.extensions import Stateless
+from hf_zero.zero.gather.model_patches import Attached, Override
 from hf_zero.zero.layout.declared import text_config_of
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.wrap import described, repeated_blocks

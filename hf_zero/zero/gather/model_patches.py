@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -29,10 +29,6 @@ from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of
 from hf_zero.zero.layout.sharding import join_parts, own_part, sharding_of
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.walk import modules_of
-
-if TYPE_CHECKING:
-    from hf_zero.zero.layout.engine_plan import EnginePlan
-
 
 _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
 # Puts whole parameters of a module into the state dict, under a prefix.
@@ -104,84 +100,6 @@ class Override:
             f"a {type(self._module).__name__} under an engine cannot be pickled whole; save its "
             "state_dict(), or call engine.save_checkpoint"
         )
-
-
-class Patches(Protocol):
-    """Additions to a model that are installed together with an engine and know nothing of sharding:
-    activation checkpointing and offload, compiled blocks, an order of attention kernels.
-
-    The engine gets an object with this interface; it does not import them, because they import the
-    engine's layer.
-    """
-
-    def check(self, model: nn.Module, fixed_addresses: bool) -> None:
-        """Raise ConfigError for patches that cannot be installed, before the model is changed.
-
-        ``fixed_addresses``: parameters keep their memory for the life of the engine.
-        """
-
-    def install(
-        self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
-    ) -> None:
-        """Install everything on ``model``, after the engine's hooks.
-
-        ``logs``: whether this rank logs what it installs.
-        """
-
-    def remove(self) -> None:
-        """Remove everything that is installed. Idempotent."""
-
-    def end_forward(self) -> None:
-        """End a forward whose hooks an exception has bypassed. Idempotent."""
-
-    def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
-        """Compile each block's forward with these arguments of torch.compile."""
-
-
-class Techniques(Protocol):
-    """Changes of the training itself that depend on the step: dropped layers, growing sequences,
-    weights in fewer bits. An interface, like :class:`Patches`.
-    """
-
-    def check(self, plan: EnginePlan) -> None:
-        """Raise ConfigError for what the engine of ``plan`` does not support."""
-
-    def install(self, engine: Any) -> None:
-        """Install everything on the model of ``engine``, after its own hooks. Step-dependent
-        techniques read ``engine.global_steps`` and ``engine.micro_steps``, which a load restores.
-        """
-
-    def end_step(self) -> None:
-        """Called after ``engine.step`` has ended an accumulation window and updated
-        the counters.
-        """
-
-    def prepare_batch(self, batch: object) -> object:
-        """Return ``batch`` as the model's forward would change it."""
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the state for checkpoints besides the counters, by technique: JSON, equal on all
-        ranks.
-        """
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Restore the result of :meth:`state_dict`; the counters are restored already."""
-
-    def remove(self) -> None:
-        """Remove everything that is installed. Idempotent."""
-
-
-class Stateless:
-    """Base class of :class:`Techniques` members that do not depend on the step."""
-
-    def end_step(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        pass
 
 
 @dataclass
