@@ -41,9 +41,9 @@ class SecondaryShards(ShardGather):
         self._kept = Kept.NO
 
     def requests(self, exact: bool, backward: bool) -> Sequence[GatherRequest]:
-        node = self.unit.sharded[0].mesh.node
+        node = self.unit.sharded_flats[0].mesh.node
         if backward and self._kept is Kept.YES and node is not None:
-            pairs = [(flat.full, self.shards[flat]) for flat in self.unit.sharded]
+            pairs = [(flat.full, self.shards[flat]) for flat in self.unit.sharded_flats]
             # no codec: the values kept are decoded ones
             return [GatherRequest(node, f"{self.unit.label} in a node", pairs)]
         self._kept = Kept.NO if exact or node is None else Kept.COMING
@@ -53,7 +53,7 @@ class SecondaryShards(ShardGather):
         if self._kept is not Kept.COMING:
             return
         with torch.inference_mode(False), torch.no_grad():
-            for flat in self.unit.sharded:
+            for flat in self.unit.sharded_flats:
                 node = flat.mesh.node
                 assert node is not None
                 numel = flat.layout.padded // node.size

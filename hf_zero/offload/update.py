@@ -77,7 +77,7 @@ class Updater:
 
     def refresh(self) -> None:
         """Find the units that have offloaded flat buffers now."""
-        self.units = [unit for unit in self._all if unit.offloaded]
+        self.units = [unit for unit in self._all if unit.offloaded_flats]
 
     @property
     def pending(self) -> tuple[Unit, ...]:
@@ -100,7 +100,7 @@ class Updater:
         order: list[Unit] = []
         unused: list[Unit] = []
         for unit in self.units:
-            rests = all(flat.gradient.all_unused for flat in unit.offloaded)
+            rests = all(flat.gradient.all_unused for flat in unit.offloaded_flats)
             (unused if rests else order).append(unit)
         if self.backward_update is update:
             started = self.units_updated_in_backward
@@ -110,7 +110,7 @@ class Updater:
             self.finish()
             self._submit(update, order)
         for unit in unused:  # other parameters of their groups make one more step than theirs
-            for flat in unit.offloaded:
+            for flat in unit.offloaded_flats:
                 update.announce(flat.optimizer_shard)
         if self._gathers is not None:
             self._gathers.complete()
@@ -153,7 +153,7 @@ class Updater:
             if self._gathers is not None:
                 self._copies.open()
         for unit in units:
-            for flat in unit.offloaded:
+            for flat in unit.offloaded_flats:
                 update.announce(flat.optimizer_shard)
         for at in range(update.rounds):
             for unit in units:
@@ -169,7 +169,7 @@ class Updater:
         for index, unit in enumerate(units):
             future: Future[streams.Event | None] = Future()
             self._add(unit, future)
-            for flat in unit.offloaded:
+            for flat in unit.offloaded_flats:
                 flat.begin_update(partial(self.finish, unit), future)
             # The thread takes the waiting unit that the next forward needs first, or the oldest one
             # if all ranks gather.
@@ -186,7 +186,7 @@ class Updater:
         gather = None
         if self._gathers is not None:
             messages: dict[MeshDim, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-            for flat in unit.offloaded:
+            for flat in unit.offloaded_flats:
                 axis, part = flat.mesh.update_dim, flat.full[flat.owned[0] : flat.owned[1]]
                 if axis is not None:
                     messages.setdefault(axis, []).append((flat.full, part))
@@ -200,7 +200,7 @@ class Updater:
         offload = self._offload
         if offload is None:
             return []
-        events = [offload.event(flat.gradient) for flat in unit.offloaded]
+        events = [offload.event(flat.gradient) for flat in unit.offloaded_flats]
         return [event for event in events if event is not None]
 
     def _first_two_by_arrival(self, units: Sequence[Unit]) -> Sequence[Unit]:
@@ -212,7 +212,7 @@ class Updater:
             self._gathers is not None
             or len(units) < 2
             or self._offload is None
-            or self._offload.last not in [flat.gradient for flat in units[0].trainable]
+            or self._offload.last not in [flat.gradient for flat in units[0].trainable_flats]
         ):
             return units
         return [units[1], units[0], *units[2:]]
@@ -257,7 +257,7 @@ class Updater:
         for event in ready:
             event.synchronize()
         with span("prepare_update", unit.label):
-            for flat in unit.offloaded:
+            for flat in unit.offloaded_flats:
                 flat.optimizer_shard.wait_for_copy()
                 update.prepare(flat.optimizer_shard, at)
 
@@ -271,7 +271,7 @@ class Updater:
         for event in ready:
             event.synchronize()
         with span("update", unit.label):
-            for flat in unit.offloaded:
+            for flat in unit.offloaded_flats:
                 flat.optimizer_shard.wait_for_copy()
                 output_for = partial(copies.output_for, flat)
                 finish_output = partial(copies.finish_output, flat)
@@ -281,7 +281,7 @@ class Updater:
 
 
 def _end(unit: Unit, copied: streams.Event | None) -> None:
-    for flat in unit.offloaded:  # others may wait for the gather of their updated values
+    for flat in unit.offloaded_flats:  # others may wait for the gather of their updated values
         flat.end_update(copied)
 
 

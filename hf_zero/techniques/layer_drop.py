@@ -135,7 +135,9 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
         self._take_over(engine, list(self._of), list(self._of))
 
     def _only_trained(self, engine: TrainingEngine) -> list[int]:
-        trained = {id(p) for unit in engine.units for flat in unit.trainable for p in flat.members}
+        trained = {
+            id(p) for unit in engine.units for flat in unit.trainable_flats for p in flat.members
+        }
         of_blocks = [{id(p) for p in layer.block.parameters()} for layer in self._layers]
         if trained - set[int]().union(*of_blocks):
             return []

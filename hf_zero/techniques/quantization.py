@@ -94,7 +94,7 @@ class WeightsInBits:
         self._engine = engine
         falls_of = self._falls_of(engine.module)
         for unit in engine.units:
-            for flat in unit.trainable:
+            for flat in unit.trainable_flats:
                 if falls := _rounded(flat, falls_of):
                     self._falls.update(falls)
                     self._flats.append(flat)

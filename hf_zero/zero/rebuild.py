@@ -67,7 +67,7 @@ def refuse_now(engine: EngineParts, what: str, loads: bool = False) -> None:
             f"{what} comes between a backward and the step that uses its gradients; call it after "
             "the step that ends the accumulation window, or zero_grad() before it"
         )
-    pinned = [unit.name or "the root" for unit in engine.units if unit.sharded and unit.pins]
+    pinned = [unit.name or "the root" for unit in engine.units if unit.sharded_flats and unit.pins]
     if pinned:
         raise PartitionError(
             f"{what} inside GatheredParameters of {listed(pinned, 3)}; call it after that context"

@@ -197,9 +197,9 @@ class ShardedModel:
     def release(self, gather: bool) -> None:
         """Release every sharded unit, or with ``gather`` gather it permanently (collective)."""
         for unit in self.units:
-            if unit.sharded and gather:
+            if unit.sharded_flats and gather:
                 self.schedule.pin(unit)
-            elif unit.sharded:
+            elif unit.sharded_flats:
                 unit.release(keep_views=True)  # on every rank, even if still gathered on this one
 
     def end_gathers(self) -> Exception | None:

@@ -77,7 +77,7 @@ def start(
 
 def still_gathered(engine: Any) -> list[str]:
     """Labels of the sharded units that are not released."""
-    return [u.label for u in engine.units if u.sharded and u.state is not State.RELEASED]
+    return [u.label for u in engine.units if u.sharded_flats and u.state is not State.RELEASED]
 
 
 def bytes_along(engine: Any, axis: str) -> Counter[str]:

@@ -107,8 +107,8 @@ def counted(blocks: int, stage: int, bf16: bool, zero: dict[str, Any]) -> tuple[
 def write_under_a_gather() -> dict[str, Any]:
     """Gathers read the shard of a rank itself, so that a write waits for them."""
     engine = engine_of(2, 3, False, {})
-    unit = next(unit for unit in engine.units if unit.sharded)
-    [flat] = unit.sharded
+    unit = next(unit for unit in engine.units if unit.sharded_flats)
+    [flat] = unit.sharded_flats
     old = flat.shard.clone()
     unit.launch_gather(exact=True)
     with engine.schedule.shards.writing():

@@ -185,7 +185,7 @@ def _updates_with_the_others() -> Iterator[Callable[[], int]]:
     groups: list[Any] = []
 
     def noted(plain: Any, self: update.Updater, updated: unit.Unit, future: Any) -> None:
-        groups[:] = [updated.trainable[0].axis._reduce_group]
+        groups[:] = [updated.trainable_flats[0].axis._reduce_group]
         plain(self, updated, future)
 
     def elsewhere(plain: Any, self: update_gathers.UpdateGathers, gather: Any) -> None:

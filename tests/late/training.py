@@ -122,7 +122,7 @@ def broadcasts(engine: Any) -> None:
 def reads_shards(engine: Any) -> None:
     """Each shard is read, and written by the host, as :attr:`FlatBuffer.shard` allows."""
     for unit in engine.sharded_model.units:
-        for flat in unit.sharded:
+        for flat in unit.sharded_flats:
             before = flat.shard.cpu()
             flat.shard  # noqa: B018
             flat.store_shard(before)

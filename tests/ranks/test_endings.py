@@ -312,7 +312,7 @@ def test_a_gather_whose_wait_is_interrupted_ends_before_its_memory():
         engine = start(
             model, plain_sgd(model), config_of(3, zero_optimization=APART | {"stage": 3})
         )
-        axis, made = engine.units[1].sharded[0].axis, []
+        axis, made = engine.units[1].sharded_flats[0].axis, []
         plain = axis._handle
         axis._handle = lambda *given, **more: made.append(Interrupted(*given, **more)) or made[-1]
         with pytest.raises(KeyboardInterrupt):

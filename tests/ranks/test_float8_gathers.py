@@ -214,7 +214,7 @@ def test_bytes_and_messages(rank, model):
     units = {unit.label: unit for unit in engine.units}
     for key, nbytes in gathers:
         if key != SCALES:
-            flats = units[key].sharded
+            flats = units[key].sharded_flats
             sizes = [flat.layout.padded * (1 if flat in coded else 2) for flat in flats]
             assert nbytes == sum(sizes)
     order = [key for _, key, _ in stats.log]  # a message in the pass itself could deadlock
@@ -261,11 +261,11 @@ def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
         agree()
     unit.launch_gather()
     unit.finish_gather()
-    gathered = [flat.views[name].clone() for flat in unit.sharded for name in flat.parameters]
+    gathered = [flat.views[name].clone() for flat in unit.sharded_flats for name in flat.parameters]
     unit.release()
     chunks = engine.mesh.all_gather_object(unit.shard_bytes_to_serve())
     unit.gather_from({other: data for other, data in enumerate(chunks) if other != rank})
-    filled = [flat.views[name] for flat in unit.sharded for name in flat.parameters]
+    filled = [flat.views[name] for flat in unit.sharded_flats for name in flat.parameters]
     assert all(map(torch.equal, filled, gathered))
     unit.release()
 

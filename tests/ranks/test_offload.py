@@ -162,7 +162,7 @@ def on_host(model, stage, folder, **more):
 def _one_reads(rank, model, folder, how, gate):
     engine = on_host(model, 2, folder)
     train(engine, 0, rank)
-    assert set(engine.updater.pending) == {unit for unit in engine.units if unit.trainable}
+    assert set(engine.updater.pending) == {unit for unit in engine.units if unit.trainable_flats}
     dist.barrier()
     gate.set()
     if rank == 0 and how == "a forward":

@@ -109,7 +109,7 @@ class GatheredParameters:
                 entered.callback(engine.schedule.shards.end_asking)
                 if not watched:
                     unit.take_user_writes()  # writes of a forward, not of this context
-                    self._released += unit.sharded
+                    self._released += unit.sharded_flats
                 entered.callback(unit.drop_user_writes)
             self._gathered.push(entered.pop_all())
         return self

@@ -127,7 +127,7 @@ class BackwardTracker:
         self.enter()
         if call not in call.unit.forwards.in_backward:
             self._start(call, marks)
-        elif not call.unit.sharded:
+        elif not call.unit.sharded_flats:
             # Another output of the call. Its unit is whole, and was made ready at the first one; a
             # sharded one may need its gather, and its guard off for ``module``.
             return
@@ -139,7 +139,7 @@ class BackwardTracker:
             spans.began(call, "backward", call.unit.name_of(module))
 
     def _start(self, call: UnitForward, marks: Sequence[Node]) -> None:
-        if torch.is_grad_enabled() and call.unit.sharded:
+        if torch.is_grad_enabled() and call.unit.sharded_flats:
             raise PartitionError(
                 "create_graph=True at stage 3: the second backward would read weights of "
                 f"{call.unit.label} that the first has released; "
@@ -245,7 +245,7 @@ class BackwardTracker:
         """
         progress = self._reducer.progress
         changed = progress.under_way and unit in progress.updated
-        if changed and any(flat.follows_updates for flat in unit.trainable):
+        if changed and any(flat.follows_updates for flat in unit.trainable_flats):
             raise PartitionError(
                 f"{unit.label} runs again inside a backward that has updated it, in a "
                 "recomputation that needs none of its gradients (under torch.no_grad()), and would "

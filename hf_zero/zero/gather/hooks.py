@@ -140,7 +140,10 @@ class Hooks:
         self._removable: list[RemovableHandle] = []
         self._watches = False
         self._training = [
-            parameter for unit in units for flat in unit.trainable for parameter in flat.members
+            parameter
+            for unit in units
+            for flat in unit.trainable_flats
+            for parameter in flat.members
         ]
         self._install(model)
 
@@ -262,7 +265,7 @@ class Hooks:
         if spans.blocks:
             spans.began(module, "forward", name or unit.label)
         if not grads:
-            if module.training and unit.trainable and not inside:
+            if module.training and unit.trainable_flats and not inside:
                 unit.forwards.expected_reruns += 1
             unit.forwards.in_forward.append(None)
             self._schedule.ensure_gathered(unit, module)
@@ -281,7 +284,7 @@ class Hooks:
             call = last[0]
             call.marks = last[2]
             unit.forwards.in_forward.append(call)
-            if unit.sharded:
+            if unit.sharded_flats:
                 self._schedule.ensure_gathered(unit, module)
             if unit.device_of_streams is not None:
                 unit.record_compute_stream()
@@ -329,7 +332,7 @@ class Hooks:
         """
         if unit is None:
             return
-        if unit.sharded:
+        if unit.sharded_flats:
             raise PartitionError(
                 f"torch.func goes through {unit.label}, whose parameters are sharded (stage 3): "
                 "the backward inside a transform "
@@ -382,7 +385,7 @@ class Hooks:
             bits = {
                 id(parameter): (flat, 1 << index)
                 for unit in self._units
-                for flat in unit.trainable
+                for flat in unit.trainable_flats
                 for index, parameter in enumerate(flat.members)
             }
             holders = Counter(
@@ -488,7 +491,11 @@ class Hooks:
                 keep_for_backward(call.unit, call.outer)
         # Nodes recorded after the outputs belong to values returned in another way: in an object, a
         # dict, or ``self``. Their backward runs before the hooks.
-        if raised is None and (call.marked or call.unit.trainable) and last < _next_node() - 1:
+        if (
+            raised is None
+            and (call.marked or call.unit.trainable_flats)
+            and last < _next_node() - 1
+        ):
             keep_for_backward(call.unit, call.outer)
         replaced = self._watch_older(call, module, output, marks, older) if older else None
         if self._last is not None and call not in call.unit.forwards.pending:

@@ -168,7 +168,9 @@ class ModuleGuards:
             )
             if not touched:
                 continue
-            pinned = sorted((unit for unit in touched if unit.sharded), key=lambda unit: unit.index)
+            pinned = sorted(
+                (unit for unit in touched if unit.sharded_flats), key=lambda unit: unit.index
+            )
             if tuple(pinned) not in hooks_of:
                 hooks_of[tuple(pinned)] = [
                     Attached(self._before_state_dict, pinned),

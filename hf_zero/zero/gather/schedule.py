@@ -87,7 +87,7 @@ class Schedule:
         of a pass, for codecs that depend on the values of all ranks (collective; waits).
         """
         self._units = list(units)
-        self._sharded = [unit for unit in units if unit.sharded]
+        self._sharded = [unit for unit in units if unit.sharded_flats]
         self._mesh = mesh
         self._limits = Limits(ahead_bytes, reads_ahead)
         self.computed = ComputedValues()
@@ -264,7 +264,7 @@ class Schedule:
             return []
         used = under_way.left_out.union(under_way.record)
         units = self._units[1:] if not under_way.backward else self._units[:0:-1]
-        return [unit for unit in units if unit in used and unit.sharded]
+        return [unit for unit in units if unit in used and unit.sharded_flats]
 
     def release_skipped(self, through: int, awaits: Callable[[Unit], bool]) -> None:
         """Release units among the first ``through`` of the plan that were gathered only for other
@@ -312,7 +312,7 @@ class Schedule:
         """
         if self._on_use is not None:
             self._on_use(unit)
-        if not unit.sharded:
+        if not unit.sharded_flats:
             if self.computed.on and not for_script:
                 self.computed.use(unit.flats, not self._in_backward)
             return
@@ -338,7 +338,7 @@ class Schedule:
 
     def release_later(self, unit: Unit) -> None:
         """Mark ``unit`` as unused: it is released when the next unit is needed."""
-        if unit.sharded and not unit.forwards.in_forward and not unit.forwards.in_backward:
+        if unit.sharded_flats and not unit.forwards.in_forward and not unit.forwards.in_backward:
             unit.guard.module_ended()
             if not unit.in_use and unit not in self._to_release:
                 self._to_release.append(unit)
@@ -348,7 +348,7 @@ class Schedule:
         the unit unpinned.
         """
         self.abort_broken_backward()
-        gathered = unit.sharded and unit.state is not State.RELEASED
+        gathered = unit.sharded_flats and unit.state is not State.RELEASED
         current = unit in self._kept_units and not unit.is_rounded
         if self._pass is None and not unit.pins and gathered and not current:
             # It is gathered only on this rank (by a graph that is still alive, say): the other
@@ -359,7 +359,7 @@ class Schedule:
 
     def unpin(self, unit: Unit) -> None:
         unit.pins -= 1
-        if unit.sharded and not unit.in_use:
+        if unit.sharded_flats and not unit.in_use:
             unit.release()
 
     @property
@@ -468,7 +468,7 @@ class Schedule:
         plan, cursor = under_way.plan, under_way.cursor
         for unit in plan[cursor : cursor + self._limits.units_ahead]:
             if unit.state is State.RELEASED and unit not in under_way.left_out:
-                for flat in unit.sharded:
+                for flat in unit.sharded_flats:
                     flat.prefetch()
         if not self._limits.bytes:
             return

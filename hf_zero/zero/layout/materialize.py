@@ -142,9 +142,9 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
     for unit in units:
         for flat in unit.flats:
             _initialize_values(flat, memory, mesh, former, staging)
-        if unit.sharded:
+        if unit.sharded_flats:
             unit.release()
-        unit.state = State.RELEASED if unit.sharded else State.GATHERED
+        unit.state = State.RELEASED if unit.sharded_flats else State.GATHERED
         former.drop_spent()
         if placement.offloads_anything:
             release_freed()  # the unit's former memory

@@ -155,8 +155,8 @@ class ShardGather:
         self.unit = unit
         # flat buffers by axis: those with the same ranks share a request
         self._together = [
-            [flat for flat in unit.sharded if flat.axis is axis]
-            for axis in dict.fromkeys(flat.axis for flat in unit.sharded)
+            [flat for flat in unit.sharded_flats if flat.axis is axis]
+            for axis in dict.fromkeys(flat.axis for flat in unit.sharded_flats)
         ]
 
     def requests(self, exact: bool, backward: bool) -> Sequence[GatherRequest]:
@@ -198,14 +198,14 @@ class Unit:
         self.label = name or "(root)"
         self.modules = dict(modules)  # by path in the model
         self.flats = list(flats)
-        self.sharded = [flat for flat in flats if flat.sharded]
-        self.trainable = [flat for flat in flats if flat.trainable]
-        self._optimizer_shards = [flat.optimizer_shard for flat in self.trainable]
+        self.sharded_flats = [flat for flat in flats if flat.sharded]
+        self.trainable_flats = [flat for flat in flats if flat.trainable]
+        self._optimizer_shards = [flat.optimizer_shard for flat in self.trainable_flats]
         self.state, self.pins = State.GATHERED, 0
         self.exact = True  # the last gather was for uncompressed and unchanged values
         self.forwards = UnitForwards()
         self.guard = ParameterGuard(
-            list(modules.values()), [p for flat in self.sharded for p in flat.members]
+            list(modules.values()), [p for flat in self.sharded_flats for p in flat.members]
         )
         # streams of forwards, which read the values and on which gradients accumulate
         self.streams: set[streams.Stream] = set()
@@ -233,24 +233,26 @@ class Unit:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the gathered flat buffers."""
-        return sum(flat.layout.padded * flat.dtype.itemsize for flat in self.sharded)
+        return sum(flat.layout.padded * flat.dtype.itemsize for flat in self.sharded_flats)
 
     @cached_property
     def needs_no_peer(self) -> bool:
         """Whether a gather sends nothing: this rank has all elements of the unit."""
-        return all(flat.axis.size == 1 for flat in self.sharded)
+        return all(flat.axis.size == 1 for flat in self.sharded_flats)
 
     @cached_property
     def copies_alone(self) -> bool:
         """Whether a gather copies a flat buffer on a stream without a collective, for which the
         streams that use it would wait.
         """
-        return self.device_of_streams is not None and any(f.axis.size == 1 for f in self.sharded)
+        return self.device_of_streams is not None and any(
+            f.axis.size == 1 for f in self.sharded_flats
+        )
 
     @property
-    def offloaded(self) -> list[FlatBuffer]:
+    def offloaded_flats(self) -> list[FlatBuffer]:
         """The flat buffers with offloaded optimizer state."""
-        return [flat for flat in self.trainable if flat.optimizer_shard.offloaded]
+        return [flat for flat in self.trainable_flats if flat.optimizer_shard.offloaded]
 
     def wait_for_update(self) -> None:
         """Wait for the update of this unit: its parameters then have the last step's values."""
@@ -274,7 +276,7 @@ class Unit:
         """
         self.streams.clear()
         self._gathered_on = None
-        for flat in self.trainable:
+        for flat in self.trainable_flats:
             if flat.gradient.memory is not None:
                 flat.gradient.memory.forget_stream()
 
@@ -288,7 +290,7 @@ class Unit:
         """The device whose streams read its gathered values and accumulate its gradients; None if
         there are neither, or on the host.
         """
-        flats = self.trainable or self.sharded
+        flats = self.trainable_flats or self.sharded_flats
         device = flats[0].full.device if flats else None
         return None if device is None or kinds.is_host(device) else device
 
@@ -298,10 +300,12 @@ class Unit:
         Autograd accumulates on the stream of the forward, and orders it before the caller's stream
         only at the end of the backward.
         """
-        current = streams.current_stream(self.trainable[0].full.device)
+        current = streams.current_stream(self.trainable_flats[0].full.device)
         if streams.wait_for(self.streams, current):
             # their memory is given back while the current stream reads it
-            for grad in raw_grads(member for flat in self.trainable for member in flat.members):
+            for grad in raw_grads(
+                member for flat in self.trainable_flats for member in flat.members
+            ):
                 if grad is not None and grad.device == self.device_of_streams:
                     streams.record_use(grad, current)
 
@@ -324,7 +328,7 @@ class Unit:
         """
         return any(
             flat.spec.gather_codec is not None or flat.computing is not None
-            for flat in self.sharded
+            for flat in self.sharded_flats
         )
 
     def set_gather_source(self, source: Callable[[Unit], ShardGather]) -> None:
@@ -341,14 +345,14 @@ class Unit:
         self.take_user_writes()
         self.exact = exact
         with torch.inference_mode(False):
-            for flat in self.sharded:  # make_room, without a call for each gather of a step
+            for flat in self.sharded_flats:  # make_room, without a call for each gather of a step
                 storage = flat.full.untyped_storage()
                 if storage.size() == 0:
                     storage.resize_(flat.layout.padded * flat.dtype.itemsize)
                 if flat.computing is not None:
                     flat.computing.expect(exact)
-            device = self.sharded[0].full.device
-            away = any(map(_is_away, self.sharded))
+            device = self.sharded_flats[0].full.device
+            away = any(map(_is_away, self.sharded_flats))
             beside = streams.shard_stream(device) if away else None
             if beside is not None:
                 # ``beside`` must follow the compute stream, which has used this memory before
@@ -372,7 +376,7 @@ class Unit:
         if self._coming is not None:
             handles, brought = self._coming
             if brought is not None:
-                streams.current_stream(self.sharded[0].full.device).wait_event(brought)
+                streams.current_stream(self.sharded_flats[0].full.device).wait_event(brought)
             failure: Exception | None = None
             with span("wait_all_gather", self.label):
                 for handle in handles:  # all: what still arrives may not find its memory freed
@@ -388,12 +392,12 @@ class Unit:
             if self.source.keeps_values:
                 self.source.keep()
             self._coming = None  # not before: after an interrupt it is waited for again
-            for flat in self.sharded:
+            for flat in self.sharded_flats:
                 if flat.computing is not None:
                     flat.computing.gathered()
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
-                for flat in self.sharded:
+                for flat in self.sharded_flats:
                     flat.handles.point_at_full(self.guard.gathered_class)
             self.state = State.GATHERED
 
@@ -409,7 +413,7 @@ class Unit:
         """Discard the counts of writes to sharded parameters inside GatheredParameters, which has
         kept what it should.
         """
-        for flat in self.sharded:
+        for flat in self.sharded_flats:
             flat.user_writes.accept()
 
     def shard_bytes_to_serve(self) -> bytes:
@@ -418,7 +422,7 @@ class Unit:
         """
         return b"".join(
             flat.shard_for_others().detach().cpu().view(torch.uint8).numpy().tobytes()
-            for flat in self.sharded
+            for flat in self.sharded_flats
         )
 
     def gather_from(self, shards: Mapping[int, bytes], exact: bool = False) -> None:
@@ -430,7 +434,7 @@ class Unit:
         self.exact = exact
         with torch.inference_mode(False), torch.no_grad():
             at = 0
-            for flat in self.sharded:
+            for flat in self.sharded_flats:
                 size = flat.layout.shard_numel * flat.dtype.itemsize
                 flat.make_room(exact)
                 flat.bring_shard()
@@ -456,7 +460,7 @@ class Unit:
         ``keep_views``: views of the values stay readable.
         """
         self.finish_gather()
-        if self.state is State.RELEASED or not self.sharded:
+        if self.state is State.RELEASED or not self.sharded_flats:
             return
         self.take_user_writes()
         with (
@@ -464,7 +468,7 @@ class Unit:
             torch.no_grad(),
             span("release", self.label, self.nbytes),
         ):
-            for flat in self.sharded:
+            for flat in self.sharded_flats:
                 references = (keep_views or self._aliased) and flat.references
                 flat.user_writes.drop_aliases()
                 flat.handles.point_at_nothing()
@@ -490,7 +494,7 @@ class SharedShards(CopiedState):
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh):
         self._units = list(units)
-        self._sharded = [unit for unit in units if unit.sharded]
+        self._sharded = [unit for unit in units if unit.sharded_flats]
         self._mesh = mesh
         # on a GPU: when the shards were written, by epoch
         self._written: dict[int, streams.Event] = {}
@@ -539,7 +543,7 @@ class SharedShards(CopiedState):
             return self._units[index].shard_bytes_to_serve()
         # On a side stream: work that this host has queued on the compute stream may wait for the
         # rank that asks.
-        device = self._units[index].sharded[0].full.device
+        device = self._units[index].sharded_flats[0].full.device
         stream = streams.side_stream(device, streams.Use.FETCHES)
         with streams.on_stream(stream):
             stream.wait_event(written)
@@ -551,8 +555,8 @@ class SharedShards(CopiedState):
         """
         consensus = self._mesh.consensus
         assert consensus is not None
-        peers = sorted({rank for flat in unit.sharded for rank in flat.axis.other_ranks})
-        size = sum(flat.layout.shard_numel * flat.dtype.itemsize for flat in unit.sharded)
+        peers = sorted({rank for flat in unit.sharded_flats for rank in flat.axis.other_ranks})
+        size = sum(flat.layout.shard_numel * flat.dtype.itemsize for flat in unit.sharded_flats)
         fetches = consensus.fetches
         fetch = fetches.fetch_alone if outside_passes else fetches.fetch
         unit.gather_from(fetch(unit.index, unit.label, peers, size), exact=outside_passes)

@@ -222,7 +222,9 @@ class Usage:
         """
         shards, repeats, _ = self._mesh.sums
         axis = shards if shards.size > 1 else repeats
-        words = self._message(unit.trainable, [flat.gradient.used for flat in unit.trainable])
+        words = self._message(
+            unit.trainable_flats, [flat.gradient.used for flat in unit.trainable_flats]
+        )
         self._received.pop(unit, None)
         if unit in self._units:
             self._units.pop(unit)[1].wait()
@@ -245,13 +247,13 @@ class Usage:
         if _complete(flats):
             _mark_idle(flats)
         else:
-            self._read(unit.trainable, self._received[unit])
+            self._read(unit.trainable_flats, self._received[unit])
 
     def has_all(self, unit: Unit) -> bool:
         """Return whether :meth:`receive` has found a gradient of each parameter of ``unit`` on each
         rank. Equal on all ranks.
         """
-        counts = self.counts(unit.trainable, self._received[unit])
+        counts = self.counts(unit.trainable_flats, self._received[unit])
         return min(map(min, counts)) == self._mesh.world
 
     def drop(self) -> None:
@@ -334,7 +336,7 @@ def zero_left_out(units: Sequence[Unit]) -> None:
     """Set the gradient to zero, once the window is reduced, for flat buffers that all ranks have
     left out of every backward.
     """
-    flats = [flat for unit in units for flat in unit.trainable]
+    flats = [flat for unit in units for flat in unit.trainable_flats]
     empty = [flat for flat in flats if flat.gradient.state is GradState.EMPTY]
     if empty and any(flat.gradient.holds_gradient for flat in flats):
         for flat in empty:

@@ -113,8 +113,8 @@ class Reducer:
         self._wire_dtype = options.wire_dtype
         self._usage = usage
         self._offload = offload
-        self._buffers = wire_buffers(flat for unit in units for flat in unit.trainable)
-        meshes = dict.fromkeys(flat.mesh for unit in units for flat in unit.trainable)
+        self._buffers = wire_buffers(flat for unit in units for flat in unit.trainable_flats)
+        meshes = dict.fromkeys(flat.mesh for unit in units for flat in unit.trainable_flats)
         axes = [axis for mesh in meshes for axis in (mesh.shard, mesh.replicate)]
         # freed before the update, which does not need them
         self._freed = [] if options.keeps_buffers else [self._buffers, *(a.spare for a in axes)]
@@ -179,7 +179,7 @@ class Reducer:
         )
         # more gradients will be added; an upcast copies nothing as long as none are held
         if not self._reduces_now:
-            for flat in (flat for unit in self._progress.units for flat in unit.trainable):
+            for flat in (flat for unit in self._progress.units for flat in unit.trainable_flats):
                 self._intake.upcast(flat)
 
     def begin_replay(self) -> None:
@@ -223,7 +223,7 @@ class Reducer:
     def mark_complete(self, unit: Unit) -> None:
         """Mark the gradients of ``unit`` as complete on this rank, as far as hooks can tell."""
         progress = self._progress
-        if not unit.trainable or unit in progress.ready or not progress.under_way:
+        if not unit.trainable_flats or unit in progress.ready or not progress.under_way:
             return
         progress.ready[unit] = grad_versions(unit) if self._progress.learns else None
         progress.observed.complete.append(unit.index)
@@ -334,7 +334,7 @@ class Reducer:
             if unit in left_out
             and (
                 unit in self._brought_back
-                or any(any_raw_grad(flat.members) for flat in unit.trainable)
+                or any(any_raw_grad(flat.members) for flat in unit.trainable_flats)
             )
         ]
 
@@ -357,7 +357,9 @@ class Reducer:
         progress = self._progress
         late: list[Unit] = []
         if any_raw_grad(self._members):
-            late = [u for u in launched if any(any_raw_grad(flat.members) for flat in u.trainable)]
+            late = [
+                u for u in launched if any(any_raw_grad(flat.members) for flat in u.trainable_flats)
+            ]
         if late and progress.key in self._known:
             raise PartitionError(
                 f"gradients of {[unit.label for unit in late]} came after their reduction had "
@@ -404,7 +406,7 @@ class Reducer:
         """
         sent = False
         for unit in self._order.units:
-            for flat in unit.trainable:
+            for flat in unit.trainable_flats:
                 if flat.gradient.has_unreduced and not flat.gradient.stays_local:
                     self._send_accumulated(flat)
                     sent = True
@@ -452,7 +454,7 @@ class Reducer:
         if self.broken is Broken.NO:
             self.broken = Broken.UNHARMED
         if progress.under_way:
-            flats = (flat for unit in self._order.units for flat in unit.trainable)
+            flats = (flat for unit in self._order.units for flat in unit.trainable_flats)
             brought = any(any_raw_grad(flat.members) for flat in flats)
             if brought or progress.ready or progress.next:
                 self.broken = Broken.GRADIENTS_LOST
@@ -479,7 +481,7 @@ class Reducer:
         self._drop()
         memories = set[GradientMemory | None]()
         for unit in self._order.units:
-            for flat in unit.trainable:
+            for flat in unit.trainable_flats:
                 flat.gradient.clear()
                 memories.add(flat.gradient.memory)
         for memory in memories:
@@ -505,10 +507,10 @@ class Reducer:
             self._progress.observed.brought |= self._intake.accumulate(unit, batch)
         # the update of the unit may begin once its gradients are reduced
         if batch.on_reduced is not None:
-            for flat in unit.trainable:
+            for flat in unit.trainable_flats:
                 mark_present(flat)
             self._usage.send(unit)
-        for flat in unit.trainable:
+        for flat in unit.trainable_flats:
             if flat.gradient.accumulated_grad is not None:
                 self._send_accumulated(flat)
                 continue
@@ -522,7 +524,7 @@ class Reducer:
         if self._reductions.waiting:
             units, at = self._progress.units, self._progress.next
             comes = at < len(units) and units[at] not in self._order.deferred
-            self._reductions.flush_unless_fits(units[at].trainable if comes else ())
+            self._reductions.flush_unless_fits(units[at].trainable_flats if comes else ())
 
     def _send(self, flat: FlatBuffer) -> Callable[..., None]:
         """Return the way to send a reduction of ``flat``: by itself, or together with others."""
@@ -555,7 +557,7 @@ class Reducer:
         """
         progress, unit = self._progress, flat.unit
         progress.reduced.add(flat)
-        together = unit.offloaded if flat.optimizer_shard.offloaded else [flat]
+        together = unit.offloaded_flats if flat.optimizer_shard.offloaded else [flat]
         if (
             self._batch.on_reduced is None
             or not self._batch.ends_window

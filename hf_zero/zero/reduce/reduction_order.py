@@ -113,7 +113,7 @@ class ReductionOrder:
     """
 
     def __init__(self, units: Sequence[Unit]):
-        self.units = [unit for unit in [*reversed(units[1:]), units[0]] if unit.trainable]
+        self.units = [unit for unit in [*reversed(units[1:]), units[0]] if unit.trainable_flats]
         self.deferred: set[Unit] = set()  # units with gradients in several parts: reduced last
         self._known = False
         self._depths: dict[Hashable, dict[int, int]] = {}
@@ -130,7 +130,7 @@ class ReductionOrder:
             unit
             for unit in self.units
             if unit not in left_out
-            or (reduces and any(flat.gradient.has_unreduced for flat in unit.trainable))
+            or (reduces and any(flat.gradient.has_unreduced for flat in unit.trainable_flats))
         ]
 
     def depth(self, key: Hashable, unit: Unit) -> int:

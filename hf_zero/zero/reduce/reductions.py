@@ -339,7 +339,7 @@ class GradientIntake:
             unit.await_gradients()
         brought = False
         factor = self.scaling.before(batch.weight) * batch.unscale
-        for flat in unit.trainable:
+        for flat in unit.trainable_flats:
             gradient = flat.gradient
             if gradient.has_unreduced and not any_raw_grad(flat.members):
                 continue  # taken in when the unit became complete
@@ -378,7 +378,7 @@ class GradientIntake:
 
 def grad_versions(unit: Unit) -> list[tuple[int, int] | None]:
     """Return a value that changes when autograd adds to a gradient of ``unit``."""
-    grads = (grad for flat in unit.trainable for grad in raw_grads(flat.members))
+    grads = (grad for flat in unit.trainable_flats for grad in raw_grads(flat.members))
     return [
         None if grad is None else (grad._version, id(grad) if grad.is_sparse else grad.data_ptr())
         for grad in grads

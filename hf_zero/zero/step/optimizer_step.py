@@ -183,7 +183,7 @@ class OptimizerStep:
 
     def was_updated_in_backward(self, unit: Unit) -> bool:
         """Return whether the backward before a step has updated a part of ``unit``."""
-        states = (flat.gradient.state for flat in unit.trainable)
+        states = (flat.gradient.state for flat in unit.trainable_flats)
         return unit in self.updater.units_updated_in_backward or GradState.APPLIED in states
 
     @torch.no_grad()
@@ -321,7 +321,9 @@ class OptimizerStep:
         """
         for unit in self.model.units:
             if self.updater.backward_update is not None and self.was_updated_in_backward(unit):
-                for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
+                for name in (
+                    name for flat in unit.trainable_flats for name in flat.user_writes.names()
+                ):
                     refuse_half_done(self.updater, f"a write to {name}")
             elif self.model.overlaps:
                 unit.wait_for_update()  # no forward has used it since the last step
