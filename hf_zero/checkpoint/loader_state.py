@@ -17,7 +17,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, log_rank0
 
 if TYPE_CHECKING:
-    from hf_zero.zero.backward import Counters
+    from hf_zero.zero.pass_runner import Counters
     from hf_zero.zero.training_engine import TrainingEngine
 
 

@@ -37,8 +37,8 @@ from hf_zero.techniques.difficulty_index import (
 )
 from hf_zero.techniques.schedules import DifficultySchedule, Number
 from hf_zero.techniques.sequence_length import metrics_of
-from hf_zero.zero.backward import Counters
 from hf_zero.zero.extensions import Stateless
+from hf_zero.zero.pass_runner import Counters
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

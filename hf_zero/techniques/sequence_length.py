@@ -23,9 +23,9 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import LEGACY, LENGTHS, METRICS
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.schedules import DifficultySchedule
-from hf_zero.zero.backward import Counters
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.declared import config_of
+from hf_zero.zero.pass_runner import Counters
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

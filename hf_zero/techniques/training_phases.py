@@ -25,9 +25,9 @@ from hf_zero.logging import logger
 from hf_zero.techniques import sequence_length
 from hf_zero.techniques.schedules import Stairs
 from hf_zero.techniques.sequence_length import SequenceLength
-from hf_zero.zero.backward import Counters
 from hf_zero.zero.extensions import Stateless
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.pass_runner import Counters
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

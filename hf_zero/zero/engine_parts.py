@@ -20,12 +20,12 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.own_step import reopen_fused
-from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
 from hf_zero.zero.extensions import Patches, Techniques
 from hf_zero.zero.gather.model_patches import Override, refuse_foreign_step
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
+from hf_zero.zero.pass_runner import AccumulationWindow, Counters, PassRunner
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
@@ -204,14 +204,14 @@ class EngineParts(AroundModel):
         self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
         self.updater, self.scaler = self.optimizer_step.updater, scaler
         self.changes.connect(self.updater)
-        self.backward_pass = Backward(
+        self.pass_runner = PassRunner(
             sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
         )
-        installed.callback(self.backward_pass.remove)
-        self.backward_pass.install(scaler)
+        installed.callback(self.pass_runner.remove)
+        self.pass_runner.install(scaler)
         if config.compile.capture is not None and self.optimizer is not None:
-            self.backward_pass.captured = CapturedStep(
-                self.backward_pass, self.optimizer_step, self.accumulation
+            self.pass_runner.captured = CapturedStep(
+                self.pass_runner, self.optimizer_step, self.accumulation
             )
         self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
 
@@ -377,7 +377,7 @@ class EngineParts(AroundModel):
         """
         if self._installed is None:
             return
-        self.backward_pass.hooks.reset()
+        self.pass_runner.hooks.reset()
         # where steps send differences in few bits, whole values lag behind the master weights
         lagging = [flat for flat in self.flats if flat.trainable and flat.spec.sends_differences]
         if gather and lagging:

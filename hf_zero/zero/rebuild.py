@@ -49,7 +49,7 @@ def refuse_now(engine: EngineParts, what: str, loads: bool = False) -> None:
     if not broken:
         engine.changes.refuse(what)
     engine.changes.refuse_within(what)
-    if engine.backward_pass.under_way:
+    if engine.pass_runner.under_way:
         raise PartitionError(
             f"{what} inside a forward or backward of the model; call it after the step"
         )

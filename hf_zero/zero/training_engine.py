@@ -55,8 +55,8 @@ class TrainingEngine(EngineParts):
         with self.measures.forward(self, args, kwargs):
             try:
                 run: Callable[..., object] = self.module
-                if self.backward_pass.captured is not None:
-                    run = self.backward_pass.captured.forward
+                if self.pass_runner.captured is not None:
+                    run = self.pass_runner.captured.forward
                 if not self.config.torch_autocast.enabled:
                     return run(*args, **kwargs)
                 dtype = COMPUTE[self.config.torch_autocast.dtype]
@@ -68,7 +68,7 @@ class TrainingEngine(EngineParts):
             except (KeyboardInterrupt, SystemExit):
                 # They bypass the post-forward hooks, whose graph would keep the engine alive:
                 # Python's garbage collector sees no cycle through a graph.
-                self.backward_pass.hooks.reset()
+                self.pass_runner.hooks.reset()
                 self.patches.end_forward()
                 raise
 
@@ -116,7 +116,7 @@ class TrainingEngine(EngineParts):
         tokens of the window).
         """
         with self.measures.backward(self, loss, not scale_wrt_gas):
-            self.backward_pass.run(loss, retain_graph, None if scale_wrt_gas else 1.0)
+            self.pass_runner.run_backward(loss, retain_graph, None if scale_wrt_gas else 1.0)
         return loss
 
     @contextmanager
@@ -127,10 +127,10 @@ class TrainingEngine(EngineParts):
         Stages 2 and 3 keep no whole gradient and reduce in every backward even so; the result is
         equal.
         """
-        self.backward_pass.reduce_stray_gradients()
+        self.pass_runner.reduce_stray_gradients()
         with self.accumulation.no_sync():
             yield
-            self.backward_pass.reduce_stray_gradients()
+            self.pass_runner.reduce_stray_gradients()
 
     @property
     def in_no_sync(self) -> bool:
@@ -153,7 +153,7 @@ class TrainingEngine(EngineParts):
     def window_is_open(self) -> bool:
         """Whether gradients of micro-batches are held that the next update will use."""
         accumulating = self.optimizer_step.bound is not None and self.held_micro_batches > 0
-        return accumulating and not self.backward_pass.reducer.spoiled
+        return accumulating and not self.pass_runner.reducer.spoiled
 
     @property
     def held_micro_batches(self) -> int:
@@ -165,15 +165,15 @@ class TrainingEngine(EngineParts):
         """Reduce the unreduced gradients of earlier backwards (collective); a step does this by
         itself.
         """
-        self.backward_pass.reduce()
-        self.backward_pass.reducer.wait()
+        self.pass_runner.reduce()
+        self.pass_runner.reducer.wait()
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """Return the norm of the gradient for the next step, before clipping, without the loss
         scale; 0.0 without a gradient (collective).
         """
-        self.backward_pass.reduce()
+        self.pass_runner.reduce()
         return self.optimizer_step.gradient_norm()
 
     @torch.no_grad()
@@ -184,7 +184,7 @@ class TrainingEngine(EngineParts):
         No communication: each rank keeps its part. The step leaves a parameter unchanged if all
         ranks pass None.
         """
-        self.backward_pass.write(flat, name, value)
+        self.pass_runner.write(flat, name, value)
 
     # ---- batches ----
 
@@ -239,7 +239,7 @@ class TrainingEngine(EngineParts):
         """Gather ``unit`` for a read of a released parameter if a forward of this engine is under
         way; return whether it did.
         """
-        return self.backward_pass.hooks.gather_on_use(unit)
+        return self.pass_runner.hooks.gather_on_use(unit)
 
     def gathered(self, unit: Unit) -> AbstractContextManager[None]:
         """Return a context in which ``unit`` is whole (collective)."""
@@ -247,7 +247,7 @@ class TrainingEngine(EngineParts):
 
     def keep_for_backward(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
         """Keep ``unit`` gathered for ``node``'s backward, recorded inside GatheredParameters."""
-        self.backward_pass.hooks.keep_for_backward(unit, node)
+        self.pass_runner.hooks.keep_for_backward(unit, node)
 
     def take_user_writes(self) -> None:
         """Copy a script's writes to whole parameters into shards and master weights."""
@@ -337,10 +337,10 @@ class TrainingEngine(EngineParts):
         if self.changes.broken:
             self.changes.refuse("step()")
         ends_window = self.accumulation.ends_by_step
-        self.backward_pass.reset(counts_only=not ends_window)
-        self.backward_pass.reduce_stray_gradients()
+        self.pass_runner.reset(counts_only=not ends_window)
+        self.pass_runner.reduce_stray_gradients()
         self.sharded_model.guards.check()
-        self.backward_pass.refuse_unusable()
+        self.pass_runner.refuse_unusable()
         self.optimizer_step.applied = False
         window = self.accumulation
         if not ends_window:
@@ -350,18 +350,18 @@ class TrainingEngine(EngineParts):
             return
         self._refuse_update()
         try:
-            self.backward_pass.reduce_for_step()
+            self.pass_runner.reduce_for_step()
         except BaseException as error:
             if not isinstance(error, HfZeroError):
-                self.backward_pass.reducer.lose_gradients()
+                self.pass_runner.reducer.lose_gradients()
             raise
         if not self.config.zero.ignore_unused_parameters:
-            self.backward_pass.refuse_unused()
+            self.pass_runner.refuse_unused()
         failure = None  # of a post hook: the step is complete even so, as in torch
         with self.changes.change(f"step {self.counters.global_steps + 1}"):
             self._count_micro_batches(window.take_count(restart=True))
-            losses = self.backward_pass.losses
-            captured = self.backward_pass.captured
+            losses = self.pass_runner.losses
+            captured = self.pass_runner.captured
             update = self.optimizer_step.update if captured is None else captured.update
             overflow = update(self.counters.global_steps, losses.may_overflow)
             self._publish_events()
@@ -374,7 +374,7 @@ class TrainingEngine(EngineParts):
             requests, consensus = self.stop_requests, self.mesh.consensus
             if requests.asked or (consensus is not None and consensus.steps.stopped):
                 requests.end_step()
-            self.backward_pass.reducer.clear()
+            self.pass_runner.reducer.clear()
             self._end_update(overflow, losses.update_scale(overflow))
             # a scheduler that takes a metric is stepped by the script
             scheduler = self.lr_scheduler
@@ -447,10 +447,10 @@ class TrainingEngine(EngineParts):
         """Drop all gradients, including those of the accumulation window. Its count of
         micro-batches stays, if the engine manages it; :meth:`restart_window` resets it.
         """
-        self.backward_pass.reset()
+        self.pass_runner.reset()
         refuse_half_done(self.updater, "zero_grad()")
-        self.backward_pass.reducer.clear()
-        self.backward_pass.losses.reset()
+        self.pass_runner.reducer.clear()
+        self.pass_runner.losses.reset()
         self.measures.zero_grad()
         # not managed, it counts what a step would use
         self.accumulation.take_count(restart=not self.accumulation.managed)

@@ -257,7 +257,7 @@ def test_gradients_lost_in_a_broken_backward_forbid_the_step(stage, together):
 
 ENDS = {  # of a backward: what an interrupt breaks off
     "the last gathers": lambda engine: (engine.schedule, "issue_rest"),
-    "the last reductions": lambda engine: (engine.backward_pass.reducer, "finish"),
+    "the last reductions": lambda engine: (engine.pass_runner.reducer, "finish"),
 }
 
 

@@ -188,7 +188,7 @@ class RoutesOfForwards(Stateless):
 
     def install(self, engine: TrainingEngine) -> None:
         for module in self._modules:
-            module.__dict__[KEPT] = _Kept(engine.backward_pass.hooks)
+            module.__dict__[KEPT] = _Kept(engine.pass_runner.hooks)
 
     def remove(self) -> None:
         for module in self._modules:

@@ -263,7 +263,7 @@ class PipelineTraining(TrainingEngine):
         self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
         if gradients:
-            self.backward_pass.run_from(outputs, gradients)
+            self.pass_runner.run_backward_from(outputs, gradients)
         elif outputs:
             super().backward(outputs[0])
 

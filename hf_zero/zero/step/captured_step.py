@@ -6,8 +6,8 @@ The first :data:`WARM_UP` steps run as they are: kernels are compiled, orders re
 made. The next forward whose arguments have the form of all of these is captured on arguments of its
 own, into which later batches are copied. Its outputs are outputs of one autograd node
 (:class:`_Replayed`), which takes the gradients that reach them; the backward from exactly these
-gradients, with the reductions that its hooks start, is captured in ``Backward.run``. A forward with
-another form runs as it is.
+gradients, with the reductions that its hooks start, is captured in ``PassRunner.run_backward``. A
+forward with another form runs as it is.
 
 Graphs repeat what was launched, not what the host did: hooks and counters of a backward that is
 launched again are repeated from a record (:class:`_BackwardRecord`). A backward depends on what the
@@ -48,7 +48,7 @@ KEY = "compile.capture"
 
 
 class CapturedBackward(Protocol):
-    """The backward of an engine (:class:`hf_zero.zero.backward.Backward`)."""
+    """The backwards of an engine (:class:`hf_zero.zero.pass_runner.PassRunner`)."""
 
     reducer: Reducer
     runs_captured: bool

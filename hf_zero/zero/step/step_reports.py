@@ -29,7 +29,9 @@ Engine = TypeVar("Engine")
 
 
 class StepWindow(Protocol):
-    """The accumulation window of an engine (:class:`hf_zero.zero.backward.AccumulationWindow`)."""
+    """The accumulation window of an engine, a
+    :class:`hf_zero.zero.pass_runner.AccumulationWindow`.
+    """
 
     accumulation_steps: int
     syncs: bool

@@ -1,5 +1,5 @@
-"""The counters of a run, the accumulation window of a step, and the backward of an engine: hooks,
-loss factors and reduction of the gradients.
+"""The counters of a run, the accumulation window of a step, and the passes of an engine: its hooks,
+loss factors and the reduction of gradients.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class AccumulationWindow:
             self.syncs = before
 
 
-class Backward:
-    """Produces gradients in ``reducer`` from a loss. :meth:`install` registers its hooks on
-    ``model``.
+class PassRunner:
+    """Runs the passes of ``model``: the hooks of forwards and backwards, which :meth:`install`
+    registers, and the way from a loss to gradients in ``reducer``.
     """
 
     tracker: BackwardTracker
@@ -216,7 +216,7 @@ class Backward:
             hook = model.module.register_forward_hook(Attached(self.losses.scale_outputs))
             self._removable.callback(hook.remove)
 
-    def run(self, loss: torch.Tensor, retain_graph: bool, weight: float | None) -> None:
+    def run_backward(self, loss: torch.Tensor, retain_graph: bool, weight: float | None) -> None:
         """Backpropagate ``loss``, a scalar of one micro-batch, unscaled. ``weight``: of the
         micro-batch in its window; None: 1 / ``window.accumulation_steps``. Raises PartitionError
         for anything but a scalar tensor.
@@ -274,7 +274,9 @@ class Backward:
             restore()
         self.reducer.end_replay()
 
-    def run_from(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    def run_backward_from(
+        self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
         """Backpropagate ``gradients`` of ``outputs``, for a micro-batch whose loss is on another
         rank: they carry its loss scale.
         """
