@@ -211,7 +211,7 @@ def save_whole(
     temporary = path.with_name(f"{find.NEW}{path.name}")
     failed: list[Exception] = []
     # of experts that other ranks number from 0 on
-    elsewhere = engine_state.buffers_of_other_stages(
+    elsewhere = save_plan.buffers_of_other_stages(
         engine, WholeNames(engine.module), exclude_frozen_parameters
     )
     if path.suffix == ".safetensors":

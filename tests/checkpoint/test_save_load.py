@@ -253,7 +253,7 @@ def test_random_generators_come_back_on_request(tmp_path, heard):
 def test_a_generator_of_numpy_that_was_replaced_is_left_out(tmp_path, heard):
     """Saves and loads go on, with one warning."""
     before = np.random.get_bit_generator()
-    engine_state._tell_of_generator.cache_clear()
+    save_plan._tell_of_generator.cache_clear()
     saved(tmp_path / "default", Job(1, 3))
     try:
         np.random.set_bit_generator(np.random.PCG64(5))

@@ -389,13 +389,13 @@ def test_unfreezing_before_the_load_keeps_the_generations(tmp_path: Path) -> Non
         for parameter in frozen:
             parameter.requires_grad_(True)
         engine.load_checkpoint(str(tmp_path / "disk"))
-        begun = engine.memory.begun
+        begun = engine.memory_checkpoints.begun
         train(engine, rank, range(SAVED, STEPS))
-        engine.memory.wait()
+        engine.memory_checkpoints.wait()
         loaded = int(engine.global_steps)
-        engine.memory.begun = begun + (1 << 40)  # the clock is set back
+        engine.memory_checkpoints.begun = begun + (1 << 40)  # the clock is set back
         engine.replace(next(iter(engine.module.children())))
-        assert engine.memory.begun == begun + (1 << 40)
+        assert engine.memory_checkpoints.begun == begun + (1 << 40)
         return loaded
 
     assert run_ranks(2, resumes) == [STEPS, STEPS]

@@ -217,7 +217,7 @@ def test_parameters_tied_over_different_stages_have_flat_buffers_of_different_ke
     model = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(3))
     tied = {0: (0, 2), 1: (1, 2)}
     for layer, stages in tied.items():
-        set_sharding(model[layer].weight, Sharding(stages=stages))
+        set_sharding(model[layer].weight, Sharding(pp_stages=stages))
     flats = planned(model, {}, ParallelDims(3, pipeline=3), rank=2).flats
     key = "|trainable|float32"
     keys = {slot.name: each.spec.key for each in flats for slot in each.spec.layout.slots}
