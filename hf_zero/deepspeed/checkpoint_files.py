@@ -110,7 +110,7 @@ def agreed_target(engine: TrainingEngine, save_dir: str | os.PathLike[str], tag:
     if not save_dir:
         raise ConfigError(f"save_checkpoint needs a folder, not {save_dir!r}; pass save_dir")
     target: Target = os.fspath(save_dir), None if tag is None else str(tag)
-    if engine.world_size == 1:
+    if engine.mesh.dims.world == 1:
         return target
     every: list[Target] = get_world_group().all_gather_object(target, "the target of a save")
     others = [(rank, target) for rank, target in enumerate(every) if target != every[0]]
@@ -154,20 +154,23 @@ def tag_of(engine: TrainingEngine, load_dir: str | os.PathLike[str], tag: object
     return decide_on_rank_0(get_world_group(), universal)
 
 
-def nothing_to_load(engine: TrainingEngine, load_dir: str | os.PathLike[str], tag: object) -> bool:
-    """Return whether ``load_dir`` has no ``latest`` and no checkpoint, so that a script without a
-    tag starts from scratch; logs a warning. Rank 0 looks (collective).
+def nothing_to_load(load_dir: str | os.PathLike[str], tag: object) -> bool:
+    """Return whether ``load_dir`` has no ``latest`` and no checkpoint, so that a script without a tag
+    starts from scratch; logs a warning. Rank 0 looks (collective).
     """
     if tag is not None:
         return False
-    why = ""
-    if engine.global_rank == 0 and not (as_path(load_dir) / LATEST).is_file():
-        try:
-            find_checkpoint(load_dir)
-        except CheckpointError as error:
-            why = str(error)
-    if engine.world_size > 1:
-        why = get_world_group().broadcast_object(why, 0, "whether there is a checkpoint")
+
+    def reason() -> str:
+        if not (as_path(load_dir) / LATEST).is_file():
+            try:
+                find_checkpoint(load_dir)
+            except CheckpointError as error:
+                return str(error)
+        return ""
+
+    # a pipeline's other stages have other meshes: all ranks of the job load or none
+    why = decide_on_rank_0(get_world_group(), reason)
     if why:
         log_rank0(f"load_checkpoint loads nothing: {why}", 30)
     return bool(why)

@@ -300,7 +300,7 @@ class DeepSpeedEngine(ReportingEngine):
             checkpoint = newest(self, load_dir, load_module_strict)
             if checkpoint is not None and checkpoint.in_memory:
                 load_dir, tag = str(checkpoint.directory), checkpoint.tag
-        if nothing_to_load(self, load_dir, tag):
+        if nothing_to_load(load_dir, tag):
             return None, {}
         path, state = super().load_checkpoint(
             os.fspath(load_dir),

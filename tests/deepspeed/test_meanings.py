@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +47,17 @@ def start(model: Any, stage: int = 1, **more: Any) -> Any:
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def test_a_folder_without_a_checkpoint_loads_nothing(tmp_path: Path, heard: list[str]) -> None:
+def stages() -> nn.Module:
+    """A pipeline with a stage on each rank: each is alone in its mesh."""
+    return deepspeed.PipelineModule([nn.Linear(4, 4) for _ in range(RANKS)], num_stages=RANKS)
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_folder_without_a_checkpoint_loads_nothing(
+    tmp_path: Path, heard: list[str], pipeline: bool
+) -> None:
     def run(rank: int, model: Any) -> None:
-        engine = start(model)
+        engine = start(stages() if pipeline else model)
         assert engine.load_checkpoint(tmp_path / "none") == (None, {})
         assert engine.load_checkpoint(str(tmp_path)) == (None, {})
         with pytest.raises(CheckpointError, match="no checkpoint 'step'"):
@@ -78,8 +87,21 @@ def test_ranks_that_name_different_places(tmp_path: Path, heard: list[str]) -> N
         assert told == (mode == "warn"), mode
 
 
-def save_in_two_places(rank: int, model: Any, mode: str, what: str, top: Path) -> None:
-    engine = start(model, checkpoint={"tag_validation": mode})
+def test_stages_that_name_different_places(tmp_path: Path, heard: list[str]) -> None:
+    for mode, what in (("warn", "folder"), ("fail", "tag")):
+        on_ranks(RANKS, save_in_two_places, mode, what, tmp_path / mode, stages)
+    assert any("all ranks save as rank 0 says" in line for line in heard)
+
+
+def save_in_two_places(
+    rank: int,
+    model: Any,
+    mode: str,
+    what: str,
+    top: Path,
+    build: Callable[[], nn.Module] | None = None,
+) -> None:
+    engine = start(build() if build else model, checkpoint={"tag_validation": mode})
     place: Any = (top / f"at-{rank}", "tag") if what == "folder" else (top, f"t{rank}")
     if mode == "fail":
         with pytest.raises(TargetMismatchError, match="rank 1 wants to save as"):
