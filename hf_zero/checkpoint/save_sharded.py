@@ -347,7 +347,7 @@ def manifest_head(
         world={
             "size": engine.mesh.dims.world,
             "shard": engine.mesh.shard.size,
-            "replicate": engine.world_size // engine.mesh.shard.size,
+            "replicate": engine.mesh.world // engine.mesh.shard.size,
             **sizes_of_axes(engine),
         },
         stage=engine.stage,

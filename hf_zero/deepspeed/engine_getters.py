@@ -14,8 +14,10 @@ from hf_zero.config.techniques import CURRICULUM, TOKEN_DROP
 from hf_zero.deepspeed.checkpoint_files import TorchCheckpointEngine
 from hf_zero.deepspeed.groups import (
     get_data_parallel_group,
+    get_data_parallel_world_size,
     get_sequence_parallel_group,
     get_tensor_parallel_rank,
+    get_tensor_parallel_world_size,
     has_moe_layers,
 )
 from hf_zero.deepspeed.logs import SynchronizedWallClockTimer, ThroughputTimer
@@ -160,8 +162,8 @@ class ReportingEngine(Engine):
 
     @property
     def dp_world_size(self) -> int:
-        """Number of ranks that data is divided among."""
-        return int(self.world_size)
+        """Number of ranks that data is divided among, by :meth:`get_data_parallel_rank`."""
+        return get_data_parallel_world_size()
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
@@ -171,7 +173,7 @@ class ReportingEngine(Engine):
 
     @property
     def seq_dp_world_size(self) -> int:
-        """The value of :attr:`dp_world_size`: sequences are not divided."""
+        """The value of :attr:`dp_world_size`, in which ranks with parts of a sequence count, too."""
         return self.dp_world_size
 
     @property
@@ -193,7 +195,11 @@ class ReportingEngine(Engine):
         """The names of the model's parameters."""
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
-    mp_world_size = 1
+    @property
+    def mp_world_size(self) -> int:
+        """Number of ranks that share a layer."""
+        return get_tensor_parallel_world_size()
+
     pipeline_parallelism = False
 
     @property

@@ -17,7 +17,7 @@ from torch import nn
 from hf_zero.deepspeed.modules import refuse
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import check_mpu
-from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.parallel_groups import dims_in_effect, get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.expert.marks import AXIS, expert_axis, split_groups
 from hf_zero.parallel.expert.moe_layer import MoE
@@ -49,25 +49,25 @@ def initialize(ep_size: int = 1, mpu: object = None) -> None:
 
 
 def get_data_parallel_group() -> ProcessGroup | None:
-    """Return the group of all ranks. Raises NotBuiltError if ranks share layers, so that only some
-    of them are data-parallel.
+    """Return the group of all ranks. Raises NotBuiltError if ranks share layers or hold different
+    ones, so that only some of them are data-parallel.
     """
     if get_data_parallel_world_size() < process_group.get_world_size():
         refuse(
-            "deepspeed.utils.groups.get_data_parallel_group() under tensor parallelism",
+            "deepspeed.utils.groups.get_data_parallel_group() under tensor or pipeline parallelism",
             "use the engine's own reductions",
         )
     return process_group.dist.group.WORLD
 
 
 def get_data_parallel_group_ranks() -> list[int]:
-    size = process_group.get_world_size() // get_data_parallel_world_size()
-    return list(range(process_group.get_rank() % size, process_group.get_world_size(), size))
+    """Return the global ranks of the data-parallel ranks, by :func:`get_data_parallel_rank`."""
+    return list(dims_in_effect().ranks_sharing(process_group.get_rank(), ("tensor",)))
 
 
-def first_rank() -> int:
-    """Return this rank in an unused parallelism."""
-    return 0
+def get_data_parallel_first_rank() -> int:
+    """Return the global rank of the first of them."""
+    return get_data_parallel_group_ranks()[0]
 
 
 # ---- Tensor parallelism ----
@@ -193,17 +193,15 @@ def get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
 
 
 def get_expert_data_parallel_world_size(group_name: str) -> int:
-    size, parallel = _size(group_name), get_parallel()
-    if size == 1 or parallel is None:
-        return process_group.get_world_size()
-    return parallel.dims.size("expert_data")
+    if _size(group_name) == 1:
+        return get_data_parallel_world_size()
+    return dims_in_effect().size("expert_data")
 
 
 def get_expert_data_parallel_rank(group_name: str) -> int:
-    size, parallel = _size(group_name), get_parallel()
-    if size == 1 or parallel is None:
-        return process_group.get_rank()
-    return parallel.coordinate("expert_data")
+    if _size(group_name) == 1:
+        return get_data_parallel_rank()
+    return dims_in_effect().coordinate(process_group.get_rank(), "expert_data")
 
 
 def get_max_expert_size() -> int:

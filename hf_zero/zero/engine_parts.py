@@ -175,7 +175,7 @@ class EngineParts(AroundModel):
         sharded = self.sharded_model = ShardedModel(plan, mesh, placement)
         installed.callback(sharded.retire)
         self.mesh, self.device = mesh, mesh.device
-        self.global_rank, self.world_size = mesh.rank, mesh.world
+        self.global_rank, self.world_size = mesh.rank, mesh.dims.world
         self.units, self.flats, self.schedule = sharded.units, sharded.flats, sharded.schedule
         self.aliases, self.shard_only = sharded.aliases, sharded.shard_only
         sharded.attach(weakref.ref(self))

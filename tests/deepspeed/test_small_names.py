@@ -19,12 +19,18 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from hf_zero.deepspeed import accelerator, logs, op_builders
+from hf_zero.deepspeed import accelerator, groups, logs, op_builders
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError
 from hf_zero.measures import comms_log
 from hf_zero.planning.estimate import estimate
 from hf_zero.zero.layout.wrap import mark_configured, z3_leaf_module
 from tests.helpers.cells import in_one_item
+from tests.helpers.engines import config_of
+from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import on_ranks
+from tests.helpers.tensor_parallel import llama
 
 
 def engine_of(model: nn.Module, stage: int, **more: Any) -> Any:
@@ -538,3 +544,71 @@ def test_the_module_is_the_deepspeed_command(
         runpy.run_module("hf_zero.deepspeed", run_name="__main__")
     assert ended.value.code == 0
     assert "--hostfile" in capsys.readouterr().out
+
+
+# -- groups of ranks -------------------------------------------------------------------------------
+
+
+@in_one_item(
+    [
+        ParallelDims.over(4),
+        ParallelDims.over(4, tensor=2),
+        ParallelDims.over(4, pipeline=2),
+        ParallelDims.over(4, sequence=2),
+        ParallelDims.over(8, pipeline=2, tensor=2),
+        ParallelDims.over(8, tensor=2, expert=2),
+    ]
+)
+def test_groups_are_those_of_the_parallel_dimensions(dims: ParallelDims) -> None:
+    def run(rank: int) -> None:
+        init_parallel(dims)
+        tensor = dims.ranks_along(rank, "tensor")
+        assert groups.get_tensor_parallel_world_size() == len(tensor) == dims.tensor
+        assert groups.get_tensor_parallel_rank() == tensor.index(rank)
+        assert groups.get_tensor_parallel_first_rank() == tensor[0]
+        # ranks with parts of a sequence read batches of their own, which they exchange
+        data = groups.get_data_parallel_group_ranks()
+        assert dims.sequence > 1 or data == [*dims.ranks_along(rank, "data")]
+        assert groups.get_data_parallel_world_size() == len(data) == dims.dp_cp
+        assert groups.get_data_parallel_rank() == data.index(rank)
+        assert groups.get_data_parallel_first_rank() == data[0]
+        if dims.dp_cp == dims.world:
+            assert groups.get_data_parallel_group() is torch.distributed.group.WORLD
+        else:
+            with pytest.raises(NotBuiltError, match="under tensor or pipeline parallelism"):
+                groups.get_data_parallel_group()
+        assert groups.get_sequence_parallel_world_size() == dims.sequence_context
+        assert groups.get_sequence_parallel_rank() == dims.coordinate(rank, "sequence_context")
+        assert groups.get_expert_data_parallel_world_size("ep_size_1") == len(data)
+        assert groups.get_expert_data_parallel_rank("ep_size_1") == data.index(rank)
+        name = groups.get_max_expert_size_name()
+        assert groups.get_expert_parallel_world_size(name) == dims.expert
+        assert groups.get_expert_parallel_rank(name) == dims.coordinate(rank, "expert")
+        assert groups.get_expert_data_parallel_world_size(name) == dims.size("expert_data")
+        assert groups.get_expert_data_parallel_rank(name) == dims.coordinate(rank, "expert_data")
+
+    run_ranks(dims.world, run)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_sizes_of_an_engine_are_those_of_the_job(tensor: int) -> None:
+    """Four ranks: two data-parallel ones in two stages, or with halves of each layer."""
+
+    def run(rank: int, model: nn.Module) -> tuple[Any, ...]:
+        if tensor > 1:
+            model = deepspeed.tp_model_init(model, tensor)
+        else:
+            linears = [nn.Linear(4, 4) for _ in range(2)]
+            model = deepspeed.PipelineModule(linears, num_stages=2)
+        config = config_of(1, tensor_parallel={"autotp_size": tensor})
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
+        sizes = (engine.world_size, engine.dp_world_size, engine.mp_world_size)
+        ranks = (engine.get_data_parallel_rank(), engine.get_model_parallel_rank())
+        assert engine.seq_dp_world_size == engine.dp_world_size == engine.data_ranks
+        engine.destroy()
+        return sizes, ranks
+
+    data, parts = ([0, 0, 1, 1], [0, 1, 0, 1]) if tensor > 1 else ([0, 1, 0, 1], [0] * 4)
+    expected = [((4, 2, tensor), ranks) for ranks in zip(data, parts, strict=True)]
+    assert on_ranks(4, run, build=llama) == expected
