@@ -173,7 +173,7 @@ class ReportingEngine(Engine):
 
     @property
     def seq_dp_world_size(self) -> int:
-        """The value of :attr:`dp_world_size`, in which ranks with parts of a sequence count, too."""
+        """The value of :attr:`dp_world_size`: ranks with parts of a sequence count there."""
         return self.dp_world_size
 
     @property
