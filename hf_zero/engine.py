@@ -311,7 +311,8 @@ class Engine(TrainingEngine):
         load, or by :meth:`wait_for_checkpoint`, whichever is first. The checkpoint appears when it
         is complete. ``keep``: number of checkpoints kept in ``save_dir`` whose tags differ only by
         their numbers; without a tag ``checkpoint.keep`` of the configuration is the default. Raises
-        CheckpointError on all ranks; earlier checkpoints stay.
+        CheckpointError on all ranks if the save fails on one, and RankMismatchError on the others
+        if a rank ends during a blocking save; earlier checkpoints stay.
         """
         save_dir = self._run_folder(save_dir, "save_checkpoint")
         self.changes.refuse_within("save_checkpoint()")

@@ -39,7 +39,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.staging import DeferredState, DividedFile, StagedFile, Tensors
 from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures, is_remote
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, BlockHashes, FileHashes, FilePlan
-from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
+from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError, RankMismatchError
 from hf_zero.logging import JsonObject, in_units, logger
 from hf_zero.ops.host_memory import HostArena
 
@@ -70,6 +70,7 @@ class SharedFiles:
 
 
 NOTHING_SAVED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
+COMPLETE = "{} itself is complete; pass its tag to load it."
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class SaveJob:
         which calls ``committed`` last.
 
         Returns the failure, equal on all ranks and "" on success, and the exception of this rank,
-        if any.
+        if any. Raises RankMismatchError, which says whether the checkpoint is complete, if a rank
+        has ended before it has the failure.
         """
         causes: list[Exception] = []
         failure = ""
@@ -132,7 +134,22 @@ class SaveJob:
             self.target.abort()
         elif self.shared is not None:
             failure = self._finish(committed, causes)
-        return exchange.broadcast(failure), causes[0] if causes else None
+        try:
+            return exchange.broadcast(failure), causes[0] if causes else None
+        except RankMismatchError as error:
+            final = self.target.final
+            unknown = f"hf-zero verify says whether {final} is complete."
+            outcome = COMPLETE.format(final) if self.is_published() else unknown
+            error.args = (f"{error}. {failure or outcome}",)
+            raise
+
+    def is_published(self) -> bool:
+        """Return whether the folder holds this save's checkpoint."""
+        try:
+            manifest = Manifest.read(self.target.final / MANIFEST_NAME)
+        except (CheckpointError, OSError):
+            return False
+        return manifest.save_id == self.target.save_id
 
     def _publish(self, outcomes: list[Outcome], causes: list[Exception]) -> str:
         """Write the shared files, with the hashes in the manifest, if all ranks have written their
@@ -170,7 +187,7 @@ class SaveJob:
         except Exception as error:
             causes.append(error)
             text = describe_failures({0: describe_error(error, self.target.final)}, self.world)
-            return f"{text}. {self.target.final} itself is complete; pass its tag to load it."
+            return f"{text}. {COMPLETE.format(self.target.final)}"
         return ""
 
 
@@ -512,14 +529,9 @@ class _ByStore:
 
     def _read_outcome(self, error: Exception) -> str:
         """Return "" if the folder holds this save's checkpoint, else what to do."""
-        final = self._job.target.final
-        try:
-            published = Manifest.read(final / MANIFEST_NAME).save_id == self._job.target.save_id
-        except (CheckpointError, OSError):
-            published = False
-        if published:
+        if self._job.is_published():
             return ""
         return (
-            f"rank {self._job.rank} does not know what became of {final} ({error}); hf-zero verify "
-            "says whether it is complete"
+            f"rank {self._job.rank} does not know what became of {self._job.target.final} "
+            f"({error}); hf-zero verify says whether it is complete"
         )

@@ -126,6 +126,8 @@ def save(
         CheckpointError: on all ranks, if anything failed on one, or if another running job of this
             host has written the checkpoint. Earlier checkpoints are then untouched. An error in the
             background is raised by ``background.wait()``.
+        RankMismatchError: on the other ranks, if a rank ends during the save; after the commit the
+            message says that the checkpoint is complete.
     """
     begun = time.perf_counter()
     refuse_destroyed(engine, "save")

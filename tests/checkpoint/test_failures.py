@@ -16,17 +16,19 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import file_writer, save_sharded, storage
+from hf_zero.checkpoint import file_writer, save_job, save_sharded, storage
 from hf_zero.checkpoint.commit import CommitTarget
+from hf_zero.checkpoint.save_job import SaveJob
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.distributed.world_group import get_world_group
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, RankMismatchError
 from hf_zero.zero.layout.sharding import Sharding, set_sharding
 from tests.checkpoint.jobs import (
     RANK1,
     TWO,
     Engine,
+    Failed,
     Job,
     errors,
     fails,
@@ -133,6 +135,27 @@ def test_what_fails_after_the_checkpoint_has_its_name(tmp_path, monkeypatch):
                 assert "Nothing was saved" not in text
         assert (tmp_path / "latest").read_text() == "a"
         load(tmp_path, tag=tag, verify=True)
+
+
+def test_a_rank_that_ends_before_it_knows_the_outcome(tmp_path, monkeypatch):
+    """An earlier save of the tag is not taken for this one."""
+
+    def broadcast(self: object, failure: str) -> str:
+        raise RankMismatchError("rank 1 has ended")
+
+    monkeypatch.setattr(save_job.ByCollectives, "broadcast", broadcast)
+    with pytest.raises(Failed) as failed:
+        saved(tmp_path, tag="a")
+    complete = f"rank 1 has ended. {tmp_path / 'a'} itself is complete; pass its tag to load it."
+    assert type(failed.value.results[0]) is RankMismatchError
+    assert str(failed.value.results[0]) == complete
+    monkeypatch.setattr(SaveJob, "_publish", lambda *_: "no space")
+    with pytest.raises(Failed) as failed:
+        saved(tmp_path, steps=3, tag="a")
+    unknown = f"rank 1 has ended. hf-zero verify says whether {tmp_path / 'a'} is complete."
+    assert [*map(str, failed.value.results)] == ["rank 1 has ended. no space", unknown]
+    monkeypatch.undo()
+    load(tmp_path, tag="a", verify=True)
 
 
 def each_saves(where: Callable[[Engine], tuple[Any, ...]]) -> Callable[[], Any]:
