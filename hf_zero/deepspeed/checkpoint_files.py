@@ -155,8 +155,8 @@ def tag_of(engine: TrainingEngine, load_dir: str | os.PathLike[str], tag: object
 
 
 def nothing_to_load(load_dir: str | os.PathLike[str], tag: object) -> bool:
-    """Return whether ``load_dir`` has no ``latest`` and no checkpoint, so that a script without a tag
-    starts from scratch; logs a warning. Rank 0 looks (collective).
+    """Return whether ``load_dir`` has no ``latest`` and no checkpoint, so that a script without a
+    tag starts from scratch; logs a warning. Rank 0 looks (collective).
     """
     if tag is not None:
         return False
