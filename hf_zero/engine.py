@@ -65,7 +65,7 @@ class BackgroundSaves:
         if self.writer is None:
             mesh, config = self._mesh, self._config
             settings = config.keep_staging, config.staging_bytes, mesh.timeout
-            self.writer = AsyncSaver(mesh, mesh.rank, mesh.world, mesh.device, *settings)
+            self.writer = AsyncSaver(mesh, mesh.rank, mesh.pp_stage_ranks, mesh.device, *settings)
             # so that all ranks learn of a failure after the same step
             self._shards.serve()
         return self.writer

@@ -349,7 +349,7 @@ def manifest_head(
         world={
             "size": engine.mesh.dims.world,
             "shard": engine.mesh.shard.size,
-            "replicate": engine.mesh.world // engine.mesh.shard.size,
+            "replicate": engine.mesh.pp_stage_ranks // engine.mesh.shard.size,
             **sizes_of_axes(engine),
         },
         stage=engine.stage,

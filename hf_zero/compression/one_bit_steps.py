@@ -51,7 +51,11 @@ class OneBitSteps(StepExtension):
         self._mesh, self._bound, self._one_bit = mesh, bound, one_bit
         self._local = LocalSteps(self._chosen, flats, bound, one_bit, step.model.schedule.computed)
         if not chosen and mesh.rank == 0:
-            why = "no matrix has a block of elements on each rank" if mesh.world > 1 else "one rank"
+            why = (
+                "no matrix has a block of elements on each rank"
+                if mesh.pp_stage_ranks > 1
+                else "one rank"
+            )
             logger.warning("nothing travels in 1 bit (%s): all steps are dense", why)
         self._loads = -1  # load count of the state that the counters here belong to
         self._made = 0  # number of steps made

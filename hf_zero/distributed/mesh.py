@@ -193,7 +193,7 @@ class Mesh:
         self.rank = get_rank()
         self.dims = parallel.dims if parallel is not None else ParallelDims(get_world_size())
         self.ranks = self.dims.ranks_sharing(self.rank)  # the peers, including this rank
-        self.world = len(self.ranks)
+        self.pp_stage_ranks = len(self.ranks)
         self.stats = CollectiveStats()
         self.device, self.timeout = device, timeout
         self.blocks = kinds.is_host(device)  # waiting for a collective blocks the host, no stream
@@ -275,7 +275,7 @@ class Mesh:
         # of all stages of a pipeline, which share the logs of its messages
         store = dist.PrefixStore(f"{world.prefix}/{number}", default_store())
         self._resources.join(store, self.dims.world if self.rank == 0 else 0)
-        if self.world > 1:
+        if self.pp_stage_ranks > 1:
             self.consensus = Consensus(
                 self._store(), self.rank, self.ranks, self.timeout, self.watchdog, log
             )

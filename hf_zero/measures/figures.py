@@ -274,7 +274,7 @@ class StepFigures:
 
         micros = engine.micro_steps - self._micro_steps
         loss = self._loss if self._told >= micros else None
-        ranks = engine.mesh.world if self._alone else 1
+        ranks = engine.mesh.pp_stage_ranks if self._alone else 1
         counts = (float(loss is not None), ranks * self._samples, ranks * self._tokens)
         if loss is None:
             loss = number(0.0)
@@ -294,7 +294,7 @@ class StepFigures:
         took = sum(milliseconds(*time) for time in step.times)
         loss, losses, samples, tokens, norm = step.numbers.tolist()
         tensor = max(engine.mesh.dims.tensor, engine.config.tensor_parallel.size)
-        samples *= engine.data_ranks / engine.mesh.world
+        samples *= engine.data_ranks / engine.mesh.pp_stage_ranks
         tokens /= tensor
         figures = dict(step.known)
         if losses:

@@ -40,7 +40,7 @@ def layout(engine: TrainingEngine) -> str:
     """Return the engine's ranks, units, flat buffers and groups of the optimizer, a line each."""
     mesh = engine.mesh
     lines = [
-        f"stage {engine.stage} on {mesh.world} ranks, {mesh.shard.size} shards x "
+        f"stage {engine.stage} on {mesh.pp_stage_ranks} ranks, {mesh.shard.size} shards x "
         f"{mesh.replicate.size} replicas, {engine.device}"
     ]
     for unit in engine.units:

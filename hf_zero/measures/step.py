@@ -89,7 +89,7 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         """
         config, device, rank = engine.config, engine.device, engine.global_rank
         self._rank, self._line = rank, StepLine(config, rank)
-        self._every, self._world = self._line.every, engine.mesh.world
+        self._every, self._world = self._line.every, engine.mesh.pp_stage_ranks
         self.times = StepTimes(config.wall_clock_breakdown, self._every or 1, device, rank)
         monitors = DeepSpeedMonitorConfig.from_config(config)
         with raise_on_all_ranks("open its monitors") if monitors.enabled else spans.NOTHING:

@@ -161,7 +161,7 @@ class EngineParts(AroundModel):
         """Build ``plan`` and install everything on the model; ``installed`` collects the inverse
         operations, in reverse order.
         """
-        placement = Placement(self.config, mesh.device, mesh.rank, mesh.world)
+        placement = Placement(self.config, mesh.device, mesh.rank, mesh.pp_stage_ranks)
         installed.callback(placement.close)
         installed.callback(retire_flats, self.module, mesh)
         self.patches.check(self.module, not plan.policy.shards_parameters)

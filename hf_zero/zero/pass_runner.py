@@ -153,7 +153,7 @@ class PassRunner:
             model.policy,
             ReductionOptions(
                 Scaling.over(
-                    model.mesh.world,
+                    model.mesh.pp_stage_ranks,
                     config.precision,
                     config.prescale_gradients,
                     config.gradient_predivide_factor,

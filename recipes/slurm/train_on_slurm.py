@@ -53,7 +53,7 @@ def main() -> int:
     config = json.loads(args.config.read_text())
     engine, *_ = hf_zero.initialize(model=build(args), config=config, resume=args.output_dir)
     engine.stop_on(signal.SIGTERM)
-    rank, ranks = engine.mesh.rank, engine.mesh.world
+    rank, ranks = engine.global_rank, engine.world_size
     if rank == 0:
         print(f"step {engine.global_steps}, ranks: {ranks}", flush=True)
     stream, _ = load_text(LENGTH)

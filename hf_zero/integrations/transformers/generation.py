@@ -53,7 +53,7 @@ def gather_for_generate(
     models = nn.ModuleList([self, assistant] if isinstance(assistant, nn.Module) else [self])
     whole = engine is not None and _fits(models, engine)
     if engine is not None and bound.arguments.get("synced_gpus") is None:
-        bound.arguments["synced_gpus"] = not whole and engine.mesh.world > 1
+        bound.arguments["synced_gpus"] = not whole and engine.mesh.pp_stage_ranks > 1
     with ExitStack() as stack:
         if whole:
             stack.enter_context(summon_full_params(models))

@@ -278,7 +278,7 @@ class PipelineTraining(TrainingEngine):
         mesh = self.mesh
         for axis in (mesh.sums.stages, mesh.shard, mesh.replicate):
             axis.all_reduce(sums, "loss of the pipeline").wait()
-        return (sums / mesh.world).float()
+        return (sums / mesh.pp_stage_ranks).float()
 
     # ---- data ----
 

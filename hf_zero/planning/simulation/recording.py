@@ -310,7 +310,7 @@ def _as_if_read(engine: Any) -> Iterator[None]:
     """Context for what the host reads on the meta device: numbers are finite, and all ranks have
     gradients of the parameters of which this one has.
     """
-    usage, world, isfinite = engine.optimizer_step.usage, engine.mesh.world, torch.isfinite
+    usage, world, isfinite = engine.optimizer_step.usage, engine.mesh.pp_stage_ranks, torch.isfinite
     read = usage.counts
 
     def counts(flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:

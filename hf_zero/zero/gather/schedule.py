@@ -290,7 +290,7 @@ class Schedule:
     def recording(self) -> bool:
         """Whether the pass under way agrees on every gather with the other ranks."""
         under_way = self._pass
-        return under_way is not None and under_way.plan is None and self._mesh.world > 1
+        return under_way is not None and under_way.plan is None and self._mesh.pp_stage_ranks > 1
 
     def record_forward_error(self, error: BaseException | None) -> None:
         """Record, for the other ranks, the exception of a forward; None after a successful one."""

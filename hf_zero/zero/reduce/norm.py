@@ -143,7 +143,7 @@ class Usage:
         self._flats = list(flats)
         self._mesh = mesh
         self._device = device
-        self._base = mesh.world + 1
+        self._base = mesh.pp_stage_ranks + 1
         self._powers = [1]
         while self._powers[-1] * self._base**2 <= EXACT:
             self._powers.append(self._powers[-1] * self._base)
@@ -213,7 +213,7 @@ class Usage:
             slot.name
             for flat, counts in zip(self._flats, self.counts(self._flats, words))
             for slot, count in zip(flat.layout.slots, counts)
-            if count < self._mesh.world
+            if count < self._mesh.pp_stage_ranks
         ]
 
     def send(self, unit: Unit) -> None:
@@ -254,7 +254,7 @@ class Usage:
         rank. Equal on all ranks.
         """
         counts = self.counts(unit.trainable_flats, self._received[unit])
-        return min(map(min, counts)) == self._mesh.world
+        return min(map(min, counts)) == self._mesh.pp_stage_ranks
 
     def drop(self) -> None:
         """Wait for messages sent and not received, and drop them."""
@@ -268,7 +268,11 @@ class Usage:
             if gradient.unused and gradient.all_unused:
                 continue  # these counts are stale: ranks that know this send full words
             lacking = sum(1 << index for index, count in enumerate(counts) if count == 0)
-            few = sum(1 << index for index, count in enumerate(counts) if count < self._mesh.world)
+            few = sum(
+                1 << index
+                for index, count in enumerate(counts)
+                if count < self._mesh.pp_stage_ranks
+            )
             if refused := _names(flat, few & gradient.used & gradient.idle):
                 raise PartitionError(
                     f"{sorted(refused)} got a gradient on some ranks only (from weight "

@@ -534,7 +534,7 @@ class Reducer:
     @property
     def local_scale(self) -> float:
         """Factor from unreduced gradients to this rank's part of a mean over the ranks."""
-        return self._after_accumulation * self._mesh.world
+        return self._after_accumulation * self._mesh.pp_stage_ranks
 
     def _send_accumulated(self, flat: FlatBuffer) -> None:
         if flat.gradient.stays_local:
@@ -544,7 +544,7 @@ class Reducer:
         assert accumulated is not None
         dtype = self._wire_dtype or flat.dtype
         encoded = flat.spec.reduce_codec is not None
-        if dtype != accumulated.dtype and self._mesh.world > 1 and not encoded:
+        if dtype != accumulated.dtype and self._mesh.pp_stage_ranks > 1 and not encoded:
             wire = self._buffers.acquire(flat.layout.padded, dtype, flat.full.device)
             wire.copy_(accumulated)
             self._send(flat)(flat, wire, wire, scale)

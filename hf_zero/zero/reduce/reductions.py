@@ -92,13 +92,13 @@ class Reductions:
         self._buffers = buffers
         self._offload = offload
         self._kernels = kernels
-        self._pack = Pack(packed if mesh.world > 1 else 0)  # of the waiting reductions
+        self._pack = Pack(packed if mesh.pp_stage_ranks > 1 else 0)  # of the waiting reductions
         self._before_wait = before_wait
         self.waiting: list[_Reduction] = []  # to share a message with others
         self._messages: list[_Message] = []
         self._taking_memory = 0  # number of such messages
         # On a single rank nothing is on the wire, and gradients for the host should leave at once.
-        self._most = IN_FLIGHT if mesh.world > 1 else 0
+        self._most = IN_FLIGHT if mesh.pp_stage_ranks > 1 else 0
         self._joint = False
         self._on_reduced: Callable[[FlatBuffer], None] | None = None
         self.sent = 0  # messages in this backward
@@ -116,7 +116,7 @@ class Reductions:
         """Set whether, before the end of the backward, this waits only for reductions that all
         ranks have launched. No effect on a single rank.
         """
-        self._joint = joint and self._mesh.world > 1
+        self._joint = joint and self._mesh.pp_stage_ranks > 1
 
     # ---- sending ----
 
