@@ -59,7 +59,7 @@ NUMPYS_NUMBERS = 624
 _generator = threading.Lock()
 
 
-def stage_key(flat: FlatBuffer) -> str:
+def pp_stage_key(flat: FlatBuffer) -> str:
     """Return the key of ``flat``, unique among the stages of a pipeline."""
     dims = flat.engine_mesh.dims
     if dims.pipeline == 1:
@@ -67,7 +67,7 @@ def stage_key(flat: FlatBuffer) -> str:
     return f"{flat.key}|stage {dims.coordinate(flat.engine_mesh.rank, 'pipeline')}"
 
 
-def is_of_this_stage(flat: FlatBuffer) -> bool:
+def saved_by_this_pp_stage(flat: FlatBuffer) -> bool:
     """Return whether the stage of this rank saves ``flat``: the first of several stages that hold
     it.
     """
@@ -90,7 +90,9 @@ def saved_key(flat: FlatBuffer) -> str:
             f"{listed(lost)} are parts of tensors at unknown places; give their Sharding a box"
         )
     rank = flat.engine_mesh.rank
-    return "|".join([stage_key(flat), *(f"{axis} {dims.coordinate(rank, axis)}" for axis in axes)])
+    return "|".join(
+        [pp_stage_key(flat), *(f"{axis} {dims.coordinate(rank, axis)}" for axis in axes)]
+    )
 
 
 @dataclass(frozen=True)
@@ -375,7 +377,7 @@ class ModelEntries:
             if exclude_frozen and not flat.trainable:
                 left_out += held
                 continue
-            key = stage_key(flat)
+            key = pp_stage_key(flat)
             narrow = flat.trainable and flat.spec.wide == torch.bfloat16
             kinds = flat.trainable, flat.dtype, flat.layout, (), flat.raw, narrow
             flats.append(FlatEntry(key, *kinds))
@@ -482,12 +484,12 @@ def plan_save(
 ) -> SavePlan:
     """Return the plan of this rank's file. ``buffers`` go into the file of rank 0."""
     bound, rank, state = engine.bound, engine.global_rank, EngineState(engine)
-    of_stage = [flat for flat in engine.flats if is_of_this_stage(flat)]
+    pp_stage_flats = [flat for flat in engine.flats if saved_by_this_pp_stage(flat)]
     tensors: dict[str, Stored] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
     layouts: dict[str, tuple[str, FlatLayout]] = {}
     params_saved_here: set[str] = set()  # parameters whose flat buffer this rank writes
-    for flat in of_stage:
+    for flat in pp_stage_flats:
         if not flat.saves_shard:
             continue
         params_saved_here |= {slot.name for slot in flat.layout.slots}
@@ -498,7 +500,7 @@ def plan_save(
         chunks[key] = (*flat.owned, tuple(held))
         if flat.mesh.axes:  # a part of tensors that ranks along these axes share
             slots = tuple(replace(slot, name=names.own(slot.name)) for slot in flat.layout.slots)
-            layouts[key] = stage_key(flat), replace(flat.layout, slots=slots)
+            layouts[key] = pp_stage_key(flat), replace(flat.layout, slots=slots)
     if rank == 0:
         tensors |= {BUFFER + name: buffer for name, buffer in buffers.items()}
     tensors |= rng_states() | engine.window_start.own_state(engine)
@@ -531,7 +533,7 @@ def plan_save(
             for parameter, of in factors.items()
         },
         layouts=layouts,
-        model=ModelEntries.of(engine, of_stage, names, exclude_frozen)
+        model=ModelEntries.of(engine, pp_stage_flats, names, exclude_frozen)
         if engine.mesh.uncut.is_first
         else None,
     )

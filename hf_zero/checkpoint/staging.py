@@ -32,7 +32,7 @@ import torch
 
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.manifest import MASTER, SHARD
-from hf_zero.checkpoint.save_plan import RankReport, is_of_this_stage, saved_key
+from hf_zero.checkpoint.save_plan import RankReport, saved_by_this_pp_stage, saved_key
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, TensorEntry, bytes_view
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
@@ -72,7 +72,7 @@ def deferred_states(engine: TrainingEngine, report: RankReport) -> list[Deferred
     names = {}
     for flat in engine.flats:
         key = saved_key(flat)
-        if key in report.chunks and is_of_this_stage(flat):
+        if key in report.chunks and saved_by_this_pp_stage(flat):
             kinds = deferred_kinds(flat, report.chunks[key][2])
             names[flat] = frozenset(f"{key}::{kind}" for kind in kinds)
     on_device = [f for f in names if f.trainable and not f.optimizer_shard.offloaded]
