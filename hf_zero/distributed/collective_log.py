@@ -66,7 +66,8 @@ class DeferredCollectives:
 class CollectiveLog:
     """The collectives that this rank has issued on one communicator, by sequence number.
 
-    ``abort`` makes waits on the communicator raise; ``native``: the backend reports peers that die.
+    ``abort`` makes waits on the communicator raise; ``reports_dead_peers``: the backend reports a
+    peer that dies.
     """
 
     def __init__(
@@ -75,17 +76,17 @@ class CollectiveLog:
         ranks: Sequence[int],
         timeout: float,
         abort: Callable[[], None] = lambda: None,
-        native: bool = True,
+        reports_dead_peers: bool = True,
     ):
         self.name = name
         self.ranks = tuple(ranks)
         self.timeout = timeout
         self.abort = abort
-        self.native = native
-        self.sequence_number = 0
+        self.reports_dead_peers = reports_dead_peers
+        self.num_issued = 0
         self.recent: deque[str] = deque(maxlen=RECENT)
-        self.closed = ""  # why this rank will issue nothing more
-        self.open = True  # whether the communicator exists
+        self.end_reason = ""  # why this rank will issue nothing more
+        self.has_communicator = True
         # called before the next collective, after a pass has broken (recovery.py)
         self.before_issue: Callable[[CollectiveLog, str], None] | None = None
         self.deferred = DeferredCollectives()  # issued before each of its own (the note)
@@ -99,8 +100,8 @@ class CollectiveLog:
             self.deferred.issue()
         if self.before_issue is not None:
             self.before_issue(self, what)
-        number = self.sequence_number
-        self.sequence_number = number + 1
+        number = self.num_issued
+        self.num_issued = number + 1
         self.recent.append(what)
         return PendingCollective(what, self, number, self.ranks if needs is None else needs)
 
@@ -108,18 +109,18 @@ class CollectiveLog:
         """Record that an exception interrupted collective ``number``, perhaps before its messages
         were sent: ranks that wait in it then see another collective here.
         """
-        if self.sequence_number > number:
+        if self.num_issued > number:
             if not self.recent or self.recent[-1] is not what:
                 self.recent.append(what)  # the exception came between the two lines of `issue`
             self.recent[-1] = f"{what}, left by an exception"
 
     def close(self) -> None:
         """Drop the reference to the communicator; the log of issued collectives stays."""
-        self.abort, self.open = lambda: None, False
+        self.abort, self.has_communicator = lambda: None, False
 
     def withdraw(self) -> None:
         """Remove the last collective, which no rank has joined."""
-        self.sequence_number -= 1
+        self.num_issued -= 1
         self.recent.pop()
 
 

@@ -332,7 +332,9 @@ class MeshDim:
         for kind, group in (("gathers", groups.gather), ("reductions", groups.reduce)):
             off = partial(abort, group, backend, device)
             title = f"{kind} of {name} over ranks {rank_hosts.rank_ranges(self.ranks)}"
-            log = CollectiveLog(title, self.ranks, timeout, off, native=self._follows is None)
+            log = CollectiveLog(
+                title, self.ranks, timeout, off, reports_dead_peers=self._follows is None
+            )
             logs.append(
                 log
                 if watchdog.rank_status is None or group is None

@@ -193,7 +193,7 @@ class Consensus:
         log: CollectiveLog | None = None,
     ):
         waits = StoreWait(store, rank, timeout, watchdog or Watchdog(enabled=False))
-        log = log or CollectiveLog("agreements", ranks, timeout, native=False)
+        log = log or CollectiveLog("agreements", ranks, timeout, reports_dead_peers=False)
         self.gathers = GatherAgreement(store, rank, ranks, waits, log)
         self.steps = StepEvents(store, rank, ranks, waits)
         self.fetches = ShardFetches(store, rank, ranks, self.steps, waits, self.gathers.askers)

@@ -93,17 +93,17 @@ def _never_joins(
     """Diagnose a needed rank that has ended or closed the communicator before the collective."""
     log, number, what, needs = own_post["wait"]
     for peer in needs:
-        if peer == rank or peer not in posts or sequence_number(posts[peer], log) > number:
+        if peer == rank or peer not in posts or num_issued(posts[peer], log) > number:
             continue
         post = posts[peer]
         # If this rank has closed it, too, the rest of the shards is being gathered: all ranks that
         # destroyed the engine will come.
-        closed = "" if own_post["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
+        end_reason = "" if own_post["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
         if post["state"] == DEAD:
             position = f"(number {number} of {log})"
             return _in_vain(f"rank {rank} waits for {what} {position}", {peer: post})
-        if post["state"] == "ended" or closed:
-            how = closed or f"ended ({post['why']})"
+        if post["state"] == "ended" or end_reason:
+            how = end_reason or f"ended ({post['why']})"
             return _same(
                 f"rank {rank} waits for {what} (number {number} of {log}), which rank {peer} will "
                 f"never join: it has {how}. {REMEDY}, and the "
@@ -126,7 +126,7 @@ def _stuck(
         }
         stuck.update(newly_stuck)
     for peer in needs:
-        if peer != rank and peer in stuck and sequence_number(stuck[peer], log) <= number:
+        if peer != rank and peer in stuck and num_issued(stuck[peer], log) <= number:
             log_there, at, instead, _ = stuck[peer]["wait"]
             waits = (
                 f"rank {rank} waits for {what} (number {number} of {log}), which rank {peer} has "
@@ -155,7 +155,7 @@ def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool
     """
     log, number, _, needs = post["wait"]
     return any(
-        peer != rank and sequence_number(other, log) <= number and peer in needs
+        peer != rank and num_issued(other, log) <= number and peer in needs
         for peer, other in stuck.items()
     )
 
@@ -196,6 +196,6 @@ def _issued_as(post: StatusPost, log: str, number: int) -> str | None:
     return recent[at] if 0 <= at < len(recent) else None
 
 
-def sequence_number(post: StatusPost, log: str) -> int:
+def num_issued(post: StatusPost, log: str) -> int:
     """Return the number of collectives of ``log`` that the rank of ``post`` has issued."""
     return int(post["logs"].get(log, (0, [], ""))[0])

@@ -268,7 +268,9 @@ class Mesh:
         number = f"engine {world.engines}"
         stage = f" of stage {self.dims.coordinate(self.rank, 'pipeline')}"
         self.name = number + (stage if self.dims.pipeline > 1 else "")
-        log = CollectiveLog(f"agreements of {self.name}", self.ranks, self.timeout, native=False)
+        log = CollectiveLog(
+            f"agreements of {self.name}", self.ranks, self.timeout, reports_dead_peers=False
+        )
         if rank_status is not None:
             rank_status.register(log)
         self._resources.hold(log)
@@ -341,7 +343,7 @@ class Mesh:
         if self.consensus is not None:
             self.consensus.close(why)
         for axis in self.axes:
-            axis.gathers.closed = axis.reductions.closed = why
+            axis.gathers.end_reason = axis.reductions.end_reason = why
         if self.watchdog.rank_status is not None:
             self.watchdog.rank_status.publish("here")
         self.passes.close()

@@ -35,7 +35,7 @@ from hf_zero.distributed.hang_proofs import (
     StatusPost,
     diagnose_hang,
     end_of,
-    sequence_number,
+    num_issued,
 )
 from hf_zero.distributed.host_heartbeats import HostHeartbeats
 from hf_zero.distributed.rank_states import rank_states
@@ -97,7 +97,7 @@ class RankStatus:
         Raises PartitionError if another communicator in use has that name.
         """
         before = self.logs.get(log.name)
-        if before not in (None, log) and before.open and not before.closed:
+        if before not in (None, log) and before.has_communicator and not before.end_reason:
             raise PartitionError(
                 f"two communicators in use are named {log.name!r}: what one has issued would prove "
                 "to other ranks that the other hangs; close the first, or give the second another "
@@ -155,7 +155,7 @@ class RankStatus:
 
     def post(self, pending: PendingCollective | None, why: str = "") -> StatusPost:
         logs = {
-            name: [log.sequence_number, list(log.recent), log.closed]
+            name: [log.num_issued, list(log.recent), log.end_reason]
             for name, log in list(self.logs.items())
         }
         post: StatusPost = {"state": self._state, "why": why, "logs": logs}
@@ -334,19 +334,19 @@ class RankStatus:
         log = pending.log
         posts = self.read()
         if posts is None:
-            # A native backend reports a dead peer itself, and messages in flight may still arrive.
+            # The backend may report a dead peer itself, and messages in flight may still arrive.
             return (
                 HangDiagnosis(self._without_store(), self._without_store())
-                if log is not None and not log.native
+                if log is not None and not log.reports_dead_peers
                 else None
             )
-        native = log is None or log.native
-        if native:
+        reports_dead_peers = log is None or log.reports_dead_peers
+        if reports_dead_peers:
             posts = {rank: post for rank, post in posts.items() if post["state"] != DEAD}
         own_post = self.post(pending)
         away = sum(post["state"] == UNREACHABLE for post in posts.values())
         counts = self._digested, len(self._ends), len(self._last_posts)
-        key = (own_post, *counts, away, stuck_in, native)
+        key = (own_post, *counts, away, stuck_in, reports_dead_peers)
         if self._diagnosed[0] != key:
             self._diagnosed = (key, diagnose_hang(self.rank, own_post, posts, stuck_in))
         return self._diagnosed[1]
@@ -365,7 +365,7 @@ class RankStatus:
             return True
         log, number, _, needs = post.get("wait", ("", 0, "", ()))
         log_here = self.logs.get(log)
-        return log_here is not None and self.rank in needs and log_here.sequence_number <= number
+        return log_here is not None and self.rank in needs and log_here.num_issued <= number
 
     def missing_ranks(self, pending: PendingCollective) -> list[int]:
         """Return the ranks that ``pending`` needs and that are not known to have issued it; a rank
@@ -377,7 +377,7 @@ class RankStatus:
             for rank in pending.needs
             if rank != self.rank
             and log is not None
-            and (rank not in posts or sequence_number(posts[rank], log.name) <= pending.number)
+            and (rank not in posts or num_issued(posts[rank], log.name) <= pending.number)
         ]
 
     def _without_store(self) -> str:

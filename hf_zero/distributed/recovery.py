@@ -40,7 +40,7 @@ REMEDY = (
     "place, or let the job end"
 )
 Numbers = dict[str, int]
-_sequence_number = attrgetter("sequence_number")
+_num_issued = attrgetter("num_issued")
 
 
 @dataclass
@@ -90,7 +90,7 @@ class PassTracker:
             board.add(self)
 
     def _at(self) -> tuple[int, ...]:
-        return tuple(map(_sequence_number, self._logs.values()))
+        return tuple(map(_num_issued, self._logs.values()))
 
     def begin(self, what: str, kind: Hashable, joint: bool = True) -> None:
         """Begin a pass of a ``kind`` that is the same on all ranks. ``joint``: every rank issues
@@ -142,7 +142,7 @@ class PassTracker:
 
     def _resume_with(self, log: CollectiveLog, what: str) -> None:
         role = next(role for role, tracked in self._logs.items() if tracked is log)
-        self._resume("", [role, log.sequence_number, what], what)
+        self._resume("", [role, log.num_issued, what], what)
 
     def _resume(self, kind: str, first: Sequence[object] | None, what: str) -> None:
         board, broken = self._board, self._broken
@@ -206,12 +206,12 @@ class PassTracker:
         return str(one), began, ended
 
     def numbers(self) -> Numbers:
-        return {role: log.sequence_number for role, log in self._logs.items()}
+        return {role: log.num_issued for role, log in self._logs.items()}
 
     def last(self) -> str:
         """Return the last collective on each communicator that has had one, in words."""
         collectives = [
-            f"{log.recent[-1]} (number {log.sequence_number - 1} of {role})"
+            f"{log.recent[-1]} (number {log.num_issued - 1} of {role})"
             for role, log in self._logs.items()
             if log.recent
         ]
@@ -240,7 +240,7 @@ class PassTracker:
         elif statement["first"] is not None:
             role, number, what = statement["first"]
             log = self._logs[role]
-            index = number - (log.sequence_number - len(log.recent))
+            index = number - (log.num_issued - len(log.recent))
             same = 0 <= index < len(log.recent) and log.recent[index] == what
             kind, began, ended = statement["broken"]
             same = same and (kind, of_both(began), of_both(ended)) in passes

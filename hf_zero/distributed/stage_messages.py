@@ -126,7 +126,7 @@ class StageMessages:
                         (source, target),
                         timeout,
                         off,
-                        native=watchdog.rank_status is None or device.type == "cpu",
+                        reports_dead_peers=watchdog.rank_status is None or device.type == "cpu",
                     )
                     if watchdog.rank_status is not None:
                         log = watchdog.rank_status.register(log)
@@ -184,7 +184,7 @@ class StageMessages:
         """Release the communicator."""
         self._passes.close()
         for log in self.logs:
-            log.closed = "destroyed its engine"
+            log.end_reason = "destroyed its engine"
             log.close()
         destroy_group(self._group)
         self._group = None
@@ -202,7 +202,7 @@ class StageMessages:
         except BaseException:
             # Those that were launched may never be sent: their works end with the schedule.
             for pending in self._unfinished.values():
-                if pending.log is not None and pending.log.sequence_number == pending.number + 1:
+                if pending.log is not None and pending.log.num_issued == pending.number + 1:
                     pending.log.abandon(pending.number, pending.what)
             self._passes.broke()
             raise

@@ -270,7 +270,7 @@ class Watchdog:
             # All communicators, not only the current one: freeing a group with operations in flight
             # joins its thread.
             logs = list(self.rank_status.logs.values())
-            abort_together({log.name: log.abort for log in logs if not log.closed})
+            abort_together({log.name: log.abort for log in logs if not log.end_reason})
 
     def _note_states(self, pending: PendingCollective | None) -> None:
         """Give the records the states of all ranks, if these have changed."""

@@ -168,7 +168,7 @@ class RankGroup:
         needs = self._needs(index, source_index, by_tree is not None)
         if self.watchdog.operation:
             what = f"{what} in {self.watchdog.operation}"
-        number, completed = self.log.sequence_number, False
+        number, completed = self.log.num_issued, False
 
         def finish() -> None:
             nonlocal completed
@@ -361,8 +361,10 @@ class WorldGroup(RankGroup):
         backends = dict.fromkeys((group_backend(CPU), group_backend(device)))
         group = dist.group.WORLD
         off = partial(call_each, [partial(abort, group, backend, device) for backend in backends])
-        native = group_backend(CPU) in BLOCKING  # other backends do not report a peer that dies
-        log = CollectiveLog("calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off, native)
+        reports_dead_peers = group_backend(CPU) in BLOCKING
+        log = CollectiveLog(
+            "calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off, reports_dead_peers
+        )
         agrees = rank_status is not None and group_backend(CPU) == "gloo"
         super().__init__(range(self.world), rank, None, log, watchdog, agrees)
         if rank_status is not None:
@@ -395,7 +397,7 @@ class WorldGroup(RankGroup):
             return self
         off = partial(abort, group, group_backend(CPU), default_device())
         name = f"calls of {owner} on ranks {', '.join(map(str, ranks))}"
-        log = CollectiveLog(name, ranks, timeout, off, self.log.native)
+        log = CollectiveLog(name, ranks, timeout, off, self.log.reports_dead_peers)
         if self.watchdog.rank_status is not None:
             self.watchdog.rank_status.register(log)
         log.deferred = self.deferred

@@ -55,7 +55,9 @@ class Rank:
         board = RecoveryBoard(self.store, rank)  # type: ignore[arg-type]
         self.watchdog = Watchdog(rank_status=self.status, answer=board.answer_statements)
         self.watchdog.started = True  # the test polls, not a thread
-        self.log = self.status.register(CollectiveLog("gathers", range(world), 1e6, native=False))
+        self.log = self.status.register(
+            CollectiveLog("gathers", range(world), 1e6, reports_dead_peers=False)
+        )
 
     def poll(self) -> None:
         self.watchdog.check_current_wait()

@@ -103,7 +103,11 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watchdog], list[Col
     store, logs, watches = dist.HashStore(), [], []
     for rank in range(2):
         rank_status = RankStatus(store, rank, 2)
-        logs.append(rank_status.register(CollectiveLog("gathers", range(2), 1000.0, native=False)))
+        logs.append(
+            rank_status.register(
+                CollectiveLog("gathers", range(2), 1000.0, reports_dead_peers=False)
+            )
+        )
         watches.append(Watchdog(rank_status=rank_status))
         monkeypatch.setattr(watches[-1], "start", lambda: None)
     return watches, logs
@@ -186,17 +190,17 @@ def post(
     state: str = "waits",
     why: str = "",
     closed: str = "",
-    **sequence_number: list[str],
+    **issued: list[str],
 ) -> StatusPost:
     """A post whose logs have the collectives ``issued``; ``wait`` is (log, number,
     needs).
     """
-    logs = {log: [len(names), names, closed] for log, names in sequence_number.items()}
+    logs = {log: [len(names), names, closed] for log, names in issued.items()}
     made: StatusPost = {"state": state, "why": why, "logs": logs}
     if pending is not None:
         log, number, *needs = pending
         needed = list(needs[0] if needs else WORLD)
-        made["wait"] = [log, number, sequence_number[log][number], needed]
+        made["wait"] = [log, number, issued[log][number], needed]
     return made
 
 
@@ -377,7 +381,9 @@ def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.Monkey
             verdicts = []
             for status in (here, far):
                 assert str(status.failure_cause(0.0)).startswith(SAID)
-                log = status.register(CollectiveLog("gathers", range(3), 60.0, native=False))
+                log = status.register(
+                    CollectiveLog("gathers", range(3), 60.0, reports_dead_peers=False)
+                )
                 verdicts.append(status.diagnose(log.issue("gather 1"), ()))
                 native = CollectiveLog("gathers", range(3), 60.0)
                 assert status.diagnose(native.issue("gather 1"), ()) is None
@@ -404,7 +410,7 @@ def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
     rank_status = RankStatus(store, 1, 2, store_host=0)
     rank_status.publish("waits")
     assert store.calls == 1
-    log = CollectiveLog("agreements", (0, 1), 60.0, native=False)
+    log = CollectiveLog("agreements", (0, 1), 60.0, reports_dead_peers=False)
     verdict = rank_status.diagnose(PendingCollective("agreement", log, 0, (0, 1)))
     assert verdict is not None
     assert verdict.text.startswith("rank 0, which hosts the ranks' store, cannot be reached")
@@ -426,7 +432,7 @@ def test_a_store_that_is_silent_proves_nothing() -> None:
             return getattr(store, name)
 
     here, there = RankStatus(Stopped(), 0, 2), RankStatus(store, 1, 2)
-    log = here.register(CollectiveLog("agreements", (0, 1), 60.0, native=False))
+    log = here.register(CollectiveLog("agreements", (0, 1), 60.0, reports_dead_peers=False))
     pending = log.issue("agreement")
     answers[0] = False
     here.publish("waits", pending=pending)

@@ -167,7 +167,7 @@ def gathers(size: int, asking: tuple[int, ...], simulation: Simulation) -> Judge
         )
         watchdog.rank_status = status
         waits = StoreWait(key_store, rank, WAIT, watchdog)
-        log = CollectiveLog("agreements", range(size), WAIT, native=False)
+        log = CollectiveLog("agreements", range(size), WAIT, reports_dead_peers=False)
         agreement = GatherAgreement(key_store, rank, range(size), waits, log)
         agreement._left = rank in asking  # it gave up before: it looks at once
         issued, number = set[int](), 0

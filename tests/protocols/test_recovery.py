@@ -62,7 +62,7 @@ def run_passes(scripts: list[Passes], alike: bool, simulation: Simulation) -> Ju
         )
         watchdog.rank_status = status
         board = RecoveryBoard(TimeoutStore(world.store()), rank)
-        log = CollectiveLog("gathers", range(world.size), TIMEOUT, native=False)
+        log = CollectiveLog("gathers", range(world.size), TIMEOUT, reports_dead_peers=False)
         names = range(world.size)
         tracker = PassTracker("engine", rank, names, {"gathers": log}, watchdog, TIMEOUT, board)
         world.kept.append(tracker)
@@ -108,7 +108,7 @@ def test_ranks_go_on_alike(case: str, schedules: Callable[..., int]) -> None:
 
 
 def test_a_rank_that_issues_during_its_answer_is_asked_again() -> None:
-    log = CollectiveLog("gathers", range(2), TIMEOUT, native=False)
+    log = CollectiveLog("gathers", range(2), TIMEOUT, reports_dead_peers=False)
     tracker = PassTracker("engine", 0, range(2), {"gathers": log}, Watchdog(enabled=False), TIMEOUT)
 
     class Busy(deque[str]):

@@ -50,7 +50,7 @@ def chain(simulation: Simulation) -> Judge:
     def run(world: World, rank: int) -> None:
         status = RankStatus(world.store("ranks"), rank, 4)
         logs = {
-            name: status.register(CollectiveLog(name, ranks, TIMEOUT, native=False))
+            name: status.register(CollectiveLog(name, ranks, TIMEOUT, reports_dead_peers=False))
             for name, ranks in members.items()
         }
         simulation.sleep(1.0)
@@ -80,7 +80,9 @@ def circle(size: int, simulation: Simulation) -> Judge:
         store = world.store("ranks")
         status = RankStatus(store, rank, size)
         logs = [
-            status.register(CollectiveLog(f"log {n}", (n, (n + 1) % size), TIMEOUT, native=False))
+            status.register(
+                CollectiveLog(f"log {n}", (n, (n + 1) % size), TIMEOUT, reports_dead_peers=False)
+            )
             for n in range(size)
         ]
         simulation.sleep(1.0)

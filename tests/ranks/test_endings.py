@@ -509,7 +509,7 @@ def test_a_graph_that_one_rank_still_holds_at_a_step_makes_it_join_no_gather():
             engine.backward(loss)
             engine.step()
             assert float(loss.detach()) == pytest.approx(wanted[step][rank], rel=1e-5)
-        issued = engine.mesh.shard.gathers.sequence_number
+        issued = engine.mesh.shard.gathers.num_issued
         del held
         engine.destroy()
         return issued

@@ -191,7 +191,7 @@ class Usage:
             words = words.clone()
             # The collective's name reveals a rank that is at another micro-batch.
             handle = repeats.verify_same_collective(
-                f"step {step} after {repeats.reductions.sequence_number} reductions", words
+                f"step {step} after {repeats.reductions.num_issued} reductions", words
             )
             if not complete or graphs.capturing():
                 handle.wait()
