@@ -106,10 +106,10 @@ class SaveJob:
         self,
         write: Callable[[], FileHashes],
         exchange: Exchange,
-        committed: Callable[[], object] = lambda: None,
+        on_finished: Callable[[], object] = lambda: None,
     ) -> tuple[str, Exception | None]:
         """Write this rank's file with ``write``, which returns its hashes, and commit on rank 0,
-        which calls ``committed`` last.
+        which calls ``on_finished`` last.
 
         Returns the failure, equal on all ranks and "" on success, and the exception of this rank,
         if any. Raises RankMismatchError, which says whether the checkpoint is complete, if a rank
@@ -133,7 +133,7 @@ class SaveJob:
         if self.shared is not None and failure:
             self.target.abort()
         elif self.shared is not None:
-            failure = self._finish(committed, causes)
+            failure = self._finish(on_finished, causes)
         try:
             return exchange.broadcast(failure), causes[0] if causes else None
         except RankMismatchError as error:
@@ -174,16 +174,16 @@ class SaveJob:
                 failed = {0: describe_error(error, self.path.parent)}
         return f"{describe_failures(failed, self.world)}. {NOTHING_SAVED.format(self.target.tag)}"
 
-    def _finish(self, committed: Callable[[], object], causes: list[Exception]) -> str:
+    def _finish(self, on_finished: Callable[[], object], causes: list[Exception]) -> str:
         """Point ``latest`` to the new checkpoint, then remove the one that it replaces and those
-        beyond ``keep``. Returns the failure, or "".
+        beyond ``keep``, and call ``on_finished``. Returns the failure, or "".
         """
         assert self.shared is not None
         try:
             self.target.finish(self.shared.above)
             if self.keep is not None:
                 retain(self.target.final, self.keep, self.target.others)
-            committed()
+            on_finished()
         except Exception as error:
             causes.append(error)
             text = describe_failures({0: describe_error(error, self.target.final)}, self.world)
@@ -211,15 +211,15 @@ _in_flight_lock = threading.Lock()
 _in_flight: dict[AnyPath, list[Action]] = {}
 
 
-def begin_commit(final: AnyPath) -> None:
-    """Register the checkpoint ``final``, which a thread is about to publish."""
+def register_save(final: AnyPath) -> None:
+    """Register the save of the checkpoint ``final``, which a thread is about to write."""
     with _in_flight_lock:
         _in_flight[final] = []
 
 
-def end_commit(final: AnyPath, complete: bool) -> None:
-    """Unregister ``final``. If it is ``complete``, run the actions deferred until then; otherwise
-    drop them.
+def end_save(final: AnyPath, complete: bool) -> None:
+    """Unregister the save of ``final``. If the checkpoint is ``complete``, run the actions deferred
+    until then; otherwise drop them.
     """
     with _in_flight_lock:
         actions = _in_flight.pop(final, [])
@@ -385,14 +385,14 @@ class AsyncSaver:
         self._running = (job, ended)
         try:
             if job.rank == 0:
-                begin_commit(job.target.final)
+                register_save(job.target.final)
             self._thread.start()
         except BaseException:
             if self._thread.ident is None:  # no thread will end the save
                 staged.close()
                 self._running = None
                 if job.rank == 0:
-                    end_commit(job.target.final, complete=False)
+                    end_save(job.target.final, complete=False)
             raise
 
     def report_not_started(
@@ -446,10 +446,10 @@ def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByStore) -
             staged.close()
 
     try:
-        failure, _ = job.run(write, exchange, lambda: end_commit(final, complete=True))
+        failure, _ = job.run(write, exchange, lambda: end_save(final, complete=True))
     finally:
         if job.rank == 0:
-            end_commit(final, complete=False)  # no effect if the commit has called it already
+            end_save(final, complete=False)  # no effect if `on_finished` has called it
     if failure:
         text = f"{failure} (written in the background)"
         # The main thread has ended: no call will collect the outcome, so log it.

@@ -142,15 +142,17 @@ def save(
     try:
         plan, planned = collective_try(
             job_ranks,
-            rank_save.plan,
+            rank_save.prepare,
             rank_save.path,
             nothing_saved,
             lambda plan: (plan.own.report, plan.not_staged),
         )
         exchanged = _Exchanged.PLANS
         reports = [report for report, _ in planned]
-        describe = partial(rank_save.describe, plan, reports, save_latest)
-        shared, _ = collective_try(job_ranks, describe, rank_save.path.parent, nothing_saved)
+        plan_shared_files = partial(rank_save.plan_shared_files, plan, reports, save_latest)
+        shared, _ = collective_try(
+            job_ranks, plan_shared_files, rank_save.path.parent, nothing_saved
+        )
         exchanged = _Exchanged.MANIFEST
         job = SaveJob(target, rank_save.path, rank, engine.mesh.dims.world, shared, keep)
         not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
@@ -213,9 +215,9 @@ class _RankSave:
         self._names = WholeNames(engine.module)
         self._elsewhere = buffers_of_other_stages(engine, self._names, exclude_frozen)
 
-    def plan(self) -> _RankPlan:
+    def prepare(self) -> _RankPlan:
         """Plan this rank's file, and copy its state to host memory for a background save. On rank 0
-        first create the folder.
+        first note the save and create the folder.
         """
         engine, target, extra = self._engine, self._target, None
         buffers: dict[str, torch.Tensor] = {}
@@ -235,7 +237,7 @@ class _RankSave:
             not_staged = self._background.copy_to_host(own.file, own.tensors, image, deferred)
         return _RankPlan(own, not_staged, extra, buffers)
 
-    def describe(
+    def plan_shared_files(
         self, plan: _RankPlan, reports: Sequence[RankReport], save_latest: bool
     ) -> SharedFiles | None:
         """Return the files that rank 0 writes beside its own; None on the other ranks."""
