@@ -137,7 +137,7 @@ class Handle:
                 self._works, self._failure = [], error
                 if isinstance(error, DEVICE_ERRORS):
                     raise
-                self._failure = watchdog.explain_failure(self._pending, error)
+                self._failure = watchdog.conclude_failure(self._pending, error)
                 raise self._failure from error
             if self._follows is not None and not graphs.capturing():
                 # Works keep tensors alive; an event recorded on the stream that waits for them does
@@ -274,7 +274,7 @@ class _Starting:
         if error is not None and self._pending.log is not None:
             self._pending.log.abandon(self._pending.number, self._pending.what)
         if isinstance(error, RuntimeError) and not isinstance(error, DEVICE_ERRORS):
-            raise self._watchdog.explain_failure(self._pending, error) from error
+            raise self._watchdog.conclude_failure(self._pending, error) from error
 
 
 @dataclass(frozen=True)
@@ -775,7 +775,7 @@ def tagged_barrier(
             if peer != rank and (source is None or peer == source):
                 came.append(dist.irecv(empty.clone(), target, group, tag))
     except RuntimeError as error:
-        raise watchdog.explain_failure(pending, error) from error
+        raise watchdog.conclude_failure(pending, error) from error
     if rank == source:
         return sent
     Handle([*came, *sent], watchdog, pending).wait()

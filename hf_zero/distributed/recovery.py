@@ -171,7 +171,7 @@ class PassTracker:
         except RuntimeError as error:
             if isinstance(error, HfZeroError):
                 raise
-            raise self._watchdog.explain_failure(pending, error) from error  # the store is gone
+            raise self._watchdog.conclude_failure(pending, error) from error  # the store is gone
         board.stated.pop(self.name, None)
 
     def _await_answers(self, peers: Sequence[int], statement: JsonObject) -> None:

@@ -258,7 +258,7 @@ class StageMessages:
                 work.wait()
                 header: list[int] = message.tolist()
         except RuntimeError as error:
-            raise self._watchdog.explain_failure(pending, error) from error
+            raise self._watchdog.conclude_failure(pending, error) from error
         return header
 
     # ---- activations ----
@@ -338,7 +338,7 @@ class StageMessages:
     def explain(self, error: RuntimeError) -> Exception:
         """Return the exception to raise for ``error`` of the launch of a message."""
         pending = PendingCollective("the stages of the pipeline", needs=tuple(self.ranks))
-        return self._watchdog.explain_failure(pending, error)
+        return self._watchdog.conclude_failure(pending, error)
 
     def finish(self) -> None:
         """Wait until all sends are complete."""

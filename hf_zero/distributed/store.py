@@ -443,7 +443,7 @@ class StoreWait:
         except RuntimeError as error:
             if isinstance(error, HfZeroError):
                 raise
-            raise self._watchdog.explain_failure(pending, error) from error  # the store is gone
+            raise self._watchdog.conclude_failure(pending, error) from error  # the store is gone
         return str(self._store.get(key).decode())
 
     def is_over(self, ranks: Sequence[int]) -> bool:

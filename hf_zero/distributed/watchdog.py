@@ -6,7 +6,7 @@ A thread polls waits that last a second or more; shorter ones cost nothing. If a
 orders a stream and returns at once, it polls an event after the wait. A wait in a backend's native
 code cannot be stopped: gloo knows only timeouts, which close its connections. So, once there is a
 proof, the thread aborts all communicators (``CollectiveLog.abort``), the wait raises, and
-:meth:`Watchdog.explain_failure` gives the reason. The communicators are lost with it; so is the
+:meth:`Watchdog.conclude_failure` gives the reason. The communicators are lost with it; so is the
 job.
 """
 
@@ -83,7 +83,7 @@ class Watchdog:
         self.started = not enabled  # whether a thread polls waits, or none is to
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._reported: tuple[PendingCollective, float] | None = None
+        self._seen: tuple[PendingCollective, float] | None = None
         self._warned = 0.0
         self._polled, self._polls = 0.0, 0  # time of the last poll of the current wait; their count
         self._posted: tuple[PendingCollective, float] | None = None
@@ -202,11 +202,11 @@ class Watchdog:
         """Sleep, until there is a verdict at most."""
         self._concluded.wait(seconds)
 
-    def explain_failure(
+    def conclude_failure(
         self, pending: PendingCollective, error: BaseException
     ) -> RankMismatchError:
-        """Return the exception to raise for ``error``, raised by the wait for ``pending``: it names
-        the rank that caused it, if it can be found.
+        """Return the exception to raise for ``error``, raised by the wait for ``pending``, and end
+        this rank's waits. The exception names the rank that caused the error, if it can be found.
         """
         _take_time_to_speak()
         if self.verdict:
@@ -239,8 +239,8 @@ class Watchdog:
         return RankMismatchError(text)
 
     def report_mismatch(self, pending: PendingCollective) -> RankMismatchError:
-        """Return the exception to raise if different collectives of ranks have matched: each rank
-        notices, and publishes its own.
+        """Return the exception to raise if different collectives of ranks have matched, and end
+        this rank's waits. Each rank notices, and publishes its own exception.
         """
         rank_status = self.rank_status
         if rank_status is not None and not self.verdict:
@@ -362,15 +362,15 @@ class Watchdog:
         if it can never end.
         """
         current = self.current or self._oldest_followed()
-        if current is not self._reported:
+        if current is not self._seen:
             self._note_end_of_wait()
         if current is None:
-            self._reported, self._polls = None, 0
+            self._seen, self._polls = None, 0
             return
         pending, now = current[0], time.monotonic()
         waited = now - current[1]
-        if current is not self._reported:
-            self._reported, self._warned, self._polled = current, 0.0, current[1]
+        if current is not self._seen:
+            self._seen, self._warned, self._polled = current, 0.0, current[1]
             self._polls = 0
         every = POLL_SECONDS * (POLLS_APART if self._polls else 1.0)
         if self.rank_status is not None and not self.verdict and now - self._polled >= every:

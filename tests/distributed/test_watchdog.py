@@ -289,7 +289,7 @@ class Rank:
                 assert self.broken.wait(120), "nobody breaks it off"
                 raise RuntimeError("connection closed")
         except RuntimeError as error:
-            raise self.watchdog.explain_failure(pending, error) from error
+            raise self.watchdog.conclude_failure(pending, error) from error
 
 
 @pytest.fixture
