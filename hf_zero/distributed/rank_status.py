@@ -38,7 +38,7 @@ from hf_zero.distributed.hang_proofs import (
     num_issued,
 )
 from hf_zero.distributed.host_heartbeats import HostHeartbeats
-from hf_zero.distributed.rank_states import rank_states
+from hf_zero.distributed.state_rows import rank_states
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.logging import JsonObject
 

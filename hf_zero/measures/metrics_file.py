@@ -1,7 +1,7 @@
 """``metrics.jsonl``: one line of figures for each optimizer step, in order and without repeats, and
 lines of other records between them: "run", the header of each start (``run_record.py``); "warning";
 "totals", collectives and bytes so far; "trace", a file; "planned_steps", those of the whole run;
-"ranks", the states of all ranks in a wait of rank 0 (``distributed/rank_states.py``); "ended", the
+"ranks", the states of all ranks in a wait of rank 0 (``distributed/state_rows.py``); "ended", the
 end of the engine. A record has the number of steps before it as "after_step".
 
 A file that exceeds its size is renamed ``metrics.<number>.jsonl``, from 1 on, and another begins.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hf_zero.distributed.rank_states import STATES
+from hf_zero.distributed.state_rows import STATES
 from hf_zero.measures.run_record import BUFFERS
 from hf_zero.planning.needs import KINDS
 

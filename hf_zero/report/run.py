@@ -36,7 +36,7 @@ class LoggedMessage:
 @dataclass(frozen=True)
 class RankStates:
     """The states of all ranks while rank 0 waited at ``time``, as rows of
-    ``distributed/rank_states.py``.
+    ``distributed/state_rows.py``.
     """
 
     time: str
