@@ -73,8 +73,8 @@ def deferred_states(engine: TrainingEngine, report: RankReport) -> list[Deferred
     for flat in engine.flats:
         key = saved_key(flat)
         if key in report.chunks and saved_by_this_pp_stage(flat):
-            kinds = deferred_kinds(flat, report.chunks[key][2])
-            names[flat] = frozenset(f"{key}::{kind}" for kind in kinds)
+            deferred = deferred_kinds(flat, report.chunks[key][2])
+            names[flat] = frozenset(f"{key}::{state}" for state in deferred)
     on_device = [f for f in names if f.trainable and not f.optimizer_shard.offloaded]
     groups = [[flat] for flat in names if flat not in on_device]
     states = []
@@ -91,15 +91,15 @@ def deferred_states(engine: TrainingEngine, report: RankReport) -> list[Deferred
     return states
 
 
-def deferred_kinds(flat: FlatBuffer, kinds: Iterable[str]) -> set[str]:
-    """Return those of the ``kinds`` of state of ``flat`` that a save may copy after its call: none
-    in files, whose buffers training uses; no weights in the memory of whole parameters, to which
+def deferred_kinds(flat: FlatBuffer, states: Iterable[str]) -> set[str]:
+    """Return those of the ``states`` of ``flat`` that a save may copy after its call: none in
+    files, whose buffers training uses; no weights in the memory of whole parameters, to which
     scripts write.
     """
     shard = flat.optimizer_shard
     if shard.storage.nbytes()["disk"] or flat.shard_bytes()["disk"]:
         return set()
-    return set(kinds).difference((MASTER, SHARD) if _is_exposed(flat) else ())
+    return set(states).difference((MASTER, SHARD) if _is_exposed(flat) else ())
 
 
 def _is_exposed(flat: FlatBuffer) -> bool:

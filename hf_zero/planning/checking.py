@@ -193,9 +193,11 @@ def table(verdict: MemoryVerdict) -> list[str]:
     cells = []
     for row in verdict.rows:
         parts = sorted(row.parts, key=lambda part: part.nbytes, reverse=True)
-        needs = ", ".join(f"{part.what} {in_units(part.nbytes)}" for part in parts if part.nbytes)
+        parts_text = ", ".join(
+            f"{part.what} {in_units(part.nbytes)}" for part in parts if part.nbytes
+        )
         limit = f"({row.limited_by})" if row.limited_by else ""
-        text = limit if row.fits else f"TOO LITTLE for {needs} {limit}"
+        text = limit if row.fits else f"TOO LITTLE for {parts_text} {limit}"
         cells.append((row.tier, in_units(row.needed), in_units(row.free), text))
     tier, needed, free = (max(len(cell[column]) for cell in cells) for column in range(3))
     return [

@@ -55,8 +55,8 @@ KeepRoutes = Callable[[Callable[[], Routes]], Routes]
 
 @dataclass(frozen=True)
 class _Swap:
-    """All-to-all of rows along ``axis``: row counts to and from each rank; ``name`` in the
-    ledger.
+    """All-to-all of rows along ``axis``: row counts to and from each rank; ``name``: the
+    collective's name in CollectiveStats.
     """
 
     axis: MeshDim

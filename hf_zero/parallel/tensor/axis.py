@@ -68,7 +68,9 @@ class TensorAxis:
         return self
 
     def sum(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the sum of ``x`` over the ranks, a new tensor; ``name``: its ledger name."""
+        """Return the sum of ``x`` over the ranks, a new tensor; ``name``: the collective's name in
+        CollectiveStats.
+        """
         total, under_way = self.launch_sum(x, name)
         under_way.wait()
         return total
