@@ -30,7 +30,7 @@ from hf_zero.ops.deferred import DeferredOutput
 from hf_zero.ops.deferred.losses import count_early
 from hf_zero.ops.deferred.programs import Autocast
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, gather
-from hf_zero.parallel.tensor.layers import part_of
+from hf_zero.parallel.tensor.layers import gathered_output_part
 from hf_zero.zero.gather.model_patches import hooks_of
 from hf_zero.zero.layout.parameter import given_class, owner_of
 
@@ -58,7 +58,7 @@ class DeferredCall:
 
     @property
     def axis(self) -> TensorAxis | None:
-        part = part_of(self.module)
+        part = gathered_output_part(self.module)
         return None if part is None else part.axis
 
     @property
@@ -81,11 +81,11 @@ class DeferredCall:
         return call
 
     def entering(self, rows: torch.Tensor) -> torch.Tensor:
-        part = part_of(self.module)
+        part = gathered_output_part(self.module)
         return rows if part is None else copy_to(rows, part.axis, part.name)
 
     def joined(self, output: torch.Tensor) -> torch.Tensor:
-        part = part_of(self.module)
+        part = gathered_output_part(self.module)
         return output if part is None else gather(output, part.axis, part.name)
 
     def compute(self, rows: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -276,7 +276,7 @@ def _is_linear(module: nn.Module) -> bool:
 def _torchs_forward(module: nn.Module) -> object:
     """Return the forward of the class of ``module``, below that of a layer with gathered parts."""
     kind: Any = type(module)
-    return (kind if part_of(module) is None else kind.__bases__[1]).forward
+    return (kind if gathered_output_part(module) is None else kind.__bases__[1]).forward
 
 
 def _before(model: torch.nn.Module, head: nn.Module, width: int) -> Iterator[nn.Module]:

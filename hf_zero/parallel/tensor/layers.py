@@ -291,8 +291,8 @@ def is_sharded(module: nn.Module) -> bool:
     return ATTRIBUTE in module.__dict__
 
 
-def part_of(module: nn.Module) -> Part | None:
-    """Return the state of a layer whose parts of outputs are gathered; None of any other."""
+def gathered_output_part(module: nn.Module) -> Part | None:
+    """Return the state of a layer whose parts of outputs are gathered, None for other layers."""
     return module.__dict__[ATTRIBUTE] if isinstance(module, ColwiseGathered) else None
 
 
