@@ -102,7 +102,7 @@ class SubGroupOptimizer(Protocol):
         """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
 
 
-class Update:
+class SubGroupUpdate:
     """One step of the offloaded state. Each flat buffer is to be run once."""
 
     def __init__(

@@ -32,7 +32,7 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.storage import Allocator
-from hf_zero.offload.sub_group_update import Update
+from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update_gathers import Gather, UpdateGathers
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Updater:
         self._uses: list[Unit] = []  # units in the order of the forward under way
         self._queue = UpdateQueue(device)
         # update begun in the backward under way, before its step, and the units it has updated
-        self.backward_update: Update | None = None
+        self.backward_update: SubGroupUpdate | None = None
         self.units_updated_in_backward: list[Unit] = []
         self.refresh()
 
@@ -90,7 +90,7 @@ class Updater:
             self._uses.append(unit)
         unit.wait_for_update()
 
-    def start(self, update: Update) -> None:
+    def start(self, update: SubGroupUpdate) -> None:
         """Begin ``update``, in the order of the last forward, or in the order of the model if units
         are gathered.
         """
@@ -115,7 +115,7 @@ class Updater:
         if self._gathers is not None:
             self._gathers.complete()
 
-    def start_in_backward(self, update: Update, unit: Unit) -> None:
+    def start_in_backward(self, update: SubGroupUpdate, unit: Unit) -> None:
         """Begin ``update`` with the offloaded state of ``unit``, whose gradients are complete while
         the backward continues. :meth:`start` updates the rest.
         """
@@ -123,7 +123,7 @@ class Updater:
         self.units_updated_in_backward.append(unit)
         self._submit(update, [unit])
 
-    def begin_in_backward(self, update: Update) -> None:
+    def begin_in_backward(self, update: SubGroupUpdate) -> None:
         """Begin ``update`` in a backward, unless it has begun; :meth:`start` ends it."""
         if self.backward_update is not update:
             self.finish()
@@ -141,7 +141,7 @@ class Updater:
         self.finish()
         self.backward_update, self.units_updated_in_backward = None, []
 
-    def _submit(self, update: Update, units: Sequence[Unit]) -> None:
+    def _submit(self, update: SubGroupUpdate, units: Sequence[Unit]) -> None:
         units = self._first_two_by_arrival(units)
         events: list[streams.Event] = []
         if not kinds.is_host(self._device):
@@ -253,7 +253,9 @@ class Updater:
         return failure
 
     @torch.no_grad()
-    def _prepare(self, update: Update, unit: Unit, at: int, ready: Sequence[streams.Event]) -> None:
+    def _prepare(
+        self, update: SubGroupUpdate, unit: Unit, at: int, ready: Sequence[streams.Event]
+    ) -> None:
         for event in ready:
             event.synchronize()
         with span("prepare_update", unit.label):
@@ -265,7 +267,7 @@ class Updater:
 
     @torch.no_grad()
     def _run(
-        self, update: Update, unit: Unit, ready: Sequence[streams.Event]
+        self, update: SubGroupUpdate, unit: Unit, ready: Sequence[streams.Event]
     ) -> streams.Event | None:
         copies = self._copies
         for event in ready:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import StateDict
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
-from hf_zero.offload.sub_group_update import Counted, Rule, Update
+from hf_zero.offload.sub_group_update import Counted, Rule, SubGroupUpdate
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import snapshots, state
 from hf_zero.optim.bf16_state import Bf16State
@@ -309,7 +309,7 @@ class BoundOptimizer:
 
     # ---- the second half of a step: offloaded state ----
 
-    def begin(self, divisor: float, steps_before: int) -> Update:
+    def begin(self, divisor: float, steps_before: int) -> SubGroupUpdate:
         """Return the update of all offloaded state, with the group settings of this moment; step
         counters advance as flat buffers are announced.
 
@@ -319,7 +319,7 @@ class BoundOptimizer:
         self._table.offloaded.begin_first_steps()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
         groups = [current_settings(group) for group in self.groups]
-        return Update(self, rules, groups, divisor, steps_before, self.sums, self._bf16)
+        return SubGroupUpdate(self, rules, groups, divisor, steps_before, self.sums, self._bf16)
 
     def count(self, flat: Flat, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
         """Advance the step counters of ``flat`` and return its segments with their counts. Segments

@@ -17,7 +17,7 @@ import torch
 import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.offload.gradient_offload import GradientOffload
-from hf_zero.offload.sub_group_update import Update
+from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import WAYS, offload, stages_of
@@ -147,13 +147,13 @@ def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     elif kind == "compute":
         monkeypatch.setattr(Stack, "body", sleeping(Stack.body, lambda model: None))
     elif kind == "host":
-        apply = Update._apply
+        apply = SubGroupUpdate._apply
 
         def late(update: Any, *args: Any) -> None:
             time.sleep(0.002)
             apply(update, *args)
 
-        monkeypatch.setattr(Update, "_apply", late)
+        monkeypatch.setattr(SubGroupUpdate, "_apply", late)
     return str(kind)
 
 

@@ -126,7 +126,7 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
     submit = update.Updater._submit
     run = update.Updater._run
     finish = update.Updater.finish
-    apply = sub_group_update.Update.run
+    apply = sub_group_update.SubGroupUpdate.run
 
     def submit_at(self: Any, chosen: Any, units: Any) -> None:
         begun.update(dict.fromkeys(units, host_now()))
@@ -164,7 +164,7 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
             (update.Updater, "_submit", submit_at),
             (update.Updater, "_run", run_on_lane),
             (update.Updater, "finish", finish_at),
-            (sub_group_update.Update, "run", apply_at),
+            (sub_group_update.SubGroupUpdate, "run", apply_at),
             # the forward alone issues gathers, also where the machine lets it come late
             (update_gathers, "GRACE_SECONDS", math.inf),
         ):

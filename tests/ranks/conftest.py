@@ -4,21 +4,21 @@ import threading
 
 import pytest
 
-from hf_zero.offload.sub_group_update import Update
+from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update import Updater
 
 
 @pytest.fixture
 def gate(monkeypatch):
     """Updates wait for it from when it is cleared."""
-    opened, run = threading.Event(), Update.run
+    opened, run = threading.Event(), SubGroupUpdate.run
     opened.set()
 
     def held(update, *args):
         assert opened.wait(120), "nobody has opened the gate"
         run(update, *args)
 
-    monkeypatch.setattr(Update, "run", held)
+    monkeypatch.setattr(SubGroupUpdate, "run", held)
     return opened
 
 

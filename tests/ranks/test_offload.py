@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero.zero.step.optimizer_step as optimizer_step
-from hf_zero.offload.sub_group_update import Update
+from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update import Updater
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
@@ -127,7 +127,7 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(
     engine = opened(LLAMA.build(), offload("optimizer on cpu", 2, tmp_path))
     train(engine, 0)
     engine.updater.finish()
-    order, run, reached, last = [], Update.run, [], threading.Event()
+    order, run, reached, last = [], SubGroupUpdate.run, [], threading.Event()
     unit_of = {flat.optimizer_shard: flat.unit for flat in engine.flats}
 
     def held_up(update, shard, output_for, finish_output):
@@ -136,7 +136,7 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(
         run(update, shard, output_for, finish_output)
         order.append(unit_of[shard])
 
-    monkeypatch.setattr(Update, "run", held_up)
+    monkeypatch.setattr(SubGroupUpdate, "run", held_up)
     train(engine, 1)
     assert engine.updater.pending
     for unit in engine.units:
@@ -206,7 +206,7 @@ def test_an_update_that_fails_is_raised_and_holds_up_nothing_else(ranks, tmp_pat
     def broken(update, *args):
         raise OSError(5, "Input/output error", "/disk")
 
-    monkeypatch.setattr(Update, "run", broken)
+    monkeypatch.setattr(SubGroupUpdate, "run", broken)
     on_ranks(ranks, _breaks, tmp_path, build=LLAMA.build)
 
 

@@ -20,7 +20,7 @@ from hf_zero.errors import (
     RankMismatchError,
 )
 from hf_zero.offload import nvme_files
-from hf_zero.offload.sub_group_update import Update
+from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.ops.files import parse_faults
 from tests.helpers import offloads
 from tests.helpers.cells import in_turn
@@ -146,7 +146,7 @@ def test_what_cannot_be_read_is_said_wherever_it_is_needed_and_never_saved(rank,
 def trained_by_workers(way, stage, folder, beside):
     """Weights after steps whose batches workers load, forked beside an update or between."""
     forked = threading.Event()
-    run_update = Update.run
+    run_update = SubGroupUpdate.run
 
     def slow(self, *args):
         forked.wait(60.0)
@@ -154,7 +154,7 @@ def trained_by_workers(way, stage, folder, beside):
 
     with pytest.MonkeyPatch.context() as patch:
         if beside:
-            patch.setattr(Update, "run", slow)
+            patch.setattr(SubGroupUpdate, "run", slow)
         engine = opened(stack(), way, stage, folder)
         for _ in range(2):
             rows: Any = [torch.full((7,), float(place)) for place in range(6)]

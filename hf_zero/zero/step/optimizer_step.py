@@ -21,7 +21,7 @@ from hf_zero.logging import log_rank0, logger
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import room_beside_a_step
 from hf_zero.offload.storage import MASTER
-from hf_zero.offload.sub_group_update import Update
+from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update import StagedCopies, Updater
 from hf_zero.optim.cpu_base import updates_in_host_memory
 from hf_zero.optim.segment_table import plain_settings
@@ -172,7 +172,7 @@ class OptimizerStep:
                 applied.add(flat.optimizer_shard)
         return applied
 
-    def refuse_changed(self, in_backward: Update) -> None:
+    def refuse_changed(self, in_backward: SubGroupUpdate) -> None:
         """Raise PartitionError if the optimizer's groups have changed since ``in_backward``, an
         update of a part of the model in the backward.
         """
