@@ -70,7 +70,7 @@ def find_zero_callback(original: Original, self: Trainer, *args: object, **kwarg
         original(self, *args, **kwargs)
         return
     setattr(self, CALLBACK, callback)
-    vars(callback)["trainer"] = self  # whose batches it counts
+    vars(callback)["trainer"] = weakref.ref(self)  # whose batches it counts
     original(self, *args, **kwargs)
     # First, before the reporters, so that its additions to the logs reach them.
     callbacks = self.callback_handler.callbacks

@@ -8,6 +8,7 @@ routing happened, and adds memory, throughput and the gradient norm to the Train
 from __future__ import annotations
 
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,7 +54,8 @@ class ZeroCallback(TrainerCallback):
             finder.choose()
         self.config: JsonObject | None = None if zero_config is None else read(zero_config)
         self.throughput = Throughput()
-        self.trainer: Trainer | None = None  # set as it is made
+        # the Trainer that was made last with this callback
+        self.trainer: weakref.ref[Trainer] | None = None
         self._ready = False
         self._said = False
 
@@ -83,9 +85,18 @@ class ZeroCallback(TrainerCallback):
             )
         self.throughput.start(args, state, None if args.torch_compile else model)
 
-    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        assert self.trainer is not None
-        self.throughput.step(self.trainer.current_gradient_accumulation_steps)
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"trainer": None}  # a weak reference cannot be pickled
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object
+    ) -> None:
+        trainer = None if self.trainer is None else self.trainer()
+        if trainer is None or trainer.state is not state:
+            # Transformers has made the callback from its class, or another Trainer has it too
+            self.throughput.step(args.gradient_accumulation_steps)
+        else:
+            self.throughput.step(trainer.current_gradient_accumulation_steps)
 
     def on_evaluate(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self.throughput.resume()

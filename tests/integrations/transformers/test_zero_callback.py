@@ -5,6 +5,7 @@ rank.
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,6 +180,28 @@ def test_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     throughput._batches, throughput._seconds, throughput._samples_a_batch = 3, 2.0, 8
     assert throughput.rates() == {"samples_per_second": 12.0}
     assert throughput.rates() == {}
+
+
+def test_it_counts_the_batches_of_the_arguments_where_it_does_not_know_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(Throughput, "step", lambda self, batches: counted.append(batches))
+    chosen = options(tmp_path, gradient_accumulation_steps=2)
+    made = hf_zero.TrainingArguments(**chosen, zero_config="zero1")
+    trainer(made, callbacks=[ZeroCallback]).train()  # Transformers makes one of the class
+    assert counted == [2] * STEPS
+    counted.clear()
+
+    callback = ZeroCallback("zero1")
+    first = trainer(stock(tmp_path, gradient_accumulation_steps=3), callbacks=[callback])
+    second = trainer(stock(tmp_path), callbacks=[callback])
+    first.train()
+    assert counted == [3] * STEPS
+    counted.clear()
+    second.train()
+    assert counted == [1] * STEPS
+    assert pickle.loads(pickle.dumps(callback)).config == callback.config
 
 
 def test_the_rates_are_the_engines_where_it_measures(
