@@ -138,16 +138,23 @@ def resume_from_whole(
     the Trainer.
     """
     last, named = input_dir is None, _names_itself(self)
+    damage: CheckpointError | None = None
     if last and named:
-        checkpoint = decide_on_rank_0(
-            get_world_group(),
-            lambda: last_complete(
-                numbered_folders(_states(self), PREFIX), StateContents.of(self).error
-            ),
-        )
-        input_dir = None if checkpoint is None else str(checkpoint)
+        try:
+            checkpoint = decide_on_rank_0(
+                get_world_group(),
+                lambda: last_complete(
+                    numbered_folders(_states(self), PREFIX), StateContents.of(self).error
+                ),
+            )
+        except CheckpointError as error:
+            damage = error  # a generation in memory may be whole
+        else:
+            input_dir = None if checkpoint is None else str(checkpoint)
     if last and _under_zero(self):
         input_dir = newer_in_memory(self, input_dir)
+    if input_dir is None and damage is not None:
+        raise damage
     if input_dir is not None and _under_zero(self):
         decide_on_rank_0(
             get_world_group(), lambda: _refuse_trainer_folder(Path(input_dir).expanduser())

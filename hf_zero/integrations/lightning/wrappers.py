@@ -16,6 +16,7 @@ from hf_zero.checkpoint.commit import remove
 from hf_zero.checkpoint.memory import newest
 from hf_zero.checkpoint.save_job import after_commit
 from hf_zero.checkpoint.storage import decide_on_rank_0
+from hf_zero.config import ZeroConfig
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.trainer.states import TrainerFn
 
 LAST = "_hf_zero_last"  # whether a connector was asked for the last checkpoint, not for a named one
+DAMAGE = "_hf_zero_damage"  # why no last checkpoint on disk can be loaded; memory is asked first
 # saved by a job that is asked to end; a SLURM job resumes from it automatically
 HPC = "hpc_ckpt_"
 
@@ -222,18 +224,24 @@ def refuse_torn_ones(
     not be loaded silently. Of the folders saved when SLURM asked a job to end, the last complete
     one is loaded.
     """
-    path = original(self, state_fn, ckpt_path, model_provided, model_connected)
-    hpc = path is not None and Path(path).name.startswith(HPC)
-    setattr(self, LAST, ckpt_path == "last" or (ckpt_path in (None, "hpc") and hpc))
-    if path is None or not _under_zero(self.trainer.strategy) or not Path(path).is_dir():
-        return path
-    folder = Path(path)
-    if ckpt_path in (None, "hpc") and folder.name.startswith(HPC):
-        return str(
-            last_complete(
-                numbered_folders(folder.parent, HPC, folder.suffix), engine_checkpoint_error
-            )
-        )
+    setattr(self, DAMAGE, None)
+    setattr(self, LAST, ckpt_path == "last")
+    strategy = self.trainer.strategy
+    try:
+        path = original(self, state_fn, ckpt_path, model_provided, model_connected)
+        hpc = ckpt_path in (None, "hpc") and path is not None and Path(path).name.startswith(HPC)
+        setattr(self, LAST, ckpt_path == "last" or hpc)
+        if path is None or not _under_zero(strategy) or not Path(path).is_dir():
+            return path
+        folder = Path(path)
+        if hpc:
+            numbered = numbered_folders(folder.parent, HPC, folder.suffix)
+            return str(last_complete(numbered, engine_checkpoint_error))
+    except CheckpointError as error:
+        if not (getattr(self, LAST) and state_fn == "fit" and _saves_into_memory(strategy)):
+            raise
+        setattr(self, DAMAGE, error)
+        return None
     # for any other folder the engine's own error is more specific
     problem = engine_checkpoint_error(folder) if has_engine_checkpoint(folder) else ""
     if problem:
@@ -271,7 +279,9 @@ def resume_from_memory(
         and trainer.state.fn == "fit"
         and getattr(self, LAST, False)
     ):
-        checkpoint = newest(engine, checkpoint_path)
+        checkpoint, damage = newest(engine, checkpoint_path), getattr(self, DAMAGE, None)
+        if checkpoint is None and damage is not None:
+            raise damage
         if checkpoint is not None and checkpoint.in_memory:
             log_rank0(f"resume from step {checkpoint.step} in the memory of the hosts")
             checkpoint_path = str(checkpoint.directory)
@@ -322,6 +332,12 @@ def _under_zero(strategy: object) -> bool:
     return isinstance(strategy, StrategyMethods) or (
         finder.chosen() and type(strategy).__name__ == "DeepSpeedStrategy"
     )
+
+
+def _saves_into_memory(strategy: StrategyMethods | DeepSpeedStrategy) -> bool:
+    config = strategy.zero_config if isinstance(strategy, StrategyMethods) else strategy.config
+    settings = ZeroConfig.coerce(config or {}, allow_auto=True, foreign=True)
+    return bool(settings.memory_checkpoints.every)
 
 
 def _beside(parent: Path, extension: str) -> list[Path]:

@@ -53,8 +53,8 @@ def whole_to_resume(trainer: Trainer, resume: str | bool | None) -> str | bool |
     True (also as text), and for the last one in ``output_dir``, the newest of the last complete one
     and of those in the memory of the hosts. Collective.
 
-    Raises CheckpointError for an incomplete checkpoint, naming the last complete one, and if no
-    checkpoint is complete.
+    Raises CheckpointError for an incomplete checkpoint, naming the last complete one, and if there
+    are checkpoints and none is complete, in memory neither.
     """
     if resume is None or resume is False:
         return resume
@@ -69,17 +69,25 @@ def whole_to_resume(trainer: Trainer, resume: str | bool | None) -> str | bool |
         resume = truth
     if resume is False:
         return resume
+    damage: CheckpointError | None = None
     if resume is True:
-        checkpoint = decide_on_rank_0(
-            get_world_group(),
-            lambda: last_complete(numbered_folders(output, PREFIX), trainer_folder_error),
-        )
-        folder, last = None if checkpoint is None else Path(checkpoint), True
+        folder, last = None, True
+        try:
+            checkpoint = decide_on_rank_0(
+                get_world_group(),
+                lambda: last_complete(numbered_folders(output, PREFIX), trainer_folder_error),
+            )
+        except CheckpointError as error:
+            damage = error  # a generation in memory may be whole
+        else:
+            folder = None if checkpoint is None else Path(checkpoint)
     else:
         named = folder = Path(resume)
         last = decide_on_rank_0(get_world_group(), lambda: _refuse_torn(named, output))
     if last:  # what scripts find by get_last_checkpoint counts as True
         folder = _newer_in_memory(trainer, folder)
+    if folder is None and damage is not None:
+        raise damage
     if folder is None:
         return resume  # the Trainer raises that there is none
     resumed = folder

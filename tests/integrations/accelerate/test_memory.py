@@ -4,6 +4,7 @@ by ``load_state()`` as if nothing had happened.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch.utils.data import DataLoader
 
 from hf_zero.checkpoint.memory import saving
-from hf_zero.errors import ConfigError
+from hf_zero.errors import CheckpointError, ConfigError
 from tests.helpers.plain_process import forget
 from tests.integrations.accelerate.test_checkpoints import Counter
 from tests.integrations.accelerate.test_loop import accelerator_with, batches, small
@@ -136,6 +137,19 @@ def test_the_newer_of_memory_and_disk_is_loaded(tmp_path: Path) -> None:
     assert loop.train() == {n: whole[n] for n in range(8, STEPS + 1)}
     loop.accelerator.load_state(str(states / "checkpoint_0"))
     assert loop.counter.value == 3
+
+
+def test_memory_is_loaded_if_no_state_on_disk_is_whole(tmp_path: Path) -> None:
+    whole = Loop(tmp_path / "other", None, True).train()
+    Loop(tmp_path, 2, True).train(5, saves=3)
+    for file in (tmp_path / "run").rglob("rank-*"):
+        file.unlink()
+    loop = resumed(tmp_path)
+    assert loop.counter.value == 4
+    assert loop.train(7) == {n: whole[n] for n in range(5, 8)}
+    shutil.rmtree(tmp_path / "memory")
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoint"):
+        resumed(tmp_path)
 
 
 def test_several_models_are_refused(tmp_path: Path) -> None:

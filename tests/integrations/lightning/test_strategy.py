@@ -258,6 +258,18 @@ def test_a_fit_goes_on_from_the_newer_of_memory_and_disk(
         assert fit_into_memory(tmp_path, 2, resume=last, saves=3)[0] == []
 
 
+def test_a_fit_goes_on_from_memory_if_no_last_checkpoint_on_disk_is_whole(tmp_path: Path) -> None:
+    whole, _ = fit_into_memory(tmp_path / "other", None)
+    fit_into_memory(tmp_path, 2, 9, saves=3)
+    for file in (tmp_path / "run").rglob("rank-*"):
+        file.unlink()
+    resumed, _ = fit_into_memory(tmp_path, 2, fails=11, resume="last", saves=STEPS + 1)
+    assert resumed == whole[8:11]
+    shutil.rmtree(tmp_path / "memory")
+    with pytest.raises(CheckpointError, match="none of the checkpoints in .* is whole"):
+        fit_into_memory(tmp_path, 2, resume="last", saves=STEPS + 1)
+
+
 # -- samples by difficulty -------------------------------------------------------------------------
 
 MICRO = 2

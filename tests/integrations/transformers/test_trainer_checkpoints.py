@@ -290,10 +290,13 @@ def test_the_best_whole_model_is_loaded_at_the_end(
 
 
 class Killed(transformers.TrainerCallback):
-    """The end of a job in its third step."""
+    """The end of a job after ``steps`` steps, in the next one."""
+
+    def __init__(self, steps: int = 2) -> None:
+        self.steps = steps
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if state.global_step == 2:
+        if state.global_step == self.steps:
             raise KeyboardInterrupt
 
 
@@ -311,6 +314,30 @@ def test_a_run_that_saves_models_alone_resumes_from_memory(
     assert began_at(run) == 2
     assert run.args.save_only_model
     assert logged(run) == whole[1]
+
+
+def test_a_run_resumes_from_memory_if_no_checkpoint_on_disk_is_whole(
+    whole: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    memory = {"every": 1, "folder": str(tmp_path / "memory"), "job": "job"}
+    keys = {"config": {"checkpoint": {"memory": memory}}, **EVERY_STEP}
+    with pytest.raises(KeyboardInterrupt):
+        routed("ours", 2, tmp_path, callbacks=[Killed()], **keys).train()
+    for checkpoint in tmp_path.glob("checkpoint-*"):
+        cut(step_of(checkpoint) / RANK)
+    forget()
+    saving._claimed.clear()  # the process is gone
+    run = routed("ours", 2, tmp_path, **keys, callbacks=[Killed(3)])
+    with pytest.raises(KeyboardInterrupt):
+        run.train(resume_from_checkpoint=True)
+    assert began_at(run) == 2
+    assert logged(run) == whole[1][:3]
+    forget()
+    saving._claimed.clear()
+    shutil.rmtree(tmp_path / "memory")
+    shutil.rmtree(tmp_path / "checkpoint-3", ignore_errors=True)
+    with pytest.raises(CheckpointError, match="is whole"):
+        routed("ours", 2, tmp_path, **keys).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("best", [3, 6])
