@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -55,11 +56,11 @@ def on_hosts(world: int, names: str, action: Callable[..., Any], build: Any = ne
     return on_ranks(world, on_rank, build=build)
 
 
-def alone(**how: Any) -> Any:
+def alone(initialize: Callable[..., Any] = hf_zero.initialize, **how: Any) -> Any:
     """An engine of the next attempt in this process, on host a."""
     saving._claimed.clear()
     threading.current_thread().host = "a"  # type: ignore[attr-defined]
-    return hf_zero.initialize(model=net(), **how)[0]
+    return initialize(model=net(), **how)[0]
 
 
 def trained(settings: dict[str, Any], **how: Any) -> Any:
@@ -149,13 +150,18 @@ def test_damage_on_disk_bars_no_generation_in_memory(tmp_path: Path, heard: list
         engine.load_checkpoint(disk)
 
 
-def test_a_folder_that_is_a_checkpoint_of_another_program_is_the_one_meant(tmp_path: Path) -> None:
+@pytest.mark.parametrize("initialize", [hf_zero.initialize, deepspeed.initialize])
+def test_a_folder_that_is_a_checkpoint_of_another_program_is_the_one_meant(
+    initialize: Callable[..., Any], tmp_path: Path
+) -> None:
     settings = settings_of(tmp_path)
     trained(settings, stop=2)
     dcp.save({"model": net().state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    engine = alone(config=settings)
+    engine = alone(initialize, config=settings)
     path, _ = engine.load_checkpoint(tmp_path / "dcp", load_optimizer_states=False)
     assert (path, engine.global_steps) == (str(tmp_path / "dcp"), 0)
+    path, _ = engine.load_checkpoint(tmp_path)
+    assert (str(tmp_path / "memory") in path, engine.global_steps) == (True, 2)
 
 
 def test_buffers_that_ranks_change_by_themselves_are_those_of_rank_0(tmp_path):
