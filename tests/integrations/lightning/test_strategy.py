@@ -266,7 +266,7 @@ def test_a_fit_goes_on_from_memory_if_no_last_checkpoint_on_disk_is_whole(tmp_pa
     resumed, _ = fit_into_memory(tmp_path, 2, fails=11, resume="last", saves=STEPS + 1)
     assert resumed == whole[8:11]
     shutil.rmtree(tmp_path / "memory")
-    with pytest.raises(CheckpointError, match="none of the checkpoints in .* is whole"):
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is whole"):
         fit_into_memory(tmp_path, 2, resume="last", saves=STEPS + 1)
 
 
