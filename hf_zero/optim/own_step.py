@@ -65,8 +65,10 @@ def reopen_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     left_open = [at for at, group in enumerate(groups) if group.get("fused", False) is None]
 
     def reopen() -> None:
-        for at in left_open:
-            optimizer.param_groups[at]["fused"] = None
+        # by index: load_state_dict replaces the groups, and a script may have removed some
+        for at, group in enumerate(optimizer.param_groups):
+            if at in left_open:
+                group["fused"] = None
 
     return reopen
 

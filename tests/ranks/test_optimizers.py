@@ -157,6 +157,26 @@ def test_after_its_engine_it_steps_as_a_new_one(name):
             assert torch.equal(mine, theirs)
 
 
+def test_after_its_engine_an_optimizer_has_its_own_attributes_and_the_groups_that_are_left():
+    class Noting(torch.optim.AdamW):
+        def __init__(self, groups):
+            super().__init__(groups)
+            self.norms, self.tensors = [1.0], {"a": 2}
+
+    def run(rank, model):
+        first, *rest = trainable(model)
+        optimizer = Noting([{"params": [first]}, {"params": rest}])
+        engine = start(model, optimizer, config_of(2))
+        run_steps(engine, rank, range(1))
+        del optimizer.param_groups[1]
+        engine.destroy()
+        return optimizer
+
+    for optimizer in on_ranks(1, run):
+        assert (optimizer.norms, optimizer.tensors) == ([1.0], {"a": 2})
+        assert [group["fused"] for group in optimizer.param_groups] == [None]
+
+
 def halve(step, model, optimizer):
     for group in optimizer.param_groups:
         group["lr"] *= 0.5

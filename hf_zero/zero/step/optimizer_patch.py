@@ -14,6 +14,7 @@ import torch
 from hf_zero.errors import PartitionError
 from hf_zero.optim.elementwise import give_back
 from hf_zero.optim.state import SegmentStates
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.parameter import name_of, owner_of
 from hf_zero.zero.state_entries import transfer
 from hf_zero.zero.step.saved_segments import SavedSegments
@@ -160,7 +161,9 @@ def _return_parameters(
     """Put the ``parameters`` back into the groups. The state of segments, and their memory, were
     freed with the engine.
     """
-    for name in ("segment_format", "tensors", "norms"):  # they refer to segments
+    # they refer to segments; a user's class may have "tensors" and "norms" of its own
+    ours = ("tensors", "norms") if isinstance(optimizer, WholeTensorOptimizer) else ()
+    for name in ("segment_format", *ours):
         vars(optimizer).pop(name, None)
     optimizer.state = defaultdict(dict)
     for group, members in zip(optimizer.param_groups, parameters):
