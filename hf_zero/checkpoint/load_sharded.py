@@ -450,10 +450,15 @@ class _Load(StateSource):
         if bound is None or not isinstance(rates, (list, tuple)):
             return  # schedules without it, as DeepSpeed's, write the groups as they are loaded
         saved = [group.hyperparameters for group in self._groups()] or [{}] * len(bound.groups)
+        settings = [
+            # another class of optimizer may have other settings
+            {name: value for name, value in values.items() if name in live}
+            for values, live in zip(saved, bound.groups, strict=True)
+        ]
         bound.load_hyperparameters(
             [
                 _scheduled(scheduler, values, live) | {"lr": rate}
-                for values, live, rate in zip(saved, bound.groups, rates, strict=True)
+                for values, live, rate in zip(settings, bound.groups, rates, strict=True)
             ]
         )
 

@@ -416,7 +416,8 @@ def _groups_of_schedule(
     """Return the saved group for each group of the optimizer, of which the schedule's ``state``
     alone is loaded; () if the checkpoint does not describe the groups.
 
-    Raises CheckpointError for a state of another number of groups.
+    Raises CheckpointError for a state of another number of groups, or of groups with another kind
+    of momentum.
     """
     assert target.optimizer is not None
     saved, count = manifest.optimizer, len(target.optimizer.param_groups)
@@ -426,6 +427,13 @@ def _groups_of_schedule(
             f"has {count}; build the same groups, or pass load_lr_scheduler_states=False to "
             "restart the schedule"
         )
+    for name in sorted(_cycled(state)):
+        if not all(name in group for group in target.optimizer.param_groups):
+            raise CheckpointError(
+                f"{where} holds a schedule that cycles {name!r}, which groups of this engine's "
+                f"{type(target.optimizer).__name__} do not have; use the optimizer that was "
+                "saved, or pass load_lr_scheduler_states=False to restart the schedule"
+            )
     if saved is None or len(saved.groups) != count:
         return ()
     return pair_groups(target.group_of, count, saved.groups, saved_names)[0]
@@ -442,6 +450,16 @@ def _group_counts(state: object) -> set[int]:
         for key, value in state.items()
         if key in _PER_GROUP and isinstance(value, (list, tuple))
     }.union(*map(_group_counts, state.values()))
+
+
+def _cycled(state: object) -> set[str]:
+    """Return the settings that the state of a schedule writes as the momentum."""
+    if isinstance(state, list):
+        return set[str]().union(*map(_cycled, state))
+    if not isinstance(state, dict):
+        return set()
+    own = {"betas" if state.get("use_beta1") else "momentum"} if state.get("cycle_momentum") else ()
+    return set(own).union(*map(_cycled, state.values()))
 
 
 def pair_groups(

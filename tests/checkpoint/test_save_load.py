@@ -6,6 +6,7 @@ dtype and stride, NaN, shapes without elements.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import time
@@ -222,6 +223,27 @@ def test_a_schedule_of_other_groups_is_refused(tmp_path: Path) -> None:
         tmp_path, of_two_rates, one, of_two_rates, load_lr_scheduler_states=False, **only
     )
     assert restarted[0][0]["lr"] == 0.1
+
+
+def test_a_schedule_of_momentum_alone_continues_where_the_optimizer_has_it(tmp_path: Path) -> None:
+    """A checkpoint of AdamW holds betas, which groups of SGD do not get."""
+    momentum = Job(1, 3, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    only = {"load_optimizer_states": False}
+    with pytest.raises(Failed, match="cycles 'betas', which groups of this engine's SGD") as error:
+        scheduled(tmp_path / "a", one_cycle(0.1), momentum, one_cycle(0.1), **only)
+    assert "load_lr_scheduler_states=False" in str(error.value)
+
+    def rates_only(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.1, total_steps=20, cycle_momentum=False
+        )
+
+    found = scheduled(tmp_path / "b", rates_only, momentum, rates_only, **only)
+    for group in itertools.chain(*found):
+        assert "betas" not in group
+        assert group["momentum"] == 0.9
+    own = {"load_lr_scheduler_states": False}
+    scheduled(tmp_path / "c", one_cycle(0.1), momentum, one_cycle(0.1), **only, **own)
 
 
 def test_an_engine_without_optimizer(tmp_path):
