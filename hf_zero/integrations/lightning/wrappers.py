@@ -9,7 +9,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import remove
@@ -328,13 +328,15 @@ def save_after_a_step(original: Original, self: _SignalConnector) -> None:
     call_after_batches(trainer, callback, save_if_requested, lambda: stop_listening(engine))
 
 
-def _under_zero(strategy: object) -> bool:
+def _under_zero(strategy: object) -> TypeGuard[StrategyMethods | DeepSpeedStrategy]:
     return isinstance(strategy, StrategyMethods) or (
         finder.chosen() and type(strategy).__name__ == "DeepSpeedStrategy"
     )
 
 
-def _saves_into_memory(strategy: StrategyMethods | DeepSpeedStrategy) -> bool:
+def _saves_into_memory(strategy: Strategy) -> bool:
+    if not _under_zero(strategy):
+        return False
     config = strategy.zero_config if isinstance(strategy, StrategyMethods) else strategy.config
     settings = ZeroConfig.coerce(config or {}, allow_auto=True, foreign=True)
     return bool(settings.memory_checkpoints.every)
