@@ -569,10 +569,10 @@ def test_groups_are_those_of_the_parallel_dimensions(dims: ParallelDims) -> None
         # ranks with parts of a sequence read batches of their own, which they exchange
         data = groups.get_data_parallel_group_ranks()
         assert dims.sequence > 1 or data == [*dims.ranks_along(rank, "data")]
-        assert groups.get_data_parallel_world_size() == len(data) == dims.dp_cp
+        assert groups.get_data_parallel_world_size() == len(data) == dims.gradient_ranks
         assert groups.get_data_parallel_rank() == data.index(rank)
         assert groups.get_data_parallel_first_rank() == data[0]
-        if dims.dp_cp == dims.world:
+        if dims.gradient_ranks == dims.world:
             assert groups.get_data_parallel_group() is torch.distributed.group.WORLD
         else:
             with pytest.raises(NotBuiltError, match="under tensor or pipeline parallelism"):

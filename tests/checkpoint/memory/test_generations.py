@@ -363,11 +363,11 @@ def test_ranks_agree_on_the_number_of_an_engine(tmp_path: Path) -> None:
 
     def numbers(rank: int) -> tuple[int, int]:
         threading.current_thread().host = "a"  # type: ignore[attr-defined]
-        before = setup.open(models[0][rank]).memory
+        before = setup.open(models[0][rank]).memory_checkpoints
         number = before.number
         if rank == 0:
             saving._claimed.pop(before.place)
-        after = setup.open(models[1][rank]).memory
+        after = setup.open(models[1][rank]).memory_checkpoints
         return number, after.number
 
     assert run_ranks(2, numbers) == [(0, 1), (0, 1)]
