@@ -537,7 +537,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if fullname != TARGET:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        # importlib passes over a finder without the method, too
+        finds = filter(None, (getattr(finder, "find_spec", None) for finder in others))
+        specs = (find(fullname, path, target) for find in finds)
         spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module

@@ -222,7 +222,7 @@ def test_torchs_functions_are_replaced_at_the_import_not_at_a_look_up(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch_state_dict, "TARGET", "looked_up")
     monkeypatch.setattr(torch_state_dict, "_patch", patched.append)
-    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [finder, object(), *sys.meta_path])
     assert importlib.util.find_spec("looked_up") is not None and not patched
     module = importlib.import_module("looked_up")
     sys.modules.pop("looked_up")
