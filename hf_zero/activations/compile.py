@@ -302,7 +302,8 @@ class CompiledBlocks:
         self._calls.append((module, backend, dynamic, options))
         if not self._fixed:
             refuse_backend(backend, options.get("mode"), options.get("options"))
-        if not self._raising:
+        # it is GRAPHS after an engine that was collected without being destroyed
+        if not self._raising and limits.recompile_limit != GRAPHS:
             CompiledBlocks._limit_before = limits.recompile_limit
         self._raising.add(self)
         limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
@@ -340,6 +341,7 @@ class CompiledBlocks:
             self._raising.discard(self)
             if not self._raising and limits.recompile_limit == GRAPHS:
                 limits.recompile_limit = self._limit_before
+                CompiledBlocks._limit_before = GRAPHS
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:

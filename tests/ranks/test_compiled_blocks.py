@@ -3,6 +3,8 @@ steps, and what runs as it is.
 """
 
 import copy
+import gc
+import weakref
 from types import MethodType, SimpleNamespace
 
 import pytest
@@ -189,6 +191,19 @@ def test_the_limit_on_recompilations_comes_back_with_the_last_engine():
                 assert limits.recompile_limit == raised
                 engines[ends[1]].destroy()
                 assert limits.recompile_limit == before
+
+
+def test_the_limit_on_recompilations_comes_back_after_an_engine_that_was_only_collected():
+    limits = torch._dynamo.config
+    with limits.patch(recompile_limit=3):
+        engine = opened(seeded(Stack), 2, **TRACED)
+        left = weakref.ref(engine)
+        del engine
+        gc.collect()
+        assert left() is None
+        assert limits.recompile_limit == compilation.GRAPHS
+        opened(seeded(Stack), 2, **TRACED).destroy()
+        assert limits.recompile_limit == 3
 
 
 def test_blocks_that_read_parameters_of_others_are_left_alone(heard):
