@@ -5,7 +5,6 @@ pipeline, described stage by stage).
 from __future__ import annotations
 
 import json
-import logging
 import random
 import re
 import threading
@@ -37,7 +36,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import listed, log_rank0, parse_json
+from hf_zero.logging import listed, logger, parse_json
 from hf_zero.optim.segments import FetchedArrays
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
@@ -198,10 +197,10 @@ def _numpys_generator() -> str:
 @cache
 def _tell_of_generator() -> None:
     """Warn, once in a process, that NumPy's generator is neither saved nor restored."""
-    log_rank0(
-        f"NumPy's generator was replaced ({_numpys_generator()}, or another at the save): its "
-        "state is neither saved nor restored; keep the default, MT19937, or seed it after a resume",
-        logging.WARNING,
+    logger.warning(  # on the rank concerned: a script may replace it on some ranks alone
+        "NumPy's generator was replaced (%s, or another at the save): its state is neither saved "
+        "nor restored; keep the default, MT19937, or seed it after a resume",
+        _numpys_generator(),
     )
 
 
