@@ -199,6 +199,21 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return tmp_path / "run", on_ranks(RANKS, run)[0]
 
 
+def test_pickled_weights_beside_those_that_transformers_prefers_are_told(
+    saved: Any, tmp_path: Path, heard: list[str]
+) -> None:
+    convert = deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
+    out = tmp_path / "out"
+    convert(saved[0], out, safe_serialization=True)
+    convert(saved[0], out)
+    (told,) = (line for line in heard if "takes before the written pytorch_model.bin" in line)
+    assert f"{out} also holds model.safetensors, which" in told
+    heard.clear()
+    (out / "model.safetensors").unlink()
+    convert(saved[0], out)
+    assert not [line for line in heard if "takes before" in line]
+
+
 def test_whole_weights_are_pickled_by_default(saved: Any, tmp_path: Path) -> None:
     run, weights = saved
     cases = [("5GB", False), (None, True), (2000, False)]

@@ -52,7 +52,7 @@ from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.storage import AnyPath, checkpoint_errors, local_path, progress_bar
 from hf_zero.checkpoint.tensorfile import FilePlan
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.logging import in_units, logger
+from hf_zero.logging import in_units, listed, logger
 
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -487,6 +487,18 @@ def write_torch_files(
         finally:
             for file in written:
                 temporary_path(target, file).unlink(missing_ok=True)
+    # They may be the Trainer's own, so they are not removed.
+    preferred = [
+        name for name in (WEIGHTS.format(suffix=""), INDEX) if (target / name).is_file()
+    ]
+    if preferred:
+        logger.warning(
+            "%s also holds %s, which Transformers takes before the written %s; remove it, or "
+            "convert into another folder",
+            target,
+            listed(preferred),
+            listed(written),
+        )
     return list(parts)
 
 
