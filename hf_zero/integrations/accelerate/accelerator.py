@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hf_zero.engine import Engine
 
 CLIPPING = "gradient_clipping"
-LIMIT_LEFT_OPEN = "_hf_zero_limit_left_open"  # attribute of a plugin
+FILLED_LIMIT = "_hf_zero_filled_limit"  # attribute of a plugin
 
 
 def keep_the_optimizer(original: Original, optimizer: object) -> object:
@@ -60,10 +60,13 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
     if sequence_ranks(self.state) > 1:
         _split_layers_first(tensor_ranks(self.state), args)
     config = self.deepspeed_plugin.deepspeed_config
-    limit_left_open = _limit_left_open(self.deepspeed_plugin)
-    if self.deepspeed_plugin.gradient_clipping == 0:
-        config.setdefault(CLIPPING, 0.0)  # Accelerate drops a zero
-    with _batch_size_left_open(config, args), _counting_data_parallel_ranks(self, args):
+    with (
+        _limit_left_open(self.deepspeed_plugin) as limit_left_open,
+        _batch_size_left_open(config, args),
+        _counting_data_parallel_ranks(self, args),
+    ):
+        if self.deepspeed_plugin.gradient_clipping == 0:
+            config.setdefault(CLIPPING, 0.0)  # Accelerate drops a zero
         result = original(self, *args)
     from hf_zero.engine import Engine
     from hf_zero.integrations.accelerate.multiple_models import register_engines
@@ -82,13 +85,18 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
     return result
 
 
-def _limit_left_open(plugin: DeepSpeedPlugin) -> bool:
-    """Return whether the configuration of ``plugin`` leaves the clipping norm to the script, for
-    all engines: the first ``prepare`` fills the key in place.
+@contextmanager
+def _limit_left_open(plugin: DeepSpeedPlugin) -> Iterator[bool]:
+    """Yield whether the configuration of ``plugin`` leaves the clipping norm to the script: also
+    for a later engine, if the key has the value that an earlier ``prepare`` filled in.
     """
-    if plugin.deepspeed_config.get(CLIPPING, AUTO) == AUTO:
-        setattr(plugin, LIMIT_LEFT_OPEN, True)
-    return getattr(plugin, LIMIT_LEFT_OPEN, False)
+    value = plugin.deepspeed_config.get(CLIPPING, AUTO)
+    left_open = value in (AUTO, getattr(plugin, FILLED_LIMIT, AUTO))
+    try:
+        yield left_open
+    finally:
+        if left_open:
+            setattr(plugin, FILLED_LIMIT, plugin.deepspeed_config.get(CLIPPING, AUTO))
 
 
 def _split_layers_first(size: int, args: Sequence[object]) -> None:
