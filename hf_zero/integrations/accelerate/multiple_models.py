@@ -149,9 +149,12 @@ class SingleEngine:
     def clip(self, limit: float) -> None:
         """Make the deferred step, if any, with gradients clipped to ``limit``, and the next ones
         until another limit is given.
+
+        After a step that no call has claimed, backwards go on to make theirs: the last one of a
+        script that clips only sometimes would be lost.
         """
         if self.engine in _limited_by_script:
-            self._limit_given = self._waits = True
+            self._limit_given = True
             set_limit(self.engine, limit)
         self.make_step()
 

@@ -226,6 +226,24 @@ def test_a_limit_that_is_left_open_is_the_scripts_for_later_engines_too() -> Non
         assert_same_weights(engine.module, plain)
 
 
+def test_a_limit_that_is_written_between_engines_is_that_of_the_later_ones(
+    heard: list[str],
+) -> None:
+    forget()
+    accelerator = accelerator_with(None, gradient_clipping="auto")
+    first, _ = prepared(accelerator)
+    accelerator.free_memory()
+    accelerator.deepspeed_plugin.deepspeed_config["gradient_clipping"] = 0.5
+    engine, optimizer = prepared(accelerator)
+    assert (first.max_norm, engine.max_norm) == (1.0, 0.5)
+    accelerator.backward(squared(engine))
+    assert engine.global_steps == 1
+    accelerator.clip_grad_norm_(engine.parameters(), 0.3)
+    optimizer.step()
+    assert engine.max_norm == 0.5
+    assert any("write gradient_clipping: 0.3" in message for message in heard)
+
+
 @in_turn("gradients", [False, True])
 def test_a_forward_between_a_backward_and_its_limit(gradients: bool) -> None:
     """Without gradients it changes nothing; otherwise the step is made before it, and the limit
@@ -246,6 +264,18 @@ def test_a_forward_between_a_backward_and_its_limit(gradients: bool) -> None:
     assert found == pytest.approx(want, rel=1e-5)
     assert engine.global_steps == 3
     assert_same_weights(engine.module, plain)
+
+
+def test_a_script_that_clips_only_sometimes_loses_no_last_step() -> None:
+    """It calls no ``optimizer.step()``, as DeepSpeed allows."""
+    forget()
+    accelerator = accelerator_with(None)
+    engine, _ = prepared(accelerator)
+    for step in range(5):
+        accelerator.backward(squared(engine, step))
+        if step in (0, 3):
+            accelerator.clip_grad_norm_(engine.parameters(), 0.3)
+    assert engine.global_steps == 5
 
 
 def test_a_metric_after_a_backward_that_updates() -> None:
