@@ -488,9 +488,7 @@ def write_torch_files(
             for file in written:
                 temporary_path(target, file).unlink(missing_ok=True)
     # They may be the Trainer's own, so they are not removed.
-    preferred = [
-        name for name in (WEIGHTS.format(suffix=""), INDEX) if (target / name).is_file()
-    ]
+    preferred = [name for name in (WEIGHTS.format(suffix=""), INDEX) if (target / name).is_file()]
     if preferred:
         logger.warning(
             "%s also holds %s, which Transformers takes before the written %s; remove it, or "
