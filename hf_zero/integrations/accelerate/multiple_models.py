@@ -150,8 +150,8 @@ class SingleEngine:
         """Make the deferred step, if any, with gradients clipped to ``limit``, and the next ones
         until another limit is given.
 
-        After a step that no call has claimed, backwards go on to make theirs: the last one of a
-        script that clips only sometimes would be lost.
+        After a step that no call has claimed, backwards go on to make theirs until the script calls
+        ``optimizer.step()``: the last one of a script that clips only sometimes would be lost.
         """
         if self.engine in _limited_by_script:
             self._limit_given = True
@@ -192,6 +192,7 @@ class SingleEngine:
 
         def step(_: object, *args: object, **kwargs: object) -> object:
             self.make_step()
+            self._waits = self.engine in _limited_by_script  # this script claims its steps
             steps, self._applied = self._applied, 0
             backwards, self._backwards = self._backwards, 0
             before, self._held = self._held, self.engine.held_micro_batches

@@ -273,18 +273,20 @@ def resume_from_memory(
     """
     trainer = self.trainer
     engine = getattr(trainer.strategy, "engine", None)
+    checkpoint, damage = None, getattr(self, DAMAGE, None)
+    setattr(self, DAMAGE, None)
     if (
         isinstance(engine, Engine)
         and engine.memory_checkpoints is not None
         and trainer.state.fn == "fit"
         and getattr(self, LAST, False)
     ):
-        checkpoint, damage = newest(engine, checkpoint_path), getattr(self, DAMAGE, None)
-        if checkpoint is None and damage is not None:
-            raise damage
+        checkpoint = newest(engine, checkpoint_path)
         if checkpoint is not None and checkpoint.in_memory:
             log_rank0(f"resume from step {checkpoint.step} in the memory of the hosts")
             checkpoint_path = str(checkpoint.directory)
+    if checkpoint is None and damage is not None:
+        raise damage
     original(self, checkpoint_path, weights_only)
 
 
@@ -335,10 +337,9 @@ def _under_zero(strategy: object) -> TypeGuard[StrategyMethods | DeepSpeedStrate
 
 
 def _saves_into_memory(strategy: Strategy) -> bool:
-    if not _under_zero(strategy):
+    if not isinstance(strategy, StrategyMethods):  # resume_from_memory knows these alone
         return False
-    config = strategy.zero_config if isinstance(strategy, StrategyMethods) else strategy.config
-    settings = ZeroConfig.coerce(config or {}, allow_auto=True, foreign=True)
+    settings = ZeroConfig.coerce(strategy.zero_config or {}, allow_auto=True, foreign=True)
     return bool(settings.memory_checkpoints.every)
 
 

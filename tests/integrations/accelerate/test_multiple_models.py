@@ -278,6 +278,21 @@ def test_a_script_that_clips_only_sometimes_loses_no_last_step() -> None:
     assert engine.global_steps == 5
 
 
+def test_limits_act_on_their_steps_again_after_one_forward_too_many() -> None:
+    forget()
+    accelerator = accelerator_with(None)
+    engine, optimizer = prepared(accelerator)
+    limits, used = [0.5, 0.4, 0.3, 0.2, 0.1], []
+    engine.optimizer.register_step_post_hook(lambda *_: used.append(engine.max_norm))
+    for step, limit in enumerate(limits):
+        accelerator.backward(squared(engine, step))
+        if step == 1:
+            squared(engine, step)  # with a graph: the step is made before it, with the former limit
+        accelerator.clip_grad_norm_(engine.parameters(), limit)
+        optimizer.step()
+    assert used == [0.5, 0.5, 0.3, 0.2, 0.1]
+
+
 def test_a_metric_after_a_backward_that_updates() -> None:
     """The step ends before it, as half of the model has been updated."""
     zero = {"stage": 2, "update_in_backward": True}
