@@ -34,9 +34,8 @@ class ClaimedFolders(JobFolders):
         rank: int,
         host: str,
         others: Iterable[JobFolders],
-        number: int | None = None,
     ) -> None:
-        super().__init__(settings, ranks, rank, host, others, number)
+        super().__init__(settings, ranks, rank, host, others)
         self.copies, self._limit = settings.copies, settings.limit
         self.base = self.bases[0]
         self._marks: dict[Path, folders.InUse] = {}
