@@ -79,6 +79,7 @@ def counts(rank: int) -> dict[str, tuple[int, int, dict[str, int], dict[str, int
         engine.destroy()
         del engine, model
         gc.collect()
+        await_threads(others)  # gloo's: their connections are closed before the next count
         everything[name] = (during - before, remains, held, left, same)
     return everything
 
