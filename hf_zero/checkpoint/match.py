@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -439,27 +439,34 @@ def _groups_of_schedule(
     return pair_groups(target.group_of, count, saved.groups, saved_names)[0]
 
 
+def _states_in(state: object) -> Iterator[dict[str, Any]]:
+    """Yield the state of a schedule and the states of the schedules inside it."""
+    if isinstance(state, list):
+        for inner in state:
+            yield from _states_in(inner)
+    elif isinstance(state, dict):
+        yield state
+        for inner in state.values():
+            yield from _states_in(inner)
+
+
 def _group_counts(state: object) -> set[int]:
     """Return the numbers of groups of the per-group values in the state of a schedule."""
-    if isinstance(state, list):
-        return set[int]().union(*map(_group_counts, state))
-    if not isinstance(state, dict):
-        return set()
     return {
         len(value)
-        for key, value in state.items()
+        for own in _states_in(state)
+        for key, value in own.items()
         if key in _PER_GROUP and isinstance(value, (list, tuple))
-    }.union(*map(_group_counts, state.values()))
+    }
 
 
 def _cycled(state: object) -> set[str]:
     """Return the settings that the state of a schedule writes as the momentum."""
-    if isinstance(state, list):
-        return set[str]().union(*map(_cycled, state))
-    if not isinstance(state, dict):
-        return set()
-    own = {"betas" if state.get("use_beta1") else "momentum"} if state.get("cycle_momentum") else ()
-    return set(own).union(*map(_cycled, state.values()))
+    return {
+        "betas" if own.get("use_beta1") else "momentum"
+        for own in _states_in(state)
+        if own.get("cycle_momentum")
+    }
 
 
 def pair_groups(

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.storage import decide_on_rank_0
+from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger, parse_json
 
@@ -224,6 +226,18 @@ def last_complete(newest_first: Iterable[Path], wrong: Callable[[Path], str]) ->
             "start from scratch without resuming"
         )
     return None
+
+
+def on_disk_or_damage(
+    look: Callable[[], Path | None],
+) -> tuple[Path | None, CheckpointError | None]:
+    """Return the checkpoint for which rank 0 looks by ``look``, or None and its error, to be raised
+    if the memory of the hosts has none either. Collective.
+    """
+    try:
+        return decide_on_rank_0(get_world_group(), look), None
+    except CheckpointError as error:
+        return None, error
 
 
 def numbered_folders(parent: Path, name: str, suffix: str = "") -> list[Path]:

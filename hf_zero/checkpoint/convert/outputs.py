@@ -111,13 +111,16 @@ def all_names(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def log_left_out(checkpoint: Checkpoint, state: Mapping[str, object]) -> None:
-    """Warn of the ``state``, by name, that ``checkpoint`` has and the format has no place for."""
+    """Warn of the ``state``, by name, that ``checkpoint`` has and the format has no place for, and
+    of frozen parameters that were not saved.
+    """
     if names := [name for name, value in state.items() if value]:
         logger.warning(
             "%s in %s is not written: this format has no place for it; load the checkpoint itself",
             listed(names),
             checkpoint.folder,
         )
+    log_excluded(checkpoint)
 
 
 def log_excluded(checkpoint: Checkpoint) -> None:

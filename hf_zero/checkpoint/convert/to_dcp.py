@@ -26,13 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hf_zero.checkpoint.convert.files import file_error
-from hf_zero.checkpoint.convert.outputs import (
-    OutputTensor,
-    log_excluded,
-    log_left_out,
-    outputs,
-    tied_names,
-)
+from hf_zero.checkpoint.convert.outputs import OutputTensor, log_left_out, outputs, tied_names
 from hf_zero.checkpoint.foreign.dcp import COUNTERS
 from hf_zero.checkpoint.manifest import GroupEntry, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint
@@ -165,7 +159,6 @@ def write_dcp(
         )
     left_out = {"the client state": checkpoint.client_state(), "the loss scale": scaler}
     log_left_out(checkpoint, left_out)
-    log_excluded(checkpoint)
     tensors = outputs(checkpoint.manifest, dtype, exclude_frozen)
     state = _State(checkpoint, tensors)
     writer = dcp.FileSystemWriter(folder, thread_count=1)

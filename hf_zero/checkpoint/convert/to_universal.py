@@ -15,12 +15,7 @@ import torch
 
 from hf_zero.checkpoint import find, storage
 from hf_zero.checkpoint.convert.files import torch_save
-from hf_zero.checkpoint.convert.outputs import (
-    OutputTensor,
-    log_excluded,
-    log_left_out,
-    outputs,
-)
+from hf_zero.checkpoint.convert.outputs import OutputTensor, log_left_out, outputs
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, OWN_KEYS, SETTINGS, STEP, WEIGHTS
 from hf_zero.checkpoint.manifest import MASTER, is_plain, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint
@@ -41,7 +36,6 @@ def write_universal(checkpoint: Checkpoint, folder: Path) -> list[OutputTensor]:
     """
     _refuse_unwritten(checkpoint)
     log_left_out(checkpoint, {"the loss scale": checkpoint.manifest.scaler})
-    log_excluded(checkpoint)
     (folder / FOLDER).mkdir()
     _write_states(checkpoint, folder / FOLDER)
     torch_save(_model_states(checkpoint), folder / MODEL)

@@ -26,6 +26,7 @@ from hf_zero.integrations.checkpoint_folders import (
     StateContents,
     last_complete,
     numbered_folders,
+    on_disk_or_damage,
     warn_lost_random_states,
 )
 from hf_zero.integrations.seams import Original, replaced
@@ -140,17 +141,12 @@ def resume_from_whole(
     last, named = input_dir is None, _names_itself(self)
     damage: CheckpointError | None = None
     if last and named:
-        try:
-            checkpoint = decide_on_rank_0(
-                get_world_group(),
-                lambda: last_complete(
-                    numbered_folders(_states(self), PREFIX), StateContents.of(self).error
-                ),
+        checkpoint, damage = on_disk_or_damage(
+            lambda: last_complete(
+                numbered_folders(_states(self), PREFIX), StateContents.of(self).error
             )
-        except CheckpointError as error:
-            damage = error  # a generation in memory may be whole
-        else:
-            input_dir = None if checkpoint is None else str(checkpoint)
+        )
+        input_dir = None if checkpoint is None else str(checkpoint)
     if last and _under_zero(self):
         input_dir = newer_in_memory(self, input_dir)
     if input_dir is None and damage is not None:

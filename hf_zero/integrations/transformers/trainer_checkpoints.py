@@ -28,6 +28,7 @@ from hf_zero.integrations.checkpoint_folders import (
     has_engine_checkpoint,
     last_complete,
     numbered_folders,
+    on_disk_or_damage,
     trainer_folder_error,
     warn_lost_random_states,
     written_otherwise,
@@ -71,16 +72,10 @@ def whole_to_resume(trainer: Trainer, resume: str | bool | None) -> str | bool |
         return resume
     damage: CheckpointError | None = None
     if resume is True:
-        folder, last = None, True
-        try:
-            checkpoint = decide_on_rank_0(
-                get_world_group(),
-                lambda: last_complete(numbered_folders(output, PREFIX), trainer_folder_error),
-            )
-        except CheckpointError as error:
-            damage = error  # a generation in memory may be whole
-        else:
-            folder = None if checkpoint is None else Path(checkpoint)
+        last = True
+        folder, damage = on_disk_or_damage(
+            lambda: last_complete(numbered_folders(output, PREFIX), trainer_folder_error)
+        )
     else:
         named = folder = Path(resume)
         last = decide_on_rank_0(get_world_group(), lambda: _refuse_torn(named, output))
