@@ -191,12 +191,22 @@ def refuse_optimizer_apart(
     return original(self, optimizer, device_placement)
 
 
+def make_unclaimed_step(accelerator: Accelerator) -> None:
+    """Have a single engine of ``accelerator`` make a step that no ``optimizer.step()`` will
+    claim.
+    """
+    single = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "single", None)
+    if single is not None:
+        single.make_unclaimed_step()
+
+
 def empty_elsewhere(
     original: Original, self: Accelerator, model: object, unwrap: bool = True
 ) -> object:
     """Wraps ``Accelerator.get_state_dict``: ranks other than 0 get an empty state dict instead of
-    None, as under FSDP.
+    None, as under FSDP. A step that is still deferred is made before.
     """
+    make_unclaimed_step(self)
     state = original(self, model, unwrap)
     return {} if state is None and finder.chosen() else state
 

@@ -18,7 +18,7 @@ from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.accelerator import keep_measures_in
+from hf_zero.integrations.accelerate.accelerator import keep_measures_in, make_unclaimed_step
 from hf_zero.integrations.accelerate.memory_saves import INTO_MEMORY, newer_in_memory
 from hf_zero.integrations.checkpoint_folders import (
     MODEL_TAG,
@@ -60,8 +60,10 @@ def keep_until_saved(
     **save_model_func_kwargs: object,
 ) -> object:
     """Wraps ``Accelerator.save_state``: ``total_limit`` removes old states once the new one is
-    complete, and the number of an incomplete state is not reused.
+    complete, and the number of an incomplete state is not reused. A step that is still deferred is
+    made before.
     """
+    make_unclaimed_step(self)
     if not _names_itself(self):
         if _under_zero(self) and output_dir is not None and not hasattr(self, INTO_MEMORY):
             keep_measures_in(self, Path(output_dir).parent)

@@ -106,7 +106,7 @@ class SingleEngine:
     A backward that ends a window is a step, as with DeepSpeed, even in a script that never calls
     ``optimizer.step()``. If the script sets the clipping norm (:data:`_limited_by_script`), the
     step is deferred to ``clip_grad_norm_`` or ``optimizer.step()``; in a script that calls neither,
-    it is made before the next forward, and from then on in the backward.
+    it is made before the next forward, or before a save, and from then on in the backward.
     """
 
     def __init__(self, wrapped: DeepSpeedEngineWrapper):
@@ -117,7 +117,7 @@ class SingleEngine:
         # since the last ``optimizer.step()``: steps, and backwards of ``accelerator.backward``
         self._applied = self._backwards = 0
         self._held = 0  # micro-batches at the last ``optimizer.step()``
-        self._limit_given = False
+        self._limit_given = self._claimed = False  # whether the script names a limit; calls step()
         if self._waits:
             self.engine.register_forward_pre_hook(self._before_forward)
 
@@ -139,6 +139,13 @@ class SingleEngine:
         # one for a metric may precede the script's clip_grad_norm_, unless a part of the model has
         # been updated
         if torch.is_grad_enabled() or self.engine.sharded_model.updates_in_backward:
+            self._make_overdue_step()
+
+    def make_unclaimed_step(self) -> None:
+        """Make the deferred step, if any, of a script that never calls ``optimizer.step()``, before
+        its state is read.
+        """
+        if not (self._claimed or self.engine.destroyed):
             self._make_overdue_step()
 
     def _make_overdue_step(self) -> None:
@@ -192,7 +199,7 @@ class SingleEngine:
 
         def step(_: object, *args: object, **kwargs: object) -> object:
             self.make_step()
-            self._waits = self.engine in _limited_by_script  # this script claims its steps
+            self._claimed, self._waits = True, self.engine in _limited_by_script
             steps, self._applied = self._applied, 0
             backwards, self._backwards = self._backwards, 0
             before, self._held = self._held, self.engine.held_micro_batches

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,6 +277,36 @@ def test_a_script_that_clips_only_sometimes_loses_no_last_step() -> None:
         if step in (0, 3):
             accelerator.clip_grad_norm_(engine.parameters(), 0.3)
     assert engine.global_steps == 5
+
+
+@in_turn("saves", [False, True])
+def test_the_last_step_of_a_script_that_clips_all_others_is_in_what_it_saves(
+    saves: bool, tmp_path: Path
+) -> None:
+    forget()
+    accelerator = accelerator_with(None)
+    engine, _ = prepared(accelerator)
+    for step in range(3):
+        accelerator.backward(squared(engine, step))
+        if step < 2:
+            accelerator.clip_grad_norm_(engine.parameters(), 0.3)
+    assert engine.global_steps == 2
+    accelerator.save_state(str(tmp_path)) if saves else accelerator.get_state_dict(engine)
+    assert engine.global_steps == 3
+
+
+def test_a_save_between_a_backward_and_its_step_leaves_the_step_to_the_script() -> None:
+    forget()
+    accelerator = accelerator_with(None)
+    engine, optimizer = prepared(accelerator)
+    for step, limit in enumerate([0.3, 0.1]):
+        accelerator.backward(squared(engine, step))
+        if step:
+            accelerator.get_state_dict(engine)
+            assert engine.global_steps == 1
+        accelerator.clip_grad_norm_(engine.parameters(), limit)
+        optimizer.step()
+    assert (engine.global_steps, engine.max_norm) == (2, 0.1)
 
 
 def test_limits_act_on_their_steps_again_after_one_forward_too_many() -> None:
