@@ -118,6 +118,8 @@ class Engine(TrainingEngine):
 
     client_state: Mapping[str, Any] = MappingProxyType({})
     """The user state in that checkpoint."""
+    memory_checkpoints: MemoryCheckpoints | None = None
+    """Its checkpoints in the memory of the hosts, if they are configured."""
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)
@@ -125,7 +127,7 @@ class Engine(TrainingEngine):
         self.async_saves = BackgroundSaves(mesh, self.schedule.shards, self.config.checkpoint)
         self.measures = measures_of(self, plan)
         installed.callback(self._end_measures)
-        self.memory_checkpoints = MemoryCheckpoints.of(self, plan)
+        self.memory_checkpoints = MemoryCheckpoints.of(self, plan, self.memory_checkpoints)
         self.window_start = WindowStart()
         self.save_log = SaveLog()
 

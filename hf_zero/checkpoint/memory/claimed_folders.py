@@ -34,8 +34,9 @@ class ClaimedFolders(JobFolders):
         rank: int,
         host: str,
         others: Iterable[JobFolders],
+        number: int | None = None,
     ) -> None:
-        super().__init__(settings, ranks, rank, host, others)
+        super().__init__(settings, ranks, rank, host, others, number)
         self.copies, self._limit = settings.copies, settings.limit
         self.base = self.bases[0]
         self._marks: dict[Path, folders.InUse] = {}

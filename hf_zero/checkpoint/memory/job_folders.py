@@ -74,7 +74,8 @@ class JobFolders:
     ``ranks``, all of the job's.
 
     others: engines of this process that save into memory. bases: folders that may hold the job's,
-    the preferred one first. number: the lowest index that none of ``others`` has on any rank.
+    the preferred one first. number: by default the lowest index that none of ``others`` has on any
+    rank.
     token: agreed by the ranks, and unique. begun: when the ranks agreed, in milliseconds since the
     epoch.
 
@@ -91,6 +92,7 @@ class JobFolders:
         rank: int,
         host: str,
         others: Iterable[JobFolders] = (),
+        number: int | None = None,
     ) -> None:
         self.rank, self._ranks = rank, ranks
         job, lasting = folders.job_identity(settings.job)
@@ -115,7 +117,8 @@ class JobFolders:
         self.hosts = Hosts([name for name, *_ in gathered])
         _, self.job, self.is_lasting, self.token, self.begun, *_ = gathered[0]
         taken = {number for *_, of, _ in gathered for job, number in of if job == self.job}
-        self.number = next(number for number in count() if number not in taken)
+        free = next(number for number in count() if number not in taken)
+        self.number = free if number is None else number
 
     def job_folder(self, base: Path) -> Path:
         return folders.job_folder(base, self.job)

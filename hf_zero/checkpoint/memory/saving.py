@@ -92,7 +92,7 @@ class MemoryCheckpoints(ClaimedFolders):
     else the engine does both, at the end of its steps and in a load without a tag.
     """
 
-    def __init__(self, engine: TrainingEngine, plan: EnginePlan) -> None:
+    def __init__(self, engine: TrainingEngine, plan: EnginePlan, number: int | None = None) -> None:
         settings, mesh = engine.config.memory_checkpoints, engine.mesh
         assert settings.every is not None
         self.every, self.saved_by_trainer = settings.every, False
@@ -100,7 +100,7 @@ class MemoryCheckpoints(ClaimedFolders):
         # what the script gave to its last save on disk, or has loaded
         self.client_state: Mapping[str, object] = {}
         self.world, self._device = mesh.dims.world, mesh.device
-        super().__init__(settings, mesh.job, engine.global_rank, host_name(), _living())
+        super().__init__(settings, mesh.job, engine.global_rank, host_name(), _living(), number)
         _claimed[self.place] = self
         self.transfers = HostTransfers(  # the token: an engine before may have had this mesh's name
             f"memory/{self.token}", self.rank, self.world, mesh.timeout
@@ -119,7 +119,7 @@ class MemoryCheckpoints(ClaimedFolders):
         self._copied_for_disk: Staged | None = None
         self._copied_for_disk_at = -1
         self._running: Future[None] | None = None
-        self._told_waiting = False
+        self._told_waiting = self._is_closed = False
         self._say()
         needed = self.take_room(self._ranks.all_gather_object(planned_size(plan), KEY))
         if self.acts_for_host:
@@ -136,11 +136,16 @@ class MemoryCheckpoints(ClaimedFolders):
         _at_exit(self)
 
     @classmethod
-    def of(cls, engine: TrainingEngine, plan: EnginePlan) -> MemoryCheckpoints | None:
-        """Return the checkpoints in memory of ``engine``, built by ``plan``; None if its
-        configuration has none. Raises CheckpointError on all ranks if a host has no room.
+    def of(
+        cls, engine: TrainingEngine, plan: EnginePlan, before: MemoryCheckpoints | None = None
+    ) -> MemoryCheckpoints | None:
+        """Return the checkpoints in memory of ``engine``, built by ``plan``, in the folders of
+        ``before``, those of the engine before it was built again; None if its configuration has
+        none. Raises CheckpointError on all ranks if a host has no room.
         """
-        return cls(engine, plan) if engine.config.memory_checkpoints.every else None
+        if not engine.config.memory_checkpoints.every:
+            return None
+        return cls(engine, plan, None if before is None else before.number)
 
     def _say(self) -> None:
         if not self.is_lasting:
@@ -538,7 +543,7 @@ class MemoryCheckpoints(ClaimedFolders):
         host has closed its own, unless the job is ``failing``: by default, if an exception is being
         handled that ends a process with an error.
         """
-        if self.number < 0:
+        if self._is_closed:
             return
         failing = _is_failure(sys.exc_info()[1]) if failing is None else failing
         if self._running is not None:
@@ -557,7 +562,7 @@ class MemoryCheckpoints(ClaimedFolders):
             for base in self.bases:
                 folders.release(self.folder(base), self.job_folder(base), self.rank)
         _claimed.pop(self.place, None)
-        self.number = -1
+        self._is_closed = True
 
 
 def _is_failure(error: BaseException | None) -> bool:

@@ -373,6 +373,26 @@ def test_ranks_agree_on_the_number_of_an_engine(tmp_path: Path) -> None:
     assert run_ranks(2, numbers) == [(0, 1), (0, 1)]
 
 
+def test_an_engine_that_is_built_again_keeps_its_number(tmp_path: Path) -> None:
+    """Also if that of an engine that has ended is free."""
+    setup = Kept(hosts="aa").at(tmp_path)
+    models = [setup.models() for _ in range(2)]
+    saving._claimed.clear()
+
+    def numbers(rank: int) -> tuple[int, int]:
+        threading.current_thread().host = "a"  # type: ignore[attr-defined]
+        optimizers = [setup.optimizer(of[rank]) for of in models]
+        first, second = (
+            start(of[rank], optimizer, setup.config) for of, optimizer in zip(models, optimizers)
+        )
+        number = second.memory_checkpoints.number
+        first.destroy()
+        second.replace(next(iter(second.module.children())))
+        return number, second.memory_checkpoints.number
+
+    assert run_ranks(2, numbers) == [(1, 1), (1, 1)]
+
+
 def test_unfreezing_before_the_load_keeps_the_generations(tmp_path: Path) -> None:
     setup = Kept().at(tmp_path)
     attempt(setup, range(SAVED))
