@@ -92,6 +92,8 @@ class MemoryCheckpoints(ClaimedFolders):
     else the engine does both, at the end of its steps and in a load without a tag.
     """
 
+    _is_closed = False
+
     def __init__(self, engine: TrainingEngine, plan: EnginePlan, number: int | None = None) -> None:
         settings, mesh = engine.config.memory_checkpoints, engine.mesh
         assert settings.every is not None
@@ -119,7 +121,7 @@ class MemoryCheckpoints(ClaimedFolders):
         self._copied_for_disk: Staged | None = None
         self._copied_for_disk_at = -1
         self._running: Future[None] | None = None
-        self._told_waiting = self._is_closed = False
+        self._told_waiting = False
         self._say()
         needed = self.take_room(self._ranks.all_gather_object(planned_size(plan), KEY))
         if self.acts_for_host:
