@@ -47,6 +47,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_zero.config import CompileSection
+from hf_zero.device.process_settings import ProcessSetting
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.zero.gather.model_patches import Attached, Override
@@ -240,11 +241,20 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
+def _limits() -> Any:
+    import torch._dynamo.config as limits  # imported late: the import takes a second
+
+    return limits
+
+
+_recompile_limit: ProcessSetting[int] = ProcessSetting(
+    lambda: _limits().recompile_limit,
+    lambda limit: setattr(_limits(), "recompile_limit", limit),
+)
+
+
 class CompiledBlocks:
     """The compiled blocks of an engine."""
-
-    _raising: weakref.WeakSet[CompiledBlocks] = weakref.WeakSet()  # they need the limit GRAPHS
-    _limit_before = GRAPHS
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], fixed: bool = True):
         """Record the blocks of ``model``, on which the engine's hooks are installed.
@@ -261,6 +271,7 @@ class CompiledBlocks:
         # the arguments of each call of :meth:`compile`
         self._calls: list[tuple[nn.Module | None, Any, bool | None, dict[str, Any]]] = []
         self._warned: set[str] = set()
+        self._restore_limit: Callable[[], object] | None = None
         self._hooked = [module for module in model.modules() if _is_hooked(module)]
         for module in self._hooked:
             module.__dict__["compile"] = Override(partial(self.compile, module), module, "compile")
@@ -297,16 +308,14 @@ class CompiledBlocks:
         """Compile the forward of each block, or of ``module``, with ``torch.compile(…, backend,
         **options)``, replacing an earlier compilation.
         """
-        import torch._dynamo.config as limits  # imported late: the import takes a second
-
         self._calls.append((module, backend, dynamic, options))
         if not self._fixed:
             refuse_backend(backend, options.get("mode"), options.get("options"))
-        # it is GRAPHS after an engine that was collected without being destroyed
-        if not self._raising and limits.recompile_limit != GRAPHS:
-            CompiledBlocks._limit_before = limits.recompile_limit
-        self._raising.add(self)
-        limits.recompile_limit = max(limits.recompile_limit, GRAPHS)
+        if self._restore_limit is None:
+            raised = max(_limits().recompile_limit, GRAPHS)
+            # also called once the engine is collected without being destroyed
+            self._restore_limit = at_end = weakref.finalize(self, _recompile_limit.change(raised))
+            at_end.atexit = False
         if module is None:
             chosen = self._blocks
         elif not any(map(_is_hooked, _inside(module))):
@@ -335,13 +344,9 @@ class CompiledBlocks:
         for module in self._hooked:
             module.__dict__.pop("compile", None)
         self._on, self._hooked = {}, []
-        if self in self._raising:
-            import torch._dynamo.config as limits
-
-            self._raising.discard(self)
-            if not self._raising and limits.recompile_limit == GRAPHS:
-                limits.recompile_limit = self._limit_before
-                CompiledBlocks._limit_before = GRAPHS
+        if self._restore_limit is not None:
+            self._restore_limit()
+            self._restore_limit = None
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:

@@ -31,6 +31,7 @@ from hf_zero.activations.host_copies import Slabs, Streams
 from hf_zero.activations.offload import Offload
 from hf_zero.config import ActivationOffload, ZeroConfig
 from hf_zero.device import kinds
+from hf_zero.device.process_settings import ProcessSetting
 from hf_zero.logging import logger
 from hf_zero.ops.host_memory import HostArena
 from hf_zero.zero.gather.model_patches import Attached
@@ -97,8 +98,7 @@ class ActivationPatches:
             self.compiled.install(self._config.compile)
         else:
             self.compiled.repeat(before)
-        order = AttentionOrder(self._config.attention_backend, device)
-        self._installed.callback(order.restore)
+        self._installed.callback(prefer_attention(self._config.attention_backend, device))
 
     def remove(self) -> None:
         """Remove all patches. Idempotent."""
@@ -229,40 +229,36 @@ def chosen(backend: str, device: torch.device) -> str:
     return MEASURED.get((properties.major, properties.minor), backend)
 
 
-class AttentionOrder:
-    """A backend put first in the order, until :meth:`restore`. "auto" is the measured one, else
-    torch's own order.
+def _set_order(order: list[int]) -> None:
+    torch._C._set_sdp_priority_order(order)
+
+
+_order = ProcessSetting(lambda: list(torch._C._get_sdp_priority_order()), _set_order)
+
+
+def prefer_attention(backend: str, device: torch.device) -> Callable[[], None]:
+    """Put ``backend`` first in the order of attention kernels; return a function that restores the
+    order. "auto" is the measured backend, else torch's own order.
     """
+    backend = chosen(backend, device)
+    if backend == "auto":
+        return _nothing
+    if not kinds.is_host(device):
+        # torch sets its own order for the GPU in the first call, overwriting an earlier one.
+        nothing = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=device)
+        F.scaled_dot_product_attention(nothing, nothing, nothing)
+    first = _BACKENDS[backend].value
+    before = torch._C._get_sdp_priority_order()
+    undo, tag = ExitStack(), f" attention={backend}"
+    undo.callback(_order.change([first, *(other for other in before if other != first)]))
+    compiler.cache_key_tag += tag
+    undo.callback(_remove_tag, tag)
+    return undo.close
 
-    _live: list[AttentionOrder] = []  # of all engines, by the time they were set
 
-    def __init__(self, backend: str, device: torch.device):
-        self._before: list[int] = []
-        backend = chosen(backend, device)
-        if backend == "auto":
-            return
-        if not kinds.is_host(device):
-            # torch sets its own order for the GPU in the first call, overwriting an earlier one.
-            nothing = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=device)
-            F.scaled_dot_product_attention(nothing, nothing, nothing)
-        first = _BACKENDS[backend].value
-        self._before = list(torch._C._get_sdp_priority_order())
-        self._set = [first, *(backend for backend in self._before if backend != first)]
-        torch._C._set_sdp_priority_order(self._set)
-        self._tag = f" attention={backend}"
-        compiler.cache_key_tag += self._tag
-        self._live.append(self)
+def _remove_tag(tag: str) -> None:
+    compiler.cache_key_tag = compiler.cache_key_tag.replace(tag, "", 1)
 
-    def restore(self) -> None:
-        """Restore the former order, unless it was changed since."""
-        if self not in self._live:
-            return
-        at = self._live.index(self)
-        later = self._live[at + 1 :]
-        del self._live[at]
-        if later:  # the order in effect is that of another engine, which restores this one's
-            if later[0]._before == self._set:
-                later[0]._before = self._before
-        elif list(torch._C._get_sdp_priority_order()) == self._set:
-            torch._C._set_sdp_priority_order(self._before)
-        compiler.cache_key_tag = compiler.cache_key_tag.replace(self._tag, "", 1)
+
+def _nothing() -> None:
+    """Do nothing: the order was not changed."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.device import graphs, kinds, streams
+from hf_zero.device.process_settings import ProcessSetting
 from hf_zero.device.spans import span
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
@@ -367,33 +368,16 @@ def retire_flats(model: nn.Module, mesh: Mesh) -> None:
             flat.retire()
 
 
+_threads = ProcessSetting(native.threads, native.set_threads)
+
+
 def take_native_threads(placement: Placement) -> Callable[[], None]:
     """Limit the native kernels of an offloaded update to the share of cores in ``placement``;
     return a function that undoes it.
     """
     if not native.available() or not placement.offloads_optimizer or placement.cores >= 1.0:
         return _nothing
-    return _ThreadLimit(max(1, int(placement.cores * native.default_share().threads))).remove
-
-
-class _ThreadLimit:
-    """A limit on the threads of the native kernels, until :meth:`remove`."""
-
-    _live: list[_ThreadLimit] = []  # of all engines, by the time they were set
-
-    def __init__(self, threads: int):
-        self._before, self._threads = native.threads(), threads
-        native.set_threads(threads)
-        self._live.append(self)
-
-    def remove(self) -> None:
-        """Restore the former number."""
-        at = self._live.index(self)
-        del self._live[at]
-        if at == len(self._live):
-            native.set_threads(self._before)
-        elif self._live[at]._before == self._threads:  # the next limit restores this one's
-            self._live[at]._before = self._before
+    return _threads.change(max(1, int(placement.cores * native.default_share().threads)))
 
 
 def _nothing() -> None:

@@ -16,7 +16,7 @@ from torch.compiler import config as compiler_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.activations import checkpointing as recompute
-from hf_zero.activations.policy import AttentionOrder
+from hf_zero.activations.policy import prefer_attention
 from hf_zero.errors import ConfigError
 from tests.helpers.caches import cache_argument
 from tests.helpers.cells import in_one_item
@@ -253,8 +253,8 @@ def test_orders_of_two_engines_leave_none_behind():
 
     before, device = state(), torch.device("cpu")
     for ends in ((0, 1), (1, 0)):
-        orders = [AttentionOrder(name, device) for name in ("math", "efficient")]
+        restores = [prefer_attention(name, device) for name in ("math", "efficient")]
         for at in ends:
-            orders[at].restore()
-            orders[at].restore()
+            restores[at]()
+            restores[at]()
         assert state() == before

@@ -197,12 +197,11 @@ def test_the_limit_on_recompilations_comes_back_after_an_engine_that_was_only_co
     limits = torch._dynamo.config
     with limits.patch(recompile_limit=3):
         engine = opened(seeded(Stack), 2, **TRACED)
+        assert limits.recompile_limit == compilation.GRAPHS
         left = weakref.ref(engine)
         del engine
         gc.collect()
         assert left() is None
-        assert limits.recompile_limit == compilation.GRAPHS
-        opened(seeded(Stack), 2, **TRACED).destroy()
         assert limits.recompile_limit == 3
 
 
