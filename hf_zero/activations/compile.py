@@ -241,16 +241,19 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _limits() -> Any:
+def _read_limit() -> int:
     import torch._dynamo.config as limits  # imported late: the import takes a second
 
-    return limits
+    return int(limits.recompile_limit)
 
 
-_recompile_limit: ProcessSetting[int] = ProcessSetting(
-    lambda: _limits().recompile_limit,
-    lambda limit: setattr(_limits(), "recompile_limit", limit),
-)
+def _write_limit(limit: int) -> None:
+    import torch._dynamo.config as limits
+
+    limits.recompile_limit = limit
+
+
+_recompile_limit = ProcessSetting(_read_limit, _write_limit)
 
 
 class CompiledBlocks:
@@ -312,7 +315,7 @@ class CompiledBlocks:
         if not self._fixed:
             refuse_backend(backend, options.get("mode"), options.get("options"))
         if self._restore_limit is None:
-            raised = max(_limits().recompile_limit, GRAPHS)
+            raised = max(_read_limit(), GRAPHS)
             # also called once the engine is collected without being destroyed
             self._restore_limit = at_end = weakref.finalize(self, _recompile_limit.change(raised))
             at_end.atexit = False

@@ -368,7 +368,7 @@ def retire_flats(model: nn.Module, mesh: Mesh) -> None:
             flat.retire()
 
 
-_threads = ProcessSetting(native.threads, native.set_threads)
+_threads = ProcessSetting(lambda: native.threads(), lambda threads: native.set_threads(threads))
 
 
 def take_native_threads(placement: Placement) -> Callable[[], None]:
