@@ -127,30 +127,30 @@ def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Fre
     ram = gpu = 0
     counted: set[int] = set()
     for parameter in parameters_of(module):
-        key, where, nbytes = _occupied(parameter)
+        key, on_device, in_ram = _occupied(parameter)
         if key not in counted:
             counted.add(key)
-            ram += nbytes if where == "cpu" else 0
-            gpu += 0 if kinds.is_host(where) or where == "meta" else nbytes
+            gpu, ram = gpu + on_device, ram + in_ram
     free = measure(device, [*config.offload_optimizer.nvme_path, *config.offload_param.nvme_path])
     occupied = (ram, 0) if free.host_device else (gpu, ram)
     return replace(free.with_room(*occupied), held=occupied)
 
 
-def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
-    """Return (key, device, bytes) of the memory that holds the values of ``parameter``: its
-    storage, or its shard of a flat buffer.
+def _occupied(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """Return (key, bytes on an accelerator, bytes of host memory) of what holds the values of
+    ``parameter``: its storage, or its flat buffer with its shard.
     """
     flat = owner_of(parameter)
     if flat is not None and flat.sharded:
-        return (
-            id(flat),
-            flat.full.device.type,
-            flat.layout.shard_numel * flat.dtype.itemsize + flat.full.untyped_storage().nbytes(),
-        )
-    with torch._C.DisableTorchFunctionSubclass():
-        storage = parameter.untyped_storage()
-        return storage._cdata, parameter.device.type, storage.nbytes()
+        key, tiers, device = id(flat), flat.shard_bytes(), flat.full.device
+        nbytes, in_ram = tiers["device"] + flat.full.untyped_storage().nbytes(), tiers["ram"]
+    else:
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = parameter.untyped_storage()
+            key, device, nbytes, in_ram = storage._cdata, parameter.device, storage.nbytes(), 0
+    if device.type == "cpu":
+        return key, 0, in_ram + nbytes
+    return key, 0 if kinds.is_host(device) or device.type == "meta" else nbytes, in_ram
 
 
 def refusal(plan: EnginePlan, needed: Needs, verdict: MemoryVerdict, fitting: Fit) -> str:

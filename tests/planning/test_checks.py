@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from hf_zero.planning import check as check_plan
 from hf_zero.planning.checking import SWITCH, check_on_all_ranks
 from hf_zero.planning.fit import RAM_SHARE, ActivationWay
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.parameter import owner_of
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.plans import APART, Blocks, adamw_of, planned
 from tests.helpers.ranks import run_ranks
@@ -235,11 +237,28 @@ def test_the_model_s_own_memory_is_room(monkeypatch: pytest.MonkeyPatch) -> None
         assert (room.ram, room.device) == (50 + 4 * 64 * 64, room.ram if host else 50)
     monkeypatch.setattr("hf_zero.planning.checking.measure", lambda *_: Free(0, 0))
     shards = 2 * sum(parameter.numel() for parameter in model.parameters())
-    assert room_for(model, config, GPU).ram == shards
+    assert room_for(model, config, GPU).ram == 0  # the shards are cast from master weights
     with hf_zero.GatheredParameters(list(model.parameters())):
-        assert room_for(model, config, GPU).ram == 2 * shards
+        assert room_for(model, config, GPU).ram == shards
     engine.destroy()
     assert room_for(model, config, GPU).ram == shards
+
+
+def test_shards_in_host_memory_are_no_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(512, 512)
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    config = ZeroConfig(3, bf16=True, offload_param={"device": "cpu"}, optimizer=optimizer)
+    engine = hf_zero.initialize(model=model, config=config)[0]
+    monkeypatch.setattr("hf_zero.planning.checking.measure", lambda *_: Free(0, 0))
+    flat = owner_of(model.weight)
+    assert flat is not None
+    empty = torch.empty(0).untyped_storage()
+    with monkeypatch.context() as patch:
+        released = SimpleNamespace(device=GPU, untyped_storage=lambda: empty)
+        patch.setattr(flat, "full", released)
+        room = room_for(model, config, GPU)
+    assert (room.device, room.ram) == (0, 2 * (512 * 512 + 512))
+    engine.destroy()
 
 
 # -- the search ------------------------------------------------------------------------------------
