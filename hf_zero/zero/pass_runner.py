@@ -27,7 +27,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.reduce.losses import Fp16LossScaler, Losses, Scaling
 from hf_zero.zero.reduce.reducer import Reducer, ReductionOptions
-from hf_zero.zero.reduce.reductions import MicroBatch
+from hf_zero.zero.reduce.reductions import BackwardSettings
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.captured_step import CapturedStep
 from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_half_done
@@ -167,6 +167,7 @@ class PassRunner:
             ),
             update.usage,
             update.gradient_offload,
+            model.schedule,
         )
         self._model = model
         self._update = update
@@ -319,8 +320,8 @@ class PassRunner:
         in_backward = in_backward and not update.failed_writes()
         on_reduced = self._update_in_backward if in_backward else None
         on_finished = update.updater.end_backward if in_backward else None
-        self.reducer.set_micro_batch(
-            MicroBatch(weight, unscale, ends_window, on_reduced, alone, on_finished)
+        self.reducer.configure_backward(
+            BackwardSettings(weight, unscale, ends_window, on_reduced, alone, on_finished)
         )
 
     def _update_in_backward(self, flats: Sequence[FlatBuffer]) -> None:

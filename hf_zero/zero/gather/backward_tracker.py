@@ -22,7 +22,6 @@ from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
 from hf_zero.zero.reduce.reducer import Reducer
-from hf_zero.zero.reduce.reduction_order import Outstanding
 
 # up to this number, forwards of one kind before a backward select its plan; more share one
 FORWARDS_TOLD_APART = 4
@@ -59,7 +58,7 @@ class BackwardTracker:
         self._schedule = schedule
         self._reducer = reducer
         self._on_begin, self._on_part, self._on_abandon = on_begin, on_part, on_abandon
-        self.outstanding = Outstanding()
+        self.outstanding = reducer.outstanding
         # graph tasks under way, outermost first, and their callbacks
         self.tasks: list[tuple[int, weakref.ref[object]]] = []
         # forwards since the last backward, by kind; None: those that may have run on one rank only
@@ -74,7 +73,6 @@ class BackwardTracker:
         self._left_out: frozenset[Unit] = frozenset()
         # forwards without hooks: any backward may be theirs
         self._untracked: list[RootForward] = []
-        reducer.connect(schedule, self.outstanding)
 
     @property
     def under_way(self) -> bool:

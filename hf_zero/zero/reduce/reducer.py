@@ -9,9 +9,8 @@ that all ranks leave out of the backward, and know it, are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import partial
 
 import torch
@@ -34,8 +33,8 @@ from hf_zero.zero.reduce.reduction_order import (
     ReductionOrder,
 )
 from hf_zero.zero.reduce.reductions import (
+    BackwardSettings,
     GradientIntake,
-    MicroBatch,
     Reductions,
     collect_gradients,
     grad_versions,
@@ -58,14 +57,6 @@ class ReductionOptions:
     kernels: str | tuple[str, ...] = "off"
     packed: int = 0
     keeps_buffers: bool = False
-
-
-class Broken(Enum):
-    """The effect of an exception in a backward since the last step or ``zero_grad``."""
-
-    NO = auto()
-    UNHARMED = auto()  # before it produced a gradient
-    GRADIENTS_LOST = auto()
 
 
 @dataclass(eq=False)
@@ -102,6 +93,7 @@ class Reducer:
         options: ReductionOptions,
         usage: Usage,
         offload: GradientOffload | None,
+        schedule: GatherSchedule,
     ):
         self._units = list(units)
         self._order = ReductionOrder(units)
@@ -129,57 +121,53 @@ class Reducer:
             self._issue_gathers,
         )
         self._known: set[Hashable] = set()  # kinds of backward whose order is known
-        self._progress = BackwardProgress()
+        self.progress = BackwardProgress()  # of the backward under way, or of the last one
         # units left out of the backward under way that it uses after all: reduced last
         self._brought_back: set[Unit] = set()
         self.idle = IdleParameters()
-        self._batch = MicroBatch()
+        self._settings = BackwardSettings()
         self._set_factors()
         self._members = [
             parameter for unit in units for flat in unit.flats for parameter in flat.members
         ]
-        self._schedule: GatherSchedule | None = None
-        self._outstanding: Outstanding | None = None
-        self.broken = Broken.NO
+        self._schedule = schedule
+        self.outstanding = Outstanding()
+        # an exception has broken a backward of the window and some of its gradients are lost
+        self.spoiled = False
         # number of backwards with gradients since the last step or ``zero_grad``
         self.backwards = 0
 
-    def connect(self, schedule: GatherSchedule, outstanding: Outstanding) -> None:
-        """Set the schedule of the gathers, and the tracker of outstanding forwards."""
-        self._schedule, self._outstanding = schedule, outstanding
-
-    def set_micro_batch(self, batch: MicroBatch) -> None:
-        """Set ``batch`` for the next backward."""
-        self._batch = batch
+    def configure_backward(self, settings: BackwardSettings) -> None:
+        """Set ``settings`` for the next backward."""
+        self._settings = settings
         self._set_factors()
 
     def _set_factors(self) -> None:
-        batch, scaling = self._batch, self._intake.scaling
+        settings, scaling = self._settings, self._intake.scaling
         # for gradients put on the wire, and for their reduced sum
-        self._before = scaling.before(batch.weight, on_the_wire=True) * batch.unscale
-        self._after = scaling.after(batch.weight, on_the_wire=True)
+        self._before = scaling.before(settings.weight, on_the_wire=True) * settings.unscale
+        self._after = scaling.after(settings.weight, on_the_wire=True)
         # for the reduced sum of accumulated gradients
-        self._after_accumulation = scaling.after(batch.weight)
-        self._reduces_now = batch.ends_window or self._reduces_every_backward
+        self._after_accumulation = scaling.after(settings.weight)
+        self._reduces_now = settings.ends_window or self._reduces_every_backward
 
     def begin(self, key: Hashable) -> None:
         """Begin a backward; ``key`` identifies its kind, equal on all ranks."""
         self.wait()
-        sharded = self._schedule is not None and self._schedule.has_sharded_units
+        sharded = self._schedule.has_sharded_units
         self._mesh.passes.begin("backward", key, joint=self._reduces_now or sharded)
-        recording = self._schedule is not None and self._schedule.recording
-        learns = recording or key not in self._known
-        self._progress = BackwardProgress(key, True, list(self._order.units), learns=learns)
+        learns = self._schedule.recording or key not in self._known
+        self.progress = BackwardProgress(key, True, list(self._order.units), learns=learns)
         self._brought_back = set()
         # A rank must not wait for a reduction that others launch only after a gather that this rank
         # has not joined yet.
         self._reductions.begin(
-            self._progress.learns and sharded,
-            None if self._batch.on_reduced is None else self._on_reduced,
+            self.progress.learns and sharded,
+            None if self._settings.on_reduced is None else self._on_reduced,
         )
         # more gradients will be added; an upcast copies nothing as long as none are held
         if not self._reduces_now:
-            for flat in (flat for unit in self._progress.units for flat in unit.trainable_flats):
+            for flat in (flat for unit in self.progress.units for flat in unit.trainable_flats):
                 self._intake.upcast(flat)
 
     def begin_replay(self) -> None:
@@ -190,7 +178,7 @@ class Reducer:
         """End it, with gradients taken in and reduced."""
         self.backwards += 1
         self.idle.end_backward()
-        if self._batch.ends_window:
+        if self._settings.ends_window:
             self._record_left_out()
 
     def forget_buffers(self) -> None:
@@ -205,7 +193,7 @@ class Reducer:
         """Leave ``units`` out of the backward under way: all ranks know that none uses them. Called
         before the first reduction.
         """
-        self._progress.units = self._order.without(units, self._reduces_now)
+        self.progress.units = self._order.without(units, self._reduces_now)
 
     def restore_left_out(self, units: frozenset[Unit]) -> None:
         """Undo leaving out ``units``, which all ranks use after all: they are reduced last."""
@@ -215,34 +203,28 @@ class Reducer:
         """Treat no unit as complete before the end of this backward: it may go through an older
         forward whose backward is pending.
         """
-        self._progress.observed.waits = True
-        self._reductions.wait_jointly(
-            self._schedule is not None and self._schedule.has_sharded_units
-        )
+        self.progress.observed.waits = True
+        self._reductions.wait_jointly(self._schedule.has_sharded_units)
 
     def mark_complete(self, unit: Unit) -> None:
         """Mark the gradients of ``unit`` as complete on this rank, as far as hooks can tell."""
-        progress = self._progress
+        progress = self.progress
         if not unit.trainable_flats or unit in progress.ready or not progress.under_way:
             return
-        progress.ready[unit] = grad_versions(unit) if self._progress.learns else None
+        progress.ready[unit] = grad_versions(unit) if progress.learns else None
         progress.observed.complete.append(unit.index)
-        if self._schedule is not None and self._progress.learns:
+        if progress.learns:
             progress.observed.depths[unit.index] = self._schedule.issued
         if not self._reduces_now:
-            progress.observed.brought |= self._intake.accumulate(unit, self._batch)
+            progress.observed.brought |= self._intake.accumulate(unit, self._settings)
 
     def take_next(self) -> Unit | None:
         """Return the next unit in order, to be launched; None if it may still get gradients on this
         rank, or if none is left.
         """
-        progress, outstanding = self._progress, self._outstanding
-        if (
-            not progress.under_way
-            or not self._reduces_now
-            or outstanding is None
-            or progress.next == len(progress.units)
-        ):
+        progress, outstanding = self.progress, self.outstanding
+        reduces = progress.under_way and self._reduces_now
+        if not reduces or progress.next == len(progress.units):
             return None
         unit = progress.units[progress.next]
         if unit in self._order.deferred:
@@ -254,19 +236,14 @@ class Reducer:
         return unit
 
     def _take(self, unit: Unit) -> None:
-        progress = self._progress
+        progress = self.progress
         progress.next += 1
         progress.depth = max(progress.depth, self._order.depth(progress.key, unit))
 
     @property
-    def progress(self) -> BackwardProgress:
-        """The backward under way, or the last one."""
-        return self._progress
-
-    @property
     def launched(self) -> int:
         """Number of reduction messages that this rank has sent in the backward under way."""
-        return self._reductions.sent if self._progress.under_way else 0
+        return self._reductions.sent if self.progress.under_way else 0
 
     def land_launched(self, number: int) -> None:
         """Wait for the oldest reductions in excess of those that may be in flight, among the first
@@ -276,8 +253,8 @@ class Reducer:
 
     def note_unfinished(self) -> None:
         """Record, at the end of a backward, the units that could have got gradients until now."""
-        progress, outstanding = self._progress, self._outstanding
-        if progress.under_way and outstanding is not None and self._progress.learns:
+        progress, outstanding = self.progress, self.outstanding
+        if progress.under_way and progress.learns:
             units = (unit for unit in progress.units[progress.next :] if unit not in progress.ready)
             progress.observed.unfinished = [
                 unit.index for unit in units if outstanding.awaits(unit, False)
@@ -289,7 +266,7 @@ class Reducer:
 
         ``learns``: the order of gathers was recorded in this backward.
         """
-        progress = self._progress
+        progress = self.progress
         if not progress.under_way:
             return
         learns = learns or progress.learns
@@ -308,17 +285,17 @@ class Reducer:
             self._reduce_late(launched, learns)
             self._reductions.finish()
             self._usage.drop()
-            for pool in self._freed if self._batch.ends_window else ():
+            for pool in self._freed if self._settings.ends_window else ():
                 pool.clear()
         else:
             for unit in progress.units:
-                progress.observed.brought |= self._intake.accumulate(unit, self._batch)
+                progress.observed.brought |= self._intake.accumulate(unit, self._settings)
         self.backwards += progress.observed.brought
         self.idle.end_backward()
-        if self._batch.ends_window:
+        if self._settings.ends_window:
             self._record_left_out()
-        if self._batch.on_finished is not None:
-            self._batch.on_finished()
+        if self._settings.on_finished is not None:
+            self._settings.on_finished()
         # those that require grad but are in no optimizer group: nothing would ever clear them
         if any_raw_grad(self._frozen):
             drop_raw_grads(self._frozen)
@@ -339,22 +316,22 @@ class Reducer:
         ]
 
     def _leave(self) -> None:
-        self._progress.under_way = False
+        self.progress.under_way = False
         self._reductions.wait_jointly(False)
 
     def _issue_gathers(self) -> None:
         """Issue the gathers that other ranks may wait for before they launch a reduction that this
         rank is about to wait for.
         """
-        if self._progress.under_way and self._schedule is not None:
-            self._schedule.issue_through(self._progress.depth)
+        if self.progress.under_way:
+            self._schedule.issue_through(self.progress.depth)
 
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
         """Reduce again the units among ``launched`` whose gradients arrived after their reduction,
         and learn the order of the next backward of this kind, if this one ``learns`` (collective).
         Raise PartitionError in a backward of a known kind, where they must not arrive late.
         """
-        progress = self._progress
+        progress = self.progress
         late: list[Unit] = []
         if any_raw_grad(self._members):
             late = [
@@ -376,18 +353,15 @@ class Reducer:
         # If an older forward is pending, units are not complete before the end: nothing to learn.
         if any(r.brought for r in observed) and not any(r.waits for r in observed):
             self._known.add(progress.key)
-            schedule = self._schedule
-            positions: Sequence[int] = (0,)
-            plan: Sequence[Unit] = ()
-            if schedule is not None:
-                positions, plan = schedule.last_plan_positions, schedule.last_plan
-            self._order.learn(progress.key, observed, positions, [unit.index for unit in plan])
+            plan = [unit.index for unit in self._schedule.last_plan]
+            positions = self._schedule.last_plan_positions
+            self._order.learn(progress.key, observed, positions, plan)
 
     def _launch_again(self, late: Set[int]) -> None:
         """Reduce the units with the indices ``late`` again, which some rank asks for. Raise
         PartitionError for a unit that this backward has updated.
         """
-        updated = self._progress.updated
+        updated = self.progress.updated
         if twice := [unit.label for unit in updated if unit.index in late]:
             raise PartitionError(
                 f"gradients of {listed(sorted(twice), 6)} came after their update in the backward, "
@@ -450,14 +424,12 @@ class Reducer:
         If it had produced any, or had begun a reduction, the window is spoiled until :meth:`clear`:
         gradients that plain PyTorch would keep in ``.grad`` are lost.
         """
-        progress = self._progress
-        if self.broken is Broken.NO:
-            self.broken = Broken.UNHARMED
+        progress = self.progress
         if progress.under_way:
             flats = (flat for unit in self._order.units for flat in unit.trainable_flats)
             brought = any(any_raw_grad(flat.members) for flat in flats)
             if brought or progress.ready or progress.next:
-                self.broken = Broken.GRADIENTS_LOST
+                self.spoiled = True
         self._drop()
         self._leave()
 
@@ -466,16 +438,11 @@ class Reducer:
         spoiled until :meth:`clear`: some of its gradients are in no finished reduction.
         """
         self._leave()
-        self.broken = Broken.GRADIENTS_LOST
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether some gradients of the window's backwards are lost."""
-        return self.broken is Broken.GRADIENTS_LOST
+        self.spoiled = True
 
     def clear(self) -> None:
         """Drop all gradients, after a step and for ``zero_grad``."""
-        self.broken = Broken.NO
+        self.spoiled = False
         self.backwards = 0
         self.idle.clear()
         self._drop()
@@ -499,14 +466,14 @@ class Reducer:
         """Take in the gradients of ``unit`` and send its reductions, together with those of the
         next units if they are small.
         """
-        batch = self._batch
+        settings = self._settings
         if self._reduces_every_backward:
             if unit.streams:
                 unit.await_gradients()
         else:
-            self._progress.observed.brought |= self._intake.accumulate(unit, batch)
+            self.progress.observed.brought |= self._intake.accumulate(unit, settings)
         # the update of the unit may begin once its gradients are reduced
-        if batch.on_reduced is not None:
+        if settings.on_reduced is not None:
             for flat in unit.trainable_flats:
                 mark_present(flat)
             self._usage.send(unit)
@@ -519,17 +486,12 @@ class Reducer:
             )
             used = collect_gradients(flat, wire, False, self._before)
             flat.gradient.mark_used(used)
-            self._progress.observed.brought |= used > 0
-            self._send(flat)(flat, wire, wire, self._after * flat.mesh.gain)
+            self.progress.observed.brought |= used > 0
+            self._reductions.send(flat, wire, wire, self._after * flat.mesh.gain)
         if self._reductions.waiting:
-            units, at = self._progress.units, self._progress.next
+            units, at = self.progress.units, self.progress.next
             comes = at < len(units) and units[at] not in self._order.deferred
             self._reductions.flush_unless_fits(units[at].trainable_flats if comes else ())
-
-    def _send(self, flat: FlatBuffer) -> Callable[..., None]:
-        """Return the way to send a reduction of ``flat``: by itself, or together with others."""
-        reductions = self._reductions
-        return reductions.collect if reductions.is_small(flat) else reductions.send
 
     @property
     def local_scale(self) -> float:
@@ -547,20 +509,20 @@ class Reducer:
         if dtype != accumulated.dtype and self._mesh.pp_stage_ranks > 1 and not encoded:
             wire = self._buffers.acquire(flat.layout.padded, dtype, flat.full.device)
             wire.copy_(accumulated)
-            self._send(flat)(flat, wire, wire, scale)
+            self._reductions.send(flat, wire, wire, scale)
         else:
-            self._send(flat)(flat, accumulated, None, scale)
+            self._reductions.send(flat, accumulated, None, scale)
 
     def _on_reduced(self, flat: FlatBuffer) -> None:
         """Begin the update of ``flat`` once its gradients are reduced; offloaded flat buffers of a
         unit are updated together.
         """
-        progress, unit = self._progress, flat.unit
+        progress, unit = self.progress, flat.unit
         progress.reduced.add(flat)
         together = unit.offloaded_flats if flat.optimizer_shard.offloaded else [flat]
         if (
-            self._batch.on_reduced is None
-            or not self._batch.ends_window
+            self._settings.on_reduced is None
+            or not self._settings.ends_window
             or not progress.reduced.issuperset(together)
             or flat.spec.sharding.pp_stages  # their sum over stages is yet to come
             or (flat.gradient.offloaded and self._offload is not None and self._offload.is_adding)
@@ -569,8 +531,8 @@ class Reducer:
         self._usage.receive(unit, together)
         # In the first backward of a kind more gradients may follow, unless all ranks have all.
         if progress.key not in self._known and not (
-            self._batch.alone and self._usage.has_all(unit)
+            self._settings.alone and self._usage.has_all(unit)
         ):
             return
         progress.updated.add(unit)
-        self._batch.on_reduced(together)
+        self._settings.on_reduced(together)

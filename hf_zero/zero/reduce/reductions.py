@@ -66,10 +66,6 @@ class _Message:
     part: torch.Tensor | None = None
 
 
-def _nothing() -> None:
-    """Default of ``before_wait``."""
-
-
 class Reductions:
     """Sends the reductions of one engine, in call order.
 
@@ -85,7 +81,7 @@ class Reductions:
         offload: GradientOffload | None,
         kernels: str | tuple[str, ...],
         packed: int,
-        before_wait: Callable[[], None] = _nothing,
+        before_wait: Callable[[], None],
     ):
         self._mesh = mesh
         self._intake = intake
@@ -120,7 +116,7 @@ class Reductions:
 
     # ---- sending ----
 
-    def is_small(self, flat: FlatBuffer) -> bool:
+    def _is_small(self, flat: FlatBuffer) -> bool:
         """Return whether the gradient of ``flat`` may share a message. A sum over two axes needs
         two messages per flat buffer and does not.
         """
@@ -131,11 +127,25 @@ class Reductions:
         )
 
     def send(
-        self, flat: FlatBuffer, wire: torch.Tensor, acquired: torch.Tensor | None, scale: float
+        self,
+        flat: FlatBuffer,
+        wire: torch.Tensor,
+        acquired: torch.Tensor | None,
+        scale: float,
+        alone: bool = False,
     ) -> None:
-        """Sum ``wire`` [padded] over the ranks, in a message of its own. ``acquired`` is ``wire``
-        if it must be released afterwards.
+        """Sum ``wire`` [padded] over the ranks: a small one in a message with others, unless it is
+        sent ``alone``. ``acquired`` is ``wire`` if it must be released afterwards.
         """
+        if not alone and self._is_small(flat):
+            elements = flat.layout.padded
+            if not self._pack.has_room(elements, wire.dtype, flat.mesh):
+                self.flush()
+            device = flat.unit.device_of_streams
+            stream = None if device is None else streams.current_stream(device)
+            self.waiting.append(_Reduction(flat, wire, scale, acquired, stream))
+            self._pack.add(elements, wire.dtype, flat.mesh)
+            return
         shard, replicate, part = flat.mesh.shard, flat.mesh.replicate, None
         if flat.layout.num_shards > 1:
             handle = shard.reduce_scatter(wire, flat.key, flat.spec.reduce_codec)
@@ -151,23 +161,11 @@ class Reductions:
         )
         self._track([_Reduction(flat, wire, scale, acquired)], [handle], takes_memory, part)
 
-    def collect(
-        self, flat: FlatBuffer, wire: torch.Tensor, acquired: torch.Tensor | None, scale: float
-    ) -> None:
-        """Do the same for a small one, in a message with others."""
-        elements = flat.layout.padded
-        if not self._pack.has_room(elements, wire.dtype, flat.mesh):
-            self.flush()
-        device = flat.unit.device_of_streams
-        stream = None if device is None else streams.current_stream(device)
-        self.waiting.append(_Reduction(flat, wire, scale, acquired, stream))
-        self._pack.add(elements, wire.dtype, flat.mesh)
-
     def flush_unless_fits(self, flats: Sequence[FlatBuffer]) -> None:
         """Send the waiting reductions, unless the small ones of ``flats``, the next flat buffers,
         fit into their message.
         """
-        small = [flat.layout.padded for flat in flats if self.is_small(flat)]
+        small = [flat.layout.padded for flat in flats if self._is_small(flat)]
         if not small or not self._pack.has_room(sum(small)):
             self.flush()
 
@@ -180,7 +178,7 @@ class Reductions:
             streams.wait_for(filled_on, streams.current_stream(reductions[0].wire.device))
         if len(reductions) == 1:
             one = reductions[0]
-            self.send(one.flat, one.wire, one.acquired, one.scale)
+            self.send(one.flat, one.wire, one.acquired, one.scale, alone=True)
         elif reductions:
             wires, flat = [reduction.wire for reduction in reductions], reductions[0].flat
             key = f"{flat.key}..{reductions[-1].flat.key}"
@@ -297,7 +295,7 @@ KEPT = 2  # free buffers kept per size
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class BackwardSettings:
     """Properties of the backward under way.
 
     weight: of the micro-batch, equal on all ranks. unscale: this rank's own factor, applied before
@@ -331,14 +329,14 @@ class GradientIntake:
         self._buffers = buffers
         self._offload = offload
 
-    def accumulate(self, unit: Unit, batch: MicroBatch) -> bool:
+    def accumulate(self, unit: Unit, settings: BackwardSettings) -> bool:
         """Add this backward's gradients to the whole gradients of the window; return whether there
         were any.
         """
         if unit.streams:
             unit.await_gradients()
         brought = False
-        factor = self.scaling.before(batch.weight) * batch.unscale
+        factor = self.scaling.before(settings.weight) * settings.unscale
         for flat in unit.trainable_flats:
             gradient = flat.gradient
             if gradient.has_unreduced and not any_raw_grad(flat.members):
