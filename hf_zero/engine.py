@@ -387,7 +387,7 @@ class Engine(TrainingEngine):
         self.changes.refuse_within("load_checkpoint()")
         self.wait_for_checkpoint(f"the load of {load_dir}")
         if self.flats and self.flats[0].engine_flats.switched:
-            self.changes.drop_half_done(self.updater)
+            self.changes.drop_pending_update(self.updater)
             self.train_unfrozen(loads=True)
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             in_memory = False

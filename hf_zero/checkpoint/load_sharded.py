@@ -144,7 +144,7 @@ def _change(
         _suggest_other_tags(folder, lambda: loader.apply(module_only, rng, restores_loader))
 
     with engine.changes.change(f"the load of {folder}", replaces=replaces):
-        engine.changes.drop_half_done(engine.updater)
+        engine.changes.drop_pending_update(engine.updater)
         shown = None if engine.global_rank == 0 else False
         with progress_bar(shown, loader.nbytes, f"loading {folder}") as loader.tick:
             partly = "The engine is partly loaded: load again before training on."
@@ -466,7 +466,7 @@ class _Load(StateSource):
         """Log which state of the checkpoint is dropped: that of parameters of the optimizer that
         are frozen now.
         """
-        given = {id(parameter) for group in self.engine.given for parameter in group}
+        given = {id(parameter) for group in self.engine.group_parameters for parameter in group}
         held, saved = self.match.saved_names, self.manifest.slots
         dropped = [
             name

@@ -281,12 +281,12 @@ class DrawsForBlocks(Stateless, ABC, Generic[Drawn]):
         self._engine = engine
         self._calls = BlockCalls(blocks, self._call)
         self._awaited = AwaitedCalls(engine.module, chosen, self._refuse_uncalled)
-        engine.pass_runner.hooks.add_draw(self._draw)
+        engine.pass_runner.hooks.left_out_by.append(self._draw)
 
     def _call(
         self, block: nn.Module, run: Call, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        forward = self._engine.pass_runner.hooks.forward_at_work
+        forward = self._engine.pass_runner.hooks.current_root
         drawn = None if forward is None else forward.drawn.get(self)
         if drawn is None or not block.training:
             return run(*args, **kwargs)
@@ -295,7 +295,7 @@ class DrawsForBlocks(Stateless, ABC, Generic[Drawn]):
         return self._change(drawn, block, run, args, kwargs)
 
     def _refuse_uncalled(self, block: nn.Module, path: str) -> None:
-        forward = self._engine.pass_runner.hooks.forward_at_work
+        forward = self._engine.pass_runner.hooks.current_root
         if forward is None or self not in forward.drawn or not block.training:
             return
         # a script may call a block, or a part of it
@@ -327,5 +327,5 @@ class DrawsForBlocks(Stateless, ABC, Generic[Drawn]):
         if self._calls is not None and self._awaited is not None:
             self._calls.remove()
             self._awaited.clear()
-            self._engine.pass_runner.hooks.remove_draw(self._draw)
+            self._engine.pass_runner.hooks.left_out_by.remove(self._draw)
         self._calls, self._awaited, self._engine = None, None, None

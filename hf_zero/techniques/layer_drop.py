@@ -23,9 +23,9 @@ backward reuses the decisions of its forward. Blocks that a script calls directl
 of a larger module, are kept.
 
 [Note: skipped units]
-Units whose blocks all ranks skip are neither gathered nor reduced (``Hooks.draws``), and their
-parameters have no gradient in that micro-batch; if no micro-batch of a step has used them, the step
-leaves their weights and optimizer state unchanged.
+Units whose blocks all ranks skip are neither gathered nor reduced (``Hooks.left_out_by``), and
+their parameters have no gradient in that micro-batch; if no micro-batch of a step has used them,
+the step leaves their weights and optimizer state unchanged.
 
 [Note: first blocks]
 Some blocks return more than a hidden state, and later blocks use it: T5's first block computes the

@@ -27,7 +27,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
 from hf_zero.zero.pass_runner import AccumulationWindow, Counters, PassRunner
 from hf_zero.zero.reduce.losses import Fp16LossScaler
-from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
+from hf_zero.zero.sharded_model import ShardedModel, limit_native_threads, retire_flats
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.zero.step.captured_step import CapturedStep
 from hf_zero.zero.step.optimizer_patch import patch_optimizer
@@ -168,7 +168,7 @@ class EngineParts(AroundModel):
         self.techniques.check(plan)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         # the model's parameters in each group of the optimizer
-        self.given = [list(group["params"]) for group in groups]
+        self.group_parameters = [list(group["params"]) for group in groups]
         if self.optimizer is not None:
             installed.callback(reopen_fused(self.optimizer))
         self.extensions_of = plan.extensions_of
@@ -180,7 +180,7 @@ class EngineParts(AroundModel):
         self.aliases, self.shard_only = sharded.aliases, sharded.shard_only
         sharded.attach(weakref.ref(self))
         if self.optimizer is not None:
-            installed.callback(take_native_threads(placement))
+            installed.callback(limit_native_threads(placement))
         self._build_step(mesh, installed)
         installed.callback(sharded.guards.remove)
         self._install_patches(mesh, installed)
@@ -379,10 +379,10 @@ class EngineParts(AroundModel):
             return
         self.pass_runner.hooks.reset()
         # where steps send differences in few bits, whole values lag behind the master weights
-        lagging = [flat for flat in self.flats if flat.trainable and flat.spec.sends_differences]
-        if gather and lagging:
+        stale = [flat for flat in self.flats if flat.trainable and flat.spec.sends_differences]
+        if gather and stale:
             with torch.no_grad():
-                self.sharded_model.refresh(lagging, lagging)
+                self.sharded_model.refresh(stale, stale)
         installed, self._installed = self._installed, None
         # Values left sharded can be gathered by another engine, over the process groups of this
         # one.

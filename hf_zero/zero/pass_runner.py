@@ -30,7 +30,7 @@ from hf_zero.zero.reduce.reducer import Reducer, ReductionOptions
 from hf_zero.zero.reduce.reductions import BackwardSettings
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.captured_step import CapturedStep
-from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_half_done
+from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_pending_update
 from hf_zero.zero.step.step_reports import SanityChecks
 
 _ready = attrgetter("gradient.ready")
@@ -199,7 +199,7 @@ class PassRunner:
             model.units,
             model.schedule,
             self.tracker,
-            partial(refuse_half_done, self._update.updater),
+            partial(refuse_pending_update, self._update.updater),
         )
         self._removable.callback(self.hooks.remove)
         trains = bool(model.trainable) or model.mesh.dims.pipeline > 1
@@ -302,7 +302,7 @@ class PassRunner:
             extension.begin_backward()
         if update.bound is not None:
             refuse_switched(self._model.flats)
-            refuse_half_done(update.updater, "another backward")
+            refuse_pending_update(update.updater, "another backward")
             self._sanity.on_backward(window.managed and closes)
         window.counts_before = window.micro_batches, window.announced, window.others
         alone = not any(window.counts_before)
@@ -349,7 +349,7 @@ class PassRunner:
         """Set the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
         updater, scale = self._update.updater, self.losses.scaler.scale
         if self._update.was_updated_in_backward(flat.unit):
-            refuse_half_done(updater, f"writing {name}.grad")
+            refuse_pending_update(updater, f"writing {name}.grad")
         self.reducer.wait()
         flat.optimizer_shard.wait_for_update()
         flat.gradient.write(name, value, scale * self.reducer.unreduced_scale(flat), scale)
@@ -359,7 +359,7 @@ class PassRunner:
         gradients held.
         """
         if self.reducer.spoiled:
-            refuse_half_done(self._update.updater, "a step whose gradients are not complete")
+            refuse_pending_update(self._update.updater, "a step whose gradients are not complete")
             raise PartitionError(
                 "a backward of this window was broken by an exception after some gradients had "
                 "been produced: they are lost, and with them what earlier micro-batches of the "

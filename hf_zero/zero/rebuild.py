@@ -31,7 +31,7 @@ from hf_zero.zero.layout.parameter_handles import forget
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
-from hf_zero.zero.step.optimizer_step import refuse_half_done
+from hf_zero.zero.step.optimizer_step import refuse_pending_update
 from hf_zero.zero.transaction import restore_on_rollback, transaction
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def refuse_now(engine: EngineParts, what: str, loads: bool = False) -> None:
         raise PartitionError(
             f"{what} inside a forward or backward of the model; call it after the step"
         )
-    refuse_half_done(engine.updater, what)
+    refuse_pending_update(engine.updater, what)
     if engine.bound is None:
         raise PartitionError(f"{what} needs an engine with an optimizer; initialize it with one")
     if engine.mesh.dims.pipeline > 1:
@@ -239,7 +239,7 @@ def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> Engine
     before = [(group, {**group, "params": [*group["params"]]}) for group in optimizer.param_groups]
     trained = [parameter for flat in engine.sharded_model.trainable for parameter, _ in flat.items]
     try:
-        for group, parameters in zip(optimizer.param_groups, engine.given):
+        for group, parameters in zip(optimizer.param_groups, engine.group_parameters):
             group["params"] = list(parameters)
         change()
         with trainable_again(trained if keeps else ()):
@@ -307,7 +307,7 @@ def unfrozen(engine: EngineParts) -> list[str]:
     """Return the names of the parameters that were frozen when ``engine`` was built, require grad
     now, and are in a group of its optimizer.
     """
-    trained = {id(parameter) for group in engine.given for parameter in group}
+    trained = {id(parameter) for group in engine.group_parameters for parameter in group}
     return [
         name
         for flat in engine.flats

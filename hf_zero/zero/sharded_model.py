@@ -371,7 +371,7 @@ def retire_flats(model: nn.Module, mesh: Mesh) -> None:
 _threads = ProcessSetting(lambda: native.threads(), lambda threads: native.set_threads(threads))
 
 
-def take_native_threads(placement: Placement) -> Callable[[], None]:
+def limit_native_threads(placement: Placement) -> Callable[[], None]:
     """Limit the native kernels of an offloaded update to the share of cores in ``placement``;
     return a function that undoes it.
     """

@@ -24,7 +24,7 @@ from hf_zero.zero.layout.tree import map_tensors, tensors_in
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.rebuild import groups_over, rebuild, unfrozen
 from hf_zero.zero.reduce.losses import Fp16LossScaler
-from hf_zero.zero.step.optimizer_step import failed_write, refuse_half_done
+from hf_zero.zero.step.optimizer_step import failed_write, refuse_pending_update
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
@@ -396,7 +396,7 @@ class TrainingEngine(EngineParts):
                 "hf_zero.initialize or name one in the config"
             )
         if self.optimizer_step.max_norm:
-            refuse_half_done(
+            refuse_pending_update(
                 self.updater, "gradient clipping that was switched on after the backward"
             )
         if self.updater.backward_update is not None:
@@ -448,7 +448,7 @@ class TrainingEngine(EngineParts):
         micro-batches stays, if the engine manages it; :meth:`restart_window` resets it.
         """
         self.pass_runner.reset()
-        refuse_half_done(self.updater, "zero_grad()")
+        refuse_pending_update(self.updater, "zero_grad()")
         self.pass_runner.reducer.clear()
         self.pass_runner.losses.reset()
         self.measures.zero_grad()
@@ -479,7 +479,7 @@ class TrainingEngine(EngineParts):
         """Return an iterator over whole parameters on the CPU, one unit at a time, by first name
         (collective: exhaust it on every rank).
         """
-        self.changes.refuse_half_done("consolidated()")
+        self.changes.refuse_pending_update("consolidated()")
         return consolidated(self, dtype)
 
     def state_dict(  # type: ignore[override]

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_zero.errors import PartitionError
 from hf_zero.ops import native
-from hf_zero.zero.sharded_model import take_native_threads
+from hf_zero.zero.sharded_model import limit_native_threads
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_grads, full_weights, start
@@ -309,7 +309,7 @@ def test_limits_on_native_threads_leave_none_behind(monkeypatch):
         native.set_threads(3)
         for ends in ((0, 1), (1, 0)):
             placements = [SimpleNamespace(offloads_optimizer=True, cores=n) for n in (0.5, 0.25)]
-            restores = [take_native_threads(placement) for placement in placements]
+            restores = [limit_native_threads(placement) for placement in placements]
             assert native.threads() == 1
             restores[ends[0]]()
             assert native.threads() == (1 if ends[0] == 0 else 2)

@@ -101,7 +101,7 @@ def leave_out_by_identity(
     engine = flats[0].engine() if flats else None
     if engine is None or engine.optimizer is not optimizer:
         return original(optimizer, params)
-    given_ids = {id(parameter) for group in engine.given for parameter in group}
+    given_ids = {id(parameter) for group in engine.group_parameters for parameter in group}
     return [parameter for parameter in params if id(parameter) not in given_ids]
 
 
@@ -120,7 +120,7 @@ def store_names_of_groups(
     if engine is not None:
         current_param_groups = [
             {**group, "params": parameters}
-            for group, parameters in zip(current_param_groups, engine.given)
+            for group, parameters in zip(current_param_groups, engine.group_parameters)
         ]
     original(self, pl_module, opt_idx, num_param_groups, current_param_groups)
 

@@ -22,7 +22,7 @@ from hf_zero.zero.layout.parameter import LEFT_SHARDED, name_of, owner_of
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.state_entries import EngineState, StateEntry
-from hf_zero.zero.step.optimizer_step import refuse_half_done
+from hf_zero.zero.step.optimizer_step import refuse_pending_update
 
 
 def _engine_of(flat: FlatBuffer) -> Any:
@@ -99,7 +99,7 @@ class GatheredParameters:
         units = {flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.index)}
         if self._modifier is not None:
             for engine in dict.fromkeys(units.values()):
-                engine.changes.refuse_half_done("GatheredParameters with a modifier_rank")
+                engine.changes.refuse_pending_update("GatheredParameters with a modifier_rank")
         self._released = []
         # ``__exit__`` does not run after an exception here
         with ExitStack() as entered:
@@ -183,7 +183,7 @@ class GatheredParameters:
             return
         name = name_of(parameter)
         flat.refuse_changed(name)
-        _engine_of(flat).changes.refuse_half_done(f"a write to {name}")
+        _engine_of(flat).changes.refuse_pending_update(f"a write to {name}")
         view = flat.views[name]
         if parameter.data_ptr() != view.data_ptr() and parameter.numel():
             view.copy_(parameter.data)  # another tensor was assigned to parameter.data
@@ -240,7 +240,7 @@ def _writes(parameter: torch.Tensor, what: str) -> FlatBuffer:
     Raises PartitionError for a frozen one, and where a backward has updated a part of the model.
     """
     flat = _trains(parameter, what)
-    refuse_half_done(_engine_of(flat).updater, what)
+    refuse_pending_update(_engine_of(flat).updater, what)
     return flat
 
 
@@ -267,7 +267,7 @@ def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
             "steps that reduce them (before freeze_step)"
         )
     if flat.gradient.state is GradState.APPLIED:
-        refuse_half_done(engine.updater, "reading a gradient")
+        refuse_pending_update(engine.updater, "reading a gradient")
     return engine, flat.gradient.shard if flat.gradient.has_reduced else None
 
 

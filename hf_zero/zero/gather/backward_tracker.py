@@ -49,15 +49,15 @@ class BackwardTracker:
         reducer: Reducer,
         on_begin: Callable[[], None],
         on_part: Callable[[], None],
-        on_abandon: Callable[[], None],
+        on_abort: Callable[[], None],
     ):
         """``on_begin`` is called before a backward, ``on_part`` when it reaches a submodule called
-        directly, ``on_abandon`` when it is aborted after an exception.
+        directly, ``on_abort`` when it is aborted after an exception.
         """
         self._units = list(units)
         self._schedule = schedule
         self._reducer = reducer
-        self._on_begin, self._on_part, self._on_abandon = on_begin, on_part, on_abandon
+        self._on_begin, self._on_part, self._on_abort = on_begin, on_part, on_abort
         self.outstanding = reducer.outstanding
         # graph tasks under way, outermost first, and their callbacks
         self.tasks: list[tuple[int, weakref.ref[object]]] = []
@@ -95,10 +95,10 @@ class BackwardTracker:
 
     def add_call(self, call: UnitForward) -> None:
         """Register ``call``, which has ended and has hooks on its outputs, as pending."""
-        if not call.outer.tracked:
-            call.outer.tracked = True
-            self._with_graph.add(call.outer)
-        call.outer.calls.add(call)
+        if not call.root.tracked:
+            call.root.tracked = True
+            self._with_graph.add(call.root)
+        call.root.calls.add(call)
         call.unit.forwards.pending.add(call)
 
     def end_forward(self, root: RootForward, has_graph: bool) -> None:
@@ -143,16 +143,16 @@ class BackwardTracker:
                 f"{call.unit.label} that the first has released; "
                 "use stage 2 for losses with gradients of gradients"
             )
-        outer = call.outer
-        if outer is not self.current_root and outer is not self.outstanding.recomputation:
-            if self._left_out or outer.left_out:
-                self._leave_out(outer.left_out)
-            self._reducer.idle.add_forward(outer.idle)
-            self.current_root = outer
+        root = call.root
+        if root is not self.current_root and root is not self.outstanding.recomputation:
+            if self._left_out or root.left_out:
+                self._leave_out(root.left_out)
+            self._reducer.idle.add_forward(root.idle)
+            self.current_root = root
         # A submodule called directly calls ``_on_part`` each time: a loss scale may have been put
         # at other outputs since.
-        if not outer.of_whole_model or outer not in self._roots_reached:
-            self.reach_root(outer)
+        if not root.of_whole_model or root not in self._roots_reached:
+            self.reach_root(root)
         self._advance_to(call, call.left)
         call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
         call.unit.forwards.in_backward.add(call)
@@ -167,7 +167,7 @@ class BackwardTracker:
         unit.forwards.pending.discard(call)
         unit.forwards.in_backward.discard(call)
         self._schedule.release_later(unit)
-        if len(self.tasks) > 1 and call.outer is outstanding.recomputation:
+        if len(self.tasks) > 1 and call.root is outstanding.recomputation:
             outstanding.reruns_seen = True
             unit.forwards.expected_reruns = max(0, unit.forwards.expected_reruns - 1)
             unit.forwards.seen_reruns += 1
@@ -220,11 +220,11 @@ class BackwardTracker:
 
     def _advance_to(self, call: UnitForward, moment: int) -> None:
         """Advance the backward to ``moment`` and reduce the units that are complete by then."""
-        if len(self.tasks) == 1 and call.outer is not self.outstanding.recomputation:
+        if len(self.tasks) == 1 and call.root is not self.outstanding.recomputation:
             if self._first:
                 self._first = False
                 for root in self._with_graph:
-                    if root is not call.outer and root.began < moment and root.pending:
+                    if root is not call.root and root.began < moment and root.pending:
                         self._reducer.wait_for_older()
                         break
             for unit in self.outstanding.advance_to(moment):
@@ -262,7 +262,7 @@ class BackwardTracker:
             if open_task == task:
                 return
         if self.tasks and self.tasks[0][1]() is None:
-            self._abandon()
+            self._abort()
         if not self.tasks:
             self._begin()
         callback = partial(self._end_task, task)
@@ -280,7 +280,7 @@ class BackwardTracker:
         backward.
         """
         if self.tasks and graph_task() == -1:
-            self._abandon()
+            self._abort()
 
     def _begin(self) -> None:
         self._left_out, self.current_root = frozenset(), None
@@ -327,17 +327,17 @@ class BackwardTracker:
             self._reducer.finish(recorded)
         except BaseException:
             self._reducer.lose_gradients()
-            self._schedule.abandon()
+            self._schedule.abort()
             raise
         self._schedule.end(keep_last=False)
 
-    def _abandon(self) -> None:
+    def _abort(self) -> None:
         """Abort a backward after an exception and discard its results."""
         self.tasks = []
-        self._on_abandon()
+        self._on_abort()
         self._forget_calls()
-        self._reducer.abandon()
-        self._schedule.abandon()
+        self._reducer.abort()
+        self._schedule.abort()
 
     def _forget_calls(self) -> None:
         pending = False

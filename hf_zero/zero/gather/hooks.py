@@ -63,7 +63,7 @@ _next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 # Other arguments do not select a plan: ranks may differ in them.
 ENCODED = "encoder_outputs"
 # Returns the modules that no rank runs in an outermost forward.
-Draw = Callable[[RootForward], Collection[nn.Module]]
+ModulesLeftOut = Callable[[RootForward], Collection[nn.Module]]
 
 
 def _mark(
@@ -131,10 +131,11 @@ class Hooks:
         # hooked modules whose forward is running, outermost first, and the exception that was being
         # handled as each began
         self._running: list[tuple[nn.Module, BaseException | None]] = []
-        self._outer: RootForward | None = None  # the forward under way
+        self._root: RootForward | None = None  # the forward under way
         # the last call that has ended, an output of it, and the marks of its inputs
         self._last: tuple[UnitForward, torch.Tensor, Sequence[Node]] | None = None
-        self.draws: list[Draw] = []
+        # called with each outermost forward with a graph
+        self.left_out_by: list[ModulesLeftOut] = []
         # by module: parameters that no other module holds, as bits in flat buffers
         self._held: dict[nn.Module, list[tuple[FlatBuffer, int]]] = {}
         self._removable: list[RemovableHandle] = []
@@ -223,13 +224,6 @@ class Hooks:
             handle.remove()
         self._removable = []
 
-    def add_draw(self, draw: Draw) -> None:
-        """Call ``draw`` with each outermost forward with a graph, until :meth:`remove_draw`."""
-        self.draws.append(draw)
-
-    def remove_draw(self, draw: Draw) -> None:
-        self.draws.remove(draw)
-
     @property
     def forward_runs(self) -> bool:
         """Whether a forward is under way."""
@@ -290,9 +284,9 @@ class Hooks:
                 unit.record_compute_stream()
             call.last_node = _next_node() - 1
             return None
-        outer = tracker.outstanding.recomputation if inside else self._outer
-        assert outer is not None, "a module's forward is under way outside any pass"
-        call = UnitForward(unit, outer, tracker.outstanding.moment())
+        root = tracker.outstanding.recomputation if inside else self._root
+        assert root is not None, "a module's forward is under way outside any pass"
+        call = UnitForward(unit, root, tracker.outstanding.moment())
         unit.forwards.in_forward.append(call)
         self._schedule.ensure_gathered(unit, module)
         if unit.device_of_streams is not None:
@@ -317,10 +311,10 @@ class Hooks:
         for key, value in kwargs.items():
             if is_cache(value) or (key == ENCODED and value is not None):
                 kind += (key,)
-        self._outer = RootForward(module is self._model, self._tracker.outstanding.moment(), name)
-        if grads and self.draws:
-            self._draw(self._outer, name)
-        self._schedule.begin(kind, left_out=self._outer.left_out)
+        self._root = RootForward(module is self._model, self._tracker.outstanding.moment(), name)
+        if grads and self.left_out_by:
+            self._leave_out(self._root, name)
+        self._schedule.begin(kind, left_out=self._root.left_out)
         if grads:
             self._tracker.add_forward(kind, joint=not self._schedule.between_passes)
 
@@ -360,22 +354,22 @@ class Hooks:
         self._schedule.release_later(unit)  # keep_for_backward() covers a graph recorded on it
         return True
 
-    def _draw(self, outer: RootForward, name: str) -> None:
-        """Ask the techniques which modules no rank runs in the outermost forward ``outer``, and
+    def _leave_out(self, root: RootForward, name: str) -> None:
+        """Ask the techniques which modules no rank runs in the outermost forward ``root``, and
         record their units and parameters on it. ``name``: path of the module called, which is never
         dropped.
         """
-        modules = {module for draw in self.draws for module in draw(outer)}
+        modules = {module for left_out in self.left_out_by for module in left_out(root)}
         if name:  # a submodule called directly is kept
             part = self._model.get_submodule(name)
             modules &= {*part.modules()} - {part}
         if modules:
-            outer.left_out = frozenset(
+            root.left_out = frozenset(
                 unit
                 for unit in self._units[1:]
                 if all(module in modules for module in unit.modules.values())
             )
-            outer.idle = self._idle(modules)
+            root.idle = self._idle(modules)
 
     def _idle(self, modules: set[nn.Module]) -> dict[FlatBuffer, int]:
         """Return, by flat buffer, the bits of the parameters that no module outside ``modules``
@@ -411,17 +405,17 @@ class Hooks:
         return idle
 
     @property
-    def forward_at_work(self) -> RootForward | None:
+    def current_root(self) -> RootForward | None:
         """The outermost forward under way; in a backward, the one that is recomputed."""
-        return self._outer if graph_task() == -1 else self._tracker.current_root
+        return self._root if graph_task() == -1 else self._tracker.current_root
 
     def keep_for_backward(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
         """Keep ``unit`` gathered for the backward of ``node``, which was recorded outside the
         unit's own forward.
         """
-        outer = RootForward(of_whole_model=self.forward_runs or graph_task() != -1)
-        keep_for_backward(unit, outer)
-        node.register_prehook(partial(self._tracker.reach_root, outer))
+        root = RootForward(of_whole_model=self.forward_runs or graph_task() != -1)
+        keep_for_backward(unit, root)
+        node.register_prehook(partial(self._tracker.reach_root, root))
 
     def _post_forward(
         self, unit: Unit | None, module: nn.Module, args: object, kwargs: object, output: object
@@ -454,12 +448,12 @@ class Hooks:
             if not inside:
                 self._schedule.release_later(unit)
         if not running and not inside:
-            outer, self._outer, self._last = self._outer, None, None
-            if outer is not None:
-                self._tracker.end_forward(outer, torch.is_grad_enabled())
+            root, self._root, self._last = self._root, None, None
+            if root is not None:
+                self._tracker.end_forward(root, torch.is_grad_enabled())
             self._schedule.record_forward_error(raised)
             if raised is not None:
-                self._schedule.abandon()  # the forward has raised
+                self._schedule.abort()  # the forward has raised
             else:
                 self._schedule.end(keep_last=torch.is_grad_enabled())
         return returned
@@ -488,7 +482,7 @@ class Hooks:
                 self._last = call, tensor, marks
             elif tensor.requires_grad:
                 # a parameter itself, read again in backward
-                keep_for_backward(call.unit, call.outer)
+                keep_for_backward(call.unit, call.root)
         # Nodes recorded after the outputs belong to values returned in another way: in an object, a
         # dict, or ``self``. Their backward runs before the hooks.
         if (
@@ -496,7 +490,7 @@ class Hooks:
             and (call.marked or call.unit.trainable_flats)
             and last < _next_node() - 1
         ):
-            keep_for_backward(call.unit, call.outer)
+            keep_for_backward(call.unit, call.root)
         replaced = self._watch_older(call, module, output, marks, older) if older else None
         if self._last is not None and call not in call.unit.forwards.pending:
             self._tracker.add_call(call)
@@ -546,7 +540,7 @@ class Hooks:
         if self._tracker.tasks:
             self._tracker.abort_broken_backward()
         if self._running and graph_task() == -1:
-            self._running, self._outer, self._last = [], None, None
+            self._running, self._root, self._last = [], None, None
             for unit in self._units:
                 unit.forwards.in_forward.clear()
-            self._schedule.abandon()
+            self._schedule.abort()

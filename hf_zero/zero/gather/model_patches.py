@@ -370,7 +370,7 @@ class ModuleGuards:
             owner_of(parameter).engine() for parameter in self._own.get(module, {}).values()
         }:
             if engine is not None:
-                engine.changes.refuse_half_done("load_state_dict()")
+                engine.changes.refuse_pending_update("load_state_dict()")
         if self._loads:
             self._end_loads(module)
         call = self._loads[module] = _LoadCall()

@@ -296,7 +296,7 @@ class Schedule:
         """Record, for the other ranks, the exception of a forward; None after a successful one."""
         self._mesh.passes.record_last_error(error)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Abort the pass under way after an exception, and release the units that no pass uses."""
         if self.computed.used:
             self.computed.end()

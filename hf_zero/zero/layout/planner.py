@@ -112,7 +112,7 @@ def plan(
     units, aliases = find_units(model, zero.module_granularity_threshold, in_root, sizes)
     group_of = _group_of(units, optimizer)
     bf16 = Bf16State.of(settings, optimizer)
-    laying = _Laying(
+    layouts = _FlatLayouts(
         None if keeps_dtypes else settings.precision,
         kept_in_fp32(model, settings.precision, settings.keep_in_fp32_modules),
         policy,
@@ -124,11 +124,15 @@ def plan(
         _Places(dims, rank, policy.num_shards(dims.pp_stage_ranks, settings.replicate_size)),
         bf16 is not None and bf16.masters,
     )
-    laid = [(unit, *flat) for unit in units for flat in laying.flats_of(unit, held)]
+    flat_specs = [(unit, *flat) for unit in units for flat in layouts.flats_of(unit, held)]
     # state, tiers and files of a checkpoint are looked up by key
-    assert len({spec.key for _, spec, _ in laid}) == len(laid), "two flat buffers have one key"
-    slots = {slot.name: slot for _, spec, _ in laid for slot in spec.layout.slots}
-    parameters = {name: parameter for _, _, named in laid for name, parameter in named.items()}
+    assert len({spec.key for _, spec, _ in flat_specs}) == len(flat_specs), (
+        "two flat buffers have one key"
+    )
+    slots = {slot.name: slot for _, spec, _ in flat_specs for slot in spec.layout.slots}
+    parameters = {
+        name: parameter for _, _, named in flat_specs for name, parameter in named.items()
+    }
     coded = () if optimizer is None else names_in_8_bits(optimizer, parameters, slots, group_of)
     formats = {name: (group, name in coded) for name, group in group_of.items()}
     return EnginePlan(
@@ -145,7 +149,7 @@ def plan(
         aliases=aliases,
         group_of=group_of,
         formats=formats,
-        flats=_placed(laid, settings, dims, optimizer, device, formats),
+        flats=_flat_plans(flat_specs, settings, dims, optimizer, device, formats),
         axes=axes,
         extensions=extensions,
         extensions_of=extensions_of,
@@ -262,7 +266,7 @@ class FlatKind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Laying:
+class _FlatLayouts:
     """The layout of the parameters of units in flat buffers."""
 
     precision: str | None
@@ -370,19 +374,19 @@ class _Laying:
         return torch.float32
 
 
-def _placed(
-    laid: Sequence[tuple[UnitSpec, FlatSpec, dict[str, nn.Parameter]]],
+def _flat_plans(
+    flat_specs: Sequence[tuple[UnitSpec, FlatSpec, dict[str, nn.Parameter]]],
     settings: ZeroConfig,
     dims: ParallelDims,
     optimizer: torch.optim.Optimizer | None,
     device: torch.device,
     formats: Mapping[str, tuple[int, bool]],
 ) -> tuple[FlatPlan, ...]:
-    """Return the flat buffers ``laid`` out, with indices, tiers and dtypes of gradients."""
+    """Return the plans of ``flat_specs``, with indices, tiers and dtypes of gradients."""
     rules, policy = PlacementRules(settings, dims.pp_stage_ranks), POLICIES[settings.stage]
-    specs = [shard_spec(spec) for _, spec, _ in laid]
-    away = rules.offloaded([s for s, (_, spec, _) in zip(specs, laid) if not spec.persistent])
-    tiers = rules.shard_tiers([s for s, (_, spec, _) in zip(specs, laid) if spec.sharded])
+    specs = [shard_spec(spec) for _, spec, _ in flat_specs]
+    away = rules.offloaded([s for s, (_, spec, _) in zip(specs, flat_specs) if not spec.persistent])
+    tiers = rules.shard_tiers([s for s, (_, spec, _) in zip(specs, flat_specs) if spec.sharded])
     accumulate = settings.gradient_accumulation_dtype
     wire = settings.communication_data_type
     # gloo sums what ranks send in 16 bits in the dtype of a sharded gradient
@@ -435,5 +439,5 @@ def _placed(
             not policy.shards_gradients,
             casts_master(shard, spec),
         )
-        for index, (shard, (unit, spec, parameters)) in enumerate(zip(specs, laid))
+        for index, (shard, (unit, spec, parameters)) in enumerate(zip(specs, flat_specs))
     )

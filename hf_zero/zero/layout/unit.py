@@ -88,13 +88,13 @@ class UnitForward:
         "marked",
         "marks",
         "marks_left",
-        "outer",
+        "root",
         "unit",
     )
 
-    def __init__(self, unit: Unit, outer: RootForward, began: int):
+    def __init__(self, unit: Unit, root: RootForward, began: int):
         self.unit = unit
-        self.outer = outer
+        self.root = root
         # moments, numbered in the order in which this rank enters and leaves forwards
         self.began = self.left = began
         # an input carries the mark whose backward ends this call's backward

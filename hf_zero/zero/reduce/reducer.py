@@ -417,7 +417,7 @@ class Reducer:
         if self._offload is not None:
             self._offload.close()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Abort the backward under way after an exception, and drop the gradients it left on the
         parameters.
 

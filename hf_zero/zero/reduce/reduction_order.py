@@ -234,14 +234,14 @@ class Outstanding:
         awaited = forwards.awaited()
         if (
             awaited is not None
-            and (awaited.began < reached or awaited.outer is recomputation)
+            and (awaited.began < reached or awaited.root is recomputation)
             and (awaited in forwards.in_backward or awaited in forwards.pending)
         ):
             return True
         last: UnitForward | None = None  # a backward reaches it last
         for calls in (forwards.in_backward, forwards.pending):
             for call in calls:
-                may_come = call.began < reached or call.outer is recomputation
+                may_come = call.began < reached or call.root is recomputation
                 if may_come and (last is None or call.began < last.began):
                     last = call
         if last is None:

@@ -45,7 +45,7 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
     """
     methods = _EngineMethods(optimizer, owner)
     installed.callback(give_back, optimizer)
-    installed.callback(_return_parameters, optimizer, owner.given)
+    installed.callback(_return_parameters, optimizer, owner.group_parameters)
     methods.watch_state()
     attributes = {
         "step": methods.step,
@@ -124,7 +124,7 @@ class _EngineMethods:
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
             self.watch_state()
             return
-        alive.changes.refuse_half_done("optimizer.load_state_dict()")
+        alive.changes.refuse_pending_update("optimizer.load_state_dict()")
         alive.updater.finish()
         alive.train_unfrozen(loads=True)
         state_dict = alive.bound.with_positions(state_dict)

@@ -179,7 +179,7 @@ class OptimizerStep:
         with self.bound.scaled_rates(self.lr_scale):
             now = self.bound.hyperparameters()
         if now != [plain_settings(group) for group in in_backward.groups]:
-            refuse_half_done(self.updater, "a change of the optimizer's settings")
+            refuse_pending_update(self.updater, "a change of the optimizer's settings")
 
     def was_updated_in_backward(self, unit: Unit) -> bool:
         """Return whether the backward before a step has updated a part of ``unit``."""
@@ -261,15 +261,15 @@ class OptimizerStep:
                     1.0 if divisor is None else float(divisor), steps_before
                 )
                 self.updater.start(update)
-        behind = []
+        stale = []
         for flat in model.flats:
             if flat.trainable and flat.gradient.unused and flat.gradient.all_unused:
                 resting.add(flat)
             elif flat.trainable:
                 flat.user_writes.mark_updated()
             if not flat.optimizer_shard.offloaded and flat not in resting:
-                behind.append(flat)
-        model.refresh(behind, model.flats, frozenset(written), after_step=True)
+                stale.append(flat)
+        model.refresh(stale, model.flats, frozenset(written), after_step=True)
         return False
 
     @contextmanager
@@ -310,7 +310,7 @@ class OptimizerStep:
 
         Raises PartitionError if a backward has used it for a part of the model already.
         """
-        refuse_half_done(self.updater, "optimizer.state.clear()")
+        refuse_pending_update(self.updater, "optimizer.state.clear()")
         self.updater.finish()
         self.model.wait_for_copy()
         self.bound.forget()
@@ -324,7 +324,7 @@ class OptimizerStep:
                 for name in (
                     name for flat in unit.trainable_flats for name in flat.user_writes.names()
                 ):
-                    refuse_half_done(self.updater, f"a write to {name}")
+                    refuse_pending_update(self.updater, f"a write to {name}")
             elif self.model.overlaps:
                 unit.wait_for_update()  # no forward has used it since the last step
             unit.take_user_writes()
@@ -446,7 +446,7 @@ class StateChanges:
         self.broken = self.broken or cause
         self._passes.refuse = self.refuse
 
-    def drop_half_done(self, updater: Updater) -> None:
+    def drop_pending_update(self, updater: Updater) -> None:
         """Drop the rest of an update begun in a backward, before a load. The state is half changed;
         only a load that replaces all of it makes it usable again.
         """
@@ -464,14 +464,14 @@ class StateChanges:
                 "checkpoint (engine.load_checkpoint), or destroy() the engine and resume with "
                 "hf_zero.initialize(resume=...), on all ranks"
             )
-        self.refuse_half_done(what)
+        self.refuse_pending_update(what)
 
-    def refuse_half_done(self, what: str) -> None:
+    def refuse_pending_update(self, what: str) -> None:
         """Raise PartitionError for ``what`` while a step is pending that completes an update in the
         backward.
         """
         if self._updater is not None:
-            refuse_half_done(self._updater, what)
+            refuse_pending_update(self._updater, what)
 
     def refuse_within(self, what: str) -> None:
         """Raise PartitionError for ``what`` inside a change."""
@@ -482,7 +482,7 @@ class StateChanges:
             )
 
 
-def refuse_half_done(updater: Updater, what: str) -> None:
+def refuse_pending_update(updater: Updater, what: str) -> None:
     """Raise PartitionError if a backward has updated a part of the model and its step is pending,
     which must precede ``what``.
     """
