@@ -13,11 +13,11 @@ AUTO: dict[str, tuple[str, ...]] = {
     # CPUs have no kernels for norms and the like: the references are slower than torch's own.
     "cpu": ("loss", "optimizer"),
 }
-"""What "auto" means, by the kind of device."""
+"""The kernels of "auto", by the kind of device."""
 
 IN_COMPILED_BLOCKS = ("qkv",)
-"""Of those, what "auto" means inside a compiled block: inductor fuses norms, activations,
-rotations and sums there itself.
+"""The kernels of "auto" inside a compiled block, where inductor fuses norms, activations,
+rotations and sums itself.
 """
 
 

@@ -32,7 +32,7 @@ TORCH_INFO = {
     **dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_version"), "0.0"),
     "bf16_support": False,
 }
-"""What extensions were compiled against: none were, and "0.0" sends scripts to torch itself."""
+"""Versions that extensions were compiled against: none were, and "0.0" sends scripts to torch."""
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 ORIGIN = os.path.join(FOLDER, "modules.py")

@@ -69,7 +69,7 @@ DEFAULTS: dict[str, object] = {
     "stage3_prefetch_bucket_size": 50_000_000,
     "zero_hpz_partition_size": 1,
 }
-"""What DeepSpeed documents for keys of the section that are not written."""
+"""Values that DeepSpeed documents for keys of the section that are not written."""
 
 ADAM_OPTIMIZER = "adam"
 LAMB_OPTIMIZER = "lamb"
@@ -318,7 +318,7 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 PARTITIONED_SHAPE = [0]
 """The shape that DeepSpeed gives a parameter without memory; hf-zero's keep their own."""
 MIN_SWAPPABLE_BYTES = 1024**2
-"""What DeepSpeed leaves in memory under offload to files; hf-zero writes tensors of any size."""
+"""Largest tensor that DeepSpeed leaves in memory under offload to files; hf-zero writes all."""
 
 
 # ---- Names of learning rate schedules and their parameters ----

@@ -179,7 +179,7 @@ class Loading:
 
 current_loading: ContextVar[Loading | None] = ContextVar("hf_zero_loading", default=None)
 postponed: ContextVar[Loading | None] = ContextVar("hf_zero_postponed", default=None)
-"""Where models are made whose parameters are read afterwards, those that are left: see
+"""Loading of models whose remaining parameters are read afterwards: see
 ``read_later`` of ``hf_zero/integrations/transformers/loading.py``.
 """
 forced_config: ContextVar[ZeroConfig | None] = ContextVar("hf_zero_forced", default=None)

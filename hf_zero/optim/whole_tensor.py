@@ -134,7 +134,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     MOMENTS: tuple[str, ...]
     """Names of the state of an element; each begins with zero."""
     ROUNDS = 1
-    """How often parts prepare something that is combined."""
+    """Number of times that parts prepare something that is combined."""
     TENSOR_STATE_NAMES: tuple[str, ...] = ()
     """Names of the tensors that a parameter may have in :data:`WHOLE_TENSOR_STATE`."""
     ADOPTED_SETTINGS: Mapping[str, object] = {}
@@ -142,7 +142,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     tensors = Tensors()
     norms: Sequence[Tensor] = ()
-    """Of the last step, where there are sums: their roots, [tensors, SUMS] for each group."""
+    """Roots of the sums of the last step, [tensors, SUMS] for each group; empty without sums."""
 
     @classmethod
     def moments_of(cls, group: ParamGroup) -> tuple[str, ...]:
@@ -258,7 +258,7 @@ class TensorSumOptimizer(WholeTensorOptimizer):
     """An optimizer whose step has two halves, with sums over whole tensors between them."""
 
     SUMS: int
-    """How many numbers the first half adds up for each tensor."""
+    """Number of sums of the first half for each tensor."""
 
     @staticmethod
     @abstractmethod

@@ -26,7 +26,7 @@ EMBED = "window.vegaEmbed = vegaEmbed;"
 
 @dataclass(frozen=True)
 class PageContent:
-    """What a page shows: its title, its HTML, and the specifications of its charts by name."""
+    """Contents of a page: its title, its HTML, and the specifications of its charts by name."""
 
     title: str
     body: str

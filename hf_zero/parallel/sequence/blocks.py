@@ -25,7 +25,7 @@ from hf_zero.parallel.sequence.documents import Documents
 
 
 class Pattern(Enum):
-    """Which keys of a block a query attends to."""
+    """Keys of a block that a query attends to."""
 
     FULL = "full"
     CAUSAL = "causal"

@@ -143,7 +143,7 @@ class GatherRequest(NamedTuple):
 
 
 class ShardGather:
-    """Where the gathers of one unit take the values from: the shards of all ranks.
+    """Source of the values that one unit gathers: the shards of all ranks.
 
     A subclass may take the same values from other memory. Must choose the same on every rank.
     """
