@@ -17,14 +17,16 @@ from hf_zero.device import kinds
 from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import dims_in_effect
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.own_step import reopen_fused
 from hf_zero.zero.extensions import Patches, Techniques
 from hf_zero.zero.gather.model_patches import Override, refuse_foreign_step
+from hf_zero.zero.layout import planner
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
+from hf_zero.zero.layout.materialize import make_mesh
 from hf_zero.zero.pass_runner import AccumulationWindow, Counters, PassRunner
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, limit_native_threads, retire_flats
@@ -150,11 +152,21 @@ class EngineParts(AroundModel):
         dims: ParallelDims | None = None,
         cuts: Cuts = UNCUT,
     ) -> EnginePlan:
-        """Return the plan of an engine of this class on this rank, from which it is made; see
-        :func:`hf_zero.zero.layout.materialize.plan_on_this_rank`.
+        """Return the plan of an engine of this class on this rank of the running job, from which it
+        is made; see :func:`hf_zero.zero.layout.planner.plan`.
+
+        ``dims``: of the job once ``cuts`` are made; None: the dims in effect.
         """
-        return plan_on_this_rank(
-            model, settings, optimizer, extensions_of, keeps_dtypes, dims, cuts
+        return planner.plan(
+            model,
+            settings,
+            dims or dims_in_effect(),
+            optimizer,
+            extensions_of=extensions_of,
+            rank=process_group.get_rank(),
+            device=process_group.default_device(),
+            cuts=cuts,
+            keeps_dtypes=keeps_dtypes,
         )
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:

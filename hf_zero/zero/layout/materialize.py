@@ -11,29 +11,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.device.host_limits import release_freed
 from hf_zero.distributed.flat_mesh import MeshOptions
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.parallel_groups import dims_in_effect, get_parallel
-from hf_zero.distributed.process_group import default_device, get_rank, get_world_size
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.process_group import get_world_size
 from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.segment_table import plain_settings
-from hf_zero.zero.layout import attributes, planner
+from hf_zero.zero.layout import attributes
 from hf_zero.zero.layout.engine_plan import (
     SIXTEEN_BITS,
-    UNCUT,
-    Cuts,
     EnginePlan,
-    ExtensionsOf,
 )
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.zero.layout.flat_memory import FlatMemory
@@ -51,32 +45,6 @@ from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.unit import State, Unit
 from hf_zero.zero.layout.walk import modules_of, named_modules_of
 from hf_zero.zero.layout.wrap import UnitSpec
-
-
-def plan_on_this_rank(
-    model: nn.Module,
-    settings: ZeroConfig,
-    optimizer: torch.optim.Optimizer | None,
-    extensions_of: ExtensionsOf,
-    keeps_dtypes: bool = False,
-    dims: ParallelDims | None = None,
-    cuts: Cuts = UNCUT,
-) -> EnginePlan:
-    """Return the plan of an engine of this rank of the running job; see
-    :func:`hf_zero.zero.layout.planner.plan`. ``dims``: of the job once ``cuts`` are made; None: the
-    dims in effect.
-    """
-    return planner.plan(
-        model,
-        settings,
-        dims or dims_in_effect(),
-        optimizer,
-        extensions_of=extensions_of,
-        rank=get_rank(),
-        device=default_device(),
-        cuts=cuts,
-        keeps_dtypes=keeps_dtypes,
-    )
 
 
 def make_mesh(plan: EnginePlan) -> Mesh:
