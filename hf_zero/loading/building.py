@@ -270,7 +270,7 @@ def recorded(function: Callable[..., object]) -> Callable[..., object]:
     def record(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         if not is_filled(tensor):
             return function(tensor, *args, **kwargs)
-        return fill(tensor, lambda view: function(view, *args, **kwargs))  # type: ignore[arg-type]
+        return fill(tensor, function, *args, **kwargs)  # type: ignore[arg-type]
 
     return record
 

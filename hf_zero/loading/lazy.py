@@ -30,7 +30,7 @@ from hf_zero.loading.expressions import (
     strided_like,
 )
 from hf_zero.zero.layout.attributes import AttachedParameter
-from hf_zero.zero.layout.initial_values import pending, source_of
+from hf_zero.zero.layout.initial_values import pending, source_of, without_repeats
 
 aten = torch.ops.aten
 _NEW = {
@@ -159,17 +159,24 @@ def _filled(func: Callable[..., object], args: Any, kwargs: Any) -> LazyTensor:
         and others[0].expression.place == target.expression.place
     ):
         return target  # a copy onto itself, the last operation of ``weight[0] *= 2``
-    others, kwargs = tree_map(_real, (others, kwargs))
-    return fill(target, lambda view: func(view, *others, **kwargs))
+    return fill(target, func, *others, **kwargs)
 
 
-def fill(target: LazyTensor, do: Callable[[torch.Tensor], object]) -> LazyTensor:
+def fill(
+    target: LazyTensor, do: Callable[..., object], /, *args: object, **kwargs: object
+) -> LazyTensor:
     """Record ``do``, an in-place operation, to be applied to ``target``, a tensor under
-    initialisation, when it is read. Returns ``target``.
+    initialisation, and to the arguments as they are now, when it is read. Returns ``target``.
     """
     root, meta = _meta(target.expression)
     assert isinstance(root, Filled)
-    root.write(meta.shape, meta.stride(), int(meta.storage_offset()), do)
+    args, kwargs = tree_map(lambda value: _real(_kept(value)), (args, kwargs))
+    root.write(
+        meta.shape,
+        meta.stride(),
+        int(meta.storage_offset()),
+        lambda view: do(view, *args, **kwargs),
+    )
     return target
 
 
@@ -251,7 +258,11 @@ def _joined(tensors: Any, dim: int = 0) -> LazyTensor:
     # on meta tensors, to raise if the shapes do not fit
     joined = torch.cat([_shape_of(tensor) for tensor in tensors], dim)
     # torch.cat skips tensors of shape (0,)
-    parts = [_copied(_expression(t)) for t in tensors if t.shape != (0,) or joined.dim() == 1]
+    parts = [
+        _copied(_expression(_kept(tensor)))
+        for tensor in tensors
+        if tensor.shape != (0,) or joined.dim() == 1
+    ]
     cast = [part if part.dtype == joined.dtype else Cast(part, joined.dtype) for part in parts]
     joined_expression: Expression = Joined(cast, dim % joined.dim())
     return LazyTensor(
@@ -284,6 +295,7 @@ def _computed(func: Any, args: Any, kwargs: object) -> object:
     except RuntimeError:  # the shape of the result, or the result itself, depends on the values
         return _computed_now(func, args, kwargs)
     if isinstance(shapes, torch.Tensor):
+        args, kwargs = tree_map(_kept, (args, kwargs))
         return LazyTensor(
             Computed(
                 shapes.shape, shapes.dtype, lambda: _computed_now(func, args, kwargs), str(func)
@@ -298,6 +310,18 @@ def _computed_now(func: Callable[..., object], args: object, kwargs: object) -> 
 
 def _real(value: object) -> object:
     return value.read_whole() if isinstance(value, LazyTensor) else value
+
+
+def _kept(value: Any) -> Any:
+    """Return a tensor in memory as it is now, whatever is written into it later. Lazy tensors and
+    other values stay as they are.
+    """
+    if isinstance(value, LazyTensor) or not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    if value.layout is not torch.strided:
+        return value.clone()
+    return without_repeats(value).clone().expand(value.shape)
 
 
 def _shape_of(value: object) -> Any:

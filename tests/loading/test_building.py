@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,8 +16,8 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.loading import Building, LazyTensor, building, give_values, make_pending, recorded
-from hf_zero.loading.expressions import Filled
-from hf_zero.loading.lazy import is_filled
+from hf_zero.loading.expressions import Filled, InMemory
+from hf_zero.loading.lazy import _kept, is_filled
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,39 @@ def test_what_is_done_to_them_is_what_is_done_in_memory() -> None:
     assert place[:3].tolist() == place[27:].tolist() == [7.0] * 3
     lazy["a"].expression.read(8, part)
     assert torch.equal(part, real["a"].view(-1)[8:13])
+
+
+def reused() -> dict[str, torch.Tensor]:
+    """Operands that change after their use."""
+    row, array, index = torch.tensor([1.0, 2.0]), np.ones((2, 2), np.float32), torch.tensor([0])
+    scale = torch.tensor(2.0)
+    made = {name: torch.zeros(2, 2) for name in ("rows", "array", "index", "scalar", "rule")}
+    for place in range(2):
+        made["rows"][place] = row
+        row += 1
+    made["array"].copy_(torch.from_numpy(array))
+    made["index"].index_fill_(0, index, 5.0)
+    made["scalar"].add_(1.0).mul_(scale)
+    nn.init.constant_(made["rule"], scale)  # type: ignore[arg-type]
+    made["joined"] = torch.cat([made["rows"], row[None]])
+    array[:], index[:] = 9.0, 1
+    scale += 1
+    row += 1
+    return made
+
+
+def test_operands_count_as_they_were_when_they_were_used() -> None:
+    lazy, real = built(reused), reused()
+    assert all(isinstance(tensor, LazyTensor) for tensor in lazy.values())
+    for name, expected in real.items():
+        assert torch.equal(whole(lazy[name]), expected), name
+    stored = torch.ones(3)
+    computed = LazyTensor(InMemory(torch.zeros(2, 3))) + stored
+    stored += 1
+    assert torch.equal(whole(computed), torch.ones(2, 3))
+    assert _kept(torch.ones(2, 1).expand(2, 50)).untyped_storage().nbytes() == 8, "each once"
+    sparse = torch.eye(2).to_sparse()
+    assert torch.equal(whole(built(lambda: torch.zeros(2, 2).add_(sparse))), torch.eye(2))
 
 
 def test_random_numbers_are_the_same_at_every_reading_and_leave_the_generator_alone() -> None:
