@@ -167,16 +167,21 @@ def fill(
 ) -> LazyTensor:
     """Record ``do``, an in-place operation, to be applied to ``target``, a tensor under
     initialisation, and to the arguments as they are now, when it is read. Returns ``target``.
+
+    A generator among the arguments advances now.
     """
     root, meta = _meta(target.expression)
     assert isinstance(root, Filled)
-    args, kwargs = tree_map(lambda value: _real(_kept(value)), (args, kwargs))
-    root.write(
-        meta.shape,
-        meta.stride(),
-        int(meta.storage_offset()),
-        lambda view: do(view, *args, **kwargs),
-    )
+    given = args, kwargs
+    kept = tree_map(lambda value: _real(_kept(value)), given)
+    if any(isinstance(value, torch.Generator) for value in tree_flatten(given)[0]):
+        do(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype), *args, **kwargs)
+
+    def replay(view: torch.Tensor) -> None:
+        args, kwargs = tree_map(_from_its_state, kept)
+        do(view, *args, **kwargs)
+
+    root.write(meta.shape, meta.stride(), int(meta.storage_offset()), replay)
     return target
 
 
@@ -313,15 +318,20 @@ def _real(value: object) -> object:
 
 
 def _kept(value: Any) -> Any:
-    """Return a tensor in memory as it is now, whatever is written into it later. Lazy tensors and
-    other values stay as they are.
+    """Return a tensor in memory, or a generator, as it is now, whatever is done with it later. Lazy
+    tensors and other values stay as they are.
     """
     if isinstance(value, LazyTensor) or not isinstance(value, torch.Tensor):
-        return value
+        return _from_its_state(value)
     value = value.detach()
     if value.layout is not torch.strided:
         return value.clone()
     return without_repeats(value).clone().expand(value.shape)
+
+
+def _from_its_state(value: Any) -> Any:
+    """Return another generator with the state of a generator; any other value as it is."""
+    return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
 def _shape_of(value: object) -> Any:

@@ -115,6 +115,30 @@ def test_random_numbers_are_the_same_at_every_reading_and_leave_the_generator_al
     assert torch.equal(whole(again), values) and not torch.equal(whole(other), values)
 
 
+def drawn() -> dict[str, torch.Tensor]:
+    """Numbers of a generator of its own, between which others are drawn."""
+    generator = torch.Generator().manual_seed(1)
+    made = {name: torch.zeros(6, 9) for name in ("normed", "turned", "rule", "by place", "views")}
+    made["normed"].normal_(generator=generator)
+    made["normed"] /= made["normed"].norm()
+    made["turned"].t().normal_(generator=generator)
+    made["between"] = torch.rand(5, generator=generator)
+    nn.init.trunc_normal_(made["rule"], generator=generator)
+    nn.init.normal_(made["by place"], 1.0, 2.0, generator)
+    for row in made["views"][1:]:
+        row.uniform_(generator=generator)
+    made["after"] = torch.rand(5, generator=generator)
+    return made
+
+
+def test_a_generator_that_is_passed_gives_the_numbers_that_it_gives_in_memory() -> None:
+    """At every reading."""
+    lazy, real = built(drawn), drawn()
+    assert isinstance(lazy["normed"], LazyTensor)
+    for name, expected in (*real.items(), *real.items()):
+        assert torch.equal(whole(lazy[name]), expected), name
+
+
 OTHERS = [
     lambda: torch.zeros(64, dtype=torch.int64),
     lambda: torch.full((512, 1024), 1),
