@@ -224,7 +224,7 @@ class Filled(Expression):
         self.sliceable = False
         self.initialised = base is not None  # whether every element has a value
         self._base = base
-        self._seed = int(torch.randint(1 << 62, (), device="cpu"))
+        self._seed = _new_seed()
         self._writes: list[Callable[[torch.Tensor], object]] = []
 
     def write(
@@ -245,10 +245,15 @@ class Filled(Expression):
         )
 
     def copy(self) -> Filled:
-        """Return a separate tensor with the values that this one has now."""
-        copied = copy.copy(self)
-        copied._writes = list(self._writes)
+        """Return a separate tensor with the values that this one has now. Later draws of the two
+        differ.
+        """
+        copied, seed = copy.copy(self), _new_seed()
+        copied._writes = [*self._writes, lambda _: torch.default_generator.manual_seed(seed)]
         return copied
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Filled:
+        return self.copy()
 
     def read(self, start: int, out: torch.Tensor) -> None:
         if out.numel() < self.numel:
@@ -260,6 +265,10 @@ class Filled(Expression):
             torch.default_generator.manual_seed(self._seed)
             for write in self._writes:
                 write(out)
+
+
+def _new_seed() -> int:
+    return int(torch.randint(1 << 62, (), device="cpu"))
 
 
 def strided_like(root: Expression, view: Any) -> Expression:

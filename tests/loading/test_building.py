@@ -115,6 +115,35 @@ def test_random_numbers_are_the_same_at_every_reading_and_leave_the_generator_al
     assert torch.equal(whole(again), values) and not torch.equal(whole(other), values)
 
 
+def test_copies_that_are_initialised_again_draw_numbers_of_their_own() -> None:
+    """Copies that are not keep those of the original, tied ones their tie."""
+
+    def make() -> list[nn.Module]:
+        layer, view = nn.Linear(4, 4), nn.Linear(4, 4)
+        view.weight = nn.Parameter(layer.weight.data[:2])
+        kept, again = copy.deepcopy([layer, view]), copy.deepcopy(layer)
+        again.reset_parameters()
+        with torch.no_grad():
+            cloned = layer.weight.clone().normal_()
+            layer.weight.normal_()
+            kept[0].weight[0] = 7.0
+        several = nn.Transformer(8, 2, 3, 1, 16, batch_first=True)
+        return [layer, *kept, again, nn.ParameterList([cloned]), several]
+
+    torch.manual_seed(0)
+    layer, kept, view, again, cloned, several = built(make)
+    drawn = [layer.weight, kept.weight, again.weight, cloned[0]]
+    drawn += [block.linear1.weight[:4, :4] for block in several.encoder.layers]
+    values = [whole(tensor) for tensor in drawn]
+    for number, one in enumerate(values):
+        assert not any(torch.equal(one[1:], other[1:]) for other in values[:number]), number
+    assert torch.equal(whole(view.weight), values[1][:2]) and values[1][0].tolist() == [7.0] * 4
+    torch.manual_seed(0)
+    same = built(lambda: copy.deepcopy(nn.Linear(4, 4)))
+    torch.manual_seed(0)
+    assert torch.equal(whole(same.weight), whole(built(lambda: nn.Linear(4, 4)).weight))
+
+
 def drawn() -> dict[str, torch.Tensor]:
     """Numbers of a generator of its own, between which others are drawn."""
     generator = torch.Generator().manual_seed(1)
