@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.errors import ConfigError
 from hf_zero.loading.expressions import Filled
-from hf_zero.loading.lazy import LazyTensor, fill, is_filled, make_pending, make_real
+from hf_zero.loading.lazy import SET_DATA, LazyTensor, fill, is_filled, make_pending, make_real
 from hf_zero.zero.engine_parts import AroundModel
 
 aten = torch.ops.aten
@@ -79,6 +80,22 @@ class _WithoutMemory(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class _LazyData(TorchFunctionMode):
+    """Function mode that makes a tensor in memory lazy if its ``data`` becomes a lazy tensor."""
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func != SET_DATA or [isinstance(each, LazyTensor) for each in args] != [False, True]:
+            return func(*args, **(kwargs or {}))
+        tensor, value = args
+        parameter = isinstance(tensor, nn.Parameter)
+        lazy = nn.Parameter(value, tensor.requires_grad) if parameter else value.detach()
+        vars(lazy).update(vars(tensor))
+        torch.utils.swap_tensors(tensor, lazy)
+        return None
+
+
 class Building:
     """Context for the construction of models: beyond the first ``whole_bytes``, parameters have no
     memory, only a record of their values.
@@ -104,6 +121,7 @@ class Building:
             (hooks.register_module_module_registration_hook, self._child),
         ):
             self._stack.callback(register(hook).remove)
+        self._stack.enter_context(_LazyData())
         self._stack.enter_context(self._mode)
         return self
 

@@ -33,6 +33,7 @@ from hf_zero.zero.layout.attributes import AttachedParameter
 from hf_zero.zero.layout.initial_values import pending, source_of, without_repeats
 
 aten = torch.ops.aten
+SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _NEW = {
     aten.new_empty.default,
     aten.new_zeros.default,
@@ -67,6 +68,17 @@ class LazyTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, LazyTensor):  # not copied: the memory stays that of both
+            value = LazyTensor(Filled(value.shape, value.dtype, InMemory(value.cpu())))
+        SET_DATA(self, value)
+        self.expression = value.expression
 
     def read_whole(self) -> torch.Tensor:
         """Read the values now and return a plain CPU tensor."""

@@ -238,6 +238,52 @@ def test_a_model_that_its_constructor_initialises() -> None:
     assert inside.roots == [] and len(kept) == 2, "without lazy parameters"
 
 
+class Assigned(nn.Module):
+    """Memory, other lazy tensors, views, shapes and dtypes become the ``data`` of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eye, self.halved, self.first, self.tied, self.turned = (
+            nn.Linear(4, 4, bias=False) for _ in range(5)
+        )
+        memory = torch.eye(4)
+        self.eye.weight.data = memory
+        memory.mul_(3.0)
+        nn.init.ones_(self.halved.weight)
+        self.halved.weight.data = self.halved.weight.data * 0.5
+        self.tied.weight.data = self.first.weight.data
+        nn.init.ones_(self.first.weight)
+        self.tied.weight.data[1] = 2.0
+        self.turned.weight.data = self.first.weight.data.t()[:3]
+        self.embed = nn.Embedding(4, 2)
+        self.embed.weight.data = torch.ones(6, 2)
+        self.cast = nn.Sequential(nn.Linear(2, 3, bias=False), nn.BatchNorm1d(3))
+        nn.init.constant_(self.cast[0].weight, 1 / 3)
+        self.cast.to(torch.bfloat16)
+        self.wide = copy.deepcopy(self.cast).double()
+        self.wide[1].running_var.data = torch.tensor([1.0, 2.0, 3.0])
+        self.small = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        self.small.mark = "kept"  # type: ignore[attr-defined]
+        self.small.data = torch.ones(3)
+        self.register_buffer("table", torch.tensor(1.0))
+        self.table.data = torch.full((2,), 3.0)
+
+
+def test_data_that_is_assigned_is_that_of_the_tensor() -> None:
+    """Also lazy data of a tensor in memory."""
+    torch.manual_seed(0)
+    lazy, real = built(Assigned), Assigned()
+    assert is_filled(lazy.small) and is_filled(lazy.table) and is_filled(lazy.eye.weight)
+    found, expected = lazy.state_dict(keep_vars=True), real.state_dict(keep_vars=True)
+    for name, tensor in expected.items():
+        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype), name
+        assert torch.equal(whole(found[name]), tensor.detach()), name
+        assert isinstance(found[name], nn.Parameter) is isinstance(tensor, nn.Parameter), name
+        assert found[name].requires_grad is tensor.requires_grad, name
+    assert lazy.small.mark == "kept"
+    assert make_pending(lazy) == len(list(real.parameters()))
+
+
 # -- models on the meta device ---------------------------------------------------------------------
 
 
