@@ -46,7 +46,7 @@ _NEW = {
     aten.rand_like.default,
     aten.randn_like.default,
 }
-_SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.contiguous.default}
+_SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
 class LazyTensor(torch.Tensor):
@@ -100,6 +100,9 @@ class LazyTensor(torch.Tensor):
         cls, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        decomposed = func.decompose(*args, **kwargs)  # under inference_mode torch does not
+        if decomposed is not NotImplemented:
+            return decomposed
         if func is aten.clone.default:
             return LazyTensor(_copied(args[0].expression))
         if func in _SAME:
@@ -146,7 +149,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> LazyTensor | None:
 
 def _is_view(func: Any) -> bool:
     return func.is_view or func in (
-        aten.reshape.default,
         aten._unsafe_view.default,
         aten.unsafe_chunk.default,
         aten.unsafe_split.Tensor,

@@ -140,11 +140,17 @@ def a_computation(tensor: torch.Tensor, data: st.DataObject) -> Step:
     return data.draw(st.sampled_from(COMPUTATIONS))
 
 
-@given(data=st.data(), run_bytes=st.sampled_from([1, 8, 4096]), block=st.sampled_from([3, 1 << 20]))
+@given(
+    data=st.data(),
+    run_bytes=st.sampled_from([1, 8, 4096]),
+    block=st.sampled_from([3, 1 << 20]),
+    inference=st.booleans(),
+)
 @settings(max_examples=80)
-def test_any_chain_of_operations(stored, data, run_bytes, block):
+def test_any_chain_of_operations(stored, data, run_bytes, block, inference):
     lazy, real = data.draw(st.sampled_from(stored))
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode(inference):
+        lazy = LazyTensor(lazy.expression)
         patch.setattr(expressions, "RUN_BYTES", run_bytes)
         patch.setattr(expressions, "BLOCK", block)
         for _ in range(data.draw(st.integers(1, 6))):
@@ -175,6 +181,17 @@ COMPUTED: dict[str, Step] = {
     "empty legacy parts of a join": lambda t: torch.cat([torch.empty(0), t, t.half()], -1),
     "strides of another view": lambda t: t.t().as_strided((2, 3), (1, 2), 1) * 1,
 }
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_copy_for_a_layout_has_the_values_in_that_order(inference: bool) -> None:
+    """Under inference_mode, torch leaves it to the tensor whether a reshape is a view."""
+    real = torch.randn(4, 6)
+    with torch.inference_mode(inference):
+        turned = in_memory(real).t()
+        for found in (turned.reshape(-1), turned.flatten(), turned.contiguous().view(-1)):
+            assert_same(found.read_whole(), real.t().reshape(-1))
+        assert_same(turned.reshape_as(turned).read_whole(), real.t())
 
 
 def test_unknown_operations_are_computed() -> None:
