@@ -3,7 +3,7 @@ opened for it, and the conversion of the lazy tensors in a loaded model.
 
 :class:`LazyTensor` is a wrapper subclass: every operation on it arrives in ``__torch_dispatch__``
 and extends an expression (expressions.py) instead of touching memory. Outwardly it is contiguous,
-even if it is a view.
+even if it is a view, unless it is under initialisation.
 """
 
 from __future__ import annotations
@@ -60,8 +60,11 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, expression: Expression) -> LazyTensor:
+        layout: dict[str, Any] = {}
+        if isinstance(expression, Strided) and isinstance(expression.root, Filled):
+            layout = {"strides": expression.strides, "storage_offset": expression.offset}
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls, expression.shape, dtype=expression.dtype, device=torch.device("cpu")
+            cls, expression.shape, dtype=expression.dtype, device=torch.device("cpu"), **layout
         )
         tensor.expression = expression
         return tensor
@@ -214,12 +217,15 @@ def _meta(expression: Expression) -> tuple[Expression, torch.Tensor]:
 def _viewed(func: Callable[..., object], args: Any, kwargs: Any) -> object:
     expression = args[0].expression
     alone = expression, torch.empty(expression.shape, dtype=expression.dtype, device="meta")
-    # A lazy tensor reports the strides of a contiguous tensor, and the caller's arguments of
-    # as_strided refer to these.
-    root, meta = alone if func is aten.as_strided.default else _meta(expression)
+    outwardly_contiguous = not is_filled(args[0])
+    # The caller's arguments of as_strided refer to the strides that the tensor reports.
+    as_strided = func is aten.as_strided.default
+    root, meta = alone if as_strided and outwardly_contiguous else _meta(expression)
     try:
         result = func(meta, *args[1:], **kwargs)
     except RuntimeError:
+        if not outwardly_contiguous:
+            raise
         # The view cannot take this shape without a copy: treat it as the root of the next view.
         root, meta = alone
         result = func(meta, *args[1:], **kwargs)

@@ -68,6 +68,32 @@ def test_what_is_done_to_them_is_what_is_done_in_memory() -> None:
     assert torch.equal(part, real["a"].view(-1)[8:13])
 
 
+def laid_out() -> dict[str, torch.Tensor]:
+    """Views, and copies that are made where a view has not the layout asked for."""
+    a = torch.zeros(2, 3).add_(torch.arange(6.0).view(2, 3))
+    made = {"a": a, "turned": a.t(), "row": a[1:].as_strided((2,), (1,))}
+    made["square"] = a.t().as_strided((2, 2), (1, 3)).mul_(2.0)
+    made["contiguous"] = a.t().contiguous()
+    made["expanded"] = a[:1].expand(2, 3).contiguous()
+    made["flat"] = a.t().reshape(-1)
+    for name in ("contiguous", "expanded", "flat"):
+        made[name][:1] = 9.0
+    assert a.contiguous() is a
+    return made
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_layouts_are_those_of_tensors_in_memory(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        lazy, real = built(laid_out), laid_out()
+    for name, expected in real.items():
+        assert torch.equal(whole(lazy[name]), expected), name
+        assert lazy[name].stride() == expected.stride(), name
+        assert lazy[name].storage_offset() == expected.storage_offset(), name
+    with pytest.raises(RuntimeError):
+        lazy["turned"].view(-1)
+
+
 def reused() -> dict[str, torch.Tensor]:
     """Operands that change after their use."""
     row, array, index = torch.tensor([1.0, 2.0]), np.ones((2, 2), np.float32), torch.tensor([0])
