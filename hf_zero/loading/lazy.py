@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hf_zero.checkpoint.tensorfile import TensorFile
@@ -84,8 +85,9 @@ class LazyTensor(torch.Tensor):
         self.expression = value.expression
 
     def read_whole(self) -> torch.Tensor:
-        """Read the values now and return a plain CPU tensor."""
-        return self.expression.whole()
+        """Read the values now and return a plain CPU tensor, also while models are built."""
+        with _disable_current_modes():
+            return self.expression.whole()
 
     # Code outside of torch asks for memory: the whole values are read now.
 

@@ -94,6 +94,15 @@ def test_layouts_are_those_of_tensors_in_memory(inference: bool) -> None:
         lazy["turned"].view(-1)
 
 
+def test_code_outside_of_torch_reads_the_values_while_models_are_built() -> None:
+    with Building(0):
+        lazy = torch.ones(2, 3)
+        lazy[0] += 1
+        arrays = [lazy.numpy(), np.asarray(lazy), np.array(lazy.tolist()), np.from_dlpack(lazy)]
+    for array in arrays:
+        assert array.tolist() == [[2.0] * 3, [1.0] * 3]
+
+
 def reused() -> dict[str, torch.Tensor]:
     """Operands that change after their use."""
     row, array, index = torch.tensor([1.0, 2.0]), np.ones((2, 2), np.float32), torch.tensor([0])
