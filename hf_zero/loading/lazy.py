@@ -53,8 +53,8 @@ _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 class LazyTensor(torch.Tensor):
     """A tensor whose values are defined by ``expression`` and not yet read.
 
-    One under initialisation may be written and read. Writing into one from a file raises
-    PartitionError.
+    One under initialisation may be read, and written in place. PartitionError is raised for other
+    changes of it, as by ``out=`` or ``set_``, and for writing into one from a file.
     """
 
     expression: Expression
@@ -128,8 +128,14 @@ class LazyTensor(torch.Tensor):
             written = _written(func, args, kwargs)
             if written is None:
                 return _computed_now(func, args, kwargs)
-            if written is args[0] and is_filled(written):
-                return _filled(func, args, kwargs)
+            if is_filled(written):
+                if written is args[0] and _is_in_place(func):
+                    return _filled(func, args, kwargs)
+                raise PartitionError(
+                    f"{func} cannot change a weight of shape {tuple(written.shape)} while its "
+                    "model is built in shards; write its values in place, as by "
+                    "weight.copy_(values), or set weight.data = values"
+                )
             raise PartitionError(
                 f"{func} writes into a weight of shape {tuple(written.shape)} that is still in its "
                 "file; load this model with zero stage 2, or "
@@ -150,6 +156,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> LazyTensor | None:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return next((value for value in tree_flatten(writes)[0] if isinstance(value, LazyTensor)), None)
+
+
+def _is_in_place(func: Any) -> bool:
+    """Return whether ``func`` writes elements of its first argument, and changes nothing else."""
+    writes = [argument.is_write for argument in func._schema.arguments]
+    return torch.Tag.inplace_view not in func.tags and writes == [True] + [False] * len(writes[1:])
 
 
 def _is_view(func: Any) -> bool:

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 import hf_zero
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.loading import Building, LazyTensor, building, give_values, make_pending, recorded
 from hf_zero.loading.expressions import Filled, InMemory
 from hf_zero.loading.lazy import _kept, is_filled
@@ -101,6 +101,28 @@ def test_code_outside_of_torch_reads_the_values_while_models_are_built() -> None
         arrays = [lazy.numpy(), np.asarray(lazy), np.array(lazy.tolist()), np.from_dlpack(lazy)]
     for array in arrays:
         assert array.tolist() == [[2.0] * 3, [1.0] * 3]
+
+
+REFUSED: dict[str, Any] = {
+    "out": lambda w: torch.add(w, 1, out=w),
+    "a draw into it": lambda w: torch.randn(2, 3, out=w),
+    "several": lambda w: torch._foreach_mul_([w, w], 2.0),
+    "statistics": lambda w: nn.functional.batch_norm(torch.ones(2, 3), w[0], w[1], training=True),
+    "memory": lambda w: w.set_(torch.eye(3)),
+    "storage": lambda w: w.set_(torch.eye(3).untyped_storage()),
+    "size": lambda w: w.resize_(3, 3),
+    "shape": lambda w: w.t_(),
+}
+
+
+def test_a_change_that_cannot_be_recorded_is_refused() -> None:
+    lazy = built(lambda: torch.ones(2, 3))
+    for name, change in REFUSED.items():
+        with pytest.raises(PartitionError) as raised:
+            change(lazy)
+        assert "aten." in str(raised.value), name
+        assert torch.equal(whole(lazy), torch.ones(2, 3)), name
+    assert torch.equal(whole(lazy.detach_()), torch.ones(2, 3))
 
 
 def reused() -> dict[str, torch.Tensor]:
