@@ -20,6 +20,8 @@ from hf_zero.loading import building as lazily
 from hf_zero.zero.layout import wrap
 from hf_zero.zero.layout.parameter import ReleasedParameter, ZeroParamStatus, owner_of
 from tests.helpers.processes import run_processes, say
+from tests.helpers.ranks import run_ranks
+from tests.loading.test_building import Assigned
 
 WIDTH = 16
 ZERO3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
@@ -264,6 +266,24 @@ def test_models_built_inside_come_in_shards_and_train(two: Ranks, three: Ranks) 
     built = two[0]["plain"]["before"]
     assert float(built["scale"]) == 1.5 and bool((built["norm.weight"] == 1.0).all())
     assert float(built["embed.weight"].std()) == pytest.approx(1.0, rel=0.2)
+
+
+def test_what_a_constructor_assigns_is_in_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero_init, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(lazily, "SMALL_BYTES", 0)
+
+    def built(rank: int) -> Values:
+        with Init(config=ZERO3):
+            model = Assigned()
+        assert released(model)
+        return whole(model)
+
+    torch.manual_seed(0)
+    expected = dict(Assigned().named_parameters())
+    for found in run_ranks(2, built):
+        for name, parameter in expected.items():
+            assert found[name].dtype == parameter.dtype, name
+            assert torch.equal(found[name], parameter.detach()), name
 
 
 def test_training_of_a_built_model_equals_that_of_the_same_weights_in_one_process(two):
