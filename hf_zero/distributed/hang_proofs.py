@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hf_zero.distributed.collective_log import in_words
+from hf_zero.distributed.state_rows import RankState
 from hf_zero.logging import JsonObject
 
 StatusPost = JsonObject
@@ -34,9 +35,8 @@ REMEDY = (
     "Every rank must run the same forwards, backwards, steps, evaluations, loads and "
     "saves in the same order"
 )
-OVER = ("failed", "broken")  # states of a rank that end all other ranks that wait
-DEAD = "dead"  # state of a rank whose process has ended without a post
-UNREACHABLE = "unreachable"  # state of a rank whose host is
+# states of a rank that end all other ranks that wait
+OVER = (RankState.FAILED, RankState.BROKEN)
 
 
 class HangDiagnosis(NamedTuple):
@@ -50,14 +50,14 @@ def diagnose_hang(
     rank: int,
     own_post: StatusPost,
     posts: Mapping[int, StatusPost],
-    stuck_in: Sequence[str] = ("waits",),
+    stuck_in: Sequence[str] = (RankState.WAITS,),
 ) -> HangDiagnosis | None:
     """Return what ``posts`` prove about the wait in ``own_post``, the post of ``rank``, or None if
     they prove nothing (see the note).
 
     ``stuck_in``: states in which a host is taken to issue nothing before its wait is over.
     """
-    over = {r: post for r, post in posts.items() if post["state"] in (*OVER, UNREACHABLE)}
+    over = {r: post for r, post in posts.items() if post["state"] in (*OVER, RankState.UNREACHABLE)}
     log, number, what, _ = own_post.get("wait", ("", 0, "the others", ()))
     if over:
         position = f" (number {number} of {log})" if log else ""
@@ -99,10 +99,10 @@ def _never_joins(
         # If this rank has closed it, too, the rest of the shards is being gathered: all ranks that
         # destroyed the engine will come.
         end_reason = "" if own_post["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
-        if post["state"] == DEAD:
+        if post["state"] == RankState.DEAD:
             position = f"(number {number} of {log})"
             return _in_vain(f"rank {rank} waits for {what} {position}", {peer: post})
-        if post["state"] == "ended" or end_reason:
+        if post["state"] == RankState.ENDED or end_reason:
             how = end_reason or f"ended ({post['why']})"
             return _same(
                 f"rank {rank} waits for {what} (number {number} of {log}), which rank {peer} will "
@@ -162,21 +162,23 @@ def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool
 
 def end_of(posts: Mapping[int, StatusPost]) -> str | None:
     """Return the worst end of another rank, in words; None if there is none."""
-    unreachable = (str(post["why"]) for post in posts.values() if post["state"] == UNREACHABLE)
+    unreachable = (
+        str(post["why"]) for post in posts.values() if post["state"] == RankState.UNREACHABLE
+    )
     for why in unreachable:
         return why
-    dead = [rank for rank, post in posts.items() if post["state"] == DEAD]
+    dead = [rank for rank, post in posts.items() if post["state"] == RankState.DEAD]
     if dead:
         names = ", ".join(map(str, dead))
         return (
             f"rank{'s' * (len(dead) > 1)} {names} exited without reporting why (killed, out of "
             "memory, crashed in native code, or ended by os._exit)"
         )
-    for state in (*OVER, "ended"):
+    for state in (*OVER, RankState.ENDED):
         for rank, post in posts.items():
-            if post["state"] == state == "failed":
+            if post["state"] == state == RankState.FAILED:
                 return f"rank {rank} has failed: {post['why']}"
-            if post["state"] == state == "broken":
+            if post["state"] == state == RankState.BROKEN:
                 return (
                     str(post["why"])
                     if post["why"].startswith("rank")

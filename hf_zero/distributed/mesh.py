@@ -48,6 +48,7 @@ from hf_zero.distributed.process_group import (
 )
 from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.recovery import PassTracker
+from hf_zero.distributed.state_rows import RankState
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import EngineResources, RankGroup, get_world_group
@@ -345,7 +346,7 @@ class Mesh:
         for axis in self.axes:
             axis.gathers.end_reason = axis.reductions.end_reason = why
         if self.watchdog.rank_status is not None:
-            self.watchdog.rank_status.publish("here")
+            self.watchdog.rank_status.publish(RankState.HERE)
         self.passes.close()
         self._resources.leave()
         if groups:

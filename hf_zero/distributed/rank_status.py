@@ -27,10 +27,8 @@ from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective, in_words
 from hf_zero.distributed.hang_proofs import (
-    DEAD,
     OVER,
     REMEDY,
-    UNREACHABLE,
     HangDiagnosis,
     StatusPost,
     diagnose_hang,
@@ -38,7 +36,7 @@ from hf_zero.distributed.hang_proofs import (
     num_issued,
 )
 from hf_zero.distributed.host_heartbeats import HostHeartbeats
-from hf_zero.distributed.state_rows import rank_states
+from hf_zero.distributed.state_rows import ENDS, RankState, rank_states
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.logging import JsonObject
 
@@ -48,7 +46,6 @@ WAIT_FOR_PEERS_SECONDS = 4.0
 POLL_SECONDS, LAST_POLL_SECONDS = 0.05, 1.0  # between polls for the cause of a failure
 PATIENT_POLLS = 2
 POLLED = ["version", "digested", "leader", "ends", "resumes"]
-SCRIPT = "script"  # state of a rank whose script waits in its own collective
 
 
 class StoreSilent(RuntimeError):
@@ -70,7 +67,7 @@ class RankStatus:
         self._left = set[str]()  # names of communicators that all ranks have left
         # the last exception that passed through the engine, if no forward has succeeded since
         self.last_error = ""
-        self._state = "here"
+        self._state: str = RankState.HERE
         self._posts: dict[int, StatusPost] = {}  # of the last digest
         self._ends: dict[int, tuple[str, str]] = {}  # state and reason
         self._last_posts: dict[int, StatusPost] = {}  # of ranks on this host that have died
@@ -180,11 +177,10 @@ class RankStatus:
             return None if self._gone and not self._unreachable() else self._known()
 
     def _known(self) -> dict[int, StatusPost]:
-        posts = {
-            rank: {**post, "state": "here"} if post.get("wait", ("",))[0] in self._left else post
-            for rank, post in self._posts.items()
-            if rank != self.rank
-        }
+        posts = {rank: post for rank, post in self._posts.items() if rank != self.rank}
+        for rank, post in posts.items():
+            if post.get("wait", ("",))[0] in self._left:
+                posts[rank] = {**post, "state": RankState.HERE}
         for rank, (state, why) in self._ends.items():
             if rank != self.rank:
                 logs = posts.get(rank, {}).get("logs", {})
@@ -195,7 +191,7 @@ class RankStatus:
         """Return the posts of ranks on unreachable hosts."""
         ranks = self.heartbeats.unreachable() if self.heartbeats is not None else []
         why = self.heartbeats.cause() if self.heartbeats is not None and ranks else ""
-        post = {"state": UNREACHABLE, "why": why, "logs": {}}
+        post = {"state": RankState.UNREACHABLE, "why": why, "logs": {}}
         return {rank: post for rank in ranks if rank != self.rank}
 
     def _poll(self) -> None:
@@ -304,10 +300,10 @@ class RankStatus:
             if rank in self._last_posts or not self._dead(rank):
                 continue
             post = json.loads(self._store.get(str(rank)))
-            if post["state"] not in (*OVER, "ended"):
-                post = {**post, "state": DEAD, "why": ""}
+            if post["state"] not in (*OVER, RankState.ENDED):
+                post = {**post, "state": RankState.DEAD, "why": ""}
                 if rank not in self._ends:
-                    self._store.append("ends", json.dumps([rank, DEAD, ""]) + "\n")
+                    self._store.append("ends", json.dumps([rank, RankState.DEAD, ""]) + "\n")
             self._last_posts[rank] = post
 
     def states(self, pending: PendingCollective | None) -> list[JsonObject]:
@@ -325,7 +321,7 @@ class RankStatus:
         return bool(self._ends)
 
     def diagnose(
-        self, pending: PendingCollective, stuck_in: Sequence[str] = ("waits",)
+        self, pending: PendingCollective, stuck_in: Sequence[str] = (RankState.WAITS,)
     ) -> HangDiagnosis | None:
         """Return the proof that ``pending`` will never end; None if there is none.
 
@@ -342,9 +338,9 @@ class RankStatus:
             )
         reports_dead_peers = log is None or log.reports_dead_peers
         if reports_dead_peers:
-            posts = {rank: post for rank, post in posts.items() if post["state"] != DEAD}
+            posts = {rank: post for rank, post in posts.items() if post["state"] != RankState.DEAD}
         own_post = self.post(pending)
-        away = sum(post["state"] == UNREACHABLE for post in posts.values())
+        away = sum(post["state"] == RankState.UNREACHABLE for post in posts.values())
         counts = self._digested, len(self._ends), len(self._last_posts)
         key = (own_post, *counts, away, stuck_in, reports_dead_peers)
         if self._diagnosed[0] != key:
@@ -358,10 +354,12 @@ class RankStatus:
         posts = self.read()
         if posts is None:
             return list(ranks)
-        return [rank for rank in ranks if self._is_elsewhere(posts.get(rank, {"state": "here"}))]
+        return [
+            rank for rank in ranks if self._is_elsewhere(posts.get(rank, {"state": RankState.HERE}))
+        ]
 
     def _is_elsewhere(self, post: StatusPost) -> bool:
-        if post["state"] in (*OVER, DEAD, UNREACHABLE, "ended", SCRIPT):
+        if post["state"] in (*ENDS, RankState.SCRIPT):
             return True
         log, number, _, needs = post.get("wait", ("", 0, "", ()))
         log_here = self.logs.get(log)
@@ -400,7 +398,7 @@ class RankStatus:
         over = {
             rank: post
             for rank, post in posts.items()
-            if rank in ranks and post["state"] in ("failed", "ended", DEAD, UNREACHABLE)
+            if rank in ranks and post["state"] in ENDS and post["state"] != RankState.BROKEN
         }
         return {rank: str(end_of({rank: post})) for rank, post in over.items()}
 
@@ -434,13 +432,14 @@ class RankStatus:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         failed_rank = getattr(error, "failed_rank", None)
         if error is not None and failed_rank is not None:
-            self.publish("broken", first_line(error))
-        if self._state == "broken":  # a launcher reports the first rank that ends as the reason
+            self.publish(RankState.BROKEN, first_line(error))
+        # a launcher reports the first rank that ends as the reason
+        if self._state == RankState.BROKEN:
             self._wait_for_peers(
                 lambda posts: all(
                     self._dead(rank)
                     for rank, post in posts.items()
-                    if post["state"] == "failed" or rank == failed_rank
+                    if post["state"] == RankState.FAILED or rank == failed_rank
                 )
             )
         if self._state in OVER:
@@ -453,13 +452,13 @@ class RankStatus:
         ):
             cause = self.failure_cause()  # lost in a collective outside hf-zero
         if cause is not None:
-            self.publish("broken", cause)
+            self.publish(RankState.BROKEN, cause)
         elif error is not None:
-            self.publish("failed", first_line(error))
+            self.publish(RankState.FAILED, first_line(error))
             # The launcher ends the other ranks when this one ends: let them read the post first.
             self._wait_for_peers(
                 lambda posts: all(
-                    posts.get(rank, {}).get("state") in (*OVER, DEAD, UNREACHABLE, "ended")
+                    posts.get(rank, {}).get("state") in ENDS
                     for rank in range(self.world)
                     if rank != self.rank
                 )
@@ -470,7 +469,7 @@ class RankStatus:
             or not self._dead(self.store_host)
         ):
             self.publish(
-                "ended",
+                RankState.ENDED,
                 f"after {self.last_error}"
                 if self.last_error
                 else "its script has finished, or its own output says why",

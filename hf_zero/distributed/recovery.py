@@ -29,6 +29,7 @@ from operator import attrgetter
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.rank_status import first_line
+from hf_zero.distributed.state_rows import RankState
 from hf_zero.distributed.store import TimeoutStore, next_pause, read_entries
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import HfZeroError, RankMismatchError
@@ -164,7 +165,7 @@ class PassTracker:
         try:
             if self._watchdog.rank_status is not None:
                 # shows ranks that wait for it which collectives the exception has left
-                self._watchdog.rank_status.publish("here")
+                self._watchdog.rank_status.publish(RankState.HERE)
             board.state(self.name, self._rank, statement)
             with self._watchdog.watching(pending):
                 self._await_answers(peers, statement)

@@ -34,10 +34,10 @@ from hf_zero.distributed.hang_proofs import HangDiagnosis
 from hf_zero.distributed.process_group import abort_together
 from hf_zero.distributed.rank_status import (
     PATIENCE_SECONDS,
-    SCRIPT,
     RankStatus,
     poll_pauses,
 )
+from hf_zero.distributed.state_rows import RankState
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logging import logger
 
@@ -214,7 +214,7 @@ class Watchdog:
         cause = self.rank_status.failure_cause() if self.rank_status is not None else None
         if cause is None and self.rank_status is not None and pending.log is not None:
             # the groups of a destroyed engine are closed: its connections go without a failure
-            self.rank_status.publish("waits", pending=pending)
+            self.rank_status.publish(RankState.WAITS, pending=pending)
             diagnosis = self.rank_status.diagnose(pending)
             if diagnosis is not None:
                 self._conclude(*diagnosis)
@@ -244,7 +244,7 @@ class Watchdog:
         """
         rank_status = self.rank_status
         if rank_status is not None and not self.verdict:
-            rank_status.publish("waits", pending=pending)
+            rank_status.publish(RankState.WAITS, pending=pending)
             limit = time.monotonic() + PATIENCE_SECONDS
             diagnosis = rank_status.diagnose(pending)
             for pause in poll_pauses():
@@ -265,7 +265,7 @@ class Watchdog:
         if sever is not None:  # after the line: the backend may end the process by itself then
             sever()
         if self.rank_status is not None:
-            self.rank_status.publish("broken", cause)
+            self.rank_status.publish(RankState.BROKEN, cause)
             self._note_states((self.current or self._oldest_followed() or (None,))[0])
             # All communicators, not only the current one: freeing a group with operations in flight
             # joins its thread.
@@ -342,11 +342,11 @@ class Watchdog:
         if waits:
             self._script_waits += 1
             if self._script_waits == SCRIPT_POLLS:
-                rank_status.publish(SCRIPT)
+                rank_status.publish(RankState.SCRIPT)
                 self._posted = None
         elif self._script_waits:
             if self._script_waits >= SCRIPT_POLLS:
-                rank_status.publish("here")
+                rank_status.publish(RankState.HERE)
             self._script_waits = 0
 
     def close(self) -> None:
@@ -400,12 +400,12 @@ class Watchdog:
         pending, log = current[0], current[0].log
         follows = current is not self.current
         if log is not None and self._posted is not current:
-            rank_status.publish("follows" if follows else "waits", pending=pending)
+            rank_status.publish(RankState.FOLLOWS if follows else RankState.WAITS, pending=pending)
             self._posted = current
-        verdict = rank_status.diagnose(pending, () if follows else ("waits",))
+        verdict = rank_status.diagnose(pending, () if follows else (RankState.WAITS,))
         # hosts of ranks that follow may still go on: a likely hang is only warned of, once
         if verdict is None and follows and self._hinted is not current:
-            likely = rank_status.diagnose(pending, ("waits", "follows"))
+            likely = rank_status.diagnose(pending, (RankState.WAITS, RankState.FOLLOWS))
             if likely is not None:
                 self._hinted = current
                 logger.warning(
@@ -481,7 +481,7 @@ def _explain_lost_connection(error: BaseException) -> RankMismatchError | None:
     for rank_status in [watch.rank_status for watch in list(_watches)]:
         cause = rank_status.failure_cause() if rank_status is not None else None
         if rank_status is not None and cause is not None:
-            rank_status.publish("broken", cause)
+            rank_status.publish(RankState.BROKEN, cause)
             return RankMismatchError(
                 f"rank {rank_status.rank} lost a connection in a collective of the script's own: "
                 f"{cause}"
