@@ -9,7 +9,8 @@ with the block and removes the recomputed tensors from its graph, while a compil
 checkpoint would save its tensors a second time and hide its products from the selective policy.
 
 Checkpoints are torch's non-reentrant ones: they preserve the state of the random generators, so
-dropout masks are equal, and need no input that requires grad.
+dropout masks are equal, and need no input that requires grad. :func:`repeatable` does the same for
+random states by name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,6 +38,46 @@ PRODUCTS = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm")
 )
 _inside = threading.local()  # depth of the script's own checkpoints around the current code
+
+
+class NamedStates(Protocol):
+    """States of random generators by name, beside the current ones that torch preserves."""
+
+    def get_states(self) -> dict[str, torch.Tensor]: ...
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None: ...
+
+
+named_states: list[NamedStates] = []  # all that a forward may draw from
+
+
+def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` for one checkpoint: its recomputations draw from the named random states
+    that its forward drew from, and leave them unchanged.
+    """
+    kept = [(states, states.get_states()) for states in named_states]
+    if not any(saved for _, saved in kept):
+        return function
+    ran = False
+
+    def run(*args: object, **kwargs: object) -> object:
+        nonlocal ran
+        if not ran:
+            ran = True
+            return function(*args, **kwargs)
+        now = [(states, states.get_states()) for states, _ in kept]
+        _restore(kept)
+        try:
+            return function(*args, **kwargs)
+        finally:  # torch ends a recomputation early, by an exception
+            _restore(now)
+
+    return run
+
+
+def _restore(kept: Sequence[tuple[NamedStates, dict[str, torch.Tensor]]]) -> None:
+    for states, saved in kept:
+        states.set_states(saved)
 
 
 def is_kept(operator: str) -> bool:
@@ -117,6 +158,7 @@ def _checkpoint(
     kwargs: dict[str, Any],
 ) -> object:
     values = (*args, *kwargs.values())
+    function = repeatable(function)
     # torch.compile recognizes a context_fn only in the call itself.
     if selective:
         return torch.utils.checkpoint.checkpoint(

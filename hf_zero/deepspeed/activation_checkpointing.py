@@ -161,6 +161,7 @@ class RandomStates:
 
 
 _states = RandomStates()
+recompute.named_states.append(_states)
 
 
 def get_cuda_rng_tracker() -> RandomStates:

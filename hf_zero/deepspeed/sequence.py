@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hf_zero.activations.checkpointing import repeatable
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.attention import gather
@@ -234,7 +235,7 @@ class TiledFusedLogitsLoss:
 
 
 def _recomputed(fn: Compute, *args: Any, **kwargs: Any) -> torch.Tensor:
-    output: torch.Tensor = checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    output: torch.Tensor = checkpoint(repeatable(fn), *args, use_reentrant=False, **kwargs)
     return output
 
 

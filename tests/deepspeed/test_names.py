@@ -16,12 +16,15 @@ from torch import nn
 
 from hf_zero.activations import policy as activations
 from hf_zero.deepspeed import accelerator, activation_checkpointing, optimizers, zero_init
+from hf_zero.deepspeed.sequence import TiledMLP
 from hf_zero.deepspeed.state_dicts import clone_tensors_for_torch_save
 from hf_zero.distributed import process_group
 from hf_zero.errors import NotBuiltError, OffloadError, UnsupportedOptimizerError
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.elementwise import check
-from tests.helpers.cells import in_one_item
+from hf_zero.parallel.pipeline.module import PipelineModule
+from tests.helpers.cells import in_one_item, in_turn
+from tests.helpers.engines import config_of, full_grads, start
 from tests.helpers.late_transfers import Late
 
 # -- devices ---------------------------------------------------------------------------------------
@@ -153,6 +156,93 @@ def test_inputs_of_checkpoints_wait_in_host_memory(
     x = torch.randn(5, 8, requires_grad=True)
     activation_checkpointing.checkpoint(torch.tanh, x).sum().backward()
     assert configured == []
+
+
+class DropMLP(nn.Module):
+    """Gives ``mask * weight**2`` for ones, so that a gradient of ``2 * weight`` has its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with activation_checkpointing.get_cuda_rng_tracker().fork():
+            return nn.functional.dropout(x * self.weight, 0.5) * self.weight
+
+
+class Drops(nn.Module):
+    """Two blocks beside each other, each run by ``way``."""
+
+    def __init__(self, way: Any = lambda block, x: block(x)) -> None:
+        super().__init__()
+        self.blocks, self.way = nn.ModuleList(DropMLP() for _ in range(2)), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.way(block, x) for block in self.blocks])
+
+
+@pytest.fixture
+def tracker() -> Iterator[activation_checkpointing.RandomStates]:
+    activation_checkpointing.model_parallel_cuda_manual_seed(3)
+    found = activation_checkpointing.get_cuda_rng_tracker()
+    yield found
+    found.reset()
+
+
+def piped(block: nn.Module, x: torch.Tensor) -> Any:
+    return PipelineModule([block], 1, activation_checkpoint_interval=1)(x)
+
+
+@in_turn(
+    "build, keys",
+    (
+        (partial(Drops, activation_checkpointing.checkpoint), {}),
+        (partial(Drops, piped), {}),
+        (partial(Drops, lambda block, x: TiledMLP.apply(lambda m, y: m(y), block, x, 3)), {}),
+        (Drops, {"activation_checkpointing": {"blocks": True}}),
+        (Drops, {"activation_checkpointing": {"blocks": "selective"}}),
+        (Drops, {"tiled_mlp": {"enabled": True, "shards": 3}}),
+    ),
+)
+def test_recomputations_draw_from_the_named_states_of_their_forward(
+    tracker: Any, build: Any, keys: dict[str, Any]
+) -> None:
+    """Draws after the backward are those of a run without recomputation."""
+    model = build()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = start(model, sgd, config_of(0, train_micro_batch_size_per_gpu=3, **keys))
+    outputs = [engine(torch.ones(3, 16)) for _ in range(2)]
+    (after,) = tracker.get_states().values()
+    engine.backward(sum(outputs).sum())
+    for got, want in zip(full_grads(engine).values(), sum(outputs), strict=True):
+        assert torch.equal(got, 2 * want.detach().sum(0))
+    (left,) = tracker.get_states().values()
+    assert torch.equal(left, after)
+    engine.destroy()
+
+
+def test_repeated_and_failed_recomputations(tracker: Any) -> None:
+    """Named states are left as a run without recomputation leaves them."""
+    fails = False
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            y = nn.functional.dropout(x, 0.5) * x
+        if fails:
+            raise ArithmeticError
+        return y.exp().log()
+
+    x = torch.ones(8, requires_grad=True)
+    y = activation_checkpointing.checkpoint(run, x)
+    (after,) = tracker.get_states().values()
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        torch.testing.assert_close(grad, 2 * y.detach())
+    fails = True
+    with pytest.raises(ArithmeticError):
+        y.sum().backward()
+    (left,) = tracker.get_states().values()
+    assert torch.equal(left, after)
 
 
 KEPT = ("exp_avg", "exp_avg_sq")

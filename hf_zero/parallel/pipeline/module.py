@@ -17,12 +17,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_zero.activations.checkpointing import repeatable
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.topology import PipelineParallelGrid, ProcessTopology
 
-_recompute = partial(checkpoint, use_reentrant=False)
+
+def _recompute(function: Callable[..., object], *args: object) -> object:
+    return checkpoint(repeatable(function), *args, use_reentrant=False)
 
 
 class PipelineModule(StagedModule):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from hf_zero.activations.checkpointing import repeatable
 from hf_zero.config import TiledMlpSection, ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.zero.extensions import Stateless
@@ -99,7 +100,7 @@ class TiledMlps(Stateless):
             parts = x.chunk(shards, dim=-2)
             if not torch.is_grad_enabled():
                 return torch.cat([run(part) for part in parts], dim=-2)
-            outputs = [checkpoint(run, part, use_reentrant=False) for part in parts]
+            outputs = [checkpoint(repeatable(run), part, use_reentrant=False) for part in parts]
             return torch.cat(outputs, dim=-2)
 
         return forward
