@@ -15,6 +15,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -205,19 +206,26 @@ def classes() -> str:
     from hf_zero.config.sections import SCHEDULERS
     from hf_zero.optim import build
 
-    schedules = {name: build.schedule_class(name) for name in SCHEDULERS}
+    optimizers = {name: (cls, build._resolve(name, {})[1]) for name, cls in build._CLASSES.items()}
+    schedules = {name: (build.schedule_class(name), {}) for name in SCHEDULERS}
     parts = []
     for title, found in (
-        ("Parameters of optimizers", build._CLASSES),
+        ("Parameters of optimizers", optimizers),
         ("Parameters of schedules", schedules),
     ):
-        rows = [f"- **`{name}`**: {_parameters(cls)}" for name, cls in sorted(found.items())]
+        rows = [f"- **`{name}`**: {_parameters(*of)}" for name, of in sorted(found.items())]
         parts.append(f"## {title}\n\n" + "\n".join(_wrapped(row) for row in rows))
     return "\n\n".join(parts)
 
 
-def _parameters(cls: type) -> str:
-    found = list(inspect.signature(cls).parameters.values())[1:]
+def _parameters(cls: type, defaults: Mapping[str, object]) -> str:
+    """Parameters of ``cls`` with their defaults, in place of which a configuration has
+    ``defaults``.
+    """
+    found = [
+        each.replace(default=defaults.get(each.name, each.default))
+        for each in list(inspect.signature(cls).parameters.values())[1:]
+    ]
     return ", ".join(
         f"`{each.name}`"
         + ("" if each.default is each.empty or each.default is None else f" = `{each.default}`")

@@ -223,7 +223,7 @@ class FusedLion(Lion, metaclass=_Named):
         self,
         params: ParamsT,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:

@@ -276,7 +276,8 @@ def _cpu_adam(
 def _lion(
     cls: _Class, params: Mapping[str, object], settings: _Settings
 ) -> tuple[_Class, _Settings]:
-    return cls, {"lr": 1e-3, **settings}  # DeepSpeed's default; the class has the paper's
+    # DeepSpeed's defaults; the class has the paper's
+    return cls, {"lr": 1e-3, "betas": (0.9, 0.999), **settings}
 
 
 _DIALECTS: dict[
