@@ -284,9 +284,10 @@ def without_autos(config: ZeroConfig) -> ZeroConfig:
         )
         unset = [path for path in unset if path not in PRECISIONS]
     # gradient_clipping has DeepSpeed's own default, of which its reader tells
-    inert = [path for path in unset if KEYS[path].status is Status.INERT]
+    keys = {path: KEYS.get(path) or KEYS[path.rpartition(".")[0]] for path in unset}
+    inert = [path for path, key in keys.items() if key.status is Status.INERT]
     taken = [
-        f"{path} = {shown(KEYS[path].default, FILES[0])}"
+        f"{path} = {shown(KEYS[path].default, FILES[0])}" if path in KEYS else path
         for path in unset
         if path not in (*inert, GRADIENT_CLIPPING)
     ]

@@ -133,6 +133,9 @@ def test_auto_means_the_default(heard_in_full: list[str]) -> None:
         "bf16": {"enabled": "auto"},
         "gradient_clipping": "auto",
         "train_micro_batch_size_per_gpu": 3,
+        "amp": {"enabled": "auto", "opt_level": "auto"},
+        "autotuning": {"metric": "auto"},
+        "elasticity": {"enabled": False, "micro_batch_sizes": "auto"},
     }
     model = stack()
     engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
@@ -142,6 +145,8 @@ def test_auto_means_the_default(heard_in_full: list[str]) -> None:
     assert len(told) == 2 and all(key in told[1] for key in keys)
     assert "bf16.enabled" in told[0] and "trains in fp32" in told[0]
     assert "stage3_prefetch_bucket_size = 50000000" in told[1] and "bf16" not in told[1]
+    free = ("amp.enabled", "amp.opt_level", "autotuning.metric", "elasticity.micro_batch_sizes")
+    assert all(f"{key}, " in told[1] for key in free)
     for part in ("gradients are clipped at 1.0", "'_comment'"):
         assert any(part in said for said in heard_in_full), part
     with pytest.raises(ConfigError, match="'_comment'"):
