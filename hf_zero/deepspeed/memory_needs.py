@@ -15,7 +15,8 @@ from torch import nn
 GIB = 1 << 30
 
 
-def _blocks(total: int, largest: int) -> nn.Module:
+def _blocks(total: float, largest: float) -> nn.Module:
+    total, largest = int(total), max(int(largest), 1)  # DeepSpeed's examples pass 2851e6
     sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
     model = nn.Module()
     model.blocks = nn.ModuleList()
@@ -41,8 +42,8 @@ def _needs(
 
 
 def estimate_zero3_model_states_mem_needs(
-    total_params: int,
-    largest_layer_params: int,
+    total_params: float,
+    largest_layer_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     cpu_offload: bool = True,
@@ -59,26 +60,26 @@ def estimate_zero3_model_states_mem_needs(
     )
     if not zero_init:
         host = max(host, 4 * total_params * num_gpus_per_node)
-    return int(host * additional_buffer_factor), device, 4 * largest_layer_params
+    return int(host * additional_buffer_factor), device, int(4 * largest_layer_params)
 
 
 def estimate_zero2_model_states_mem_needs(
-    total_params: int,
+    total_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
     """Return the bytes of host memory on each machine, and of each device, at stage 2."""
-    model = _blocks(total_params, max(total_params // 32, 1))
+    model = _blocks(total_params, total_params // 32)
     host, device = _needs(model, 2, num_gpus_per_node, num_nodes, cpu_offload, False)
     host = max(host, 4 * total_params * num_gpus_per_node)  # the whole model before it is sharded
     return int(host * additional_buffer_factor), device
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
-    total_params: int,
-    largest_layer_params: int,
+    total_params: float,
+    largest_layer_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
@@ -101,7 +102,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int,
+    total_params: float,
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
@@ -154,7 +155,7 @@ def _place(offloaded: bool) -> str:
     return "cpu" if offloaded else "none"
 
 
-def _heading(stage: int, total: int, per_node: int, nodes: int) -> None:
+def _heading(stage: int, total: float, per_node: int, nodes: int) -> None:
     print(
         f"Estimated memory of parameters, gradients and optimizer state at stage {stage}: "
         f"{total / 1e6:.0f}M parameters, {nodes} x {per_node} ranks\n"

@@ -211,6 +211,11 @@ def test_estimates_are_those_of_hf_zero(capsys: pytest.CaptureFixture[str]) -> N
     offloaded = stage3.estimate_zero3_model_states_mem_needs(4_000_000, 1_000_000, 2)
     assert offloaded[1] < device and offloaded[0] > 16 * 4_000_000
     assert stage2.estimate_zero2_model_states_mem_needs(4_000_000, 2)[0] > 0
+    assert stage3.estimate_zero3_model_states_mem_needs(4e6, 1e6, 2) == offloaded
+    for empty in (nn.ReLU(), nn.Module()):
+        stage3.estimate_zero3_model_states_mem_needs_all_live(empty, 2)
+        stage2.estimate_zero2_model_states_mem_needs_all_live(empty, 2)
+    assert "0M parameters" in capsys.readouterr().out
     stage3.estimate_zero3_model_states_mem_needs_all_live(model, 2)
     stage2.estimate_zero2_model_states_mem_needs_all_live(model, 2)
     lines = capsys.readouterr().out.splitlines()
