@@ -466,7 +466,7 @@ def _expected_section(path: str, written: str, label: str) -> str:
     name, python = written.rpartition(".")[2], label == "keyword" and "." not in written
     if python and name in SWITCHES:
         return f"True, False or a section; write {name}=True or {name}=False"
-    first = next(key for key in KEYS if key.startswith(f"{path}."))[len(path) + 1 :]
+    first = next(key for key in (*KEYS, *ALIASES) if key.startswith(f"{path}."))[len(path) + 1 :]
     example = f"{{{first!r}: …}}"
     example = f"{name}={example}" if python else f"{{{name!r}: {example}}}"
     return f"a section of keys and values; write {example}"

@@ -29,6 +29,8 @@ REFUSED = """
 # -- values that are none of their key
 {zero_optimization: true}
     => zero_optimization = true is not a section ~ write {'zero_optimization': {'stage': …}}
+{tensor_parallel: {tp: 2}} => tensor_parallel.tp = 2 is not a section ~ {'tp': {'tp_size': …}}
+{quantize_training: {quantize_algo: 3}} => quantize_training.quantize_algo = 3 is not a section
 {zero_optimization: {stage: null}} => zero_optimization.stage = null is not an integer from 0 to 3
 {gradient_clipping: .inf} => gradient_clipping = Infinity is not a number of at least 0
 {communication_data_type: int8} => "int8" is not one of 'fp32', 'bf16', 'fp16'
