@@ -12,7 +12,15 @@ from hf_zero.config.keys import KEYS
 from hf_zero.config.offload import BLOCKS, ENABLED, NUMBER
 from hf_zero.config.offload import OFFLOAD as ACTIVATION_OFFLOAD
 from hf_zero.config.reading import ConfigReading
-from hf_zero.config.resolving import ACCUMULATION, BATCH, ELASTICITY, EQUATION, MICRO, TOTAL
+from hf_zero.config.resolving import (
+    ACCUMULATION,
+    BATCH,
+    ELASTICITY,
+    EQUATION,
+    MICRO,
+    TOTAL,
+    elastic_batch,
+)
 from hf_zero.config.sections import OPTIMIZERS, SCHEDULERS, UPDATE_IN_BACKWARD
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.techniques import LAYER_DROP
@@ -307,6 +315,10 @@ def refusals(values: Mapping[str, Any]) -> dict[str, str]:
     elastic = values.get(ELASTICITY) or {}
     written = [key for key in BATCH if key in values]
     if elastic.get("enabled"):
+        try:
+            elastic_batch(elastic)
+        except (ConfigError, NotBuiltError) as error:
+            reasons[ELASTICITY] = str(error)
         if written and not elastic.get("ignore_non_elastic_batch_info"):
             reasons[written[0]] = (
                 f"{ELASTICITY} computes the batch sizes; remove the key, or write "

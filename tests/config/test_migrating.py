@@ -147,6 +147,10 @@ FSDP {distributed_type: FSPD} => distributed_type: to fix, did you mean FSDP?
 {optimizer: {type: OneBitAdam}, zero_optimization: {stage: 3}} => optimizer.type: to fix,
 {train_batch_size: 16, elasticity: {enabled: true, max_train_batch_size: 64,
     micro_batch_sizes: [2, 4]}} => train_batch_size: to fix,
+{elasticity: {enabled: true, min_gpus: 8, max_gpus: 4}} => elasticity: to fix, no batch of at most
+{elasticity: {enabled: true, micro_batch_sizes: auto}} => elasticity: to fix, 'auto'
+{elasticity: {enabled: true, model_parallel_size: 2}} => elasticity: to fix, write 1
+{elasticity: {enabled: false, min_gpus: 8, max_gpus: 4}} => elasticity: taken,
 {train_batch_size: 16, elasticity: {enabled: true, max_train_batch_size: 64,
     micro_batch_sizes: [2, 4], ignore_non_elastic_batch_info: true}} => train_batch_size: taken,
 
