@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.offload import NUMBER
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.deepspeed.optimizers import name_made
 from hf_zero.deepspeed.zero_config import (
@@ -27,6 +28,7 @@ from hf_zero.loading.shard_only import engines_of
 from hf_zero.logging import log_rank0
 from hf_zero.setup.request import SetupRequest, configuration
 from hf_zero.zero.layout.precision import is_raw
+from hf_zero.zero.layout.wrap import repeated_blocks
 
 _SIGNATURE = inspect.signature(_initialize)
 
@@ -91,8 +93,26 @@ def _as_deepspeed(arguments: dict[str, object]) -> None:
             )
         config = clipped
     if not native:
+        config = _without_checkpoints(arguments["model"], config)
         config = _in_precision_of(arguments["model"], config)
     arguments.update(args=None, config=config, config_params=None)
+
+
+def _without_checkpoints(model: object, config: ZeroConfig) -> ZeroConfig:
+    """Return ``config`` without a number of checkpoints that ``model`` has no blocks for:
+    DeepSpeed only configures ``deepspeed.checkpointing`` by it.
+    """
+    section = config.activation_checkpointing
+    if section.blocks is not None or not section.number or not isinstance(model, torch.nn.Module):
+        return config
+    if repeated_blocks(model):
+        return config
+    log_rank0(
+        f"{NUMBER} = {section.number} has no effect: {type(model).__name__} has no repeated "
+        "blocks; call deepspeed.checkpointing.checkpoint in its forward, or remove the key",
+        logging.WARNING,
+    )
+    return config.without(NUMBER)
 
 
 def _in_precision_of(model: object, config: ZeroConfig) -> ZeroConfig:

@@ -185,6 +185,17 @@ def test_objects_go_before_the_configuration(heard: list[str]) -> None:
     engine.destroy()
 
 
+def test_a_number_of_checkpoints_for_a_model_without_blocks(heard: list[str]) -> None:
+    config = config_of(1, activation_checkpointing={"number_checkpoints": 4})
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
+    assert engine.config.activation_checkpointing.number == 0
+    assert len([line for line in heard if "number_checkpoints = 4" in line]) == 1
+    engine.destroy()
+    with pytest.raises(ConfigError, match="number_checkpoints"):
+        hf_zero.initialize(model=model, optimizer=adamw(model), config=config)
+
+
 # -- whole weights ---------------------------------------------------------------------------------
 
 
