@@ -133,6 +133,10 @@ class InferenceEngine(AroundModel):
 
     def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"init_inference was given a {type(model).__name__}; pass a torch.nn.Module"
+            )
         for name, instead in _INSTEAD.items():
             if getattr(config, name):
                 refuse(f"init_inference({name}=...)", instead)

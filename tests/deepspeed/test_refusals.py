@@ -64,6 +64,7 @@ REFUSED: list[Row] = [
         lambda: deepspeed.get_accelerator().memory_cached(),
     ),
     # -- inference
+    (ConfigError, "a NoneType; pass", calling("init_inference", None)),
     (ConfigError, BOTH, inference({"dtype": "fp32"}, dtype="bf16")),
     (ValidationError, "known are fp32", inference(dtype="fp64")),
     (ValidationError, "no_such_key", inference(no_such_key=1)),
