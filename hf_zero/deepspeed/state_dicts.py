@@ -36,6 +36,8 @@ def clone_tensors_for_torch_save(item: object, device: str | torch.device = "cpu
     copies: dict[tuple[object, ...], torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:  # no view of a buffer
+            return tensor.detach().to(device, copy=True)
         memory = (
             tensor.untyped_storage().data_ptr(),
             tensor.storage_offset(),

@@ -342,6 +342,10 @@ def test_copies_are_small_whole_apart_and_tied() -> None:
     assert copy["decoder"].data_ptr() == copy["embedding"].data_ptr()
     assert copy["part"].data_ptr() != copy["decoder"].data_ptr()
     assert copy["e"].numel() == copy["f"].numel() == 0
+    sparse = torch.eye(3).to_sparse()
+    copied: Any = clone_tensors_for_torch_save({"s": sparse})
+    sparse.values().zero_()
+    assert copied["s"].is_sparse and torch.equal(copied["s"].to_dense(), torch.eye(3))
 
 
 def test_copies_of_other_containers() -> None:
