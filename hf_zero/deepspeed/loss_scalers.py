@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 
@@ -99,6 +100,9 @@ class EngineLossScaler(LossScalerBase):
 class DynamicLossScaler(LossScalerBase):
     """A scale that halves after ``delayed_shift`` overflows and doubles after ``scale_window``
     steps without one.
+
+    ``update_scale`` raises ConfigError for an overflow at ``min_scale``, unless
+    ``raise_error_at_min_scale`` is false.
     """
 
     def __init__(
@@ -116,6 +120,18 @@ class DynamicLossScaler(LossScalerBase):
                 init_scale, True, scale_window, delayed_shift, min_scale, consecutive_hysteresis
             )
         )
+        self.raise_error_at_min_scale = raise_error_at_min_scale
+
+    def update_scale(self, overflow: bool) -> None:
+        scaler = self._scaler
+        stuck = scaler.at_floor and scaler.state_dict()["left"] <= 1
+        if overflow and stuck and self.raise_error_at_min_scale:
+            raise ConfigError(
+                f"gradients overflow at the smallest loss scale, min_scale = {scaler.minimum:g}: "
+                "the loss or the learning rate has diverged; write a smaller min_scale, or "
+                "raise_error_at_min_scale=False to go on"
+            )
+        super().update_scale(overflow)
 
 
 def CreateLossScaler(

@@ -9,6 +9,7 @@ import runpy
 import sys
 from collections import defaultdict, namedtuple
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -321,6 +322,16 @@ def test_loss_scales_move_like_those_of_the_engine() -> None:
         scaler.update_scale(overflow)
         seen.append(scaler.cur_scale)
     assert seen == [8.0, 8.0, 8.0, 16.0]
+    options = {scalers.INITIAL_LOSS_SCALE: 4.0, scalers.MIN_LOSS_SCALE: 2.0, "delayed_shift": 2}
+    for raises in (True, False):
+        low = scalers.DynamicLossScaler(**options, raise_error_at_min_scale=raises)
+        low.update_scale(True)
+        assert low.loss_scale == 4.0
+        low.update_scale(True)
+        assert low.loss_scale == 2.0
+        with pytest.raises(ConfigError, match="min_scale") if raises else nullcontext():
+            low.update_scale(True)
+        assert low.loss_scale == 2.0
     x = torch.ones(1, requires_grad=True)
     scaler.backward(x.sum())
     assert x.grad is not None and x.grad.item() == 16.0
