@@ -59,7 +59,7 @@ def estimate_zero3_model_states_mem_needs(
         model, 3, num_gpus_per_node, num_nodes, cpu_offload, cpu_offload and cpu_offload_params
     )
     if not zero_init:
-        host = max(host, 4 * total_params * num_gpus_per_node)
+        host = max(host, int(4 * total_params) * num_gpus_per_node)
     return int(host * additional_buffer_factor), device, int(4 * largest_layer_params)
 
 
@@ -73,7 +73,8 @@ def estimate_zero2_model_states_mem_needs(
     """Return the bytes of host memory on each machine, and of each device, at stage 2."""
     model = _blocks(total_params, total_params // 32)
     host, device = _needs(model, 2, num_gpus_per_node, num_nodes, cpu_offload, False)
-    host = max(host, 4 * total_params * num_gpus_per_node)  # the whole model before it is sharded
+    whole = int(4 * total_params) * num_gpus_per_node
+    host = max(host, whole)  # before the model is sharded
     return int(host * additional_buffer_factor), device
 
 
