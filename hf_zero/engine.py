@@ -203,22 +203,23 @@ class Engine(TrainingEngine):
         self.measures.trace(self, steps, folder)
 
     def set_custom_curriculum_learning_schedule(
-        self, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]
+        self, schedule_func_dict: Callable[[int], float] | Mapping[str, Callable[[int], float]]
     ) -> None:
         """Set the function ``schedule(step)`` that returns the difficulty of optimizer step
         ``step``, counted from 1, for a curriculum whose ``schedule_type`` is ``custom``; a mapping
         has functions by the names of metrics. The same on all ranks, before training and before a
         load. Raises ConfigError if no such curriculum is on.
         """
-        set_custom_schedule(self.techniques, schedule)
+        set_custom_schedule(self.techniques, schedule_func_dict)
 
-    def set_data_post_process_func(self, function: Finish) -> None:
-        """Have ``function(batch, state)`` make each batch of the loader of ``training_data=`` while
-        samples are chosen by difficulty; ``state`` has ``curriculum_step``, the optimizer step of
-        the batch, counted from 1, and ``current_difficulties`` by metric. Called in this process,
-        on each rank. Raises ConfigError if no samples are chosen by difficulty.
+    def set_data_post_process_func(self, post_process_func: Finish) -> None:
+        """Have ``post_process_func(batch, state)`` make each batch of the loader of
+        ``training_data=`` while samples are chosen by difficulty; ``state`` has
+        ``curriculum_step``, the optimizer step of the batch, counted from 1, and
+        ``current_difficulties`` by metric. Called in this process, on each rank. Raises
+        ConfigError if no samples are chosen by difficulty.
         """
-        set_post_process(self.techniques, function)
+        set_post_process(self.techniques, post_process_func)
 
     def iter_weights(
         self,

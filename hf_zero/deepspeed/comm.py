@@ -100,7 +100,9 @@ def _first_of(*names: str) -> str:
 
 
 all_gather = _collective("all_gather")
-all_gather_into_tensor = _collective(_first_of("all_gather_single", "all_gather_into_tensor"))
+all_gather_into_tensor = _collective(
+    _first_of("all_gather_single", "all_gather_into_tensor"), tensor="input_tensor"
+)
 all_gather_object = _collective("all_gather_object")
 all_reduce = _collective("all_reduce")
 all_to_all = _collective("all_to_all")

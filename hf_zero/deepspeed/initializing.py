@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hf_zero.config import ZeroConfig
 from hf_zero.config.offload import NUMBER
 from hf_zero.deepspeed.engine import DeepSpeedEngine
+from hf_zero.deepspeed.modules import refuse
 from hf_zero.deepspeed.optimizers import name_made
 from hf_zero.deepspeed.zero_config import (
     GRADIENT_CLIPPING_DEFAULT,
@@ -35,7 +36,12 @@ _SIGNATURE = inspect.signature(_initialize)
 
 @wraps(_initialize)
 def initialize(*args: object, **kwargs: object) -> Any:
-    """Run :func:`hf_zero.initialize`; the engine is a :class:`DeepSpeedEngine`."""
+    """Run :func:`hf_zero.initialize`; the engine is a :class:`DeepSpeedEngine`.
+
+    Raises NotBuiltError for DeepSpeed's argument ``mesh_param``.
+    """
+    if kwargs.pop("mesh_param", None):
+        refuse("initialize(mesh_param=...)", "write sequence_parallel_size in the configuration")
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments

@@ -67,9 +67,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 @functools.cache
-def warning_once(message: str) -> None:
-    """Log a warning that was not logged before."""
-    logger.warning(message)
+def warning_once(message: str, *args: object) -> None:
+    """Log a warning, formatted with ``args``, that was not logged before."""
+    logger.warning(message, *args)
 
 
 @functools.cache

@@ -108,6 +108,7 @@ class Init:
         zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: object = None,
         param_swapper: object = None,
+        tensor_overrides: object = None,
     ) -> None:
         self.enabled = enabled
         self._stack = ExitStack()

@@ -57,9 +57,9 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()  # type: ignore[no-any-return]
 
 
-def destroy_process_group() -> None:
+def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     if is_initialized():
-        dist.destroy_process_group()
+        dist.destroy_process_group(group)
 
 
 _chosen: torch.device | None = None

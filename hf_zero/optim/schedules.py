@@ -332,6 +332,9 @@ class LRRangeTest(LRSchedule):
         self.staircase = bool(lr_range_test_staircase)
         self._start(last_batch_iteration)
 
+    def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
+        super().step(batch_iteration)
+
     def lrs_at(self, iteration: int) -> list[float]:
         intervals = (
             (iteration + 1) // self.step_size
@@ -422,6 +425,9 @@ class OneCycle(LRSchedule):
             )
             self.cycle_momentum = False
         self._start(last_batch_iteration)
+
+    def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
+        super().step(batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:
         if iteration < 0:

@@ -364,7 +364,7 @@ def test_init_on_one_rank_leaves_parameters_whole_and_takes_every_argument(
     plain_process: None,
 ) -> None:
     config = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}
-    more = {"remote_device": "cpu", "pin_memory": True}
+    more = {"remote_device": "cpu", "pin_memory": True, "tensor_overrides": []}
     with zero_init.Init(config_dict_or_path=config, **more) as context:
         layer = nn.Linear(3, 2)
     assert type(layer.weight) is nn.Parameter and layer.weight.shape == (2, 3)

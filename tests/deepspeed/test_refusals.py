@@ -83,6 +83,11 @@ REFUSED: list[Row] = [
         }.items()
     ),
     # -- arguments
+    (
+        NotBuiltError,
+        "mesh_param.* sequence_parallel_size",
+        calling("initialize", model=LAYER, mesh_param=(1, 1)),
+    ),
     (LaunchError, "mpirun", calling("comm.mpi_discovery")),
     (
         ConfigError,

@@ -431,6 +431,8 @@ def test_collectives_are_logged_where_asked(comm: Any, capsys: pytest.CaptureFix
     x, out, log = torch.ones(4), torch.empty(4), comm.comms_logger
     comm.reduce_scatter_fn(out, x)
     comm.allgather_fn(out, x)
+    comm.reduce_scatter_tensor(output_tensor=out, tensor=x)
+    comm.all_gather_into_tensor(output_tensor=out, tensor=x)
     comm.inference_all_reduce(x)
     assert torch.equal(out, x) and not log.comms_dict
     comm.configure(enabled=True, prof_all=False, prof_ops=["broadcast"])
@@ -450,7 +452,8 @@ def test_collectives_are_logged_where_asked(comm: Any, capsys: pytest.CaptureFix
     assert counts == [["broadcast", "16", "B", "1"], ["mine", "16", "B", "1"]]
     log.reset_data()
     assert not log.comms_dict and comm.get_global_rank(comm.get_world_group(), 0) == 0
-    assert comm.new_group([0]) is not None and comm.is_available()
+    comm.destroy_process_group(group=comm.new_group([0]))
+    assert comm.is_initialized() and comm.is_available()
     mesh = comm.initialize_mesh_device((1, 1), ("data", "model"))
     assert mesh.mesh_dim_names == ("data", "model")
     groups = deepspeed.utils.groups
@@ -512,8 +515,8 @@ def test_logging_by_level(caplog: pytest.LogCaptureFixture, heard: list[str]) ->
         log.set_log_level_from_string("warning")
         assert log.logger.getEffectiveLevel() == 30 and log.should_log_le("error")
         assert not log.should_log_le("info")
-        log.logger.warning_once("said once")
-        log.logger.warning_once("said once")
+        log.logger.warning_once("said %s", "once")
+        log.logger.warning_once("said %s", "once")
         log.log_dist_once("also once", ranks=[0], level=40)
         log.log_dist_once("also once", ranks=[0], level=40)
         for what in ("said once", "also once"):

@@ -4,11 +4,14 @@ DeepSpeed's names, and the retired keys of the README.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch.distributed as dist
 import yaml
@@ -38,6 +41,39 @@ def account() -> Account:
         else:
             assert not line.startswith("- ") or line.startswith("- Used by: "), line
     return found
+
+
+# functions and methods, and arguments that scripts pass by name
+BY_NAME = """
+utils.safe_get_full_fp32_param: param
+utils.safe_get_full_grad: param
+utils.safe_get_full_optimizer_state: param optim_state_key
+utils.safe_set_full_fp32_param: param value
+utils.safe_set_full_grad: param value
+utils.safe_set_full_optimizer_state: param value optim_state_key
+utils.safe_get_local_fp32_param: param
+utils.safe_get_local_grad: param
+utils.safe_get_local_optimizer_state: param optim_state_key
+utils.safe_set_local_fp32_param: param value
+utils.safe_set_local_grad: param value
+utils.safe_set_local_optimizer_state: param value optim_state_key
+utils.safe_update_full_grad_vectorized: param_list update_func
+utils.z3_leaf_module: model
+moe.utils.is_moe_param: param
+moe.utils.split_params_into_shared_and_expert_params: params
+moe.utils.split_params_into_different_moe_groups_for_optimizer: param_groups max_group_size
+runtime.lr_schedules.LRRangeTest.step: self batch_iteration
+runtime.lr_schedules.OneCycle.step: self batch_iteration
+runtime.lr_schedules.WarmupLR.step: self last_batch_iteration
+DeepSpeedEngine.set_data_post_process_func: self post_process_func
+DeepSpeedEngine.set_custom_curriculum_learning_schedule: self schedule_func_dict
+"""
+
+
+def test_arguments_have_the_names_of_deepspeed() -> None:
+    for path, names in (row.split(": ") for row in BY_NAME.strip().splitlines()):
+        signature = inspect.signature(attrgetter(path)(deepspeed))
+        signature.bind(**dict.fromkeys(names.split()))
 
 
 def test_each_module_is_accounted_for_as_it_is() -> None:

@@ -188,6 +188,9 @@ def test_one_cycle_moves_lr_and_momentum_against_each_other():
     want = [0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.9 * 1.05, 0.9 * 1.1]
     assert [m for m, _ in momenta] == pytest.approx(want)
     assert {second for _, second in momenta} == {0.99}
+    for jumping in (schedule, LRRangeTest(adam())):
+        jumping.step(batch_iteration=3)
+        assert jumping.last_batch_iteration == 3
 
 
 def test_one_cycle_in_stairs_and_without_decay():

@@ -31,8 +31,8 @@ def mark(parameter: torch.Tensor, group: str | None) -> None:
     parameter.group_name = group  # type: ignore[attr-defined]
 
 
-def is_expert_parameter(parameter: torch.Tensor) -> bool:
-    return not getattr(parameter, "allreduce", True)
+def is_expert_parameter(param: torch.Tensor) -> bool:
+    return not getattr(param, "allreduce", True)
 
 
 def expert_group(parameter: torch.Tensor) -> str | None:
@@ -40,9 +40,9 @@ def expert_group(parameter: torch.Tensor) -> str | None:
     return getattr(parameter, "group_name", None)
 
 
-def split(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def split(params: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the shared parameters and the expert parameters, as two lists."""
-    listed = list(parameters)
+    listed = list(params)
     return (
         [p for p in listed if not is_expert_parameter(p)],
         [p for p in listed if is_expert_parameter(p)],
@@ -50,15 +50,15 @@ def split(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], list[
 
 
 def split_groups(
-    groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: int | None = None
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's ``groups`` without expert parameters, followed by groups of expert
-    parameters.
+    """Return the optimizer's ``param_groups`` without expert parameters, followed by groups of
+    expert parameters.
 
     An expert group has the options of its original group, "moe": True and the name of its expert
     group as "name"; groups of more than ``max_group_size`` elements are split between parameters.
     """
-    listed = [groups] if isinstance(groups, dict) else list(groups)
+    listed = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     shared: list[dict[str, Any]] = []
     experts: list[dict[str, object]] = []
     for group in listed:

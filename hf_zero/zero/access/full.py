@@ -324,67 +324,67 @@ def _write(
 
 
 @torch.no_grad()
-def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the whole fp32 master weights of ``parameter``, on every rank (collective); None for a
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """Return the whole fp32 master weights of ``param``, on every rank (collective); None for a
     frozen one without master weights.
     """
-    flat = owner_of(parameter)
+    flat = owner_of(param)
     if flat is None:
-        return parameter.detach().float()
+        return param.detach().float()
     flat.unit.take_user_writes()
     master = flat.optimizer_shard.master
     if master is None:
         return None
-    whole = whole_of(flat, parameter, master)
+    whole = whole_of(flat, param, master)
     return whole.to(step_dtype(whole.dtype))
 
 
 @torch.no_grad()
-def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set master and working weights of ``parameter`` to the whole ``value``, which every rank
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set master and working weights of ``param`` to the whole ``value``, which every rank
     passes (collective).
     """
-    if owner_of(parameter) is None:
-        parameter.copy_(value)
+    if owner_of(param) is None:
+        param.copy_(value)
         return
-    flat = _writes(parameter, "safe_set_full_fp32_param")
+    flat = _writes(param, "safe_set_full_fp32_param")
     flat.unit.take_user_writes()
     engine, master = _engine_of(flat), flat.optimizer_shard.master
     assert master is not None
     with engine.schedule.shards.writing():
-        _write(flat, parameter, master, value, "safe_set_full_fp32_param")
+        _write(flat, param, master, value, "safe_set_full_fp32_param")
         flat.optimizer_shard.store_master(master)
     engine.refresh_params([flat])
 
 
 @torch.no_grad()
-def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the whole gradient of ``parameter`` between backward and step: averaged over ranks,
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return the whole gradient of ``param`` between backward and step: averaged over ranks,
     without the loss scale (collective).
 
     None before the first backward of a step, and for a parameter that the engine does not train;
     zeros for one that no backward of the step has used, also because it is frozen for a while.
     """
-    flat = owner_of(parameter)
+    flat = owner_of(param)
     if flat is None:
-        return parameter.grad
+        return param.grad
     if not flat.optimizer_shard.has_master:
         return None
     engine, own = _reduced_gradient(flat)
     if own is None:
         return None
-    return whole_of(flat, parameter, own.to(step_dtype(own.dtype))) / engine.scaler.scale
+    return whole_of(flat, param, own.to(step_dtype(own.dtype))) / engine.scaler.scale
 
 
 @torch.no_grad()
-def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the gradient for the next step; every rank passes the whole tensor."""
-    flat = _writes(parameter, "safe_set_full_grad")
-    engine, _ = _gradient_to_replace(flat, parameter, "safe_set_full_grad")
-    _check_shape(parameter, value, "safe_set_full_grad")
-    first, start, stop = flat.spec.own_range(name_of(parameter))
+    flat = _writes(param, "safe_set_full_grad")
+    engine, _ = _gradient_to_replace(flat, param, "safe_set_full_grad")
+    _check_shape(param, value, "safe_set_full_grad")
+    first, start, stop = flat.spec.own_range(name_of(param))
     own = (value * engine.scaler.scale).reshape(-1)[first : first + stop - start]
-    flat.gradient.write_own(name_of(parameter), own)
+    flat.gradient.write_own(name_of(param), own)
 
 
 def _state(flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str) -> torch.Tensor:
@@ -404,23 +404,29 @@ def _state(flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str) -> t
 
 
 @torch.no_grad()
-def safe_get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
-    """Return the whole optimizer state ``name`` ("exp_avg", ...) of ``parameter``, on every rank
-    (collective); None for a frozen one.
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """Return the whole optimizer state ``optim_state_key`` ("exp_avg", ...) of ``param``, on every
+    rank (collective); None for a frozen one.
     """
-    flat = _reads(parameter, "safe_get_full_optimizer_state")
+    flat = _reads(param, "safe_get_full_optimizer_state")
     if flat is None:
         return None
     with _engine_of(flat).optimizer_step.counted_state():
-        held = _state(flat, parameter, name, "safe_get_full_optimizer_state")
-        return whole_of(flat, parameter, held)
+        held = _state(flat, param, optim_state_key, "safe_get_full_optimizer_state")
+        return whole_of(flat, param, held)
 
 
 @torch.no_grad()
-def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:
-    """Overwrite optimizer state ``name`` of ``parameter``; every rank passes the whole tensor."""
-    flat = _writes(parameter, "safe_set_full_optimizer_state")
-    held = _state(flat, parameter, name, "safe_set_full_optimizer_state")
-    _write(flat, parameter, held, value, "safe_set_full_optimizer_state")
-    _, start, stop = flat.spec.own_range(name_of(parameter))
-    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, name, held[start:stop], start)
+def safe_set_full_optimizer_state(
+    param: torch.Tensor, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Overwrite optimizer state ``optim_state_key`` of ``param``; every rank passes the whole
+    tensor.
+    """
+    flat = _writes(param, "safe_set_full_optimizer_state")
+    held = _state(flat, param, optim_state_key, "safe_set_full_optimizer_state")
+    _write(flat, param, held, value, "safe_set_full_optimizer_state")
+    _, start, stop = flat.spec.own_range(name_of(param))
+    _engine_of(flat).bound.load_tensor(
+        flat.optimizer_shard, optim_state_key, held[start:stop], start
+    )

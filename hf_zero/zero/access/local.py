@@ -52,94 +52,100 @@ def _put(parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: 
 
 
 @torch.no_grad()
-def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of this rank's fp32 master weights of ``parameter``; None for a frozen one."""
-    flat = _reads(parameter, "safe_get_local_fp32_param")
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of this rank's fp32 master weights of ``param``; None for a frozen one."""
+    flat = _reads(param, "safe_get_local_fp32_param")
     if flat is None:
         return None
     flat.unit.take_user_writes()
     master = flat.optimizer_shard.master
     assert master is not None
-    part = _part(parameter, master, "safe_get_local_fp32_param")
+    part = _part(param, master, "safe_get_local_fp32_param")
     return part.to(step_dtype(part.dtype), copy=True)
 
 
 @torch.no_grad()
-def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set this rank's master weights of ``parameter``, and the working weights from them
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set this rank's master weights of ``param``, and the working weights from them
     (collective).
     """
-    flat = _writes(parameter, "safe_set_local_fp32_param")
+    flat = _writes(param, "safe_set_local_fp32_param")
     flat.unit.take_user_writes()
     engine, master = _engine_of(flat), flat.optimizer_shard.master
     assert master is not None
     with engine.schedule.shards.writing():
-        _put(parameter, master, value, "safe_set_local_fp32_param")
+        _put(param, master, value, "safe_set_local_fp32_param")
         flat.optimizer_shard.store_master(master)
     engine.refresh_params([flat])
 
 
 @torch.no_grad()
-def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of this rank's part of the averaged gradient of ``parameter``, without the loss
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of this rank's part of the averaged gradient of ``param``, without the loss
     scale; None for a frozen one, and before the first backward of a step. Collective: reduces
     unreduced gradients.
     """
-    flat = _reads(parameter, "safe_get_local_grad")
+    flat = _reads(param, "safe_get_local_grad")
     if flat is None:
         return None
     engine, own = _reduced_gradient(flat)
     if own is None:
         return None
-    part = _part(parameter, own, "safe_get_local_grad")
+    part = _part(param, own, "safe_get_local_grad")
     return part.to(step_dtype(part.dtype)) / engine.scaler.scale
 
 
 @torch.no_grad()
-def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's part of the gradient for the next step (collective)."""
-    flat = _writes(parameter, "safe_set_local_grad")
-    engine, own = _gradient_to_replace(flat, parameter, "safe_set_local_grad")
-    _check_numel(parameter, own, value, "safe_set_local_grad")
-    flat.gradient.write_own(name_of(parameter), value.reshape(-1) * engine.scaler.scale)
+    flat = _writes(param, "safe_set_local_grad")
+    engine, own = _gradient_to_replace(flat, param, "safe_set_local_grad")
+    _check_numel(param, own, value, "safe_set_local_grad")
+    flat.gradient.write_own(name_of(param), value.reshape(-1) * engine.scaler.scale)
 
 
 @torch.no_grad()
-def safe_get_local_optimizer_state(parameter: torch.Tensor, name: str) -> torch.Tensor | None:
-    """Return a copy of this rank's part of the state ``name`` ("exp_avg", ...) of ``parameter``;
-    None for a frozen one.
+def safe_get_local_optimizer_state(
+    param: torch.Tensor, optim_state_key: str
+) -> torch.Tensor | None:
+    """Return a copy of this rank's part of the state ``optim_state_key`` ("exp_avg", ...) of
+    ``param``; None for a frozen one.
     """
-    flat = _reads(parameter, "safe_get_local_optimizer_state")
+    flat = _reads(param, "safe_get_local_optimizer_state")
     if flat is None:
         return None
     with _engine_of(flat).optimizer_step.counted_state():
-        held = _state(flat, parameter, name, "safe_get_local_optimizer_state")
-        return _part(parameter, held, "safe_get_local_optimizer_state").clone()
+        held = _state(flat, param, optim_state_key, "safe_get_local_optimizer_state")
+        return _part(param, held, "safe_get_local_optimizer_state").clone()
 
 
 @torch.no_grad()
-def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:
-    """Overwrite this rank's part of the optimizer state ``name`` of ``parameter``."""
-    flat = _writes(parameter, "safe_set_local_optimizer_state")
-    held = _state(flat, parameter, name, "safe_set_local_optimizer_state")
-    _put(parameter, held, value, "safe_set_local_optimizer_state")
-    _, start, stop = flat.spec.own_range(name_of(parameter))
-    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, name, held[start:stop], start)
+def safe_set_local_optimizer_state(
+    param: torch.Tensor, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Overwrite this rank's part of the optimizer state ``optim_state_key`` of ``param``."""
+    flat = _writes(param, "safe_set_local_optimizer_state")
+    held = _state(flat, param, optim_state_key, "safe_set_local_optimizer_state")
+    _put(param, held, value, "safe_set_local_optimizer_state")
+    _, start, stop = flat.spec.own_range(name_of(param))
+    _engine_of(flat).bound.load_tensor(
+        flat.optimizer_shard, optim_state_key, held[start:stop], start
+    )
 
 
 @torch.no_grad()
 def safe_update_full_grad_vectorized(
-    parameters: Iterable[torch.Tensor],
-    update: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    param_list: Iterable[torch.Tensor],
+    update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Replace the gradient of each parameter that has one by ``update(gradient, parameter)``, which
-    every rank calls on the whole averaged gradient (collective).
+    """Replace the gradient of each parameter that has one by ``update_func(gradient, parameter)``,
+    which every rank calls on the whole averaged gradient (collective).
     """
-    for parameter in parameters:
+    for parameter in param_list:
         if owner_of(parameter) is None:
             if parameter.grad is not None:
-                parameter.grad.copy_(update(parameter.grad, parameter))
+                parameter.grad.copy_(update_func(parameter.grad, parameter))
             continue
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
-            safe_set_full_grad(parameter, update(gradient, parameter))
+            safe_set_full_grad(parameter, update_func(gradient, parameter))

@@ -503,8 +503,8 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in modules_of(model) if z3_leaf_module(module)]
 
 
-def z3_leaf_module(module: nn.Module) -> bool:
-    return bool(getattr(module, WHOLE, False))
+def z3_leaf_module(model: nn.Module) -> bool:
+    return bool(getattr(model, WHOLE, False))
 
 
 def described(module: nn.Module) -> str:
