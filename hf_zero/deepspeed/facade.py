@@ -84,11 +84,15 @@ class FacadeLoader:
     def exec_module(self, module: ModuleType) -> None:
         row = _api()[module.__name__]
         module.__doc__ = row.about
-        exported = {*row.names, *_submodules(row.path)}
+        submodules = {*_submodules(row.path)}
+        exported = {*row.names, *submodules}
         namespace = vars(module)
         namespace["__all__"] = sorted(exported)
         namespace["__getattr__"] = lambda name: _attribute(module, row, name)
         namespace["__dir__"] = lambda: sorted({*namespace, *exported})
+        for name in submodules & row.names.keys():  # imported later, it would replace the function
+            import_module(f"{row.path}.{name}")
+            del namespace[name]
 
     def get_code(self, fullname: str) -> CodeType:
         """Return the code that ``python -m fullname`` runs."""
