@@ -82,18 +82,27 @@ def _restore(kept: Sequence[tuple[NamedStates, dict[str, torch.Tensor]]]) -> Non
 
 def is_kept(operator: str) -> bool:
     """Return whether the selective policy saves the results of ``operator``: those that cost FLOPs
-    rather than bandwidth.
+    rather than bandwidth. A call that draws random numbers is recomputed all the same.
     """
     name = operator.split(".")[0]
     return name in PRODUCTS or "attention" in name or "attn" in name or "packed_linear" in name
 
 
+def _draws(operator: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Return whether this call of ``operator`` draws random numbers: the generator would not
+    advance in a recomputation that reads its saved results.
+    """
+    schema = getattr(operator, "_schema", None)  # a higher-order operator has none
+    for index, argument in enumerate(() if schema is None else schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p")
+            return bool(argument.default_value if given is None else given)
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
 def _policy(context: object, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return (
-        CheckpointPolicy.MUST_SAVE
-        if is_kept(operator.__name__)
-        else CheckpointPolicy.PREFER_RECOMPUTE
-    )
+    kept = is_kept(operator.__name__) and not _draws(operator, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
@@ -150,6 +159,25 @@ def _call(
         return function(*values[:first], **kwargs)
 
 
+def _unchanged(function: Callable[..., object]) -> Callable[..., object]:
+    """Return ``function`` with ConfigError for a saved result that the block changes in place."""
+
+    def run(*args: object, **kwargs: object) -> object:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if "selective activation checkpoint has been mutated" not in str(error):
+                raise
+            name = type(getattr(function, "__self__", function)).__name__
+            raise ConfigError(
+                f'activation_checkpointing.blocks is "selective", and {name} changes the result '
+                "of a matrix product or of attention in place, which the backward needs as it "
+                "was; set blocks to true, or compute a new tensor there"
+            ) from error
+
+    return run
+
+
 def _checkpoint(
     function: Callable[..., object],
     timing: Timing | None,
@@ -163,7 +191,7 @@ def _checkpoint(
     if selective:
         return torch.utils.checkpoint.checkpoint(
             _call,
-            function,
+            function if torch.compiler.is_compiling() else _unchanged(function),
             timing,
             tuple(kwargs),
             *values,

@@ -158,6 +158,112 @@ def test_selective_recomputes_no_product_and_no_attention() -> None:
     assert selective[cheap] == whole[cheap] == plain[cheap] + 2, "once more in each layer"
 
 
+@torch.library.custom_op(
+    "hf_zero_tests::attention_of_chance",
+    mutates_args=(),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def attention_of_chance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = 2 * torch.bernoulli(torch.full_like(x, 0.5))
+    return x * mask, mask
+
+
+@torch.library.custom_op("hf_zero_tests::attention_that_drops", mutates_args=())
+def attention_that_drops(
+    x: torch.Tensor, dropout_p: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.bernoulli(torch.full_like(x, 1 - dropout_p)) / (1 - dropout_p)
+    return x * mask, mask
+
+
+def keep_mask(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.others = len(inputs) - 1
+
+
+def through_mask(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
+    return grad * ctx.saved_tensors[0], *[None] * ctx.others
+
+
+attention_of_chance.register_autograd(through_mask, setup_context=keep_mask)
+attention_that_drops.register_autograd(through_mask, setup_context=keep_mask)
+
+
+class Dropping(nn.Module):
+    """A block that draws in ``attention``, and after it."""
+
+    def __init__(self, attention: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.a, self.attention = nn.Linear(WIDTH, WIDTH), attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.attention(self.a(x)), 0.5)
+
+
+class Stacked(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+@in_one_item(["tag", "positional", "keyword", "none"])
+def test_selective_recomputes_attention_that_draws(case: str) -> None:
+    attention = {
+        "tag": lambda x: attention_of_chance(x)[0],
+        "positional": lambda x: attention_that_drops(x, 0.5)[0],
+        "keyword": lambda x: attention_that_drops(x, dropout_p=0.5)[0],
+        "none": lambda x: nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3)[0, 0],
+    }[case]
+
+    def build() -> nn.Module:
+        return seeded(lambda: Stacked(lambda: Dropping(attention)))
+
+    model = build()
+    torch.manual_seed(0)
+    model(torch.randn(4, WIDTH)).backward()
+    want = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with Operators() as operators:
+        got, _ = run({"blocks": "selective"}, build, stage=0)
+    assert all(torch.equal(got[0][1][name], want[name]) for name in want)
+    attentions = [
+        times
+        for name, times in operators.counts.items()
+        if "attention" in name and "backward" not in name
+    ]
+    runs = 1 if case == "none" else 2
+    assert attentions == [3 * 2 * runs], "its results are saved if it draws nothing"
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.relu_(self.a(x)))
+
+
+def test_selective_refuses_a_saved_result_that_changes_in_place() -> None:
+    def build() -> nn.Module:
+        return seeded(lambda: Stacked(InPlace))
+
+    want, _ = run({}, build)
+    got, _ = run({"blocks": True}, build)
+    assert same(got, want)
+    model = build()
+    config = config_of(2, activation_checkpointing={"blocks": "selective"})
+    engine = start(model, sgd(model), config)
+    with pytest.raises(ConfigError, match=r"activation_checkpointing\.blocks .*InPlace"):
+        engine.backward(engine(torch.randn(4, WIDTH)))
+    engine.destroy()
+
+
 @in_one_item([("llama", True), ("t5", "selective")])
 def test_transformers_models_with_caches(case: Any) -> None:
     """A decoder's cache must not be added to twice."""
