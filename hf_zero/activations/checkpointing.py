@@ -255,6 +255,7 @@ class _Checkpointed(Override):
             if caches and (not block.training or any(cache.get_seq_length() for cache in caches)):
                 return self._fn(*args, **kwargs)  # the cache's contents are part of the result
             if caches:
+                blocks.tell_of_caches()
                 args = tuple(None if _is_cache(value) else value for value in args)
                 kwargs = {
                     name: None if _is_cache(value) else value for name, value in kwargs.items()
@@ -313,7 +314,7 @@ class Checkpoints:
             module for module in model.modules() if hasattr(module, "gradient_checkpointing")
         ]
         self._blocks = list(blocks)
-        self._tells = tells
+        self._tells = self._tells_of_caches = tells
         for block in blocks:
             block.forward = _Checkpointed(self, block)  # type: ignore[method-assign, assignment]
         self.look()
@@ -336,6 +337,31 @@ class Checkpoints:
             logger.info(
                 "activation_checkpointing: the model checkpoints by itself "
                 "(gradient_checkpointing), and goes on to do so"
+            )
+
+    def check_caches(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise ConfigError for an empty cache among the arguments of a forward in training: the
+        checkpointed blocks would not fill it.
+        """
+        if not self._blocks or self.left_to_model or not model.training:
+            return
+        for name, value in (*enumerate(args), *kwargs.items()):
+            if _is_cache(value) and not value.get_seq_length():
+                raise ConfigError(
+                    f"{type(model).__name__} is to fill {name} ({type(value).__name__}) in "
+                    "training, and blocks that are recomputed in the backward would fill it twice; "
+                    "leave it out, or remove activation_checkpointing.blocks"
+                )
+
+    def tell_of_caches(self) -> None:
+        """Warn, once, that the cache that a model has made itself stays empty."""
+        if self._tells_of_caches and not torch.compiler.is_compiling():
+            self._tells_of_caches = False
+            logger.warning(
+                "activation checkpointing: the model makes a key-value cache in training, which "
+                "recomputed blocks leave empty; pass use_cache=False"
             )
 
     def remove(self) -> None:

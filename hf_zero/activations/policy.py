@@ -151,7 +151,7 @@ class Activations:
         if self.offload is None and not blocks:
             return
         self._removable += [
-            model.register_forward_pre_hook(Attached(self._begin), prepend=True),
+            model.register_forward_pre_hook(Attached(self._begin), prepend=True, with_kwargs=True),
             model.register_forward_hook(Attached(self._end), always_call=True),
         ]
         if self.offload is not None:
@@ -180,9 +180,14 @@ class Activations:
             storages |= {buffer.untyped_storage()._cdata for buffer in model.buffers()}
         return storages
 
-    def _begin(self, module: nn.Module, args: object) -> None:
+    def _begin(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         self.checkpoints.look()
-        if self.offload is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        self.checkpoints.check_caches(module, args, kwargs)
+        if self.offload is None:
             return
         # a forward interrupted by KeyboardInterrupt has skipped the forward hook that ends it
         self.offload.end()

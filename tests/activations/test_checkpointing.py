@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.compiler import config as compiler_config
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from hf_zero.activations import checkpointing as recompute
 from hf_zero.activations.policy import prefer_attention
@@ -301,6 +302,32 @@ def test_a_filled_cache_is_part_of_the_result() -> None:
     assert engine(ids, use_cache=True)[name].get_seq_length() == 4, (
         "evaluation with gradients keeps its cache"
     )
+    engine.destroy()
+
+
+def test_an_empty_cache_that_training_would_fill_is_refused() -> None:
+    model = ARCHITECTURES["llama"].build()
+    name = cache_argument(type(model).forward)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": 1}))
+    with pytest.raises(ConfigError, match=rf"{name} .*activation_checkpointing\.blocks"):
+        engine(ids, **{name: DynamicCache()})
+    with torch.no_grad():
+        assert engine(ids, **{name: (cache := DynamicCache())}) and cache.get_seq_length() == 4
+    model.gradient_checkpointing_enable()  # the model then warns by itself
+    engine(ids, **{name: DynamicCache()})
+    engine.destroy()
+
+
+def test_a_cache_of_the_model_that_stays_empty_is_told_of_once(heard: list[str]) -> None:
+    model = ARCHITECTURES["llama"].build()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    engine = start(model, sgd(model), config_of(2, activation_checkpointing={"blocks": True}))
+    engine(ids, use_cache=False)
+    assert not any("use_cache=False" in line for line in heard)
+    for _ in range(2):
+        engine(ids, use_cache=True)
+    assert sum("use_cache=False" in line for line in heard) == 1
     engine.destroy()
 
 
