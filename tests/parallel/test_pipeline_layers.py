@@ -40,7 +40,17 @@ from hf_zero.parallel.pipeline.topology import (
 from tests.helpers.cells import in_one_item
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank
-from tests.parallel.pipelines import Whole, batches, config, layers, loss_of, pipeline, sgd
+from tests.parallel.pipelines import (
+    VOCAB,
+    WIDTH,
+    Whole,
+    batches,
+    config,
+    layers,
+    loss_of,
+    pipeline,
+    sgd,
+)
 
 # ---- which stage holds which ----
 
@@ -219,6 +229,21 @@ def test_what_is_refused_on_several_ranks():
     run_ranks(2, rank)
     run_ranks(2, saves)
     run_ranks(2, reads)
+
+
+@on_each_rank(2)
+def test_a_parameter_of_two_stages_is_tied_by_key_or_refused(rank):
+    embedding, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+    head.weight = embedding.weight
+    shared = [embedding, nn.Linear(WIDTH, WIDTH), head]
+    said = r"weight of layer 2 \(Linear\) .* layer 0 \(Embedding\).*TiedLayerSpec"
+    with pytest.raises(ConfigError, match=said):
+        PipelineModule(shared, 2)
+    # ranks 0, 1, 0: one rank holds both layers
+    between = [shared[0], nn.Linear(WIDTH, WIDTH), shared[2], nn.Linear(VOCAB, VOCAB)]
+    module = PipelineModule(between, 2, stages_per_rank=2, partition_method="uniform")
+    held = {name for name, _ in module.named_parameters()}
+    assert held == ({"1.weight", "1.bias", "3.weight", "3.bias"} if rank else {"0.weight"})
 
 
 # ---- the engine, on one rank ----

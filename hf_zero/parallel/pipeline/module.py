@@ -93,6 +93,7 @@ class PipelineModule(StagedModule):
             else []
         )
         self.parts = bounds_of(partition_method, count, names, numels)
+        self._check_shared(layers, names)
         self.tied_modules = nn.ModuleDict()
         # by stage of this rank: the functions that run its layers
         self._functions = {
@@ -112,6 +113,22 @@ class PipelineModule(StagedModule):
                 partition_method,
                 "\n".join(shown),
             )
+
+    def _check_shared(self, layers: Sequence[object], names: Sequence[str]) -> None:
+        """Raise ConfigError for a parameter of layers that lie on different ranks."""
+        first: dict[nn.Parameter, int] = {}
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, nn.Module):
+                continue
+            for name, parameter in layer.named_parameters():
+                other = first.setdefault(parameter, index)
+                stages = self.stage_owner(other), self.stage_owner(index)
+                if (stages[0] - stages[1]) % self.num_stages:
+                    raise ConfigError(
+                        f"{name} of layer {index} ({names[index]}) is a parameter of layer {other} "
+                        f"({names[other]}), too, and stages {stages[1]} and {stages[0]} would "
+                        "train copies of it apart; make both layers a TiedLayerSpec of one key"
+                    )
 
     def _build(self, index: int, layer: Any) -> Callable[..., object]:
         """Register layer ``index``, built from its spec if needed; return the callable that runs
