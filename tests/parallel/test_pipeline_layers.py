@@ -19,7 +19,7 @@ import hf_zero
 from hf_zero.distributed import flat_mesh, stage_messages
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.parallel_groups import init_parallel
+from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.distributed.stage_messages import StageMessages
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import (
@@ -38,6 +38,7 @@ from hf_zero.parallel.pipeline.topology import (
     ProcessTopology,
 )
 from tests.helpers.cells import in_one_item
+from tests.helpers.models import ARCHITECTURES
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank
 from tests.parallel.pipelines import (
@@ -351,6 +352,22 @@ def test_another_number_of_stages(rank):
     PipelineModule(layers(), 2)
     with pytest.raises(ConfigError, match=r"number of stages stays for the life .* new ones"):
         PipelineModule(layers(), 1)
+
+
+@on_each_rank(2)
+def test_a_refused_pipeline_leaves_the_job_as_it_was(rank):
+    model = ARCHITECTURES["llama"].build()
+    for refused in (
+        lambda: PipelineModule(layers()[:1], 2),
+        lambda: PipelineModule(layers(), 2, stages_per_rank=0),
+        lambda: PipelineModule(layers(), 2, partition_method="profile"),
+        lambda: hf_zero.pipeline_stages(model, 2, stages_per_rank=9),
+    ):
+        with pytest.raises(ConfigError):
+            refused()
+        assert get_parallel() is None
+    PipelineModule(layers(), 2)
+    assert get_parallel().dims == ParallelDims.over(2, pipeline=2)
 
 
 def net():

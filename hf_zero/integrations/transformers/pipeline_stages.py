@@ -208,6 +208,7 @@ class CausalLMStages(StagedModule):
         super().__init__(num_stages, topology, stages_per_rank)
         self._family = family
         self.parts = parts_of(model, family, self.num_stages * stages_per_rank)
+        self.make_parallel()
         self._blocks = _blocks_of(self.parts)
         for path, instead in _elsewhere(model, family, self.parts, self.stages_here).items():
             model.set_submodule(path, instead)

@@ -94,6 +94,7 @@ class PipelineModule(StagedModule):
         )
         self.parts = bounds_of(partition_method, count, names, numels)
         self._check_shared(layers, names)
+        self.make_parallel()
         self.tied_modules = nn.ModuleDict()
         # by stage of this rank: the functions that run its layers
         self._functions = {

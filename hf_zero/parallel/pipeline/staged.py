@@ -54,7 +54,9 @@ class StagedModule(nn.Module):
         topology: ProcessTopology | None = None,
         stages_per_rank: int = 1,
     ):
-        """Raises ConfigError if the started ranks do not match the topology."""
+        """Subclasses call :meth:`make_parallel` after all checks. Raises ConfigError if the started
+        ranks do not match the topology.
+        """
         super().__init__()
         if not process_group.is_initialized():
             init.init_distributed()
@@ -73,13 +75,17 @@ class StagedModule(nn.Module):
                 f"num_stages is {num_stages}, and the axis pipe of the topology has "
                 f"{topology.get_dim('pipe')} ranks; pass one of them"
             )
-        _make_parallel(topology)
+        _dims_of(topology)  # its checks: a refused pipeline leaves the job as it was
         if stages_per_rank < 1:
             raise ConfigError(f"stages_per_rank is {stages_per_rank}; make it 1 or more")
         self.topology = topology
         self.num_stages = topology.get_dim("pipe")
         self.stages_per_rank = stages_per_rank
         self.stage_id: int = topology.get_coord(self.global_rank).pipe
+
+    def make_parallel(self) -> None:
+        """Make the job parallel by the topology (collective)."""
+        init_parallel(_dims_of(self.topology))
 
     @property
     def stages_here(self) -> list[int]:
@@ -113,7 +119,7 @@ def make_parallel_for(model: nn.Module) -> None:
         return
     if isinstance(model, StagedModule):
         if groups.dims.pipeline != model.num_stages:
-            _make_parallel(model.topology)
+            model.make_parallel()
     elif max(groups.dims.pipeline, groups.dims.tensor) > 1:
         marks = map(sharding_of, model.parameters())
         # the tensor-parallel size determines the ranks of the experts
@@ -139,9 +145,9 @@ def _topology_of(num_stages: int, world: int) -> ProcessTopology:
     return PipeModelDataParallelTopology(num_stages, tensor, data)
 
 
-def _make_parallel(topology: ProcessTopology) -> None:
-    """Initialize the job's process groups by ``topology`` (collective). Raises ConfigError for axes
-    in another order, and if the job is already parallel in another way.
+def _dims_of(topology: ProcessTopology) -> ParallelDims:
+    """Return the mesh dimensions of a job with the pipelines of ``topology``. Raises ConfigError
+    for axes in another order, and if the job is already parallel in another way.
     """
     if topology.axes not in (["pipe", "data"], ["pipe", "data", "model"]):
         raise ConfigError(
@@ -155,19 +161,18 @@ def _make_parallel(topology: ProcessTopology) -> None:
     groups = get_parallel()
     # Stages may be added to tensor parallelism: its ranks are neighbours with and without stages.
     if groups is None or groups.dims in (dims, ParallelDims.over(dims.world, tensor=tensor)):
-        init_parallel(dims)
-    elif max(groups.dims.sequence_context, groups.dims.expert) > 1:
+        return dims
+    if max(groups.dims.sequence_context, groups.dims.expert) > 1:
         raise ConfigError(
             f"the job is parallel as {groups.dims}: sequences in parts and experts on several "
             "ranks are not built beside the stages of a pipeline; leave hf_zero.sequence_parallel "
             "and ep_size out, or train the whole model without stages"
         )
-    else:
-        raise ConfigError(
-            f"the job is parallel as {groups.dims}, and the pipeline's topology is {topology}; the "
-            "number of stages stays for the life of the processes, after engine.destroy() too: "
-            "start new ones for another, and split layers (hf_zero.tensor_parallel) before stages"
-        )
+    raise ConfigError(
+        f"the job is parallel as {groups.dims}, and the pipeline's topology is {topology}; the "
+        "number of stages stays for the life of the processes, after engine.destroy() too: "
+        "start new ones for another, and split layers (hf_zero.tensor_parallel) before stages"
+    )
 
 
 def mark_tied(module: StagedModule, groups: ParallelGroups) -> None:
