@@ -174,6 +174,12 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "axes of the topology": lambda: module_of(topology=ProcessTopology(["data", "pipe"], [1, 1])),
     "pass one of them": lambda: module_of(num_stages=2, topology=PipeDataParallelTopology(1, 1)),
     "stages_per_rank is 0": lambda: module_of(num_stages=1, stages_per_rank=0),
+    "activation_checkpoint_interval is -1": lambda: module_of(
+        num_stages=1, activation_checkpoint_interval=-1
+    ),
+    "activation_checkpoint_interval is -2": lambda: module_of(num_stages=1).set_checkpoint_interval(
+        -2
+    ),
     "neither a module, a function": lambda: module_of(num_stages=1, layers=[3]),
     "needs a class of": lambda: LayerSpec(torch.tanh),
     "stage is 2": lambda: engine_of(zero_optimization={"stage": 2}),

@@ -75,7 +75,7 @@ class PipelineModule(StagedModule):
         self.seed_layers = seed_layers
         self.seed_fn = seed_fn or set_random_seed
         self.base_seed = base_seed
-        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.set_checkpoint_interval(activation_checkpoint_interval)
         self._checkpointing = activation_checkpoint_func, checkpointable_layers
         self.micro_offset = 0
         layers = list(layers)
@@ -215,7 +215,14 @@ class PipelineModule(StagedModule):
         return self.num_stages
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute ``interval`` layers together from now on; 0: none."""
+        """Recompute ``interval`` layers together from now on; 0: none. Raises ConfigError for a
+        negative number.
+        """
+        if interval < 0:
+            raise ConfigError(
+                f"activation_checkpoint_interval is {interval}; write the number of layers that "
+                "are recomputed together, or 0 for none"
+            )
         self.activation_checkpoint_interval = interval
 
 
