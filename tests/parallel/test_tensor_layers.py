@@ -70,6 +70,18 @@ def test_keys_and_values_of_fewer_heads_than_ranks():
     compare_tensors("gradient", {name: total}, {name: gradients[name]})
 
 
+@in_one_item([VOCAB + 5, VOCAB, -1, -100])
+def test_a_token_outside_the_vocabulary_is_an_error_as_in_one_process(token):
+    ids = torch.tensor([[1, 2, token, VOCAB - 1]])
+
+    def run(model):
+        with pytest.raises(IndexError):
+            model(input_ids=ids)
+
+    run(seeded(llama))
+    _on_ranks(run)
+
+
 def _sent(make, backward=True):
     models = [seeded(make) for _ in range(2)]
     batch = MODELS["llama"].batch(0, 0, 0)

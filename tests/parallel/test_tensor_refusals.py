@@ -65,6 +65,15 @@ def quantised():
     return model
 
 
+def embedding_with(**options):
+    def make():
+        model = llama()
+        model.set_input_embeddings(nn.Embedding(VOCAB, 32, **options))
+        return model
+
+    return make
+
+
 def called_with_a_cache(heads):
     def call(model):
         cache: Any = transformers.DynamicCache()
@@ -93,6 +102,10 @@ CALLS: dict[str, tuple[int, Any, Any, str]] = {
     "vocabulary": (2, lambda: llama(vocab_size=67), cut, "pad_to_multiple_of=2"),
     "a style of no layer": (2, llama, planned({"model.layers.*.input_layernorm": "colwise"}),
                             "input_layernorm"),
+    "norms of whole rows": (2, embedding_with(max_norm=0.5), cut, 
+                            "Embedding(68, 32, max_norm"),
+    "counts of all tokens": (2, embedding_with(scale_grad_by_freq=True), cut, "scale_grad_by_freq"),
+    "sparse gradients": (2, embedding_with(sparse=True), cut, "sparse=True"),
     "a misspelled name": (2, llama, planned({"model.layers.*.mlp.up_projection": "colwise"}),
                           "did you mean 'model.layers.*.mlp.up_proj'"),
     "an unknown name": (2, gpt2, planned({"c_atn": None}), "c_atn"),

@@ -189,12 +189,15 @@ class RowwiseSplit(Rowwise):
 
 
 class EmbeddingRowwise(Sharded):
-    """An embedding with a part of the vocabulary: tokens of other parts add zeros to the sum."""
+    """An embedding with a part of the vocabulary: tokens of other parts add zeros to the sum. Those
+    of no part reach the lookup, which refuses them.
+    """
 
     def forward(self, ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         part = self._part
         local_ids = ids - part.start
         others = (local_ids < 0) | (local_ids >= part.width)
+        others &= (ids >= 0) & (ids < part.width * part.axis.size)
         y = super().forward(local_ids.masked_fill(others, 0), *args, **kwargs)  # type: ignore[misc]
         return sum_over(y.masked_fill(others.unsqueeze(-1), 0), part.axis, part.name)
 

@@ -198,9 +198,10 @@ def _layers(
         return
     if not is_sharded(module) and not takes(style, module):
         raise ConfigError(
-            f"the tensor-parallel plan names {name}, a {type(module).__name__}, which is not a "
-            "layer that its style can run; take it out by hf_zero.tensor_parallel(model, size, "
-            f"plan={{{_NUMBER.sub('*', name)!r}: None}}), or remove tensor_parallel.autotp_size"
+            f"the tensor-parallel plan names {name}, {type(module).__name__}"
+            f"({module.extra_repr()}), which is not a layer that its style can run; take it out by "
+            f"hf_zero.tensor_parallel(model, size, plan={{{_NUMBER.sub('*', name)!r}: None}}), or "
+            "remove tensor_parallel.autotp_size"
         )
     yield name, module, style, False
 

@@ -160,12 +160,15 @@ def style_of(name: str, where: str) -> LayerStyle:
 
 def takes(style: LayerStyle, module: nn.Module) -> bool:
     """Return whether ``style`` supports ``module``; also its subclasses, whose forward may scale or
-    normalise inputs or outputs but is linear in its weight.
+    normalise inputs or outputs but is linear in its weight. Options of an embedding that read or
+    change whole rows, or the counts of all tokens, are not supported.
     """
     if style.takes == "any" or style.runs is None:
         return True
     if style.takes == "embedding":
-        return isinstance(module, nn.Embedding)
+        return isinstance(module, nn.Embedding) and not (
+            module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+        )
     plain = type(module).forward is nn.Linear.forward or is_conv1d(module)
     # with a bias, Rowwise computes the product itself and so bypasses a subclass's own forward
     if issubclass(style.runs, layers.Rowwise):
