@@ -82,6 +82,19 @@ def test_a_token_outside_the_vocabulary_is_an_error_as_in_one_process(token):
     _on_ranks(run)
 
 
+def test_a_bias_added_after_the_sum_keeps_the_dtype_of_autocast():
+    def run(model):
+        dtypes = []
+        model.transformer.h[0].mlp.c_proj.register_forward_hook(
+            lambda module, inputs, output: dtypes.append(output.dtype)
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=torch.tensor([[1, 2, 3]]))
+        return dtypes
+
+    assert _on_ranks(run, gpt2) == [run(seeded(gpt2))] * 2
+
+
 def _sent(make, backward=True):
     models = [seeded(make) for _ in range(2)]
     batch = MODELS["llama"].batch(0, 0, 0)

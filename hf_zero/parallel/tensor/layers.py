@@ -177,7 +177,7 @@ class Rowwise(Sharded):
             weight: Any = self.weight
             y = x @ weight
         y = sum_over(y, part.axis, part.name)
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 class RowwiseSplit(Rowwise):
