@@ -318,6 +318,9 @@ def test_what_the_engine_of_a_pipeline_refuses():
             engine.train_batch(iter(batches(2)))
         with pytest.raises(PipelineError, match="has no data"):
             engine.train_batch()
+        for loader in (batches(2), torch.utils.data.DataLoader(Images())):
+            with pytest.raises(ConfigError, match=rf"{type(loader).__name__}, .*set_dataloader"):
+                engine.train_batch(loader)
         with pytest.raises(PipelineError, match="ended after 1 of the 2"):
             engine.train_batch(iter(batches(1)))
         with pytest.raises(PipelineError, match="gives no batch"):

@@ -95,7 +95,8 @@ class PipelineTraining(TrainingEngine):
 
         The ranks of the first and the last stage read data, each that of its data-parallel
         coordinate. None: the iterator given to :meth:`set_dataiterator`, or the loader of
-        ``initialize``. Raises PipelineError inside ``torch.no_grad()``.
+        ``initialize``. Raises PipelineError inside ``torch.no_grad()``, and ConfigError for data
+        that is not an iterator: each step would begin it anew.
         """
         if not torch.is_grad_enabled():
             raise PipelineError(
@@ -103,6 +104,12 @@ class PipelineTraining(TrainingEngine):
                 "evaluate, or leave the block"
             )
         if data_iter is not None:
+            if not hasattr(data_iter, "__next__"):
+                raise ConfigError(
+                    f"train_batch() got a {type(data_iter).__name__}, of which each step would "
+                    "read the first batches; pass the same iter(loader) to each step, or call "
+                    "engine.set_dataloader(loader) once and train_batch() without data"
+                )
             self.set_dataiterator(data_iter)
         self.module.train()
         steps, window = self.gradient_accumulation_steps(), self.accumulation
