@@ -71,6 +71,8 @@ def test_partitions_by_number_by_parameters_and_by_class():
     for method, parts, said in (
         ("type:Conv", 2, "type:Conv"),
         ("type:", 2, "partition_method is 'type:'"),
+        ("type:[", 2, r"partition_method 'type:\['"),
+        (None, 2, "partition_method is None"),
         ("profile", 2, "partition_method is 'profile'"),
         ("uniform", 6, "leaves stages empty"),
     ):
@@ -180,6 +182,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "activation_checkpoint_interval is -2": lambda: module_of(num_stages=1).set_checkpoint_interval(
         -2
     ),
+    "partition_method is None": lambda: module_of(num_stages=1, partition_method=None),
     "neither a module, a function": lambda: module_of(num_stages=1, layers=[3]),
     "needs a class of": lambda: LayerSpec(torch.tanh),
     "stage is 2": lambda: engine_of(zero_optimization={"stage": 2}),
@@ -279,6 +282,22 @@ def test_what_an_evaluation_returns():
         torch.testing.assert_close(each, value)
 
 
+def test_logits_of_an_evaluation_that_are_its_losses():
+    """Without loss_fn, the last layer gives the loss, which has no dimension to join along."""
+
+    def rank(_):
+        module = PipelineModule([nn.Linear(4, 4), lambda hidden: hidden.square().mean()], 1)
+        engine, _, _, _ = hf_zero.initialize(model=module, config=config(2, 1), optimizer=sgd)
+        data = [(torch.full((2, 4), float(index)), None) for index in range(2)]
+        mean, outputs = engine.eval_batch(data, return_logits=True)
+        assert float(mean) == pytest.approx(float(sum(outputs)) / 2)
+        with torch.no_grad():
+            assert outputs == [module(inputs) for inputs, _ in data]
+        engine.destroy()
+
+    run_ranks(1, rank)
+
+
 @in_one_item([*itertools.product(("inputs", "labels"), (False, True))])
 def test_stages_that_read_different_batches_are_told(case):
     """Before a micro-batch begins."""
@@ -330,6 +349,11 @@ def test_what_the_engine_of_a_pipeline_refuses():
             engine.train_batch(iter([ids, ids]))
         with pytest.raises(ConfigError, match="reduce_output is 'sum'"):
             engine.eval_batch(batches(2), reduce_output="sum")
+        with pytest.raises(ConfigError, match="data_iter=None"):
+            engine.eval_batch(None)
+        for count in (0, -1):
+            with pytest.raises(ConfigError, match=f"num_micro_batches is {count}"):
+                engine.eval_batch(batches(2), num_micro_batches=count)
         engine.set_dataloader(batches(2))
         engine.set_batch_fn(lambda batch: (batch[0], batch[1]))
         first = float(engine.train_batch())

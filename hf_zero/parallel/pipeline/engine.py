@@ -149,17 +149,29 @@ class PipelineTraining(TrainingEngine):
         dimension, or a list if shapes differ; None on other stages). ``reduce_output`` None: return
         the losses one by one. Without ``compute_loss``: return the outputs. Both only on the ranks
         of the last stage, None elsewhere. The model is in evaluation mode afterwards. Raises
-        ConfigError for another ``reduce_output``.
+        ConfigError for another ``reduce_output``, without data, and for no micro-batches.
         """
         if reduce_output not in ("avg", None):
             raise ConfigError(f'reduce_output is {reduce_output!r}; it is "avg" or None')
+        if data_iter is None:
+            raise ConfigError(
+                "eval_batch() got data_iter=None; pass an iterable of micro-batches, such as "
+                "iter(loader), on all ranks"
+            )
+        if num_micro_batches is None:
+            num_micro_batches = self.gradient_accumulation_steps()
+        if num_micro_batches < 1:
+            raise ConfigError(
+                f"num_micro_batches is {num_micro_batches}; make it 1 or more, or leave it out for "
+                "as many as a step has"
+            )
         training, self._batches = self._batches, iter(data_iter)
         outputs: list[Any] = []
         self.module.eval()
         try:
             with torch.no_grad():
                 losses = self._run(
-                    num_micro_batches or self.gradient_accumulation_steps(),
+                    num_micro_batches,
                     training=False,
                     outputs=outputs if return_logits or not compute_loss else None,
                     compute_loss=compute_loss,
@@ -177,7 +189,8 @@ class PipelineTraining(TrainingEngine):
         if not return_logits:
             return answer
         shapes = {
-            output.shape[1:] if isinstance(output, torch.Tensor) else None for output in outputs
+            output.shape[1:] if isinstance(output, torch.Tensor) and output.dim() else None
+            for output in outputs
         }
         alike = len(shapes) == 1 and None not in shapes
         return answer, torch.cat(outputs) if alike else (outputs or None)

@@ -89,7 +89,7 @@ class PipelineModule(StagedModule):
         count = self.num_stages * self.stages_per_rank
         numels = (
             [training_numel(layer) for layer in layers]
-            if partition_method.lower() == "parameters"
+            if str(partition_method).lower() == "parameters"
             else []
         )
         self.parts = bounds_of(partition_method, count, names, numels)
@@ -370,14 +370,20 @@ def bounds_of(method: str, parts: int, names: Sequence[str], numels: Sequence[in
             f"a pipeline of {parts} stages over {len(names)} layers leaves stages empty; make "
             "num_stages smaller, or the layers finer"
         )
-    kind, _, expression = method.partition(":")
+    kind, _, expression = str(method).partition(":")
     kind = kind.lower()
     if kind == "uniform":
         return partition_uniform(len(names), parts)
     if kind == "parameters":
         weights = list(numels)
     elif kind == "type" and expression:
-        weights = [int(bool(re.search(expression, name, re.IGNORECASE))) for name in names]
+        try:
+            weights = [int(bool(re.search(expression, name, re.IGNORECASE))) for name in names]
+        except re.error as error:
+            raise ConfigError(
+                f"partition_method {method!r} has no regular expression after type: ({error}); "
+                "write the class of the layers to balance, as type:linear"
+            ) from error
         if not any(weights):
             raise ConfigError(
                 f"partition_method {method!r} matches none of the layers "
