@@ -253,6 +253,10 @@ REFUSED = {
     "tutel": (NotBuiltError, lambda: MoE(8, LAYER, 2, use_tutel=True)),
     "use_tutel": (NotBuiltError, lambda: TopKGate(8, 2)(torch.ones(2, 8), None, True)),
     "jitter": (ConfigError, lambda: TopKGate(8, 2, noisy_gate_policy="jitter")),
+    r"used_token has the shape \[2, 3\], for 4": (
+        ConfigError,
+        lambda: MoE(8, LAYER, 2, k=2)(torch.ones(2, 2, 8), torch.ones(2, 3)),
+    ),
     "call initialize": (ConfigError, lambda: MoE(8, LAYER, 2, 2)(torch.ones(1, 8))),
 }
 
@@ -346,9 +350,29 @@ def test_chance_decides_which_tokens_an_expert_takes():
     assert places.tolist() == list(range(most))  # in the order of the tokens
 
 
-def test_unused_tokens_go_nowhere():
+@in_one_item([1, 2])
+def test_unused_tokens_go_nowhere(k):
     scores, used = logits(2), torch.ones(TOKENS)
     used[[0, 5]] = 0
-    found = routing.top1(scores, Capacity(4.0, 0), used)
-    assert found.experts[[0, 5], 0].tolist() == [GATED, GATED]
-    assert int(found.counts.sum()) == TOKENS - 2 and not found.weights[[0, 5]].any()
+    route = {1: routing.top1, 2: lambda *given: routing.top2(*given, samples=False)}[k]
+    found = route(scores, Capacity(4.0, 0), used)
+    assert found.experts[[0, 5]].tolist() == [[GATED] * k] * 2
+    assert int(found.counts.sum()) == k * (TOKENS - 2) and not found.weights[[0, 5]].any()
+    # the others are routed as if the unused ones were not there
+    alone = route(scores[used.bool()], Capacity(4.0, 0))
+    assert torch.equal(found.experts[used.bool()], alone.experts)
+    assert torch.equal(found.weights[used.bool()], alone.weights)
+    assert torch.equal(found.places[used.bool()], alone.places)
+    counted = torch.bincount(found.experts[used.bool(), 0], minlength=GATED) / TOKENS
+    aux = GATED * (counted * scores.softmax(1).mean(0)).sum()
+    assert float(found.aux_loss) == pytest.approx(float(aux))
+
+
+@in_one_item([1, 2])
+def test_a_mask_of_used_tokens_has_the_shape_of_the_batch(k):
+    exact = {"k": k, "use_rts": False, "top2_2nd_expert_sampling": False}
+    layer = seeded(lambda: MoE(HIDDEN, nn.Linear(HIDDEN, HIDDEN), EXPERTS, **exact))
+    hidden, used = torch.randn(2, 3, HIDDEN), torch.tensor([[1, 1, 0], [0, 1, 1]])
+    output = layer(hidden, used)[0]
+    assert torch.equal(output, layer(hidden, used.reshape(-1))[0])
+    assert not output[used == 0].any() and output[used == 1].any(-1).all()

@@ -79,7 +79,15 @@ class TopKGate(nn.Module):
         }
 
     def route(self, tokens: torch.Tensor, used: torch.Tensor | None = None) -> Routing:
-        """Return the routing of ``tokens`` [S, model_dim]; those with ``used`` [S] 0 have none."""
+        """Return the routing of ``tokens`` [S, model_dim]; those with ``used`` 0, of S elements,
+        have none. Raises ConfigError for another number of these.
+        """
+        if used is not None and used.numel() != len(tokens):
+            raise ConfigError(
+                f"used_token has the shape {list(used.shape)}, for {len(tokens)} tokens; pass one "
+                "element for each of them"
+            )
+        used = None if used is None else used.reshape(-1)
         capacity = self._capacities[self.training]
         if self.noisy_gate_policy == "Jitter" and self.training:
             tokens = routing.jittered(tokens.float())
@@ -87,7 +95,7 @@ class TopKGate(nn.Module):
         if self.k == 1:
             noisy = self.noisy_gate_policy == "RSample" and self.training
             return routing.top1(logits, capacity, used, noisy, self.use_rts)
-        return routing.top2(logits, capacity, self.top2_2nd_expert_sampling)
+        return routing.top2(logits, capacity, used, self.top2_2nd_expert_sampling)
 
     def forward(
         self,
@@ -161,8 +169,8 @@ class MOELayer(nn.Module):
         self.exp_counts: torch.Tensor | None = None
 
     def forward(self, *input: torch.Tensor) -> torch.Tensor:
-        """Return the output for hidden states [..., hidden] and an optional mask of used tokens
-        [S].
+        """Return the output for hidden states [..., hidden] and an optional mask of used tokens,
+        [S] or of the leading dimensions.
         """
         if self.ep_size > 1 and self.axis is None:
             raise ConfigError(

@@ -110,8 +110,15 @@ def top1(
     )
 
 
-def top2(logits: torch.Tensor, capacity: Capacity, samples: bool = True) -> Routing:
-    """Route each token to two experts by ``logits`` [S, E]; ``samples``: draw the second one."""
+def top2(
+    logits: torch.Tensor,
+    capacity: Capacity,
+    used: torch.Tensor | None = None,
+    samples: bool = True,
+) -> Routing:
+    """Route each token to two experts by ``logits`` [S, E]. ``used`` [S]: tokens with 0 go to none.
+    ``samples``: draw the second expert.
+    """
     tokens, experts = logits.shape
     gates = logits.softmax(1)
     first = gates.argmax(1)
@@ -120,9 +127,11 @@ def top2(logits: torch.Tensor, capacity: Capacity, samples: bool = True) -> Rout
     )
     second = others.argmax(1)
     chosen = torch.cat([first, second])
+    if used is not None:
+        chosen = chosen.where(used.to(chosen.device).bool().repeat(2), experts)
     most = capacity.limit(tokens, experts, 2)
     places = _places(chosen)
-    taken = _fits(places, most)
+    taken = _fits(places, most) & (chosen < experts)
     assigned = chosen.where(taken, experts)
     weights = (_of(gates.repeat(2, 1), assigned) * taken).view(2, tokens)
     weights = weights / weights.sum(0).clamp(min=torch.finfo(weights.dtype).eps)
@@ -130,7 +139,7 @@ def top2(logits: torch.Tensor, capacity: Capacity, samples: bool = True) -> Rout
         assigned.view(2, tokens).t(),
         weights.t(),
         places.view(2, tokens).t(),
-        _aux_loss(gates, first),
+        _aux_loss(gates, chosen[:tokens]),
         _counts(chosen, experts),
         most,
     )
