@@ -287,11 +287,12 @@ class GatedMLP(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.most = nn.Linear(4, 4), 0
+        self.layer, self.most, self.pairs = nn.Linear(4, 4), 0, False
 
     def forward(self, hidden, gate=None):
         self.most = max(self.most, hidden.shape[1])
-        return self.layer(hidden) * (1 if gate is None else gate)
+        output = self.layer(hidden) * (1 if gate is None else gate)
+        return (output, gate) if self.pairs else output
 
 
 class Gated(nn.Module):
@@ -306,15 +307,19 @@ class Gated(nn.Module):
 
 
 def test_mlps_are_called_by_keyword_or_with_more_than_tokens():
-    """The latter is refused by the class, and no MLP runs on all tokens in silence."""
+    """The latter is refused by the class, and no MLP runs on all tokens in silence. What is not one
+    tensor cannot be joined.
+    """
     config = {
         "tiled_mlp": {"enabled": True, "shards": 3}, "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 0},
     }  # fmt: skip
     x = torch.randn(2, 9, 4)
 
-    def run(call, enabled=True):
+    def run(call, enabled=True, x=x, pairs=False):
         model = seeded(lambda: Gated(call))
+        for layer in model.layers:
+            layer.pairs = pairs
         section = {"tiled_mlp": {**config["tiled_mlp"], "enabled": enabled}}
         engine = start(model, plain_sgd(model), config | section)
         out = engine(x)
@@ -328,6 +333,10 @@ def test_mlps_are_called_by_keyword_or_with_more_than_tokens():
     for call in (lambda layer, x: layer(x, x), lambda layer, x: layer(x, gate=x)):
         with pytest.raises(ConfigError, match="tokens of GatedMLP, which is called with 2"):
             run(call)
+    got, most = run(by_name, x=x[:, :0])
+    assert got.shape == (2, 0, 4) and most == 0
+    with pytest.raises(ConfigError, match=r"what GatedMLP returns .* a tuple"):
+        run(lambda layer, x: layer(x)[0], pairs=True)
 
 
 def test_tokens_of_whole_batches_are_counted_once():

@@ -88,7 +88,7 @@ class TiledMlps(Stateless):
             name, x = next(iter(arguments.items()), (0, None))
             tokens = x.shape[-2] if isinstance(x, torch.Tensor) and x.dim() > 1 else 1
             shards = min(self._shards, tokens)
-            if shards == 1:
+            if shards <= 1:  # 0 without tokens
                 return plain(*args, **kwargs)
             if len(arguments) > 1 or name not in (0, *kwargs):
                 raise ConfigError(
@@ -96,7 +96,16 @@ class TiledMlps(Stateless):
                     f"{len(arguments)} arguments of unknown roles; remove the section"
                 )
             assert isinstance(x, torch.Tensor)
-            run = plain if isinstance(name, int) else lambda part: plain(**{name: part})
+
+            def run(part: torch.Tensor) -> torch.Tensor:
+                output = plain(part) if isinstance(name, int) else plain(**{name: part})
+                if not isinstance(output, torch.Tensor):
+                    raise ConfigError(
+                        f"{KEY} cannot join what {described(module)} returns for a part of the "
+                        f"tokens, a {type(output).__name__}; remove the section"
+                    )
+                return output
+
             parts = x.chunk(shards, dim=-2)
             if not torch.is_grad_enabled():
                 return torch.cat([run(part) for part in parts], dim=-2)
