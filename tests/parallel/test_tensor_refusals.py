@@ -273,6 +273,21 @@ def test_a_model_that_is_right(case):
     assert "are those of the whole model, on 2 ranks" in said[0]
 
 
+def test_further_backwards_after_the_comparison():
+    """Of a graph that was kept, as of a second loss."""
+
+    def gradients(model):
+        output = model.train()(**batch_of())
+        output.loss.backward(retain_graph=True)
+        output.logits.square().mean().backward()
+        return model.model.norm.weight.grad
+
+    models = [seeded(llama) for _ in range(2)]
+    want = gradients(seeded(llama))
+    for got in run_ranks(2, lambda rank: gradients(cut(models[rank], verify=True))):
+        torch.testing.assert_close(got, want)
+
+
 def _loses_a_sum(model):
     for layer in model.model.layers:
         set_sharding(layer.self_attn.q_norm.weight, Sharding())

@@ -44,6 +44,7 @@ class Verification:
         self._given: dict[int, torch.Tensor] = {}  # gradients of the outputs, by output number
         self._gradients: dict[str, torch.Tensor] = {}
         self._ends = False  # whether :meth:`_finish` is queued for the end of the backward
+        self._done = False  # hooks on views of the outputs stay, for further backwards
 
     def watch(self, model: nn.Module) -> None:
         """Compare the first forward of ``model`` in training, and its backward."""
@@ -120,6 +121,8 @@ class Verification:
         return map_tensors(output, passed_on)
 
     def _take_given(self, index: int, gradient: torch.Tensor) -> None:
+        if self._done:
+            return
         self._given[index] = self._given.get(index, 0) + gradient.detach()
         if not self._ends:
             self._ends = True
@@ -159,6 +162,7 @@ class Verification:
             f"those of the whole model, on {self._axis.size} ranks"
         )
         self.__dict__.clear()
+        self._done = True
 
     @torch.no_grad()
     def _compare(
