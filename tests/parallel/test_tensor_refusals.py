@@ -90,6 +90,8 @@ def shared_sequences(model):
     start(cut(model), plain_sgd(model), config_of(1), mpu=former)
 
 
+UP_WHOLE = {"model.layers.*.mlp.up_proj": None, "model.layers.*.mlp.gate_proj": None,
+            "model.layers.*.mlp.down_proj": None}  # fmt: skip
 BITS = {"enabled": True, "quantize_bits": {"start_bits": 8, "target_bits": 8}}
 PER_RANK = {"enabled": True, "per_rank": True}
 OF_EXPERTS = {"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}
@@ -106,6 +108,10 @@ CALLS: dict[str, tuple[int, Any, Any, str]] = {
                             "Embedding(68, 32, max_norm"),
     "counts of all tokens": (2, embedding_with(scale_grad_by_freq=True), cut, "scale_grad_by_freq"),
     "sparse gradients": (2, embedding_with(sparse=True), cut, "sparse=True"),
+    "another plan": (2, llama, lambda model: cut(cut(cut(model)), plan={"lm_head": None}),
+                     "'lm_head'"),
+    "less than a plan": (2, llama, lambda model: cut(cut(model, plan=UP_WHOLE), plan={}),
+                         "mlp.down_proj'"),
     "a misspelled name": (2, llama, planned({"model.layers.*.mlp.up_projection": "colwise"}),
                           "did you mean 'model.layers.*.mlp.up_proj'"),
     "an unknown name": (2, gpt2, planned({"c_atn": None}), "c_atn"),
@@ -162,6 +168,17 @@ def test_refused(case):
     with pytest.raises(RankFailed) as raised:
         run_ranks(ranks, lambda rank: call(models[rank]))
     assert isinstance(raised.value.__cause__, ConfigError) and words in str(raised.value.__cause__)
+
+
+def test_a_plan_that_is_repeated():
+    models = [seeded(llama) for _ in range(2)]
+
+    def run(rank):
+        model: Any = cut(models[rank], plan=UP_WHOLE)
+        for plan in (None, dict(UP_WHOLE)):
+            assert cut(model, plan=plan).model.layers[0].mlp.up_proj.weight.shape == (48, 32)
+
+    run_ranks(2, run)
 
 
 def test_the_ranks_that_a_launcher_has_started_are_counted(monkeypatch):

@@ -69,7 +69,7 @@ def tensor_parallel(
         size: number of ranks in a group; it must divide the number of ranks, the heads and the
             widths.
         plan: changes to the model's plan: a style for each module name, in which ``*`` matches any
-            number. The style None leaves a module whole.
+            number. The style None leaves a module whole. A later call leaves it out, or repeats it.
         verify: compare the first forward and backward in training with those of the whole model,
             which each rank holds until then, and raise VerificationError if they differ.
 
@@ -99,7 +99,9 @@ def tensor_parallel(
     path, inner = planned_model(model)
     dims = dims_of(size)
     rank = dims.coordinate(process_group.get_rank(), "tensor")
-    plan = plan if record is None else record.plan
+    if record is not None:
+        _check_same_plan(record, plan)
+        plan = record.plan
     unwrap(inner, rank, size)
     planned = _planned(path, inner, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -170,6 +172,17 @@ def _check_same_size(record: TensorParallel | None, size: int) -> None:
         raise ConfigError(
             f"the model is cut among {record.size} tensor-parallel ranks already, and "
             f"tensor_parallel.autotp_size is {size}; keep one size"
+        )
+
+
+def _check_same_plan(record: TensorParallel, plan: Mapping[str, str | None] | None) -> None:
+    """Raise ConfigError for a ``plan`` that is not that of the model with ``record``."""
+    before = record.plan or {}
+    if plan is not None and dict(plan) != dict(before):
+        different = min(name for name, _ in dict(plan).items() ^ dict(before).items())
+        raise ConfigError(
+            f"tensor_parallel() got another plan for {different!r} than the one by which the model "
+            "is cut already; leave plan out, or pass it to the call that cuts the model"
         )
 
 
