@@ -163,6 +163,25 @@ def long_rows(at):
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+@in_one_item([torch.float32, torch.bfloat16, torch.float16])
+def test_the_mean_loss_is_one_number_on_all_ranks(dtype):
+    values, counts = [3.9, 1.3, 0.7], [8, 2, 3]
+    losses = [torch.tensor(value, dtype=dtype, requires_grad=True) for value in values]
+
+    def rank(number):
+        sequence = hf_zero.sequence_parallel(3)
+        labels = torch.where(torch.arange(8)[None] < counts[number], 5, -100)
+        mean = sequence.mean_loss(losses[number], labels)
+        mean.backward()
+        return mean.item()
+
+    whole = [loss.detach().double() for loss in losses]
+    want = sum(loss * count for loss, count in zip(whole, counts)) / sum(counts)
+    assert run_ranks(3, rank) == [want.to(dtype).item()] * 3
+    for loss, count in zip(losses, counts):
+        assert loss.grad.item() == pytest.approx(3 * count / sum(counts), rel=1e-2)
+
+
 def test_in_16_bits():
     """Sums over the tokens of two ranks are rounded before they are added, as over two batches."""
     job, plan = SequenceJob(llama), Plan(ranks=1, steps=2, precision="bf16")

@@ -175,7 +175,7 @@ class SequenceParallel:
         total = pairs[:, 1].sum().clamp(min=1)
         mean = ((pairs[:, 0] * pairs[:, 1]).sum() / total).to(loss.dtype)
         weighted = loss * (count * self.size / total).to(loss.dtype)
-        return mean + weighted - weighted.detach()
+        return mean + (weighted - weighted.detach())  # + 0: the same bits on all ranks
 
     # ---- Megatron's method names ----
 
