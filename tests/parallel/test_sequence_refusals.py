@@ -76,7 +76,19 @@ BATCHES: list[tuple[Any, int, str]] = [
     (BATCH | {"attention_mask": PADDED}, 2, r"labels\[attention_mask == 0\] = -100"),
     (PACKED | {"attention_mask": ONES}, 2, "at token 6, .* attention_mask"),
     (BATCH | {"attention_mask": ONES[:, None, None]}, 2, r"attention_mask of shape \[2, 1"),
-    (BATCH | {"position_ids": ONES.expand(3, ROWS, TOKENS)}, 2, r"position_ids of shape \[3"),
+    (BATCH | {"position_ids": ONES.expand(3, ROWS, TOKENS)}, 2, r"position_ids .*shape \[3, 2,"),
+    (BATCH | {"position_ids": COUNTED.expand(3, -1)}, 2, r"position_ids .*shape \[3, 16\]"),
+    (BATCH | {"position_ids": COUNTED}, 2, r"position_ids .*shape \[16\]"),
+    (BATCH | {"labels": ONES[:, 0]}, 2, r"labels .*shape \[2\], .*input_ids .*\[2, 16\]"),
+    (BATCH | {"labels": ONES.repeat(1, 2)}, 2, r"labels .*shape \[2, 32\]"),
+    (BATCH | {"labels": ONES[:, :6]}, 2, r"labels .*shape \[2, 6\]"),
+    (BATCH | {"labels": ONES.tolist()}, 2, "labels is a list"),
+    (BATCH | {"shift_labels": ONES[:, 0]}, 2, r"shift_labels .*shape \[2\]"),
+    (BATCH | {"attention_mask": ONES[:, 1:]}, 2, r"attention_mask .*shape \[2, 15\]"),
+    (BATCH | {"attention_mask": ONES[:1]}, 2, r"attention_mask .*shape \[1, 16\]"),
+    (BATCH | {"attention_mask": ONES.tolist()}, 2, "attention_mask is a list"),
+    ({"input_ids": ONES[0], "labels": ONES[0]}, 2, r"input_ids is of shape \[16\]"),
+    ({"input_ids": ONES.tolist()}, 2, "input_ids is a list"),
 ]
 
 
@@ -85,6 +97,15 @@ def test_batches_that_cannot_be_cut(row):
     batch, parts, match = row
     with pytest.raises(ConfigError, match=match):
         cut(batch, 0, Division(parts))
+
+
+def test_inputs_that_are_none_are_left_out():
+    """Embeddings in place of ids, and one row of positions for all."""
+    embedded = torch.randn(ROWS, TOKENS, HIDDEN)
+    batch = {"input_ids": None, "inputs_embeds": embedded, "labels": BATCH["labels"]}
+    part = cut({**batch, "position_ids": COUNTED[None]}, 1, Division(2))
+    assert part["input_ids"] is None and torch.equal(part["inputs_embeds"], embedded[:, 8:])
+    assert part["labels"].shape == part["position_ids"].shape == (ROWS, TOKENS // 2)
 
 
 def test_a_batch_is_cut_after_its_labels_are_shifted():

@@ -58,13 +58,18 @@ def cut(batch: Any, rank: int, division: Division) -> dict[str, object]:
             "position_ids"
         )
     batch = dict(batch)
-    whole = next(
-        (batch[name] for name in ("input_ids", "inputs_embeds", "labels") if name in batch), None
-    )
-    if whole is None:
+    tokens = ("input_ids", "inputs_embeds", "labels")
+    of_tokens = next((name for name in tokens if batch.get(name) is not None), None)
+    if of_tokens is None:
         raise ConfigError(
             f"{division.key} cannot tell how long the sequences of a batch of {sorted(batch)} are; "
             "name their tokens input_ids, or inputs_embeds"
+        )
+    whole = batch[of_tokens]
+    if not isinstance(whole, torch.Tensor) or whole.dim() < 2:
+        raise ConfigError(
+            f"{division.key} cuts tensors [rows, tokens, ...], and {of_tokens} is "
+            f"{_described(whole)}; let the collate_fn join samples in a batch of tensors"
         )
     rows, length = whole.shape[:2]
     if length % division.multiple:
@@ -75,6 +80,9 @@ def cut(batch: Any, rank: int, division: Division) -> dict[str, object]:
         )
     mask = batch.get("attention_mask")
     _check_mask(mask, division.key)
+    for name in ("labels", "shift_labels", "attention_mask", "position_ids"):
+        if batch.get(name) is not None:
+            _check_tokens(name, batch[name], of_tokens, whole, division.key)
     for name in _DROPPED:
         batch.pop(name, None)
     positions = batch.get("position_ids")
@@ -82,11 +90,6 @@ def cut(batch: Any, rank: int, division: Division) -> dict[str, object]:
     if positions is None:
         positions = torch.arange(length, device=whole.device)[None]
         documents = Documents.one_a_row(length)
-    if positions.dim() != 2 or positions.shape[1] != length:
-        raise ConfigError(
-            f"position_ids of shape {list(positions.shape)} beside {length} tokens cannot be cut "
-            f"for {division.key}; pass [rows, {length}]"
-        )
     if documents is None:
         documents = Documents.from_positions(0, positions)
         if mask is not None:
@@ -152,9 +155,28 @@ def _marked(
     return part
 
 
-def _check_mask(mask: torch.Tensor | None, key: str) -> None:
-    if mask is None:
-        return
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _check_tokens(name: str, value: object, of_tokens: str, whole: torch.Tensor, key: str) -> None:
+    """Raise ConfigError unless ``value`` is a tensor [rows, tokens], as ``whole`` has them; one row
+    of positions may stand for all.
+    """
+    rows, length = whole.shape[:2]
+    shapes = [(rows, length), (1 if name == "position_ids" else rows, length)]
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
+        raise ConfigError(
+            f"{name} is {_described(value)}, and {of_tokens} {_described(whole)}, of which {key} "
+            f"gives each rank some tokens; pass {name} as a tensor of [{rows}, {length}]"
+        )
+
+
+def _check_mask(mask: object, key: str) -> None:
+    if not isinstance(mask, torch.Tensor):
+        return  # None, or refused by _check_tokens
     if mask.dim() != 2:
         raise ConfigError(
             f"an attention_mask of shape {list(mask.shape)} cannot be had under {key}, where "
