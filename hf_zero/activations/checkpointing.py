@@ -357,7 +357,7 @@ class Checkpoints:
 
     def tell_of_caches(self) -> None:
         """Warn, once, that the cache that a model has made itself stays empty."""
-        if self._tells_of_caches and not torch.compiler.is_compiling():
+        if self._tells_of_caches:
             self._tells_of_caches = False
             logger.warning(
                 "activation checkpointing: the model makes a key-value cache in training, which "
