@@ -216,9 +216,8 @@ def launch(
         master_port=master_port,
         node_rank=node_rank,
         interface=interface,
-        accelerate=_accelerate(
-            preset, config, precision, procs, many=hostfile is not None or node_rank is not None
-        ),
+        accelerate=_accelerate(preset, config, precision),
+        machines_of_file=_machines(config),
         export=(
             *(export or ()),
             *_launched_by(preset, config, precision, set_keys or []),
@@ -319,11 +318,10 @@ def _described(planned: LaunchPlan) -> dict[str, object]:
 
 
 def _accelerate(
-    preset: str | None, config: Path | None, precision: str | None, procs: int | None, many: bool
+    preset: str | None, config: Path | None, precision: str | None
 ) -> tuple[str, ...] | None:
-    """Return the options of ``accelerate launch``; None for torchrun.
-
-    With several hosts, the number of ranks is added later, when the hosts are known.
+    """Return the options of ``accelerate launch``, without the number of ranks, which the plan
+    counts; None for torchrun.
     """
     from hf_zero.config import PRESETS, ZeroConfig
     from hf_zero.config.accelerate_yaml import is_accelerate
@@ -348,11 +346,7 @@ def _accelerate(
                 "YAML: name the file in the script, or in a YAML with distributed_type: DEEPSPEED "
                 f"and deepspeed_config: {{deepspeed_config_file: {config}}}"
             )
-        return (
-            "--config_file",
-            str(config.resolve()),
-            *(("--num_processes", str(procs)) if procs and not many else ()),
-        )
+        return ("--config_file", str(config.resolve()))
     if preset is None:
         return None
     if preset not in PRESETS:
@@ -369,15 +363,6 @@ def _accelerate(
         "zero_stage": stage,
         "mixed_precision": MIXED_PRECISION[precision or "fp32"],
         "dynamo_backend": "no",  # its default, which accelerate warns of where it is left out
-        **(
-            {}
-            if many
-            else {
-                "num_processes": procs or default_ranks(),
-                "num_machines": 1,
-                "main_process_port": 0,
-            }
-        ),
         **({"zero3_init_flag": "true", "zero3_save_16bit_model": "true"} if stage == 3 else {}),
     }
     return (
@@ -385,6 +370,13 @@ def _accelerate(
         "--use_deepspeed",
         *(text for name, value in options.items() for text in (f"--{name}", str(value))),
     )
+
+
+def _machines(config: Path | None) -> str | None:
+    """Return ``num_machines`` of an Accelerate YAML, as text; None without a file."""
+    from hf_zero.config.files import load_file
+
+    return None if config is None else str(load_file(config).get("num_machines") or 1)
 
 
 def default_ranks() -> int:

@@ -58,7 +58,8 @@ class Request:
     """Options of a launch. ``log_dir``: folder on each host for the output of each of its ranks.
 
     ``accelerate``: options of ``accelerate launch``, which then starts the ranks; None means
-    torchrun.
+    torchrun. ``machines_of_file``: ``num_machines`` of a file among them, which counts the ranks
+    unless an option does; None without one.
     """
 
     script: str
@@ -76,12 +77,20 @@ class Request:
     node_rank: int | None = None
     interface: str | None = None
     accelerate: tuple[str, ...] | None = None
+    machines_of_file: str | None = None
     export: tuple[str, ...] = ()
     env_files: tuple[Path, ...] = ()
     log_dir: Path | None = None
     ssh: str | None = None
     ssh_port: int | None = None
     python: str = field(default_factory=lambda: sys.executable)
+
+    @property
+    def counts_ranks(self) -> bool:
+        """Whether the options, and no file, count the ranks of ``accelerate launch``."""
+        selects = self.hostfile is not None or bool(self.include or self.exclude)
+        counts = self.num_procs is not None or self.node_rank is not None
+        return self.machines_of_file is None or selects or counts
 
 
 @dataclass(frozen=True)
@@ -208,6 +217,13 @@ def _hosts(request: Request, default_ranks: Callable[[], int]) -> list[Host]:
             "start it with torchrun, which reads this variable, or pass --num-nodes, --node-rank, "
             "--master-addr and --master-port"
         )
+    machines = request.machines_of_file or "1"
+    if request.num_nodes is None and machines != "1" and request.counts_ranks:
+        raise LaunchError(
+            f"num_machines = {machines} in the file of --config says that this is one of several "
+            "hosts, which would train alone; pass --hostfile, or --num-nodes, --node-rank, "
+            "--master-addr and --master-port, or leave out the options that count ranks"
+        )
     this_host = Host(LOCAL, tuple(range(request.num_procs or default_ranks())))
     if request.node_rank is not None:
         return [this_host] * (request.num_nodes or 1)
@@ -320,8 +336,7 @@ def _accelerate(
     words = ["accelerate.commands.launch", *(request.accelerate or ())]
     if request.log_dir is not None:
         words += ["--log_dir", str(request.log_dir), "--tee", STDOUT_AND_STDERR]
-    if len(hosts) > 1:
-        assert meeting is not None
+    if request.counts_ranks:
         words += [
             "--num_machines",
             str(len(hosts)),
@@ -330,15 +345,12 @@ def _accelerate(
             "--num_processes",
             str(sum(len(host.slots) for host in hosts)),
         ]
-        words += [
-            "--main_process_ip",
-            meeting[0],
-            "--main_process_port",
-            str(meeting[1]),
-            "--same_network",
-        ]
-    elif meeting is not None:
+    if meeting is not None:
         words += ["--main_process_ip", meeting[0], "--main_process_port", str(meeting[1])]
+    elif request.machines_of_file is None:
+        words += ["--main_process_port", "0"]
+    if len(hosts) > 1:
+        words += ["--same_network"]
     return [*words, *_kind(request, "--module", "--no_python")]
 
 

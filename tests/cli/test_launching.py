@@ -134,3 +134,14 @@ def test_what_each_host_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert {"A", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"} <= {*host["environment"]}
             counts = ("--num_machines", "--num_processes")
             assert not chosen or [command.count(name) for name in counts] == [1, 1]
+
+
+def test_options_that_count_ranks_beside_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "zero.yaml"
+    content = "{distributed_type: DEEPSPEED, num_machines: 2, deepspeed_config: {zero_stage: 2}}"
+    file.write_text(content)
+    assert "--num_processes" not in command_of(f"--config {file} --json train.py")
+    assert "num_machines = 2" in refusal(f"launch --config {file} --ranks 3 train.py")
+    file.write_text(content.replace("num_machines: 2, ", ""))
+    command = command_of(f"--config {file} --ranks 3 --json train.py")
+    assert command[command.index("--num_processes") + 1] == "3"

@@ -105,6 +105,48 @@ def test_accelerate_launch_gets_its_machine(tmp_path: Path) -> None:
         made(hostfile=file, accelerate=("--use_deepspeed",))
 
 
+NODE = {"node_rank": 0, "master_addr": "127.0.0.1", "master_port": 99}
+
+
+def test_accelerate_launch_starts_as_many_ranks_as_torchrun(tmp_path: Path) -> None:
+    """By a preset, and by a file if an option counts or selects the ranks."""
+    from accelerate.commands.launch import launch_command_parser
+
+    hosts = {"hostfile": hostfile(tmp_path, "localhost slots=4")}
+    for options, machines, ranks, devices in (
+        ({}, 1, 2, ""),
+        ({"num_procs": 3}, 1, 3, ""),
+        (hosts, 1, 4, ""),
+        ({**hosts, "num_procs": 3}, 1, 3, "0,1,2"),
+        ({**hosts, "include": "localhost:1"}, 1, 1, "1"),
+        ({"include": "localhost:0"}, 1, 1, "0"),
+        ({"exclude": "localhost:0"}, 1, 1, "1"),
+        ({**NODE, "num_procs": 3}, 1, 3, ""),
+        ({**NODE, "num_procs": 3, "num_nodes": 2}, 2, 6, ""),
+    ):
+        command = made(**options).starts[0].command
+        assert option(command, "--nproc-per-node") == str(ranks // machines)
+        for of_file in (None, "1"):
+            more = {"accelerate": ("--use_deepspeed",), "machines_of_file": of_file}
+            (start,) = made(**options, **more).starts
+            args = launch_command_parser().parse_args(start.command[4:])
+            counted = (args.num_machines, args.num_processes)
+            expected = (machines, ranks) if options or of_file is None else (None, None)
+            assert counted == expected, options
+            port = 99 if "master_port" in options else 0 if of_file is None else None
+            assert args.main_process_port == port, options
+            assert start.environment.get("CUDA_VISIBLE_DEVICES", "") == devices
+
+
+def test_ranks_are_not_counted_for_one_of_the_machines_of_a_file() -> None:
+    several = {"accelerate": ("--config_file", "x.yaml"), "machines_of_file": "2"}
+    assert "--num_machines" not in made(**several).starts[0].command
+    for counts in ({"num_procs": 2}, {"include": "localhost:0"}, NODE):
+        with pytest.raises(LaunchError, match="num_machines = 2"):
+            made(**several, **counts)
+    assert made(**several, **NODE, num_nodes=2).alone
+
+
 @in_one_item(
     [
         ({"num_nodes": 2}, "--num-nodes 2 needs --hostfile"),
