@@ -360,18 +360,13 @@ def _address(
         return address, f"MASTER_ADDR={address}"
     if launcher and one_host:
         return LOOPBACK, ""
-    name = next(
-        (
-            name
-            for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-            if _text(environ, name)
-        ),
-        None,
-    )
+    srun = launcher is not None and launcher.title == "srun"
+    # mpirun's daemons on other hosts are a step of their own, without the host of rank 0
+    lists = (*(["SLURM_STEP_NODELIST"] if srun else []), "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    name = next((name for name in lists if _text(environ, name)), None)
     if launcher and name:
         nodes = _text(environ, name)
         return expand_hosts(nodes, name)[0], f"{name}={nodes}"
-    srun = launcher is not None and launcher.title == "srun"
     how = (
         "MASTER_ADDR=HOST srun ..."
         if srun

@@ -111,6 +111,17 @@ def test_all_ranks_of_srun_come_to_one_answer() -> None:
         assert found({**without, name: "a[3-4],b"}).master_addr == "a3"
 
 
+def test_all_ranks_of_mpirun_in_a_slurm_job_come_to_one_answer() -> None:
+    """Daemons on other hosts than mpirun's are a step of their own, which lists only these."""
+    job = MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    job |= {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODELIST": "n[1-2]"}
+    first = found(job | {"OMPI_COMM_WORLD_RANK": "0"})
+    second = found(job | {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n2"})
+    assert (first.rank, second.rank) == (0, 1)
+    for place in (first, second):
+        assert (place.master_addr, place.master_port) == ("n1", first.master_port)
+
+
 OWN = {key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}
 
 
