@@ -10,7 +10,7 @@ from glob import glob
 from pathlib import Path
 
 from hf_zero.config import PRESETS, ZeroConfig
-from hf_zero.config.files import flattened, load_file, merge
+from hf_zero.config.files import flattened, load_file, merge, value_at
 from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
@@ -173,8 +173,9 @@ class TrainingFile(TrainerArguments):
         """Yield the dotted paths and values of keys of the ZeRO configuration beside the preset:
         those of ``config``, and of the figures for ``hf-zero report``.
         """
-        metrics = {"enabled": True, "path": self.output_dir}
-        for path, value in flattened({"metrics": metrics, **self.config}):
+        off = value_at(self.config, "metrics.enabled") not in (None, True)
+        metrics = {} if off else {"enabled": True, "path": self.output_dir}
+        for path, value in flattened(merge({"metrics": metrics}, self.config)):
             if not isinstance(value, dict):
                 yield path, value
 

@@ -109,8 +109,15 @@ def test_the_command_carries_the_preset_and_the_configuration(write: Any) -> Non
         "--set zero_optimization.offload_optimizer.device=cpu", "--set 'kernels=[loss]'",
     ):  # fmt: skip
         assert word in shown["command"], word
-    file = write(config={"metrics": {"enabled": False}})
-    assert "metrics.path" not in invoke(f"train {file} --script")
+    for own, words in (
+        ({"enabled": False}, ["metrics.enabled=false"]),
+        ({"peak_tflops": 900}, ["metrics.enabled=true", "metrics.path=o", "metrics.peak_tflops=9"]),
+        ({"path": "elsewhere"}, ["metrics.enabled=true", "metrics.path=elsewhere"]),
+    ):
+        file = write(config={"metrics": own}, output_dir="out")
+        command = json.loads(invoke(f"train {file} --json"))["command"]
+        assert command.count("--set metrics.") == len(words)
+        assert all(f"--set {word}" in command for word in words), command
 
 
 def test_the_schema_takes_what_the_reader_takes(write: Any) -> None:
