@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,7 +91,10 @@ def train(
         raise ConfigError(
             f"output_dir: {target} cannot be written ({error.strerror}); name another folder"
         ) from None
-    print(f"the script: {target}; `hf-zero top {training.output_dir}` shows the run", flush=True)
+    print(
+        f"the script: {target}; `hf-zero top {shlex.quote(training.output_dir)}` shows the run",
+        flush=True,
+    )
     options = launch_options(training)
     launch(
         [str(target), *([RESUME] if resume else [])],
@@ -154,7 +158,8 @@ def _init(file: str, yes: bool, as_json: bool) -> None:
     if as_json:
         print_json({"file": file, "answers": answers})
         return
-    print(f"written: {file}; `hf-zero train {file}` trains, with --script it prints the script")
+    trains = f"hf-zero train {shlex.quote(file)}"
+    print(f"written: {file}; `{trains}` trains, with --script it prints the script")
 
 
 def _answer(name: str, value: str) -> str:
@@ -180,6 +185,7 @@ def _default(name: str, answers: dict[str, str]) -> str:
 
 def _initial(file: str, answers: dict[str, str]) -> str:
     """Return the text of a new training file."""
+    from hf_zero.config.files import yaml_line
     from hf_zero.config.training_file import KEYS
     from hf_zero.device import kinds
 
@@ -190,7 +196,7 @@ def _initial(file: str, answers: dict[str, str]) -> str:
         **({"dataset_config": "20231101.simple"} if wiki else {}),
         "precision": "bf16" if kinds.device_count() else "fp32",
         "output_dir": f"runs/{Path(file).stem}",
-        "learning_rate": f"{rate:g}",
+        "learning_rate": rate,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.05,
         "per_device_train_batch_size": 4,
@@ -201,6 +207,9 @@ def _initial(file: str, answers: dict[str, str]) -> str:
         "logging_steps": 10,
         "save_steps": 500,
     }
-    lines = [f"# hf-zero train {file}", "# `hf-zero docs train` lists all keys."]
-    lines += [f"{name}: {value}  # {KEYS[name].note}" for name, value in values.items()]
+    lines = [f"# hf-zero train {shlex.quote(file)}", "# `hf-zero docs train` lists all keys."]
+    lines += [
+        f"{name}: {yaml_line(value) if isinstance(value, str) else value}  # {KEYS[name].note}"
+        for name, value in values.items()
+    ]
     return "\n".join(lines) + "\n"

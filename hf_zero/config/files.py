@@ -163,7 +163,7 @@ def dump(values: Mapping[str, object], suffix: str) -> str:
     JSON.
     """
     if suffix in YAML:
-        return yaml.safe_dump(dict(values), sort_keys=False)
+        return str(yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False))
     return json.dumps(values, indent=2, default=str) + "\n"
 
 
@@ -343,11 +343,22 @@ def _decimal(written: str) -> str:
     return str(int(octal[1] + octal[2].replace("_", "") or "0")) if octal else ""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes texts which :class:`_Loader` would parse as numbers."""
+
+
+for _both in (_Loader, _Dumper):
+    _both.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+        list("-+.0123456789"),
+    )
+
+
+def yaml_line(value: object) -> str:
+    """Return ``value`` as YAML in one line, which :func:`load_yaml` reads back."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=math.inf)
+    return str(text).partition("\n")[0]
 
 
 # tokens of Hjson

@@ -5,14 +5,12 @@ command that starts its ranks.
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from hf_zero.config.files import yaml_line
 from hf_zero.config.training_file import DPO, FORMATS, LORA, PRETRAIN, QLORA, TrainingFile
 
 SCRIPT = "train.py"
@@ -23,7 +21,7 @@ VERBS = {DPO: "Train {} on preferences of {}", PRETRAIN: "Train {} on the text o
 
 def launch_options(training: TrainingFile) -> dict[str, Any]:
     """Return the options of ``hf-zero launch`` for the ranks of ``training``, by name."""
-    pairs = [f"{path}={_yaml(value)}" for path, value in training.zero_keys()]
+    pairs = [f"{path}={yaml_line(value)}" for path, value in training.zero_keys()]
     options = {"preset": training.preset, "precision": training.precision, "set": pairs}
     return options | ({"ranks": training.ranks} if training.ranks is not None else {})
 
@@ -184,11 +182,6 @@ def _parts(training: TrainingFile) -> dict[str, str]:
 def _call(name: str, called: str, arguments: Mapping[str, str]) -> list[str]:
     lines = [f"    {name}={value}," for name, value in arguments.items()]
     return [f"{name} = {called}(", *lines, ")"]
-
-
-def _yaml(value: object) -> str:
-    """Return ``value`` as YAML in one line."""
-    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).partition("\n")[0]
 
 
 def _literal(value: object) -> str:

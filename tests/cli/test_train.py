@@ -304,6 +304,20 @@ def test_init_asks_five_questions(task: str, write: Any) -> None:
     assert len(lines) < 60 and all(line.startswith("#") or "  # " in line for line in lines)
 
 
+def test_init_quotes_answers_and_names_that_yaml_or_a_shell_would_read_otherwise(
+    write: Any,
+) -> None:
+    for model in ("runs/a #2", "runs: a", "no", "1e5", "'a", "plain/name"):
+        Path("my file.yaml").unlink(missing_ok=True)
+        given = f"sft\n{model}\n\n\n\n"
+        shown = CliRunner().invoke(app, ["train", "my file.yaml", "--init"], input=given)
+        assert "`hf-zero train 'my file.yaml'` trains" in shown.output
+        training = read_training_file("my file.yaml")
+        assert training.model == model and training.learning_rate == 2e-4
+        assert training.output_dir == "runs/my file"
+    assert "\nmodel: plain/name  #" in Path("my file.yaml").read_text()
+
+
 def test_init_takes_the_defaults_and_overwrites_nothing(
     write: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
