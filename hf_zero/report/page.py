@@ -16,7 +16,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import counted, in_units, listed
 from hf_zero.report import charts
 from hf_zero.report.charts import Chart
-from hf_zero.report.run import RecordedRun, read_run
+from hf_zero.report.run import RecordedRun, RunReader
 from hf_zero.report.timeline import Timeline, read_timeline
 
 NAME = "report.html"
@@ -47,10 +47,10 @@ def write_report(
         trace: a trace of ``engine.trace``, by default the last one of the run.
 
     Raises:
-        ConfigError: a folder has no figures, a file does not exist or cannot be written, the trace
-            has no steps, or the package that draws is not installed.
+        ConfigError: a folder has no figures, both are one, a file does not exist or cannot be
+            written, the trace has no steps, or the package that draws is not installed.
     """
-    runs = distinct([read_run(run, trace)] + ([] if against is None else [read_run(against)]))
+    runs = distinct([reader.read() for reader in readers(run, against, trace)])
     to = Path(output) if output is not None else runs[0].folder / NAME
     text = page(content(runs, [timeline(run) for run in runs]), javascript())
     if to.exists() and not to.is_file():  # a pipe would be waited for
@@ -357,12 +357,31 @@ def in_numbers(number: float) -> str:
     raise AssertionError
 
 
+def readers(
+    run: str | os.PathLike[str],
+    against: str | os.PathLike[str] | None = None,
+    trace: str | None = None,
+) -> list[RunReader]:
+    """Return the readers of the runs of a page. Raises ConfigError if both are in one folder."""
+    found = [RunReader(run, trace)] + ([] if against is None else [RunReader(against)])
+    if len({reader.folder.resolve() for reader in found}) < len(found):
+        raise ConfigError(
+            f"--against {against} is the folder of the run itself; name that of another run, or "
+            "leave it out"
+        )
+    return found
+
+
 def distinct(runs: list[RecordedRun]) -> list[RecordedRun]:
-    """Return ``runs``; two of one name under the names of their folders and the ones above."""
-    if len({run.name for run in runs}) == len(runs):
-        return runs
-    where = [run.folder.resolve() for run in runs]
-    return [replace(run, name=f"{at.parent.name}/{at.name}") for run, at in zip(runs, where)]
+    """Return ``runs``; those of one name under the names of folders above, too, as far as these
+    make them differ.
+    """
+    where = [run.folder.resolve().parts for run in runs]
+    for count in range(2, max(map(len, where))):  # a link may have come to lead to the other run
+        if len({run.name for run in runs}) == len(runs):
+            break
+        runs = [replace(run, name="/".join(at[-count:])) for run, at in zip(runs, where)]
+    return runs
 
 
 def timeline(run: RecordedRun) -> Timeline | None:

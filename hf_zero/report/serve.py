@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from hf_zero.errors import ConfigError
-from hf_zero.report.page import PageContent, content, distinct, javascript, page, timeline
-from hf_zero.report.run import RecordedRun, RunReader
+from hf_zero.report.page import PageContent, content, distinct, javascript, page, readers, timeline
+from hf_zero.report.run import RecordedRun
 from hf_zero.report.timeline import Timeline
 
 HOST = "127.0.0.1"
@@ -29,14 +29,14 @@ class ReportServer(ThreadingHTTPServer):
         trace: a trace of ``engine.trace``, by default the last one of the run.
 
     Raises:
-        ConfigError: a folder or the trace does not exist, the port is in use, or the package that
-            draws is not installed. A run without steps is shown as such.
+        ConfigError: a folder or the trace does not exist, both folders are one, the port is in use,
+            or the package that draws is not installed. A run without steps is shown as such.
     """
 
     def __init__(
         self, run: str, against: str | None = None, trace: str | None = None, port: int = 0
     ):
-        self._readers = [RunReader(run, trace)] + ([] if against is None else [RunReader(against)])
+        self._readers = readers(run, against, trace)
         self._script = javascript()
         self._timelines: dict[tuple[Path, float], Timeline | None] = {}
         self._reading = threading.Lock()

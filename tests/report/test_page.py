@@ -197,8 +197,26 @@ def test_two_runs_beside_each_other(folders: Path, monkeypatch: pytest.MonkeyPat
     assert {"memory0", "memory1", "wire0", "wire1", "timeline0", "timeline1"} <= specs.keys()
     differing = re.findall(r'<tr class=differs><td class="key">([^<]+)', path.read_text())
     assert "zero_optimization.stage" in differing
-    again, _ = write_report(folders / "one", folders / "one", folders / "both.html")
-    assert f"{folders.name}/one" in again.read_text()
+
+
+def test_two_runs_are_told_apart_by_the_folders_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_zero.report.page.javascript", lambda: "LIBRARY")
+    for one, other in (("a/run", "b/run"), ("a/logs/run", "b/logs/run"), ("run", "logs/run")):
+        for name in (one, other):
+            (tmp_path / name).mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        path, found = write_report(tmp_path / one, tmp_path / other, tmp_path / "both.html")
+        named = [each["run"] for each in found]
+        assert {row["run"] for row in values(specs_of(path.read_text())["loss"])} == {*named}
+        assert len({*named}) == 2 and all(
+            str(tmp_path / at).endswith(f"/{name}") for at, name in zip((one, other), named)
+        )
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for same in ("run", "link"):
+        with pytest.raises(ConfigError, match=f"--against .*{same} is the folder of the run itse"):
+            write_report(tmp_path / "run", tmp_path / same, tmp_path / "both.html")
 
 
 def test_the_command_writes_the_page(

@@ -87,10 +87,13 @@ def test_what_a_run_appends_is_served_once(run: Path) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_trace_is_shown_once_it_is_written(run: Path, tmp_path: Path) -> None:
-    trace = run / "trace-steps-2-3.json.gz"
-    with serving(run, run) as server:
+    other = tmp_path / "other" / "run"
+    other.parent.mkdir()
+    append(other, range(1, 4))
+    trace = other / "trace-steps-2-3.json.gz"
+    with serving(run, other) as server:
         shown, version = updates(server)
-        assert shown["title"] == f"{tmp_path.name}/run against {tmp_path.name}/run"
+        assert shown["title"] == f"{tmp_path.name}/run against other/run"
         trace.write_bytes(b"begun")
         shown, version = updates(server, version)
         assert "timeline0" not in shown["specs"]
@@ -123,6 +126,7 @@ def test_only_this_machine_is_answered(run: Path, tmp_path: Path) -> None:
             refusal(f"report {run} --serve --port {port}")
         )
     assert "there is no folder" in refusal(f"report {tmp_path / 'no'} --serve")
+    assert f"--against {run} is the folder" in refusal(f"report {run} --against {run} --serve")
     for option in ("--json", "--output page.html"):
         ran = CliRunner().invoke(app, ["report", str(run), "--serve", *option.split()])
         said = f"--serve writes and prints no report; leave {option.split()[0]} out"
