@@ -23,6 +23,7 @@ from hf_zero.distributed.process_group import (
     default_device,
     get_world_size,
     is_initialized,
+    refuse_missing_backends,
 )
 from hf_zero.distributed.rank_hosts import RESOLVE_SECONDS, choose_interface, wait_for_address
 from hf_zero.distributed.rank_status import first_line
@@ -56,10 +57,12 @@ def init_distributed(
 
     Raises LaunchError if the launcher's variables are incomplete or contradict each other
     (``rendezvous.py``), if the name of rank 0's host does not resolve, or if the store does not
-    answer; ConfigError for a port that is in use.
+    answer; ConfigError for a port that is in use, and for a backend that is not here.
     """
     if is_initialized():
         return
+    if backend is not None:
+        refuse_missing_backends(backend)
     by_address = init_method not in (None, "env://")
     rendezvous = None if by_address else announce(rank, world_size, port)
     seconds = (

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hf_zero.device import kinds
 from hf_zero.distributed.rank_hosts import choose_interface
+from hf_zero.errors import ConfigError
 from hf_zero.logging import log_rank0, logger
 
 
@@ -115,6 +116,28 @@ def backends_asked(backend: str | None, device: torch.device) -> str:
     """
     is_default = backend is None or backend.lower() == backend_for(device)
     return backends_for(device) if is_default else str(backend)
+
+
+def refuse_missing_backends(backend: str) -> None:
+    """Raise ConfigError for a process group's backend, or one of ``cpu:gloo,cuda:nccl``, that torch
+    does not know, was built without, or has no device for.
+    """
+    remedy = "leave distributed_backend (init_distributed(backend)) out for that of the device"
+    if not isinstance(backend, str):
+        raise ConfigError(f"the backend {backend!r} is not a name; {remedy}")
+    known = [each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED]
+    in_pairs = ":" in backend or "," in backend
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2]
+        if name not in known or part.count(":") != in_pairs:
+            raise ConfigError(
+                f"the backend {backend!r} is unknown to torch, which has {', '.join(known)}; "
+                f"{remedy}"
+            )
+        is_built = getattr(dist, f"is_{name}_available", lambda: True)()
+        if not is_built or (name == "nccl" and kinds.accelerator() != "cuda"):
+            lacks = "no GPU is here" if is_built else f"this torch is built without {name}"
+            raise ConfigError(f"the backend {backend!r} cannot be used: {lacks}; {remedy}")
 
 
 def allow_connections(world: int) -> None:

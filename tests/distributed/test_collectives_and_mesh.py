@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hf_zero.config import ZeroConfig
 from hf_zero.distributed import communicators, flat_mesh, init, mesh, process_group, world_group
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.collectives import Handle, _Starting
@@ -63,6 +65,39 @@ def test_the_environment_as_a_meeting_place_is_the_launcher_s(
     init.init_distributed("gloo", 30, init_method="env://")
     assert joined == [(("gloo",), ["device_id", "rank", "store", "timeout", "world_size"])]
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "2", "0"]
+
+
+def test_a_backend_that_is_not_here_is_refused_before_ranks_are_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    play_accelerator(monkeypatch, count=0)
+    monkeypatch.setattr(init, "announce", None)
+    wrong: list[Any] = [
+        "foo",
+        "",
+        "undefined",
+        "cpu:gloo,cuda:foo",
+        "cuda:cpu:gloo",
+        "gloo,",
+        "gloo,gloo",
+        3,
+    ]
+    for built in (False, True):
+        monkeypatch.setattr(dist, "is_nccl_available", lambda built=built: built)
+        for backend in ("nccl", "NCCL", "cpu:gloo,cuda:nccl", "mpi", "gloo,gloo", 3, *wrong):
+            with pytest.raises(ConfigError, match=re.escape(f"the backend {backend!r} ")):
+                init.init_distributed(backend)
+    config = ZeroConfig(2, distributed_backend="nccl")
+    with pytest.raises(ConfigError, match="distributed_backend"):
+        init.init_from_config(config)
+
+
+def test_backends_that_others_have_registered_with_torch_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "rings"])
+    for backend in ("rings", "Rings", "cpu:gloo,xpu:rings", "gloo", "GLOO", dist.Backend("gloo")):
+        process_group.refuse_missing_backends(backend)
 
 
 def test_one_rank_runs_every_operation_and_sends_nothing() -> None:
@@ -363,6 +398,7 @@ def test_the_default_group_is_bound_where_it_can_be_split(monkeypatch: pytest.Mo
     monkeypatch.setattr(dist, "init_process_group", note)
     monkeypatch.setattr(init, "name_ranks", named.append)
     monkeypatch.setattr(dist, "get_world_size", lambda *args: 1)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     for library in ("GLOO", "NCCL"):
         monkeypatch.setenv(f"{library}_SOCKET_IFNAME", "")
     others: dict[str, Any] = {"init_method": "tcp://127.0.0.1:1234", "rank": 0, "world_size": 2}
