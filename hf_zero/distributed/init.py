@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed as dist
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.keys import KEYS
 from hf_zero.device import kinds
 from hf_zero.distributed.attempts import store_of_attempt, wait_for_store
 from hf_zero.distributed.collective_log import PendingCollective
@@ -56,21 +57,22 @@ def init_distributed(
         interface: the network interface that gloo and NCCL use.
 
     Raises LaunchError if the launcher's variables are incomplete or contradict each other
-    (``rendezvous.py``), if the name of rank 0's host does not resolve, or if the store does not
-    answer; ConfigError for a port that is in use, and for a backend that is not here.
+    (``rendezvous.py``), if ``init_method`` is not an address with ranks, if the name of rank 0's
+    host does not resolve, or if the store does not answer; ConfigError for a port that is in use,
+    a backend that is not here, and a timeout or a port that a configuration would not take.
     """
     if is_initialized():
         return
     if backend is not None:
         refuse_missing_backends(backend)
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    seconds = DEFAULT_TIMEOUT if timeout is None else _converted("timeout", "timeout", timeout)
+    port = None if port is None else _converted("port", "distributed_port", port)
     by_address = init_method not in (None, "env://")
+    given = _ranks_by(init_method, rank, world_size) if by_address else (rank, world_size)
     rendezvous = None if by_address else announce(rank, world_size, port)
-    seconds = (
-        timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT
-    )
-    known = rank if rendezvous is None else rendezvous.rank
-    if by_address and rank < 0:  # torch reads it from the address, too
-        known = int(parse_qs(urlsplit(init_method or "").query).get("rank", ["0"])[0])
+    known = given[0] if rendezvous is None else rendezvous.rank
     device = default_device(max(known, 0))
     backend = backends_asked(backend, device)
     kinds.set_device(device)
@@ -89,6 +91,7 @@ def init_distributed(
     if by_address:
         where = str(init_method)
         group: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": world_size}
+        world_size = given[1]
     elif rendezvous is not None:
         if rendezvous.launcher is not None:
             log_rank0(
@@ -119,6 +122,55 @@ def init_distributed(
     _join(world_size, where, join)
     if get_world_size() > 1:
         get_world_group().log.timeout = seconds
+
+
+def _converted(name: str, path: str, value: object) -> Any:
+    """Return the argument ``name`` as the key ``path`` of a configuration has it. Raises
+    ConfigError.
+    """
+    kind = KEYS[path].kind
+    try:
+        return kind.convert(value)
+    except ValueError:
+        raise ConfigError(
+            f"init_distributed({name}={value!r}): it is not {kind.expected}; pass one, or leave it "
+            "out"
+        ) from None
+
+
+def _ranks_by(init_method: object, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the rank and the world size that are passed or stand in the address; -1: neither.
+
+    Raises LaunchError for an address that cannot be read, or lacks what torch needs.
+    """
+    told = {"rank": rank, "world_size": world_size}
+    fault = None
+    try:
+        address = urlsplit(str(init_method))
+        query = parse_qs(address.query)
+        in_address = {name: int(query[name][0]) for name in told if name in query}
+        has_port = address.port is not None
+    except ValueError as error:
+        fault = str(error)
+    else:
+        told |= in_address
+        lacking = [name for name, number in told.items() if number < 0]
+        if "://" not in str(init_method):
+            fault = "it is no address"
+        elif address.scheme == "tcp" and not (address.hostname and has_port):
+            fault = "it lacks the host or the port"
+        elif in_address and (rank >= 0 or world_size >= 0):  # torch takes one place of them
+            fault = f"{' and '.join(in_address)} stands in it, and ranks are passed"
+        elif address.scheme in ("tcp", "file") and lacking:
+            fault = f"{' and '.join(lacking)} is neither in it nor passed"
+        elif not lacking and not told["rank"] < told["world_size"]:
+            fault = f"there is no rank {told['rank']} of {told['world_size']}"
+    if fault is not None:
+        raise LaunchError(
+            f"init_method={init_method!r}: {fault}; pass tcp://HOST:PORT with rank and world_size, "
+            "or leave it out under torchrun"
+        )
+    return told["rank"], told["world_size"]
 
 
 def _connect(rendezvous: Place, seconds: float) -> dist.Store:
@@ -153,6 +205,10 @@ def _join(world_size: int, where: str, join: Callable[[], None]) -> None:
     except LaunchError as error:
         raise LaunchError(f"the ranks cannot meet at {where}: {error}") from error.__cause__
     except RuntimeError as error:
+        if "No rendezvous handler" in str(error):
+            raise LaunchError(
+                f"init_method={where}: torch knows no such address; pass tcp://HOST:PORT"
+            ) from None
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             if not isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
                 raise

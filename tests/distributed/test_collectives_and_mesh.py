@@ -27,7 +27,7 @@ from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.errors import ConfigError, LaunchError, PartitionError
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_one_item
 
@@ -90,6 +90,51 @@ def test_a_backend_that_is_not_here_is_refused_before_ranks_are_announced(
     config = ZeroConfig(2, distributed_backend="nccl")
     with pytest.raises(ConfigError, match="distributed_backend"):
         init.init_from_config(config)
+
+
+def test_arguments_that_no_ranks_could_meet_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "announce", None)
+    infinite = float("inf"), float("nan"), timedelta(0)
+    for timeout in ("30", True, -5, 0, *infinite):
+        with pytest.raises(ConfigError, match=r"init_distributed\(timeout="):
+            init.init_distributed(timeout=timeout)
+    for port in ("29500", 0, -1, 65536, 1.5):
+        with pytest.raises(ConfigError, match=rf"init_distributed\(port={port!r}\)"):
+            init.init_distributed(port=port)  # type: ignore[arg-type]
+    ranks = {"rank": 0, "world_size": 2}
+    for address, given in (
+        ("garbage", ranks),
+        (3, ranks),
+        ("", ranks),
+        ("tcp://127.0.0.1", ranks),
+        ("tcp://:1234", ranks),
+        ("tcp://127.0.0.1:p", ranks),
+        ("tcp://127.0.0.1:99999", ranks),
+        ("tcp://127.0.0.1:1234", {}),
+        ("tcp://127.0.0.1:1234", {"rank": 0}),
+        ("tcp://127.0.0.1:1234?rank=x&world_size=2", {}),
+        ("tcp://127.0.0.1:1234?rank=0", {}),
+        ("tcp://127.0.0.1:1234?rank=0", ranks),
+        ("tcp://127.0.0.1:1234?rank=2&world_size=2", {}),
+        ("tcp://127.0.0.1:1234", {"rank": 2, "world_size": 2}),
+        ("file:///tmp/store", {"world_size": 2}),
+        ("foo://127.0.0.1:1234", ranks),
+    ):
+        with pytest.raises(LaunchError, match=r"init_method=") as raised:
+            init.init_distributed(init_method=address, **given)  # type: ignore[arg-type]
+        assert str(address) in str(raised.value)
+
+
+def test_ranks_in_an_address_count_as_if_they_were_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **given: joined.append(given))
+    monkeypatch.setattr(init, "allow_connections", joined.append)
+    address = "tcp://127.0.0.1:1234?rank=0&world_size=2"
+    init.init_distributed(init_method=address)
+    ranks, given = joined
+    assert ranks == 2 and (given["rank"], given["world_size"]) == (-1, -1), "torch reads them"
 
 
 def test_backends_that_others_have_registered_with_torch_are_taken(
