@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -27,8 +28,9 @@ from hf_zero.distributed.process_group import (
     refuse_missing_backends,
 )
 from hf_zero.distributed.rank_hosts import RESOLVE_SECONDS, choose_interface, wait_for_address
+from hf_zero.distributed.rank_hosts import VARIABLES as INTERFACE_VARIABLES
 from hf_zero.distributed.rank_status import first_line
-from hf_zero.distributed.rendezvous import LOOPBACK, Place, announce
+from hf_zero.distributed.rendezvous import LOOPBACK, VARIABLES, Place, announce
 from hf_zero.distributed.uncaught import connect_to_agent_store, has_agent_store
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
@@ -36,6 +38,26 @@ from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.logging import log_rank0
 
 
+@contextmanager
+def _environment_restored_on_failure() -> Iterator[None]:
+    """Context that an exception leaves with the variables of rendezvous and interfaces as they
+    were, so that the arguments of a refused call do not count in the next one.
+    """
+    before = {name: os.environ.get(name) for name in (*VARIABLES, *INTERFACE_VARIABLES)}
+    try:
+        yield
+    except BaseException:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        with suppress(LaunchError):
+            announce()  # what the launcher says stays: reports of the error name the rank by it
+        raise
+
+
+@_environment_restored_on_failure()
 def init_distributed(
     backend: str | None = None,
     timeout: float | timedelta | None = None,

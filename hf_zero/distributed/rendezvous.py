@@ -87,6 +87,11 @@ LAUNCHERS = (
 )  # fmt: skip
 
 
+VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Place:
     """The place of this process among the ranks. ``local_rank`` and ``local_world_size`` are None
@@ -111,15 +116,8 @@ class Place:
 
     def variables(self) -> dict[str, str]:
         """Return torchrun's variables, which torch, Accelerate and Transformers read."""
-        values = {
-            "RANK": self.rank,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_RANK": self.local_rank,
-            "LOCAL_WORLD_SIZE": self.local_world_size,
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": self.master_port,
-        }
-        return {name: str(value) for name, value in values.items() if value is not None}
+        values = (getattr(self, name.lower()) for name in VARIABLES)
+        return {name: str(value) for name, value in zip(VARIABLES, values) if value is not None}
 
 
 def announce(rank: int = -1, world_size: int = -1, port: int | None = None) -> Place | None:

@@ -67,11 +67,11 @@ def test_the_environment_as_a_meeting_place_is_the_launcher_s(
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "2", "0"]
 
 
-def test_a_backend_that_is_not_here_is_refused_before_ranks_are_announced(
+def test_a_backend_that_is_not_here_is_refused_before_ranks_meet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     play_accelerator(monkeypatch, count=0)
-    monkeypatch.setattr(init, "announce", None)
+    monkeypatch.setattr(init, "choose_interface", None)
     wrong: list[Any] = [
         "foo",
         "",
@@ -92,8 +92,7 @@ def test_a_backend_that_is_not_here_is_refused_before_ranks_are_announced(
         init.init_from_config(config)
 
 
-def test_arguments_that_no_ranks_could_meet_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init, "announce", None)
+def test_arguments_that_no_ranks_could_meet_by() -> None:
     infinite = float("inf"), float("nan"), timedelta(0)
     for timeout in ("30", True, -5, 0, *infinite):
         with pytest.raises(ConfigError, match=r"init_distributed\(timeout="):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_zero.device import kinds
-from hf_zero.distributed import init, rank_hosts
+from hf_zero.distributed import init, rank_hosts, rendezvous
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.rank_hosts import VARIABLES, choose_interface, interface_of
@@ -361,3 +361,36 @@ def test_a_rank_takes_its_device_before_it_joins(
         patch.setattr(init, "is_initialized", lambda: False)
         init.init_distributed(**given)
     assert devices == [torch.device("cuda", int(environ.get("LOCAL_RANK", 3)))]
+
+
+def test_the_arguments_of_a_call_that_fails_do_not_count_in_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the launcher says stays, for reports of the error."""
+    announced: list[tuple[str, ...]] = []
+
+    def fails(*_: object) -> None:
+        names = ("RANK", "WORLD_SIZE", "MASTER_PORT", *VARIABLES)
+        announced.append(tuple(os.environ[name] for name in names))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(init, "is_initialized", lambda: False)
+    monkeypatch.setattr(init, "wait_for_address", lambda *_: None)
+    monkeypatch.setattr(init, "_join", fails)
+    for name in (*rendezvous.VARIABLES, *VARIABLES):
+        monkeypatch.setenv(name, "")  # so that monkeypatch takes back what is set
+        monkeypatch.delenv(name)
+    more = {"port": 1234, "interface": "lo"}
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    before = dict(os.environ)
+    with pytest.raises(KeyboardInterrupt):
+        init.init_distributed(rank=1, world_size=2, **more)
+    assert announced.pop() == ("1", "2", "1234", "lo", "lo") and os.environ == before
+    monkeypatch.delenv("MASTER_ADDR")
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(KeyboardInterrupt):
+        init.init_distributed(**more)
+    assert announced.pop() == ("2", "3", "1234", "lo", "lo")
+    assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("2", str(derived("77.0")))
+    assert not {*VARIABLES} & os.environ.keys()
