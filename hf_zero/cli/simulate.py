@@ -160,13 +160,13 @@ def _measured(job: Job, rows: int, length: int) -> Measured | None:
     """
     from hf_zero.distributed.init import init_distributed
     from hf_zero.distributed.process_group import destroy_process_group, get_rank
-    from hf_zero.planning.estimate import PRECISIONS
+    from hf_zero.planning.estimate import exact_precision
     from hf_zero.planning.simulation import measure
     from hf_zero.planning.simulation.simulating import module_of
     from hf_zero.zero.layout.precision import COMPUTE
 
+    dtype = COMPUTE[exact_precision(job.precision)]
     module = module_of(job.model, job.params)[1]
-    dtype = COMPUTE[PRECISIONS[job.precision]]
     init_distributed()
     try:
         measured = measure(module, rows, length, dtype)

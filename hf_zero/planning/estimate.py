@@ -412,9 +412,7 @@ def asked_for(
     if config is not None:
         settings = ZeroConfig.coerce(config, allow_auto=True)
     else:
-        if precision not in PRECISIONS:
-            raise ConfigError(f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16")
-        exact = PRECISIONS[precision]
+        exact = exact_precision(precision)
         settings = ZeroConfig(3, bf16=exact == "bf16", fp16=exact == "fp16")
     for size, key in ((tensor_parallel, TENSOR_SIZE), (expert_parallel, AUTOEP_SIZE)):
         if size is not None:
@@ -531,6 +529,13 @@ def _stages(
             f"{configured if stage is None else stage}; leave stage out, or pass 1"
         )
     return chosen
+
+
+def exact_precision(precision: object) -> str:
+    """Return fp32, bf16 or fp16 for a name of it. Raises ConfigError for another one."""
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        raise ConfigError(f"precision {precision!r} is unknown; choose one of fp32, bf16, fp16")
+    return PRECISIONS[precision]
 
 
 def check_stage(stage: object) -> None:

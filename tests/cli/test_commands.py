@@ -242,6 +242,7 @@ migrate /no/such.json => /no/such.json
 simulate --ranks 2 => either a model or params
 simulate --params 1e5 --ranks 2 => params = 100000 is no size of a model; write a number from 1e+06
 simulate --params 1e6 --ranks 2 --rank 2 => rank 2 is none of 2 ranks; choose 0 to 1
+simulate --params 1e6 --ranks 2 --measure --precision foo => precision 'foo' is unknown
 simulate --params 1e6 --ranks 2 --flops 0 => flops = 0.0 is no rate of a machine
 simulate --params 1e6 --ranks 3 --replicas 2 => replicate_size = 2
 analyze /no/such/data => /no/such/data does not exist
