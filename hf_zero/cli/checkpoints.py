@@ -74,7 +74,9 @@ Quantize = Annotated[
 ]
 GroupSize = Annotated[
     int | None,
-    typer.Option(help="With --quantize: its quantization_aware_training.group_size; default: 32."),
+    typer.Option(
+        min=1, help="With --quantize: its quantization_aware_training.group_size; default: 32."
+    ),
 ]
 To = Annotated[
     str,

@@ -98,7 +98,8 @@ def test_the_folder_is_as_save_pretrained_writes_it(of_bert, tmp_path):
     """
     run_folder, weights = of_bert
     for size in ("5GB", 30_000):
-        result = convert_checkpoint(run_folder, tmp_path / "out", max_shard_size=size)
+        # an option of a command is a text
+        result = convert_checkpoint(run_folder, tmp_path / "out", max_shard_size=str(size))
         model = loads(AutoModelForMaskedLM, tmp_path / "out", weights)
         assert type(model) is BertForMaskedLM and model.dtype == torch.float32
         assert result.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -132,7 +133,7 @@ def test_dtypes(of_small, tmp_path, monkeypatch):
     for dtype in ("int8", "auto", torch.int32):
         with pytest.raises(ConfigError, match="pass float32, bfloat16, float16"):
             convert_checkpoint(tmp_path, tmp_path / "out", dtype)
-    for size in ("big", "5 parsecs", 0, -3):
+    for size in ("big", "5 parsecs", "-5GB", "0GB", "0", 0, -3, None):
         with pytest.raises(ConfigError, match=r"max_shard_size .* is not a size"):
             convert_checkpoint(run_folder, tmp_path / "out", max_shard_size=size)
 

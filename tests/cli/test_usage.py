@@ -43,6 +43,10 @@ CANNOT_BE_READ = [
     ("simulate --pp 0", "simulate: --pp 0 is not a whole number of at least 1\n  --pp: Stages"),
     ("simulate --params big", "simulate: --params: big is no number of parameters; write 350M"),
     ("launch --stage 5 x.py", "launch: --stage 5 is not a whole number of at most 3\n"),
+    (
+        "convert-checkpoint a b --quantize int4_weight --group-size 0",
+        "convert-checkpoint: --group-size 0 is not a whole number of at least 1\n",
+    ),
     ("estimate m --ranks", "estimate: --ranks needs a value after it\n"),
     ("estimate m", "estimate: --ranks is missing\n  --ranks: Number of ranks"),
     ("convert-checkpoint", "convert-checkpoint: SRC and DST are missing\n  SRC: A checkpoint"),

@@ -52,7 +52,7 @@ from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.storage import AnyPath, checkpoint_errors, local_path, progress_bar
 from hf_zero.checkpoint.tensorfile import FilePlan
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.logging import in_units, listed, logger
+from hf_zero.logging import in_units, listed, logger, parse_size
 
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -408,19 +408,21 @@ def _split(
 
     by_name = {output.name: output for output in chosen}
     try:
-        if isinstance(max_shard_size, int) and max_shard_size <= 0:
-            raise ValueError("not positive")
-        split = split_state_dict_into_shards_factory(
-            by_name,
-            get_storage_size=lambda output: output.nbytes,
-            filename_pattern=pattern,
-            max_shard_size=max_shard_size,
-        )
-    except ValueError as error:
+        size = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+        is_size = size > 0
+    except (ConfigError, TypeError):
+        is_size = False
+    if not is_size:
         raise ConfigError(
-            f"max_shard_size {max_shard_size!r} is not a size ({error}); pass a number of bytes or "
-            "a string such as '5GB'"
-        ) from error
+            f"max_shard_size {max_shard_size!r} is not a size above 0; pass a number of bytes or a "
+            "string such as '5GB'"
+        )
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda output: output.nbytes,
+        filename_pattern=pattern,
+        max_shard_size=size,
+    )
     files = {
         file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()
     }
