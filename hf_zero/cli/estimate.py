@@ -52,8 +52,13 @@ class FreeMemory:
         import torch
 
         from hf_zero.device import kinds
-        from hf_zero.device.free_memory import measure
+        from hf_zero.device.free_memory import measure, nearest
 
+        for path in self.disk or ():
+            if not (existing := nearest(path)).is_dir():
+                raise ConfigError(
+                    f"--disk {path}: {existing} is no folder; pass one on an NVMe disk"
+                )
         device = torch.device(kinds.accelerator() or "cpu")
         free = measure(device, [os.path.abspath(path) for path in self.disk or ()], ranks_per_host)
         if self.device_memory is not None:

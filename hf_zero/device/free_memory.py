@@ -115,13 +115,13 @@ def _disks(folders: Sequence[str], ranks: int) -> tuple[DiskFree, ...]:
     disks: list[DiskFree] = []
     numbers: dict[int, int] = {}
     for index, folder in enumerate(folders):
-        existing = _nearest(folder)
+        existing = nearest(folder)
         number = numbers.setdefault(os.stat(existing).st_dev, index)
         disks.append(DiskFree(folder, shutil.disk_usage(existing).free // ranks, number))
     return tuple(disks)
 
 
-def _nearest(folder: str) -> Path:
+def nearest(folder: str) -> Path:
     """Return ``folder``, or its nearest parent that exists."""
     path = Path(folder).absolute()
     return next(parent for parent in (path, *path.parents) if os.path.exists(parent))

@@ -233,6 +233,8 @@ estimate {ZERO3} --ranks 0 => ranks = 0
 estimate m --ranks 2 --ram 80GB => --ram = '80GB': it describes a machine for --fit; add --fit
 estimate m --ranks 2 --fit --offload-optimizer cpu => --offload-optimizer = 'cpu': --fit chooses it
 estimate m --ranks 2 -o a.json => 'a.json': it is for what --fit proposes; add --fit
+estimate m --ranks 2 --fit --disk {ZERO3} => --disk {ZERO3}: {ZERO3} is no folder; pass one
+estimate m --ranks 2 --fit --disk {ZERO3}/a/b => --disk {ZERO3}/a/b: {ZERO3} is no folder; pass one
 estimate m --ranks 2 --fit --ram much => 'much' is not a number of bytes; write 80GB
 estimate m --ranks 2 --moments bf16 => --moments = 'bf16': it goes with --offload-optimizer cpu
 estimate m --ranks 2 --offload-param disk => offload_param.device = 'disk' (str) is not one of
