@@ -396,9 +396,10 @@ def exported(
 def _read(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text().splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise LaunchError(
-            f"the file of variables {path} cannot be read: {error.strerror}"
+            f"the file of variables {path} cannot be read: {why}; pass one of NAME=VALUE lines"
         ) from None
     out = {}
     for number, line in enumerate(lines, 1):

@@ -334,7 +334,10 @@ def test_variables_that_cannot_go_along(tmp_path: Path) -> None:
     ):
         with pytest.raises(LaunchError, match=says):
             exported({}, [asked])
-    with pytest.raises(LaunchError, match="cannot be read"):
+    with pytest.raises(LaunchError, match=f"{file} cannot be read"):
+        exported({}, [], [file])
+    file.write_bytes(b"A=\xff\n")
+    with pytest.raises(LaunchError, match=f"{file} cannot be read"):
         exported({}, [], [file])
     file.write_text("A=1\nexport B\n")
     with pytest.raises(LaunchError, match="line 2: 'export B' is not NAME=VALUE"):
