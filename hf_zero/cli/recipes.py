@@ -149,9 +149,9 @@ def init(
     Example: hf-zero init bert-mlm my-run
     """
     source, _ = _named(name)
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; name a folder that does not")
     try:
+        if folder.exists():
+            raise ConfigError(f"{folder} exists; name a folder that does not")
         _copy(source, name, folder)
     except OSError as error:
         reason = f"cannot be written ({error.strerror or error})"

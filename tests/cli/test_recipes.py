@@ -70,6 +70,7 @@ def test_bad_names_and_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("recipe show vitt", "unknown recipe 'vitt'; did you mean 'vit'?"),
         ("recipe bert-mln", "`hf-zero recipe show bert-mlm` shows that recipe"),
         (f"init bert-mlm {tmp_path}", "exists; name a folder that does not"),
+        (f"init bert-mlm {tmp_path}/{'a' * 300}", "cannot be written (File name too long); name a"),
         (f"init bert-mlm {tmp_path}/file/mine", "cannot be written (Not a directory); name a"),
     ):
         assert said in refusal(command), command
