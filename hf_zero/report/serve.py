@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from dataclasses import asdict
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.report.page import PageContent, content, distinct, javascript, page, readers, timeline
@@ -47,6 +49,11 @@ class ReportServer(ThreadingHTTPServer):
                 f"--port {port} cannot be used on {HOST} ({error.strerror}); leave it out for a "
                 "free one"
             ) from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing of a client that has closed its connection, as a page that is left does."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:

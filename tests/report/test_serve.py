@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,3 +147,39 @@ def test_the_command_serves_until_it_is_interrupted(
     said = invoke(f"report {run} --serve")
     assert re.fullmatch(r"the page: http://127\.0\.0\.1:\d+/ \(Ctrl-C ends\)\n", said)
     assert not (run / "report.html").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_client_that_breaks_off_is_no_error(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has asked, and while it is answered; other errors are printed."""
+    begun, reset, ended = threading.Event(), threading.Event(), threading.Semaphore(0)
+    close = ReportServer.shutdown_request
+
+    def slow(server: ReportServer) -> str:
+        begun.set()
+        reset.wait(30)
+        return "x" * (64 << 20)
+
+    def closed(server: ReportServer, request: Any) -> None:
+        close(server, request)
+        ended.release()
+
+    monkeypatch.setattr(ReportServer, "page", slow)
+    monkeypatch.setattr(ReportServer, "shutdown_request", closed)
+    with serving(run) as server:
+        for asked in (b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            client = socket.create_connection(("127.0.0.1", server.server_port))
+            client.sendall(asked)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            assert asked.endswith(b"HT") or begun.wait(30)
+            client.close()  # by a reset
+            reset.set()
+            assert ended.acquire(timeout=30)
+        assert "Traceback" not in capsys.readouterr().err
+        try:
+            raise ValueError("of our own")
+        except ValueError:
+            server.handle_error(None, None)
+        assert "ValueError: of our own" in capsys.readouterr().err
