@@ -326,6 +326,8 @@ def traffic(
     """
     job_asked = asked_for(ranks, precision, "AdamW", **job)
     settings = job_asked.settings
+    if stage is not None:
+        check_stage(stage)
     [base_plan] = plans_of(open_model(model)[1], job_asked, settings)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
     stages = [stage] if stage is not None else sorted(POLICIES)
@@ -353,6 +355,16 @@ def propose(
     only ``stage`` if it is given, the stage of ``config`` and higher ones if that is given, and
     otherwise stages 1 to 3.
     """
+    if not isinstance(free, Free):
+        raise ConfigError(
+            f"free = {free!r:.40} is not the free memory of a rank; pass a Free, or what "
+            "hf_zero.device.free_memory.measure(device) returns"
+        )
+    if margin is not None and not (isinstance(margin, (int, float)) and 0 <= margin < 1):
+        raise ConfigError(
+            f"margin = {margin!r:.40} is not a share of the device; pass a number from 0, below 1, "
+            "or leave it out"
+        )
     device = kinds.meant(gpu=not free.host_device)
     job_asked = asked_for(ranks, precision, optimizer, device, **job)
     settings, config = job_asked.settings, job.get("config")
@@ -408,6 +420,7 @@ def asked_for(
             f"{MOST_RANKS:,}"
         )
     chosen = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
+    check_size(pipeline_parallel, "pipeline_parallel")
     pp_stage_ranks = ParallelDims.over(ranks, pipeline=pipeline_parallel).pp_stage_ranks
     if config is not None:
         settings = ZeroConfig.coerce(config, allow_auto=True)
@@ -540,7 +553,7 @@ def exact_precision(precision: object) -> str:
 
 def check_stage(stage: object) -> None:
     """Raise ConfigError unless ``stage`` is one of ZeRO."""
-    if stage not in POLICIES:
+    if not isinstance(stage, int) or stage not in POLICIES:
         raise ConfigError(
             f"stage {stage!r} is unknown; choose one of {', '.join(map(str, sorted(POLICIES)))}"
         )
@@ -557,8 +570,15 @@ def _cut(dims: ParallelDims) -> str:
 def _lengths(base_plan: EnginePlan, lengths: Sequence[int]) -> tuple[LengthEstimate, ...]:
     """Return the activation estimates for sequences of each of ``lengths``.
 
-    Raises ConfigError with tensor, expert or pipeline parallelism.
+    Raises ConfigError for what is not a number of tokens, and with tensor, expert or pipeline
+    parallelism.
     """
+    for length in lengths if isinstance(lengths, (list, tuple, range)) else [lengths]:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ConfigError(
+                f"a sequence length of {length!r:.40} is not a number of tokens; pass integers of "
+                "at least 1"
+            )
     if lengths and base_plan.dims.splits_model:
         raise ConfigError(
             "activations beside tensor, expert or pipeline parallelism are not known; leave the "

@@ -105,7 +105,14 @@ def test_a_config_decides_precision_optimizer_and_replicas() -> None:
         ({"ranks": 10**400}, r"ranks = 1000\d* is not a number of ranks; .* to 1,048,576"),
         ({"ranks": 3, "config": {"stage": 3, "replicate_size": 2}}, "does not divide 3 ranks"),
         ({"precision": "int8"}, "precision 'int8' is unknown"),
+        ({"precision": [1]}, r"precision \[1\] is unknown"),
         ({"stage": 4}, "stage 4 is unknown"),
+        ({"stage": [1]}, r"stage \[1\] is unknown"),
+        ({"pipeline_parallel": "2"}, "pipeline_parallel = '2'"),
+        ({"pipeline_parallel": None}, "pipeline_parallel = None"),
+        ({"sequence_lengths": None}, "length of None"),
+        ({"sequence_lengths": "8"}, "length of '8'"),
+        ({"sequence_lengths": [8, 0]}, "length of 0"),
         ({"optimizer": "Shampoo"}, "Shampoo"),
         ({"config": "/no/such/file.yaml"}, "/no/such/file.yaml"),
     ]
@@ -114,6 +121,20 @@ def test_bad_input_is_named(case: tuple[dict[str, Any], str]) -> None:
     changes, says = case
     with pytest.raises(hf_zero.HfZeroError, match=says):
         hf_zero.estimate(**{"model": TINY, "ranks": 2, **changes})
+
+
+def test_bad_input_of_traffic_and_of_proposals_is_named() -> None:
+    with pytest.raises(ConfigError, match="stage 4 is unknown"):
+        traffic(TINY, 2, stage=4)
+    with pytest.raises(ConfigError, match="free = None"):
+        hf_zero.propose(TINY, 2, None)
+    free = Free(1 << 30, 1 << 30)
+    for margin in ("a", -1, 2, 1.0, float("nan"), [0.1]):
+        with pytest.raises(ConfigError, match=re.escape(f"margin = {margin!r}")):
+            hf_zero.propose(TINY, 2, free, margin=margin)
+    for length in ("8", 0):
+        with pytest.raises(ConfigError, match=f"length of {length!r}"):
+            hf_zero.propose(TINY, 2, free, sequence_length=length)
 
 
 ABSURD = {

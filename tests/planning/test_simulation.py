@@ -267,6 +267,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "params = inf is no size": {"params": float("inf")},
     r"params = 1e\+30 is no size": {"params": 1e30},
     "params = 10 is no size": {"params": 10},
+    "params = '7B' is no size": {"params": "7B"},
     "4 ranks": {"expert_parallel": 3},
     "rank 4 is none of 4 ranks": {"rank": 4},
     "Linear cannot be trained without memory": {"model": torch.nn.Linear(4, 4), "params": None},

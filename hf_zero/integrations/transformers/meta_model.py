@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import numbers
 import os
 import re
 import socket
@@ -294,9 +295,11 @@ def sized_model(parameters: float) -> nn.Module:
     divide among 8 tensor-parallel ranks from :data:`LARGE` on, among 2 below. Raises ConfigError
     below :data:`SMALLEST` and above :data:`LARGEST`.
     """
-    if not SMALLEST <= parameters <= LARGEST:
+    is_number = isinstance(parameters, numbers.Real)
+    if not is_number or not SMALLEST <= parameters <= LARGEST:
+        given = f"{parameters:g}" if is_number else f"{parameters!r:.40}"
         raise ConfigError(
-            f"params = {parameters:g} is no size of a model; write a number from {SMALLEST:g} to "
+            f"params = {given} is no size of a model; write a number from {SMALLEST:g} to "
             f"{LARGEST:g}"
         )
     layers = max(1, round((parameters / 12 / WIDTH_PER_LAYER**2) ** (1 / 3)))

@@ -353,7 +353,8 @@ def module_of(model: object, params: float | None) -> tuple[str, nn.Module]:
             "a simulation needs either a model or params, a number of parameters; pass one"
         )
     if params is not None:
-        return f"{params:g} parameters", sized_model(params)
+        sized = sized_model(params)
+        return f"{params:g} parameters", sized
     return open_model(model, needs_loss=True)
 
 
