@@ -135,8 +135,9 @@ def refuse_missing_backends(backend: str) -> None:
                 f"{remedy}"
             )
         is_built = getattr(dist, f"is_{name}_available", lambda: True)()
-        if not is_built or (name == "nccl" and kinds.accelerator() != "cuda"):
-            lacks = "no GPU is here" if is_built else f"this torch is built without {name}"
+        serves = dist.Backend.backend_capability.get(name, [CPU.type])
+        if not is_built or not {CPU.type, kinds.accelerator()} & {*serves}:
+            lacks = "no device for it is here" if is_built else "torch is built without it"
             raise ConfigError(f"the backend {backend!r} cannot be used: {lacks}; {remedy}")
 
 

@@ -142,6 +142,11 @@ def test_backends_that_others_have_registered_with_torch_are_taken(
     monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "rings"])
     for backend in ("rings", "Rings", "cpu:gloo,xpu:rings", "gloo", "GLOO", dist.Backend("gloo")):
         process_group.refuse_missing_backends(backend)
+    monkeypatch.setitem(dist.Backend.backend_capability, "rings", ["npu"])
+    for count in (0, 1):
+        play_accelerator(monkeypatch, "npu", count)
+        with nullcontext() if count else pytest.raises(ConfigError, match="'rings'"):
+            process_group.refuse_missing_backends("rings")
 
 
 def test_one_rank_runs_every_operation_and_sends_nothing() -> None:
