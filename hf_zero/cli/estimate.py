@@ -176,7 +176,13 @@ def estimate(
             sequence_lengths=seq or (),
             **options,
         )
-    rates = link_rows(model, ranks, stage, link, precision=job.precision, **options) if link else {}
+    rates = (
+        link_rows(
+            model, ranks, stage, link, precision=job.precision, optimizer=job.optimizer, **options
+        )
+        if link
+        else {}
+    )
     if as_json:
         print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
         return

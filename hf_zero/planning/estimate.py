@@ -264,7 +264,7 @@ def estimate(
         ConfigError: an invalid model, precision, optimizer, stage or number of ranks; ranks, heads
             or lengths that do not divide.
     """
-    asked_job = asked_for(ranks, precision, optimizer, **job)
+    estimate_job = asked_for(ranks, precision, optimizer, **job)
     # Validated at stage 3, which allows every offload section; the rows of smaller stages do not
     # offload parameters.
     offload: dict[str, Any] = {
@@ -272,13 +272,13 @@ def estimate(
         "offload_param": offload_param,
     }
     sections = ZeroConfig(3, **offload)
-    settings = asked_job.settings
+    settings = estimate_job.settings
     optimizer_section, param_section = (
         getattr(sections if offload[name] is not None else settings, name) for name in offload
     )
     name, module = open_model(model, needs_loss=bool(sequence_lengths))
     placed = settings.placed(3, optimizer_section, param_section)
-    plans = plans_of(module, asked_job, placed)
+    plans = plans_of(module, estimate_job, placed)
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].zero_stages))
     counts: Counter[bool] = Counter()
     for parameter in module.parameters():
@@ -294,7 +294,7 @@ def estimate(
         ranks=ranks,
         replicas=settings.replicate_size,
         precision=settings.precision,
-        optimizer=asked_job.optimizer.type,
+        optimizer=estimate_job.optimizer.type,
         moments=plans[0].moments,
         stages=tuple(
             _largest_row(plans, settings.placed(stage, optimizer_section, param_section))
@@ -315,6 +315,7 @@ def traffic(
     precision: Precision = "bf16",
     stage: int | None = None,
     *,
+    optimizer: str | OptimizerConfig = "AdamW",
     device: torch.device | None = None,
     **job: Unpack[JobOptions],
 ) -> dict[int, list[Traffic]]:
@@ -322,13 +323,17 @@ def traffic(
     ``stage``. Arguments as for :func:`estimate`.
 
     ``device``: where the time of compression is measured; default: the accelerator of this machine,
-    else its CPU.
+    else its CPU. Raises ConfigError for a pipeline, whose traffic is not known.
     """
-    job_asked = asked_for(ranks, precision, "AdamW", **job)
-    settings = job_asked.settings
+    estimate_job = asked_for(ranks, precision, optimizer, **job)
     if stage is not None:
         check_stage(stage)
-    [base_plan] = plans_of(open_model(model)[1], job_asked, settings)
+    if estimate_job.dims.pipeline > 1:
+        raise ConfigError(
+            f"pipeline_parallel = {estimate_job.dims.pipeline}: the traffic of a pipeline is not "
+            "known; leave it out"
+        )
+    [base_plan] = plans_of(open_model(model)[1], estimate_job, estimate_job.settings)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
     stages = [stage] if stage is not None else sorted(POLICIES)
     return {stage: ways(_at_stage(base_plan, stage), seconds) for stage in stages}
@@ -366,10 +371,10 @@ def propose(
             "or leave it out"
         )
     device = kinds.meant(gpu=not free.host_device)
-    job_asked = asked_for(ranks, precision, optimizer, device, **job)
-    settings, config = job_asked.settings, job.get("config")
+    estimate_job = asked_for(ranks, precision, optimizer, device, **job)
+    settings, config = estimate_job.settings, job.get("config")
     name, module = open_model(model, needs_loss=sequence_length is not None)
-    plans = plans_of(module, job_asked, settings)
+    plans = plans_of(module, estimate_job, settings)
     one_bit = one_bit_at_one(settings, plans[0].optimizer)
     if one_bit is not None:
         at_one = settings.placed(1, settings.offload_optimizer, settings.offload_param)
@@ -383,11 +388,13 @@ def propose(
     if margin is None:
         margin = BESIDE_ACTIVATIONS if lengths else ACTIVATIONS
     fitting = fit(largest, free, margin, stages, found_ways or (ActivationWay(),))
-    return Proposal(name, _written(config, job_asked, fitting), fitting, free, _cut(largest.dims))
+    return Proposal(
+        name, _written(config, estimate_job, fitting), fitting, free, _cut(largest.dims)
+    )
 
 
 @dataclass(frozen=True)
-class Asked:
+class EstimateJob:
     """The input of an estimate: settings, resolved for ``device``, an optimizer, and the sizes of
     the axes.
     """
@@ -410,7 +417,7 @@ def asked_for(
     pipeline_parallel: int = 1,
     sequence_parallel: int | None = None,
     context_parallel: int | None = None,
-) -> Asked:
+) -> EstimateJob:
     """Return the settings that the arguments of :func:`estimate` describe, for a GPU unless
     ``device`` is another kind. Raises ConfigError for sizes that do not divide the ranks.
     """
@@ -449,7 +456,7 @@ def asked_for(
     )
     device = device or kinds.meant(gpu=True)
     settings = settings.on_device(device.type)
-    return Asked(settings, settings.optimizer or chosen, dims, device)
+    return EstimateJob(settings, settings.optimizer or chosen, dims, device)
 
 
 def _dims(ranks: int, tensor: int, expert: int, pipeline: int, division: Division) -> ParallelDims:
@@ -468,7 +475,7 @@ def _refuse_experts(expert: int, pipeline: int) -> None:
         )
 
 
-def plans_of(module: nn.Module, job: Asked, settings: ZeroConfig) -> list[EnginePlan]:
+def plans_of(module: nn.Module, job: EstimateJob, settings: ZeroConfig) -> list[EnginePlan]:
     """Return the plan, with ``settings``, of the first rank of each pipeline stage."""
     dims = planned_dims(module, job.dims)
     _refuse_experts(dims.expert, dims.pipeline)
@@ -649,7 +656,7 @@ def _row(planned: EnginePlan) -> StageEstimate:
     )
 
 
-def _written(config: object, job: Asked, fitting: Fit) -> dict[str, object] | None:
+def _written(config: object, job: EstimateJob, fitting: Fit) -> dict[str, object] | None:
     """Return the given configuration, or one made of the arguments, with the settings that fit."""
     if fitting.chosen is None:
         return None

@@ -126,6 +126,10 @@ def test_bad_input_is_named(case: tuple[dict[str, Any], str]) -> None:
 def test_bad_input_of_traffic_and_of_proposals_is_named() -> None:
     with pytest.raises(ConfigError, match="stage 4 is unknown"):
         traffic(TINY, 2, stage=4)
+    with pytest.raises(ConfigError, match="pipeline_parallel = 2"):
+        traffic(TINY, 2, pipeline_parallel=2)
+    with pytest.raises(hf_zero.HfZeroError, match="Shampoo"):
+        traffic(TINY, 2, optimizer="Shampoo")
     with pytest.raises(ConfigError, match="free = None"):
         hf_zero.propose(TINY, 2, None)
     free = Free(1 << 30, 1 << 30)

@@ -42,7 +42,7 @@ from hf_zero.parallel.sequence.division import AXIS, RING, Division
 from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.planning.activation_memory import Sequences
 from hf_zero.planning.estimate import (
-    Asked,
+    EstimateJob,
     JobOptions,
     Precision,
     asked_for,
@@ -528,7 +528,11 @@ def _optimizer_for(planned: EnginePlan, module: nn.Module) -> torch.optim.Optimi
 
 
 def _placed(
-    job: Asked, chosen: Mapping[str, object], stage: int, optimizer: object, parameters: object
+    job: EstimateJob,
+    chosen: Mapping[str, object],
+    stage: int,
+    optimizer: object,
+    parameters: object,
 ) -> ZeroConfig:
     """Return the settings with the values that are given, at ``stage``, with the sections of
     offload that are given.
