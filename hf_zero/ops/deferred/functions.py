@@ -96,7 +96,8 @@ def _indexed(function: Callable[..., object], args: Any, kwargs: object) -> Any:
         elif item is not None and item is not Ellipsis:
             return NotImplemented
     dots = any(item is Ellipsis for item in items)
-    whole = items[-1] is Ellipsis or _is_whole(items[-1])
+    last = items[-1] if items else Ellipsis
+    whole = _is_whole(last) or (last is Ellipsis and taken < logits.dim())
     if taken > logits.dim() or ((dots or taken == logits.dim()) and not whole):
         return NotImplemented
     if not tensors:

@@ -114,6 +114,7 @@ uses(
     "loss",
     {
         "plain": ce,
+        "tokens, then dots": lambda x: F.cross_entropy(x[:, :-1, ...].flatten(0, 1), NEXT),
         "classes in the middle": lambda x: F.cross_entropy(
             x[:, :-1].transpose(1, 2), LABELS[:, 1:]
         ),
@@ -170,6 +171,11 @@ uses(
             if (labels != -100).any()
         ),
         "words in two": lambda x: x[:, :1].reshape(ROWS, 1, 8, 8).square().sum(),
+        "all words, then dots": lambda x: x[:, :-1, 5:36, ...].logsumexp(-1).mean(),
+        "a number, then dots": lambda x: x[0, 1, 3, ...] * 2,
+        "places of words, then dots": lambda x: x[:, :, LABELS[0, 4:], ...].square().sum(),
+        "a mask of words, then dots": lambda x: x[TEACHER > -4, ...].square().sum(),
+        "no index": lambda x: ce(x[()]),
         "a view that torch refuses": lambda x: F.cross_entropy(x[:, :-1].view(-1, WORDS), NEXT),
     },
 )
