@@ -131,8 +131,8 @@ class DeferredOutput(torch.Tensor):
             item.whole._version if item.whole is not None else 0 for item in parents
         )
         if not alias:
-            for item in parents:
-                item._root.copies.add(output)
+            for root in {id(item._root): item._root for item in parents}.values():
+                root.copies.add(output)  # once: a set would compare it with itself, by elements
         return output
 
     @property

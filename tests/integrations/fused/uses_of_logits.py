@@ -188,6 +188,11 @@ uses(
         "torch.div": lambda x: ce(torch.div(x, 2.0)),
         "a soft cap": lambda x: ce(3.0 * torch.tanh(x / 3.0)),
         "a scale, then a vector": lambda x: ce(x * 0.5 + VECTOR),
+        "a square by itself": lambda x: (lambda z: (z * z).sum(-1).mean())(x.softmax(-1)),
+        "guidance by halves": lambda x: (
+            lambda one, other: (other + 1.5 * (one - other)).logsumexp(-1).mean()
+        )(*x.chunk(2)),
+        "differences of tokens": lambda x: (x[:, 1:] - x[:, :-1]).square().mean(),
         "more dimensions, one element": lambda x: str((x * torch.ones(1, 1, 1, 1)).shape),
     },
 )  # fmt: skip
