@@ -338,7 +338,7 @@ def _softmax(function: Callable[..., object], args: Any, kwargs: Any) -> Any:
     }
     logits: object = arguments.get("input")
     dim, dtype = arguments.get("dim"), arguments.get("dtype")
-    if not _is_deferred(logits) or not _is_last(dim, logits):
+    if not arguments.keys() <= {*names} or not _is_deferred(logits) or not _is_last(dim, logits):
         return NotImplemented
     step = programs.log_softmax if "log" in function.__name__ else _softmax_over_last
     like = step(_some_rows(logits), dtype)

@@ -212,6 +212,15 @@ def an_output_given(model: Any) -> Any:
     return float(out.sum())
 
 
+@use
+def an_output_given_to_softmax(model: Any) -> Any:
+    out = [torch.zeros(ROWS, TOKENS, WORDS) for _ in range(2)]
+    with torch.no_grad():
+        torch.softmax(logits(model), -1, out=out[0])
+        torch.log_softmax(logits(model), -1, out=out[1])
+    return norms(out)
+
+
 # ---- writes ----
 
 
