@@ -140,6 +140,7 @@ class SummedLoss(torch.autograd.Function):
             hidden, weight.detach(), bias, labels, *numbers, *needs
         )
         ctx.plain, ctx.sums, ctx.dtype = plain, sums, hidden.dtype
+        ctx.has_labels = (labels != numbers[0]).any()
         # checked for changes until the backward, and read by a second derivative
         ctx.save_for_backward(hidden, weight, bias)
         return total
@@ -150,6 +151,7 @@ class SummedLoss(torch.autograd.Function):
         tensors = ctx.saved_tensors
         if is_out_of_place(grad):
             return None, None, None, *recorded(ctx.plain, tensors, needs, grad)
+        grad = grad.where(ctx.has_labels, 0.0)  # ignored rows have gradients of 0, of a NaN, too
         sums, keeps_graph = ctx.sums, _kept()
         if not keeps_graph:
             ctx.sums = None

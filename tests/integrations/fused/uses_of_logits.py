@@ -20,6 +20,7 @@ IDS = torch.randint(3, WORDS, (ROWS, TOKENS), generator=_generator)
 LABELS = IDS.clone()
 LABELS[0, :4] = -100
 NEXT = LABELS[:, 1:].reshape(-1)
+NO_LABEL = torch.full_like(NEXT, -100)
 VECTOR = torch.linspace(0.1, 1.0, WORDS)
 TEACHER = torch.randn(ROWS, TOKENS, WORDS, generator=_generator).log_softmax(-1)
 
@@ -131,6 +132,10 @@ uses(
         ).sum(),
         "one label too few": lambda x: F.cross_entropy(shifted(x), NEXT[:-1]),
         "with the largest": lambda x: ce(x) + 0.1 * x.max(-1)[0].sum(),
+        "of no label, to a power": lambda x: F.cross_entropy(shifted(x), NO_LABEL).exp(),
+        "of no label, smoothed": lambda x: F.cross_entropy(
+            shifted(x), NO_LABEL, label_smoothing=0.1
+        ).square(),
         "z-loss": lambda x: ce(x) + 1e-2 * x.logsumexp(-1).square().mean(),
     },
 )
@@ -144,6 +149,12 @@ def labels_of_the_model(model: Any) -> Any:
 @use
 def items_of_the_step(model: Any) -> Any:
     return own(model, num_items_in_batch=torch.tensor(37)).loss
+
+
+@use
+def step_without_items(model: Any) -> Any:
+    labels = torch.full_like(LABELS, -100)
+    return model(input_ids=IDS, labels=labels, num_items_in_batch=torch.tensor(0)).loss
 
 
 @use
