@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn import functional as F
@@ -40,7 +41,9 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
     )
     reduction, ignored = arguments.get("reduction", "mean"), arguments.get("ignore_index", -100)
     smoothing = arguments.get("label_smoothing", 0.0)
-    if not isinstance(logits, DeferredOutput) or isinstance(target, DeferredOutput):
+    if not isinstance(logits, DeferredOutput) or not _is_plain(target):
+        return NotImplemented
+    if not isinstance(ignored, int) or not isinstance(smoothing, Real):
         return NotImplemented
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         return NotImplemented
@@ -50,6 +53,8 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if not 0 <= smoothing <= 1 or not _labels_fit(target, logits.shape[-1], ignored):
         return NotImplemented  # torch's own error
+    if weight is not None and not _is_plain(weight):
+        return NotImplemented
     if weight is not None and (weight.device != logits.device or weight.shape != logits.shape[-1:]):
         return NotImplemented
     labels = target.reshape(-1)
@@ -93,6 +98,10 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
         inverse = counts.sum().reciprocal()
         total = total * inverse + inverse * 0.0
     return logits.used(total.to(dtype), function, args, kwargs)
+
+
+def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DeferredOutput)
 
 
 def _in_parts(form: Affine) -> bool:

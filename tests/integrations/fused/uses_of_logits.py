@@ -57,6 +57,10 @@ def ce(made: torch.Tensor, **more: Any) -> torch.Tensor:
     return F.cross_entropy(shifted(made), NEXT, **more)
 
 
+def ce_of(made: torch.Tensor, **given: Any) -> torch.Tensor:
+    return F.cross_entropy(shifted(made), **{"target": NEXT} | given)
+
+
 def use(function: Use) -> Use:
     USES[function.__name__] = function
     return function
@@ -169,6 +173,19 @@ def log_probabilities_of_trl(model: Any) -> Any:
     from trl.trainer.utils import selective_log_softmax
 
     return -selective_log_softmax(logits(model)[:, :-1] / 0.7, IDS[:, 1:]).mean()
+
+
+uses(
+    "refused",  # by torch, in its words
+    {
+        "no target": lambda x: ce_of(x, target=None),
+        "target in a list": lambda x: ce_of(x, target=NEXT.tolist()),
+        "weight in a list": lambda x: ce_of(x, weight=VECTOR.tolist()),
+        "weight of logits": lambda x: ce_of(x, weight=x[0, 0].exp()),
+        "no smoothing": lambda x: ce_of(x, label_smoothing=None),
+        "ignored fraction": lambda x: ce_of(x, ignore_index=0.5),
+    },
+)
 
 
 # ---- shapes, selections, arithmetic ----
