@@ -159,10 +159,12 @@ class CometMonitor(Monitor):
                 self.experiment.set_name(comet_config.experiment_name)
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
-        """Write one value of each name in ``samples_log_interval`` samples."""
+        """Write one value of each name in ``samples_log_interval`` samples; fewer samples than
+        before are those of an earlier checkpoint, and begin anew.
+        """
         for name, value, samples in event_list if self.writes else ():
             last = self._written.get(name)
-            if last is None or samples - last >= self.samples_log_interval:
+            if last is None or samples < last or samples - last >= self.samples_log_interval:
                 self._written[name] = samples
                 self.experiment.log_metric(name, value, step=samples)
 

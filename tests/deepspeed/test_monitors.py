@@ -116,6 +116,10 @@ def test_services_are_told_by_their_own_packages(
         ("metric", "Train/Samples/lr", 0.5, {"step": 8}),  # the next would be 16 samples later
     ]
     assert not list(tmp_path.iterdir())
+    told.clear()
+    master.write_events([("Train/Samples/lr", 0.5, 4), *EVENTS])  # an earlier checkpoint was loaded
+    metrics = [each for each in told if each[0] == "metric"]
+    assert metrics == [("metric", "Train/Samples/lr", 0.5, {"step": 4})]
 
 
 def test_sections_and_monitors_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
