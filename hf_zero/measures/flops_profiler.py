@@ -34,7 +34,7 @@ def number_to_string(
 ) -> str:
     """Return ``num`` in ``units`` (None: those that fit), such as "1.5 G"."""
     if units is None:
-        units = next((unit for unit, size in UNITS.items() if num >= size), "u") if num else ""
+        units = next((unit for unit, size in UNITS.items() if abs(num) >= size), "u") if num else ""
     return f"{round(num / UNITS.get(units, 1.0), precision):g} {units}"
 
 
@@ -145,7 +145,8 @@ class FlopsProfiler:
                 parents = name.split(".")[:-1]
                 for depth in range(len(parents) + 1):
                     parent = ".".join(parents[:depth])
-                    counts[parent] = counts.get(parent, 0) - count
+                    if parent in counts:  # a ModuleList has no forward that was counted
+                        counts[parent] -= count
                 counts[name] = 0
         return counts
 

@@ -193,6 +193,7 @@ def test_a_models_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         with pytest.raises(ValueError, match=how):
             profiling.get_model_profile(Two(), mode=mode)
     assert profiling.number_to_string(1.234e9) == "1.23 G" and profiling.number_to_string(0) == "0 "
+    assert profiling.number_to_string(-1500) == "-1.5 K"
     assert profiling.flops_to_string(2e12, "G") == "2000 GFLOPS"
     assert profiling.macs_to_string(1500) == "1.5 KMACs"
     assert profiling.params_to_string(7e9) == profiling.params_to_string(7e9, "B") == "7 B"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -85,3 +86,25 @@ def test_a_module_inside_an_ignored_one_is_left_out_once():
     model(torch.ones(2, 4))
     profiler.stop_profile()
     assert profiler.get_total_flops() == 2 * 2 * 4 * 4
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_list_of_ignored_modules_has_no_operations_to_lose(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    profiler = FlopsProfiler(Listed())
+    profiler.start_profile([nn.Linear])
+    profiler.model(torch.ones(2, 4))
+    profiler.stop_profile()
+    profiler.print_model_profile()
+    assert profiler.get_total_flops() == 0 and "-" not in capsys.readouterr().out
