@@ -87,6 +87,7 @@ class FlopsProfiler:
         self._counter: FlopCounterMode | None = None
         self._by_module: Mapping[str, Mapping[object, int]] = {}
         self._hooks: list[RemovableHandle] = []
+        self._begun: list[Stopwatch] = []  # a forward that raises ends none
         self._forwards: list[Stopwatch] = []
         self._ignored: tuple[type, ...] = ()
 
@@ -104,9 +105,10 @@ class FlopsProfiler:
         self.started = True
 
     def _begin(self, module: nn.Module, args: object) -> None:
-        self._forwards.append(Stopwatch(default_device()).__enter__())
+        self._begun.append(Stopwatch(default_device()).__enter__())
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
+        self._forwards.append(self._begun.pop())
         self._forwards[-1].__exit__()
 
     def stop_profile(self) -> None:
@@ -126,7 +128,7 @@ class FlopsProfiler:
 
     def reset_profile(self) -> None:
         """Reset the counts to zero."""
-        self._by_module, self._forwards = {}, []
+        self._by_module, self._begun, self._forwards = {}, [], []
 
     def _counts(self) -> dict[str, int]:
         """Return operations by the name of a module, "" for the model itself."""
@@ -161,7 +163,7 @@ class FlopsProfiler:
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Return the seconds of the forwards."""
+        """Return the seconds of the forwards that have returned."""
         seconds = 1e-3 * sum(watch.read() for watch in self._forwards)
         return duration_to_string(seconds) if as_string else seconds
 

@@ -4,6 +4,7 @@ left out.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -108,3 +109,15 @@ def test_a_list_of_ignored_modules_has_no_operations_to_lose(
     profiler.stop_profile()
     profiler.print_model_profile()
     assert profiler.get_total_flops() == 0 and "-" not in capsys.readouterr().out
+
+
+def test_a_forward_that_raises_has_no_seconds() -> None:
+    profiler = FlopsProfiler(nn.Linear(4, 4))
+    profiler.start_profile()
+    with pytest.raises(RuntimeError):
+        profiler.model(torch.ones(2, 5))
+    assert profiler.get_total_duration() == 0
+    began = time.perf_counter()
+    profiler.model(torch.ones(2, 4))
+    assert 0 < profiler.get_total_duration() <= time.perf_counter() - began
+    profiler.end_profile()
