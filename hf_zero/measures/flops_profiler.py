@@ -249,7 +249,7 @@ class FlopsProfiler:
 def get_model_profile(
     model: nn.Module,
     input_shape: tuple[int, ...] | None = None,
-    args: Sequence[object] = (),
+    args: Sequence[object] | torch.Tensor = (),
     kwargs: Mapping[str, object] | None = None,
     print_profile: bool = True,
     detailed: bool = True,
@@ -265,17 +265,22 @@ def get_model_profile(
     or as numbers: of its forward, or of ``generate`` by ``mode``. It is called with a tensor of
     ``input_shape``, or with ``args`` and ``kwargs``, and stays in eval mode.
 
-    Raises ConfigError for another mode, and without inputs to call it with.
+    Raises ConfigError for another mode, for a model without ``generate`` in that mode, and without
+    inputs to call it with.
     """
     if mode not in ("forward", "generate"):
         raise ConfigError(f"mode {mode!r} is neither 'forward' nor 'generate'; write one of them")
+    call = model if mode == "forward" else getattr(model, "generate", None)
+    if call is None:
+        raise ConfigError(f"{type(model).__name__} has no generate(); write mode='forward'")
+    if isinstance(args, torch.Tensor):
+        args = [args]
     if input_shape is not None:
         like = next(model.parameters(), torch.empty(()))
         args = [torch.ones(input_shape, dtype=like.dtype, device=like.device)]
     if not args and not kwargs:
         raise ConfigError("get_model_profile needs input_shape, args or kwargs to call the model")
     model.eval()
-    call = model if mode == "forward" else model.generate
     profiler = FlopsProfiler(model)
     for _ in range(warm_up):
         call(*args, **(kwargs or {}))  # type: ignore[operator]

@@ -192,6 +192,12 @@ def test_a_models_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     for mode, how in (("forward", "needs input_shape"), ("backward", "neither 'forward' nor")):
         with pytest.raises(ValueError, match=how):
             profiling.get_model_profile(Two(), mode=mode)
+    model, lone = Two(), torch.ones(shape)
+    with pytest.raises(ConfigError, match="Two"):
+        profiling.get_model_profile(model, args=lone, mode="generate")
+    assert model.training
+    found = profiling.get_model_profile(model, args=lone, print_profile=False, as_string=False)
+    assert found[0] == CONV + HEAD
     assert profiling.number_to_string(1.234e9) == "1.23 G" and profiling.number_to_string(0) == "0 "
     assert profiling.number_to_string(-1500) == "-1.5 K"
     assert profiling.flops_to_string(2e12, "G") == "2000 GFLOPS"
