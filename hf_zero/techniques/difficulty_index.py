@@ -175,14 +175,17 @@ def write_index(
             f"metric {metric!r} gave {values[row]} for row {row}; remove the row, or give it a "
             "finite value"
         )
+    rows = len(values)
+    spread = np.linspace(0, rows - 1, min(PROBES, rows)).astype(int)
+    probed = () if dataset is None or column is None else spread
+    # read before the existing index ends: a dataset may raise
+    probes = {str(row): _probe(dataset[int(row)], column) for row in probed}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / HEADER).unlink(missing_ok=True)
     rows = len(values)
     order = np.argsort(values, kind="stable")
     _replace(folder / VALUES, values)
     _replace(folder / ORDER, order.astype(np.uint32 if rows <= 1 << 32 else np.int64))
-    spread = np.linspace(0, rows - 1, min(PROBES, rows)).astype(int)
-    probed = () if dataset is None or column is None else spread
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -190,7 +193,7 @@ def write_index(
         "column": column,
         "rows": rows,
         "fingerprint": getattr(dataset, "_fingerprint", None),
-        "probes": {str(row): _probe(dataset[int(row)], column) for row in probed},
+        "probes": probes,
     }
     (folder / HEADER).write_text(json.dumps(header, indent=1) + "\n")
     return DifficultyIndex(folder)
@@ -211,8 +214,15 @@ def _probe(sample: object, column: str | None) -> str | None:
         if column not in sample:
             return None
         sample = sample[column]
-    plain = np.asarray(sample).tolist()
-    return hashlib.sha256(json.dumps(plain, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(_plain(sample), default=str).encode()).hexdigest()[:16]
+
+
+def _plain(sample: Any) -> Any:
+    """Return nested lists of numbers for lists, arrays and tensors, of any shapes."""
+    try:
+        return np.asarray(sample).tolist()
+    except ValueError:  # parts of unlike shapes
+        return [_plain(part) for part in sample]
 
 
 def is_analyzers(path: str) -> bool:

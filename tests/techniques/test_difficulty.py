@@ -174,6 +174,28 @@ def test_other_data_is_refused(folder):
             DifficultyIndex(folder).check(data)
 
 
+def test_samples_of_unlike_shapes(tmp_path):
+    def rows(make):
+        return [{"turns": [make([row, 2.0]), make([3.0])]} for row in range(5)]
+
+    index = write_index(tmp_path, VALUES, "seqlen", "turns", rows(list))
+    for make in (list, np.array, torch.tensor):
+        index.check(rows(make))
+    for other in (rows(lambda numbers: [*numbers, 1.0]), [(torch.ones(3), torch.ones(4, 5))] * 5):
+        with pytest.raises(DifficultyIndexError, match="row 0"):
+            index.check(other)
+
+
+def test_an_index_stays_where_the_dataset_of_another_one_raises(folder):
+    class Closed(list[dict[str, Any]]):
+        def __getitem__(self, row):
+            raise OSError("closed")
+
+    with pytest.raises(OSError, match="closed"):
+        write_index(folder, VALUES[::-1], "seqlen", "input_ids", Closed(DATA))
+    DifficultyIndex(folder).check(DATA)
+
+
 def test_values_that_are_no_numbers_are_refused(tmp_path):
     for values, message in (
         (np.array([]), "one number for each of one or more samples"),
