@@ -35,6 +35,7 @@ from hf_zero.logging import parse_json
 
 HEADER, VALUES, ORDER = "index.json", "values.npy", "order.npy"
 FORMAT, VERSION = "hf-zero difficulty index", 1
+KEYS = {"metric": str, "column": object, "rows": int, "fingerprint": object, "probes": dict}
 PROBES = 16
 # of DeepSpeed's analyzer
 MAGIC = b"MMIDIDX\0\0"
@@ -90,12 +91,18 @@ class DifficultyIndex(RankedSamples):
                 f"{self.folder} holds no difficulty index ({error}); write one with "
                 f"`hf-zero analyze DATASET --metric METRIC --out {self.folder}`"
             ) from error
-        if (self.header.get("format"), self.header.get("version")) != (FORMAT, VERSION):
+        header = self.header if isinstance(self.header, dict) else {}
+        if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
             raise DifficultyIndexError(
-                f"{self.folder / HEADER} is {self.header.get('format')!r}, version "
-                f"{self.header.get('version')!r}; this hf-zero reads {FORMAT!r}, version "
+                f"{self.folder / HEADER} is {header.get('format')!r}, version "
+                f"{header.get('version')!r}; this hf-zero reads {FORMAT!r}, version "
                 f"{VERSION}: analyze the data again"
             )
+        for key, kind in KEYS.items():
+            if key not in header or not isinstance(header[key], kind):
+                raise DifficultyIndexError(
+                    f"{self.folder / HEADER} has no valid {key}; analyze the data again"
+                )
         self.values = self._opened(VALUES)
         self.order = self._opened(ORDER)
 
@@ -182,7 +189,6 @@ def write_index(
     probes = {str(row): _probe(dataset[int(row)], column) for row in probed}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / HEADER).unlink(missing_ok=True)
-    rows = len(values)
     order = np.argsort(values, kind="stable")
     _replace(folder / VALUES, values)
     _replace(folder / ORDER, order.astype(np.uint32 if rows <= 1 << 32 else np.int64))

@@ -220,6 +220,15 @@ def test_folders_without_an_index_are_refused(folder, tmp_path):
     (folder / HEADER).write_text(json.dumps(header | {"version": 2}))
     with pytest.raises(DifficultyIndexError, match="version 2; this hf-zero reads"):
         DifficultyIndex(folder)
+    for wrong, said in (
+        ([], HEADER),
+        ({key: value for key, value in header.items() if key != "fingerprint"}, "fingerprint"),
+        (header | {"rows": "5"}, "rows"),
+        (header | {"probes": None}, "probes"),
+    ):
+        (folder / HEADER).write_text(json.dumps(wrong))
+        with pytest.raises(DifficultyIndexError, match=said):
+            DifficultyIndex(folder)
 
 
 ANALYZER_VALUES = np.array([7, 300, 7, 12, 2, 12, 7, 40, 300, 2])
