@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from numbers import Real
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -232,6 +233,11 @@ class DifficultySchedule:
                     f"{self._section}.schedule_config has {len(difficulties)} difficulties and "
                     f"{len(last_steps)} of max_step; write one max_step for each difficulty but "
                     "the last, which stays"
+                )
+            if any(later <= sooner for sooner, later in pairwise(last_steps)):
+                raise ConfigError(
+                    f"{self._section}.{section}max_step = {last_steps} does not ascend, which "
+                    "leaves out difficulties; write the last step of each, counted from the first"
                 )
             # max_difficulty, once reached, stays
             reached = [at for at, d in enumerate(difficulties) if d >= self.max_difficulty]

@@ -119,6 +119,8 @@ NO_SCHEDULES = {
     "no max_step": (1, 9, "fixed_discrete", {"difficulty": [2, 5, 9]}),
     "1 difficulties and 0 of": (1, 9, "fixed_discrete", {"difficulty": [9], "max_step": []}),
     "2 difficulties": (1, 9, "fixed_discrete", {"difficulty": [1, 9], "max_step": [1, 2]}),
+    r"max_step = \[10, 5\]": (1, 9, "fixed_discrete", {**DISCRETE, "max_step": [10, 5]}),
+    r"max_step = \[5, 5\]": (1, 9, "fixed_discrete", {**DISCRETE, "max_step": [5, 5]}),
     "= 9 is not a list": (1, 9, "fixed_discrete", {"difficulty": 9, "max_step": [1]}),
 }
 
