@@ -50,8 +50,11 @@ class Growth:
     def at(self, step: int) -> Number:
         if self.low == self.high:
             return self.low
-        grown = (step / self.steps) ** (1.0 / self.degree)
-        whole = math.floor(grown * (self.high - self.low) + self.low)
+        try:
+            grown = (step / self.steps) ** (1.0 / self.degree)
+            whole = math.floor(grown * (self.high - self.low) + self.low)
+        except OverflowError:  # far above high
+            return self.high
         return min(max(whole - whole % self.every, self.least), self.high)
 
 

@@ -56,6 +56,11 @@ CASES: dict[str, tuple[int, int, str, dict[str, Any], list[int]]] = {
     "the largest one stays": (
         1, 9, "fixed_discrete", {"difficulty": [2, 9, 4], "max_step": [5, 10]}, [2] * 5 + [9] * 25,
     ),
+    "a root of a small degree": (
+        1, 9, "fixed_root",
+        {"total_curriculum_step": 10, "difficulty_step": 1, "root_degree": 0.001},
+        [1] * 9 + [9] * 21,
+    ),
     "nothing between": (
         13, 13, "fixed_linear", {"total_curriculum_step": 20, "difficulty_step": 8}, [13] * 30,
     ),
