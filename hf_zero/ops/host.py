@@ -70,8 +70,10 @@ def adam(
         max_exp_avg_sq: fp32 [n], AMSGrad's (Reddi et al. 2018, arXiv:1904.09237).
         divisor, out, seed, first, on_host: see the module.
     """
-    if step < 1:
-        raise KernelError(f"adam: step is {step}; steps count from 1")
+    _check_step("adam", step)
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0 <= beta < 1:
+            raise KernelError(f"adam: {name} is {beta}; give a number of at least 0 and below 1")
     shared = _shared("adam", master, grad, divisor, maximize, out, _key(seed, step), first, on_host)
     _moment("adam", "exp_avg", exp_avg, master, first, signed=True)
     _moment("adam", "exp_avg_sq", exp_avg_sq, master, first, signed=False)
@@ -157,8 +159,7 @@ def adagrad(
 
     ``total``: fp32 [n], the sum of squared gradients; ``step`` counts from 1.
     """
-    if step < 1:
-        raise KernelError(f"adagrad: step is {step}; steps count from 1")
+    _check_step("adagrad", step)
     shared = _shared("adagrad", master, grad, divisor, maximize, out, 0, 0)
     flat("adagrad", "total", total, FP32, master.numel())
     numbers = {"l2": weight_decay, "eps": eps, "step_size": lr / (1 + (step - 1) * lr_decay)}
@@ -309,6 +310,11 @@ def accumulate(out: Tensor, source: Tensor, scale: float = 1.0) -> None:
 
 
 # ---- shared by the updates ----
+
+
+def _check_step(op: str, step: object) -> None:
+    if not isinstance(step, int) or step < 1:
+        raise KernelError(f"{op}: step is {step!r}; steps are integers and count from 1")
 
 
 def _shared(

@@ -70,10 +70,16 @@ def round_to_levels(
         KernelError: values that do not fulfil this.
     """
     numel = values.numel()
-    if not values.is_floating_point() or not values.is_contiguous() or numel % parts:
+    cuts = parts > 0 and not numel % parts
+    if not values.is_floating_point() or not values.is_contiguous() or not cuts:
         raise KernelError(
             f"round_to_levels: {numel} values of {values.dtype} with strides {values.stride()} in "
             f"{parts} parts; give contiguous ones in floating point, and a divisor of their number"
+        )
+    if noise is not None and (noise.dtype != torch.float32 or noise.numel() != numel):
+        raise KernelError(
+            f"round_to_levels: noise has {noise.numel()} elements of {noise.dtype} for {numel} "
+            "values; give one in torch.float32 for each"
         )
     if not numel:
         return values

@@ -183,6 +183,9 @@ FLAT: list[Row] = [
     (lambda: squared_norms([torch.ones(2, 2).t()]), r"tensor 0 has strides \(1, 2\)"),
     (lambda: squared_norms([ONES, META]), "tensor 1 is on meta and tensor 0 on cpu"),
     (lambda: round_to_levels(torch.ones(6), 4, 4), "round_to_levels: .* contiguous ones"),
+    *((lambda n=n: round_to_levels(torch.ones(4), 4, n), f"in {n} parts") for n in (0, -1)),
+    (lambda: round_to_levels(torch.ones(4), 4, noise=zeros(3)), "noise has 3 elements"),
+    (lambda: round_to_levels(torch.ones(4), 4, noise=zeros(4, of=F64)), "noise .*float64"),
 ]
 
 SIGNS = SignBlocks(32).cut((0,), 80, 2, 40)
@@ -237,6 +240,9 @@ HOST: list[Row] = [
     (lambda: steps(exp_avg=SIGNED, first=8), "adam: first is 8 and exp_avg is in Blocks"),
     (lambda: steps(first=-1), "adam: first is -1"),
     (lambda: steps(step=0), "adam: step is 0"),
+    (lambda: steps(step=torch.tensor(1.0)), "adam: step is tensor"),
+    (lambda: steps(beta2=1.0), "adam: beta2 is 1.0"),
+    (lambda: steps(beta1=-0.5), "adam: beta1 is -0.5"),
     (lambda: steps(out=zeros(8, of=I8)), "adam: out is torch.int8"),
     (lambda: sgd(zeros(8), zeros(8), None, lr=0.1, momentum=0.9), "no momentum_buffer"),
     (lambda: adagrad(*[zeros(8)] * 3, step=0, **RATES), "adagrad: step is 0"),
