@@ -5,6 +5,7 @@ and again in the backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -129,7 +130,7 @@ class SummedLoss(torch.autograd.Function):
     def forward(
         ctx: GradientContext,
         plain: Function,
-        numbers: tuple[object, ...],
+        numbers: tuple[Any, ...],
         labels: torch.Tensor,
         hidden: torch.Tensor,
         weight: torch.Tensor,

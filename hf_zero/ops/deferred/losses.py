@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, TypeGuard
 
 import torch
@@ -43,7 +42,7 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
     smoothing = arguments.get("label_smoothing", 0.0)
     if not isinstance(logits, DeferredOutput) or not _is_plain(target):
         return NotImplemented
-    if not isinstance(ignored, int) or not isinstance(smoothing, Real):
+    if not isinstance(ignored, int) or not isinstance(smoothing, int | float):
         return NotImplemented
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         return NotImplemented
