@@ -69,7 +69,7 @@ def _elementwise(name: str, way: str) -> Row:
 
 
 def _lion(parameters: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Lion (arXiv 2302.06675) as one would write it down."""
+    """Lion (arXiv 2302.06675) as one would write it down, with the betas of DeepSpeed's default."""
 
     class Written(torch.optim.Optimizer):
         @torch.no_grad()
@@ -79,7 +79,7 @@ def _lion(parameters: Any, lr: float, weight_decay: float) -> torch.optim.Optimi
                     moment = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
                     update = torch.sign(0.9 * moment + 0.1 * p.grad)
                     p.mul_(1 - lr * weight_decay).add_(update, alpha=-lr)
-                    moment.mul_(0.99).add_(p.grad, alpha=0.01)
+                    moment.lerp_(p.grad, 1 - 0.999)
 
     return Written(parameters, {})
 

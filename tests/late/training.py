@@ -232,7 +232,7 @@ LAUNCHED: Jobs = {
     "stage 1, branches on two streams, updated in the backward by launches": (
         1,
         EARLY,
-        {**UPDATED, **by("Lion", lr=1e-3), "launched": True},
+        {**UPDATED, **by("Lion", lr=1e-3, betas=[0.9, 0.99]), "launched": True},
     ),
 }
 EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS | IN_MEMORY | CAPTURABLE

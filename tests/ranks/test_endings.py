@@ -134,27 +134,27 @@ def skipped(net, at):
 
 @in_turn("make, loss_of", [(Quiet, handled), (Skipping, skipped)])
 def test_a_forward_during_or_beside_another_exception_is_no_broken_pass(make, loss_of, monkeypatch):
-    abandoned, abandon = [], Schedule.abandon
+    aborted, abort = [], Schedule.abort
 
     def micro(net, at):
         loss = loss_of(net, at)
         net.backward(loss)
         return loss
 
-    monkeypatch.setattr(Schedule, "abandon", lambda self: (abandoned.append(1), abandon(self)))
+    monkeypatch.setattr(Schedule, "abort", lambda self: (aborted.append(1), abort(self)))
     trains_alike(micro, 3, Plan(RANKS, 3), make, zero_optimization=APART | {"stage": 3})
-    assert not abandoned
+    assert not aborted
 
 
 @on_each_rank(RANKS)
 def test_a_forward_breaks_in_a_hook_from_before_the_engine(rank, model):
     hook = model.register_forward_hook(skip)
-    engine, abandoned = start(model, plain_sgd(model), config_of(3)), []
-    abandon = engine.schedule.abandon
-    engine.schedule.abandon = lambda: (abandoned.append(1), abandon())
+    engine, aborted = start(model, plain_sgd(model), config_of(3)), []
+    abort = engine.schedule.abort
+    engine.schedule.abort = lambda: (aborted.append(1), abort())
     with pytest.raises(Skipped):
         squared(engine, At(0, 0, rank))
-    assert abandoned
+    assert aborted
     hook.remove()
     run_steps(engine, rank, [0, 1])
 
