@@ -393,8 +393,8 @@ class Engine(TrainingEngine):
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             in_memory = False
             if self.memory_checkpoints is not None:
-                target = locate(self, load_dir, tag, load_module_strict)
-                load_dir, tag, in_memory = target.directory, target.tag, target.in_memory
+                chosen = locate(self, load_dir, tag, load_module_strict)
+                load_dir, tag, in_memory = chosen.directory, chosen.tag, chosen.in_memory
                 if in_memory and str(as_path(load_dir)) == run:
                     run = None  # the folder was chosen before; its run is unknown
             self.measures.finish(self)
@@ -412,7 +412,7 @@ class Engine(TrainingEngine):
                     else verify,
                     load_rng=load_rng,
                     load_loader=load_loader,
-                    partial=in_memory,
+                    in_memory=in_memory,
                 )
         if run == answer[0]:  # a checkpoint itself, without its run's folder
             run = str(as_path(run).absolute().parent)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -54,7 +54,7 @@ def load(
     verify: bool | None = None,
     load_rng: bool = False,
     load_loader: bool = False,
-    partial: bool = False,
+    in_memory: bool = False,
 ) -> tuple[str, dict[str, object]]:
     """Load ``<directory>/<tag>`` into ``engine``; return that folder and the client state.
     Collective.
@@ -68,14 +68,14 @@ def load(
         load_lr_scheduler_states: also load the schedule, if the engine has one and one was saved,
             with what it has written into the optimizer's groups (learning rates).
         load_module_only: load weights and buffers alone; counters stay as they are too.
-        verify: None: check block hashes while reading, unless ``partial``. True: also hash every
+        verify: None: check block hashes while reading, unless ``in_memory``. True: also hash every
             file, divided among the ranks, before modifying the engine. False: no hashing. A
             checkpoint of an older release without block hashes is read without them.
         load_rng: restore this rank's random generators (torch, Python, NumPy), if the number of
             ranks equals that of the save.
         load_loader: put ``engine.training_dataloader`` at the saved place in the data.
-        partial: the folder may lack files that no rank of this host reads; those that are there
-            have been compared with their hashes.
+        in_memory: the folder is that of a generation in memory: it may lack files that no rank of
+            this host reads, and those that are there have been compared with their hashes.
 
     Raises:
         CheckpointError: on all ranks, if anything failed on one. Everything that can be checked is
@@ -86,24 +86,24 @@ def load(
     refuse_destroyed(engine, "load into")
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
-    def open_and_check() -> _Load:
+    def open_and_check() -> _RankLoad:
         folder = find.locate(directory, tag)
-        hashes = not partial if verify is None else verify
+        hashes = not in_memory if verify is None else verify
         target = LoadTarget.of(engine)
-        checkpoint = _open(folder, target, hashes, sizes=not partial)
+        checkpoint = _open(folder, target, hashes, sizes=not in_memory)
         opened.callback(checkpoint.close)
-        return _Load(
+        return _RankLoad(
             engine,
             target,
             checkpoint,
             load_module_strict,
             load_optimizer_states,
             load_lr_scheduler_states and not load_module_only,
-            verify is True and not partial,
+            verify is True and not in_memory,
         )
 
     with ExitStack() as opened:
-        loader, seen = collective_try(
+        rank_load, seen = collective_try(
             engine.mesh.job,
             open_and_check,
             directory,
@@ -111,49 +111,18 @@ def load(
             lambda own: (own.checkpoint.folder.name, own.manifest.save_id),
         )
         _check_same(seen, directory)
-        folder, manifest = loader.checkpoint.folder, loader.manifest
+        folder, manifest = rank_load.checkpoint.folder, rank_load.manifest
         whole = load_module_strict and not load_module_only
         whole &= load_optimizer_states or engine.bound is None
-        _change(engine, loader, folder, whole, load_module_only, load_rng, load_loader)
+        rank_load.apply(whole, load_module_only, load_rng, load_loader)
     memory = getattr(engine, "memory_checkpoints", None)
     if memory is not None:
         memory.loaded(manifest.begun)
     log_rank0(
         f"loaded {folder}, {_origin(manifest)}: "
-        f"{in_units(loader.nbytes)} on this rank in {time.perf_counter() - begun:.2f} s"
+        f"{in_units(rank_load.nbytes)} on this rank in {time.perf_counter() - begun:.2f} s"
     )
-    return str(folder), loader.client_state
-
-
-def _change(
-    engine: TrainingEngine,
-    loader: _Load,
-    folder: AnyPath,
-    replaces: bool,
-    module_only: bool,
-    rng: bool,
-    restores_loader: bool,
-) -> None:
-    """Read what ``loader`` has found into ``engine`` (collective), and refresh what depends on it.
-
-    ``replaces``: all state is loaded. ``module_only``, ``rng``, ``restores_loader``:
-    load_module_only, load_rng and load_loader of :func:`load`.
-    """
-
-    def apply() -> None:
-        _suggest_other_tags(folder, lambda: loader.apply(module_only, rng, restores_loader))
-
-    with engine.changes.change(f"the load of {folder}", replaces=replaces):
-        engine.changes.drop_pending_update(engine.updater)
-        shown = None if engine.global_rank == 0 else False
-        with progress_bar(shown, loader.nbytes, f"loading {folder}") as loader.tick:
-            partly = "The engine is partly loaded: load again before training on."
-            collective_try(engine.mesh.job, apply, folder, partly)
-        engine.refresh_params()
-        engine.restart_window()
-        if not restores_loader and engine.training_dataloader is not None:
-            engine.window_start.note(engine)
-        engine.publish_scale()
+    return str(folder), rank_load.client_state
 
 
 def _origin(manifest: Manifest) -> str:
@@ -179,12 +148,12 @@ def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) 
         )
 
 
-def check(target: LoadTarget, directory: str, tag: str, partial: bool = False) -> None:
+def check(target: LoadTarget, directory: str, tag: str, in_memory: bool = False) -> None:
     """Raise CheckpointError if a load of ``<directory>/<tag>`` into an engine of ``target`` would
-    refuse it; only headers and pickles are read. ``partial`` as in :func:`load`.
+    refuse it; only headers and pickles are read. ``in_memory`` as in :func:`load`.
     """
     folder = find.locate(directory, tag)
-    with _open(folder, target, hashes=False, sizes=not partial) as checkpoint:
+    with _open(folder, target, hashes=False, sizes=not in_memory) as checkpoint:
         match(target, checkpoint, strict=True, optimizer=True, schedule=True)
 
 
@@ -242,29 +211,29 @@ def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> se
     """Return the indices of the rank files of ``manifest`` that a load of everything into this
     rank's ``engine`` reads. Raises CheckpointError if it is of another model.
     """
-    match = match_names(LoadTarget.of(engine), manifest, f"checkpoint {manifest.tag}", strict)
+    names = match_names(LoadTarget.of(engine), manifest, f"checkpoint {manifest.tag}", strict)
     needed = {
         run.flat.chunks[run.chunk].file
         for flat in engine.flats
         for run in copy_ranges(
-            manifest, flat.layout, flat.owned[0], flat.owned[1], match.saved_names
+            manifest, flat.layout, flat.owned[0], flat.owned[1], names.saved_names
         )
     }
     saved = manifest.optimizer.factors if manifest.optimizer and engine.bound else {}
-    names = (
-        {match.saved_names.get(name) for name in engine.bound.tensor_state.names}
+    whole = (
+        {names.saved_names.get(name) for name in engine.bound.tensor_state.names}
         if saved
         else set()
     )
-    needed |= {of.file for name, of in saved.items() if name in names}
-    if any(name in manifest.buffers for name in match.buffers.values()):
+    needed |= {of.file for name, of in saved.items() if name in whole}
+    if any(name in manifest.buffers for name in names.buffers.values()):
         needed.add(0)
     if manifest.world["size"] == engine.mesh.dims.world:
         needed.add(engine.global_rank)  # the states of its random generators
     return needed
 
 
-class _Load(StateSource):
+class _RankLoad(StateSource):
     """One rank's part of a load: the source of the state. The constructor looks up and checks
     everything, :meth:`apply` changes the engine.
     """
@@ -306,8 +275,28 @@ class _Load(StateSource):
 
         self.tick: Tick | None = None
 
+    def apply(self, replaces: bool, module_only: bool, rng: bool, data_position: bool) -> None:
+        """Read the state into the engine, and refresh what depends on it. Collective.
+
+        ``replaces``: all state is loaded. ``module_only``: weights and buffers alone.
+        """
+        engine, folder = self.engine, self.checkpoint.folder
+        read = partial(self._read_state, module_only, rng, data_position)
+        with engine.changes.change(f"the load of {folder}", replaces=replaces):
+            engine.changes.drop_pending_update(engine.updater)
+            shown = None if engine.global_rank == 0 else False
+            with progress_bar(shown, self.nbytes, f"loading {folder}") as self.tick:
+                partly = "The engine is partly loaded: load again before training on."
+                read_or_suggest = partial(_suggest_other_tags, folder, read)
+                collective_try(engine.mesh.job, read_or_suggest, folder, partly)
+            engine.refresh_params()
+            engine.restart_window()
+            if not data_position and engine.training_dataloader is not None:
+                engine.window_start.note(engine)
+            engine.publish_scale()
+
     @torch.no_grad()
-    def apply(self, module_only: bool, rng: bool, loader: bool) -> None:
+    def _read_state(self, module_only: bool, rng: bool, data_position: bool) -> None:
         saved = self.manifest.optimizer if self.optimizer else None
         self._load_buffers()
         if self.match.schedule is not None:
@@ -325,7 +314,7 @@ class _Load(StateSource):
                 if field.name in self.manifest.counters:
                     setattr(self.engine.counters, field.name, self.manifest.counters[field.name])
             self.engine.techniques.load_state_dict(self.manifest.techniques)
-        if loader:
+        if data_position:
             loader_state.restore(self.engine, self.manifest, self._file_of_this_rank())
         if rng:
             self._load_rng()
@@ -337,10 +326,10 @@ class _Load(StateSource):
         """
         buffers = persistent_buffers(self.engine.module)
         changed, kept = dict[str, torch.Tensor](), []
-        for name, held in self.match.buffers.items():
+        for name, saved_name in self.match.buffers.items():
             if name not in buffers:
                 continue  # scales that are in a flat buffer now
-            saved = self.checkpoint.buffer(held)
+            saved = self.checkpoint.buffer(saved_name)
             value = saved.to(buffers[name].dtype)
             if not (saved.is_floating_point() and value.is_floating_point()) and not _same_bits(
                 value.to(saved.dtype), saved
@@ -385,7 +374,7 @@ class _Load(StateSource):
         saved = self.manifest.optimizer
         groups = () if saved is None else saved.groups
         never = frozenset[str]().union(*(group.never_stepped for group in groups))
-        return {name for name, held in self.match.saved_names.items() if held in never}
+        return {name for name, saved_name in self.match.saved_names.items() if saved_name in never}
 
     def _names(self, flat: FlatBuffer, run: CopyRange) -> set[str]:
         """Return the parameters of ``flat`` with elements in ``run``."""
@@ -404,13 +393,9 @@ class _Load(StateSource):
         saved = {
             name: group.numbers_of(name) for group in self._groups() for name in group.parameters
         }
-        # one that is not held was frozen or missing at the save
-        held = {
-            name: self.match.saved_names[name]
-            for name in parameters
-            if name in self.match.saved_names
-        }
-        found = {name: saved.get(source) for name, source in held.items()}
+        # one without a saved name was frozen or missing at the save
+        saved_names = self.match.saved_names
+        found = {name: saved.get(saved_names[name]) for name in parameters if name in saved_names}
         found |= dict.fromkeys(self._never_stepped & found.keys())
         saved_by, bound = self.manifest.optimizer, self.engine.bound
         other = saved_by is not None and saved_by.class_name != class_name(bound.optimizer)
@@ -421,8 +406,12 @@ class _Load(StateSource):
         return found
 
     def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorsByParameter:
-        held, names = self.match.saved_names, self.engine.bound.tensor_state.names
-        return {name: self.checkpoint.factors(held[name]) for name in names if name in held}
+        saved_names, names = self.match.saved_names, self.engine.bound.tensor_state.names
+        return {
+            name: self.checkpoint.factors(saved_names[name])
+            for name in names
+            if name in saved_names
+        }
 
     def _groups(self) -> list[GroupEntry]:
         """Return the saved group of each group of the engine's optimizer; [] if they were not
@@ -467,13 +456,13 @@ class _Load(StateSource):
         are frozen now.
         """
         given = {id(parameter) for group in self.engine.group_parameters for parameter in group}
-        held, saved = self.match.saved_names, self.manifest.slots
+        saved_names, saved = self.match.saved_names, self.manifest.slots
         dropped = [
             name
             for flat in self.engine.flats
             if not flat.trainable
             for name, parameter in flat.parameters.items()
-            if id(parameter) in given and name in held and saved[held[name]][0].states
+            if id(parameter) in given and name in saved_names and saved[saved_names[name]][0].states
         ]
         if dropped:
             text = (
