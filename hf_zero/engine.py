@@ -17,7 +17,7 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint import torch_state_dict
 from hf_zero.checkpoint.load_sharded import load
 from hf_zero.checkpoint.loader_state import WindowStart
-from hf_zero.checkpoint.memory.resume import locate
+from hf_zero.checkpoint.memory.choose import choose_checkpoint
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.checkpoint.save_job import AsyncSaver
 from hf_zero.checkpoint.save_log import SaveLog
@@ -393,7 +393,7 @@ class Engine(TrainingEngine):
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             in_memory = False
             if self.memory_checkpoints is not None:
-                chosen = locate(self, load_dir, tag, load_module_strict)
+                chosen = choose_checkpoint(self, load_dir, tag, load_module_strict)
                 load_dir, tag, in_memory = chosen.directory, chosen.tag, chosen.in_memory
                 if in_memory and str(as_path(load_dir)) == run:
                     run = None  # the folder was chosen before; its run is unknown

@@ -13,7 +13,7 @@ from hf_zero.checkpoint.find import MODEL, locate, newest_complete
 from hf_zero.checkpoint.load_sharded import check
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.match import LoadTarget
-from hf_zero.checkpoint.memory.resume import newest_in_memory
+from hf_zero.checkpoint.memory.choose import newest_in_memory
 from hf_zero.checkpoint.reader import recognise
 from hf_zero.checkpoint.save_plan import parallel_sizes
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, decide_on_rank_0

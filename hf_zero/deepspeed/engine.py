@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from hf_zero.checkpoint.memory.resume import locate
+from hf_zero.checkpoint.memory.choose import choose_checkpoint
 from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, tag_of
 from hf_zero.deepspeed.engine_getters import ReportingEngine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
@@ -297,7 +297,7 @@ class DeepSpeedEngine(ReportingEngine):
         tag = tag_of(self, load_dir, tag)
         memory = self.memory_checkpoints
         if tag is None and memory is not None:
-            checkpoint = locate(self, load_dir, tag, load_module_strict)
+            checkpoint = choose_checkpoint(self, load_dir, tag, load_module_strict)
             if checkpoint.in_memory:
                 load_dir, tag = str(checkpoint.directory), checkpoint.tag
         if nothing_to_load(load_dir, tag):

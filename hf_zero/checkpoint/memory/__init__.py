@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.checkpoint.memory.resume import Newest, newest, newest_in_memory
+from hf_zero.checkpoint.memory.choose import Newest, newest, newest_in_memory
 from hf_zero.errors import CheckpointError
 
 __all__ = ["Newest", "newest", "newest_in_memory", "save"]

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
 from hf_zero.checkpoint.memory import folders, job_folders, saving
+from hf_zero.checkpoint.memory.choose import newest_in_memory
 from hf_zero.checkpoint.memory.inventory import Generation, generation_to_keep
-from hf_zero.checkpoint.memory.resume import newest_in_memory
 from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError

@@ -25,7 +25,7 @@ from hf_zero import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from hf_zero.checkpoint import staging, verify_checkpoint
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.memory import folders, saving
-from hf_zero.checkpoint.memory.resume import newest_in_memory
+from hf_zero.checkpoint.memory.choose import newest_in_memory
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.memory.jobs import Kept, attempt, firsts, hosts, same, whole

@@ -123,7 +123,9 @@ def newest_in_memory(
     return checkpoint
 
 
-def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool) -> Newest:
+def choose_checkpoint(
+    engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool
+) -> Newest:
     """Return the checkpoint that a load of ``directory`` means: with a ``tag`` that one; in the
     folder of a generation in memory that generation; else the :func:`newest`, unless an integration
     chooses it or the engine has made steps: it then goes back to the checkpoint in ``directory``.
