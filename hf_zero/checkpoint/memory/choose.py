@@ -20,6 +20,7 @@ from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.inventory import Generation, HeldFile
 from hf_zero.checkpoint.memory.job_folders import Hosts, JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
+from hf_zero.checkpoint.memory.slot_files import SlotFiles
 from hf_zero.checkpoint.storage import (
     AnyPath,
     as_path,
@@ -451,7 +452,8 @@ class _Taking:
                     tensor = torch.from_file(str(self._here[n]), size=entry.size, dtype=torch.uint8)
                     sends.append((receiver, tensor))
                 if receiver == self._rank:
-                    receives.append((sender, memory.map_file(folder / entry.name, entry.size)))
+                    new = SlotFiles(torch.device("cpu")).open(folder / entry.name, entry.size)
+                    receives.append((sender, new))
                     hasher = Hash(algorithm_of(entry.hash))
                     arriving.append(((source, n), entry.hash, hasher))
 

@@ -524,10 +524,6 @@ class MemoryCheckpoints(ClaimedFolders):
         """
         self.newest_id, self._slot = save_id, -1
 
-    def map_file(self, path: Path, size: int) -> torch.Tensor:
-        """Return the new file ``path`` as a tensor: [size] of uint8."""
-        return SlotFiles(torch.device("cpu")).open(path, size)
-
     # ---- the end ----
 
     @property
