@@ -105,7 +105,7 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _OutputFiles:
     """Division of the tensors into files, and the small files to write beside them."""
 
     parts: dict[str, list[OutputTensor]]
@@ -197,22 +197,29 @@ def convert_checkpoint(
     ):
         refuse_target(target, checkpoint.folder)
         if to != SAFETENSORS:
-            return _for_training(
+            return _write_with_optimizer(
                 to, checkpoint, target, dtype_chosen, exclude_frozen_parameters, verify is True
             )
         tensors = outputs(checkpoint.manifest, dtype_chosen, exclude_frozen_parameters)
-        layout = _of_adapters(checkpoint, tensors, only, adapters) or _of_model(
+        output_files = _of_adapters(checkpoint, tensors, only, adapters) or _of_model(
             checkpoint, tensors, only, max_shard_size
         )
-        plans = {name: plan_outputs(part) for name, part in layout.parts.items()}
-        _make(target, layout)
+        plans = {name: plan_outputs(part) for name, part in output_files.parts.items()}
+        _make(target, output_files)
         with lock_folder(target):
-            resumed, carried = _write(
-                checkpoint, target, layout, plans, verify is True, workers, progress, overwrite
+            kept, carried = _write(
+                checkpoint,
+                target,
+                output_files,
+                plans,
+                verify is True,
+                workers,
+                progress,
+                overwrite,
             )
-        carried += [name for name in layout.beside if name != INDEX]
-        nbytes = sum(output.nbytes for output in layout.chosen)
-        return _conversion(checkpoint, target, plans, layout.chosen, nbytes, carried, resumed)
+        carried += [name for name in output_files.beside if name != INDEX]
+        nbytes = sum(output.nbytes for output in output_files.chosen)
+        return _conversion(checkpoint, target, plans, output_files.chosen, nbytes, carried, kept)
 
 
 def _conversion(
@@ -222,7 +229,7 @@ def _conversion(
     tensors: Sequence[OutputTensor],
     nbytes: int,
     carried: Sequence[str] = (),
-    resumed: int = 0,
+    kept: int = 0,
 ) -> Conversion:
     """Return the result of writing ``tensors`` into ``files`` of ``target``."""
     return Conversion(
@@ -232,7 +239,7 @@ def _conversion(
         len(tensors),
         sum(tensor.numel for tensor in tensors if not tensor.is_buffer),
         nbytes,
-        resumed,
+        kept,
         checkpoint.folder,
         _dtypes(tensors),
     )
@@ -249,7 +256,7 @@ def _refuse(to: str, names: list[str]) -> None:
         raise ConfigError(f"to={to!r} does not take {', '.join(refused)}; leave it out")
 
 
-def _for_training(
+def _write_with_optimizer(
     to: str,
     checkpoint: Checkpoint,
     target: Path,
@@ -278,7 +285,7 @@ def _for_training(
 def _write(
     checkpoint: Checkpoint,
     target: Path,
-    layout: _Layout,
+    output_files: _OutputFiles,
     plans: dict[str, FilePlan],
     verify: bool,
     workers: int,
@@ -289,18 +296,18 @@ def _write(
     and the names of the files carried along.
     """
     beside = card.companions(checkpoint.folder)  # refuses pipes before anything is written
-    total = sum(output.nbytes for output in layout.chosen)
-    journal = Journal(target, _identity(checkpoint, plans), [*plans, *layout.beside])
+    total = sum(output.nbytes for output in output_files.chosen)
+    journal = Journal(target, _identity(checkpoint, plans), [*plans, *output_files.beside])
     try:
         if not journal.resumes:
-            _replace_or_refuse(checkpoint, layout, target, overwrite)
-        resumed = sum(max(0, journal.kept(name) - len(plan.header)) for name, plan in plans.items())
+            _replace_or_refuse(checkpoint, output_files, target, overwrite)
+        kept = sum(max(0, journal.kept(name) - len(plan.header)) for name, plan in plans.items())
         _check_room(target, list(plans), total)
-        if resumed:
+        if kept:
             logger.info(
                 "%s: going on with a conversion that was interrupted after %s of %s",
                 target,
-                in_units(resumed),
+                in_units(kept),
                 in_units(total),
             )
         with progress_bar(
@@ -310,10 +317,10 @@ def _write(
         ) as tick:
             if verify:
                 checkpoint.verify(checkpoint.listed(), tick)
-            for name, part in layout.parts.items():
+            for name, part in output_files.parts.items():
                 named = {output.name: output for output in part}
                 write_part(checkpoint, target, name, plans[name], named, journal, workers, tick)
-        dtypes = _dtypes(o for o in layout.chosen if o.dtype.is_floating_point and not o.raw)
+        dtypes = _dtypes(o for o in output_files.chosen if o.dtype.is_floating_point and not o.raw)
         with Publication(target) as publication:
             carried = card.carry(
                 checkpoint.folder,
@@ -321,14 +328,14 @@ def _write(
                 checkpoint.manifest,
                 publication.new,
                 dtypes[0] if dtypes else None,
-                layout.not_carried,
+                output_files.not_carried,
             )
-            _publish(layout, target, publication)
+            _publish(output_files, target, publication)
     except Exception:
         journal.clear()
         raise
     journal.clear()
-    return resumed, carried
+    return kept, carried
 
 
 def _of_adapters(
@@ -336,7 +343,7 @@ def _of_adapters(
     tensors: list[OutputTensor],
     only: str | Sequence[str] | None,
     choice: bool | None,
-) -> _Layout | None:
+) -> _OutputFiles | None:
     """Return the files of PEFT's adapters, or None if the model is to be written."""
     if choice is False:
         return None
@@ -365,7 +372,7 @@ def _of_adapters(
             for name, content in configs.items()
             if any(Path(part).parent == Path(name).parent for part in parts)
         }
-    return _Layout(parts, configs, of_adapters=True)
+    return _OutputFiles(parts, configs, of_adapters=True)
 
 
 def _of_model(
@@ -373,12 +380,12 @@ def _of_model(
     model_tensors: list[OutputTensor],
     only: str | Sequence[str] | None,
     max_shard_size: str | int,
-) -> _Layout:
+) -> _OutputFiles:
     parts = _split(choose(_of_whole(checkpoint, model_tensors), only), max_shard_size)
     if len(parts) == 1:
-        return _Layout(parts, {})
+        return _OutputFiles(parts, {})
     places = {output.name: file for file, part in parts.items() for output in part}
-    return _Layout(parts, {INDEX: _index(parts, places)})
+    return _OutputFiles(parts, {INDEX: _index(parts, places)})
 
 
 def _of_whole(checkpoint: Checkpoint, tensors: list[OutputTensor]) -> list[OutputTensor]:
@@ -502,26 +509,26 @@ def write_torch_files(
     return list(parts)
 
 
-def _make(target: Path, layout: _Layout) -> None:
+def _make(target: Path, output_files: _OutputFiles) -> None:
     if target.suffix in (".bin", ".pt", ".safetensors") or target.is_file():
         raise CheckpointError(
             f"{target} names a file; pass a folder, the weights are written into it "
             "as model.safetensors"
         )
-    if not layout.of_adapters and (target / ADAPTER).is_file():
+    if not output_files.of_adapters and (target / ADAPTER).is_file():
         raise CheckpointError(
             f"{target / ADAPTER} would make from_pretrained load an adapter in place of the model "
             "that is written; remove it, or choose another folder"
         )
-    for folder in {(target / name).parent for name in layout.parts}:
+    for folder in {(target / name).parent for name in output_files.parts}:
         refuse_link(folder)
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def _replaced(layout: _Layout, target: Path) -> list[Path]:
+def _replaced(output_files: _OutputFiles, target: Path) -> list[Path]:
     """Return the existing files in ``target`` that this conversion removes or replaces."""
-    old = [target / name for name in (*layout.parts, *layout.beside)]
-    if not layout.of_adapters and target.is_dir():
+    old = [target / name for name in (*output_files.parts, *output_files.beside)]
+    if not output_files.of_adapters and target.is_dir():
         old += [
             target / INDEX,
             *(
@@ -534,14 +541,14 @@ def _replaced(layout: _Layout, target: Path) -> list[Path]:
 
 
 def _replace_or_refuse(
-    checkpoint: Checkpoint, layout: _Layout, target: Path, overwrite: bool
+    checkpoint: Checkpoint, output_files: _OutputFiles, target: Path, overwrite: bool
 ) -> None:
     """Log the files of ``target`` that the conversion replaces. Raises CheckpointError for them
     without ``overwrite``.
     """
-    carried = set(card.companions(checkpoint.folder)) - {*layout.not_carried}
+    carried = set(card.companions(checkpoint.folder)) - {*output_files.not_carried}
     beside = [target / name for name in sorted(carried)]
-    lost = [*_replaced(layout, target), *(path for path in beside if os.path.lexists(path))]
+    lost = [*_replaced(output_files, target), *(path for path in beside if os.path.lexists(path))]
     names = ", ".join(sorted({str(path.relative_to(target)) for path in lost}))
     if lost and not overwrite:
         raise CheckpointError(
@@ -575,19 +582,19 @@ def _dtypes(written: Iterable[OutputTensor]) -> tuple[str, ...]:
     return tuple(dtype_name(dtype) for dtype, _ in sizes.most_common())
 
 
-def _publish(layout: _Layout, target: Path, publication: Publication) -> None:
+def _publish(output_files: _OutputFiles, target: Path, publication: Publication) -> None:
     """Rename the complete files into place. The index, which makes several files a model, is
     removed first and renamed last.
     """
-    for name, content in layout.beside.items():
+    for name, content in output_files.beside.items():
         storage.write_file(temporary_path(target, name), content)
-    if not layout.of_adapters:
+    if not output_files.of_adapters:
         publication.remove(INDEX)
-        for old in _replaced(layout, target):
-            if old.name not in (*layout.parts, *layout.beside):
+        for old in _replaced(output_files, target):
+            if old.name not in (*output_files.parts, *output_files.beside):
                 publication.remove(old.name)
     publication.replace_all()
-    for name in (*layout.parts, *layout.beside):
+    for name in (*output_files.parts, *output_files.beside):
         publication.replace(temporary_path(target, name), name)
-    for folder in {(target / name).parent for name in layout.parts} | {target}:
+    for folder in {(target / name).parent for name in output_files.parts} | {target}:
         storage.fsync_path(folder)
