@@ -73,9 +73,9 @@ class Updater:
         # update begun in the backward under way, before its step, and the units it has updated
         self.backward_update: SubGroupUpdate | None = None
         self.units_updated_in_backward: list[Unit] = []
-        self.refresh()
+        self.find_units()
 
-    def refresh(self) -> None:
+    def find_units(self) -> None:
         """Find the units that have offloaded flat buffers now."""
         self.units = [unit for unit in self._all if unit.offloaded_flats]
 

@@ -378,7 +378,7 @@ class OptimizerStep:
                 model.updates_in_backward,
             )
         )
-        self.updater.refresh()
+        self.updater.find_units()
         if model.mesh.rank == 0:
             logger.info(
                 "offload ratio auto: %d of %d flat buffers fit on the device beside the "
