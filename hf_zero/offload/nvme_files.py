@@ -194,7 +194,6 @@ class NvmeFiles:
         block_size: int = 1 << 20,
         queue_depth: int = 32,
         threads: int = 8,
-        backend: str | None = None,
     ):
         if not paths:
             raise ConfigError(
@@ -208,7 +207,7 @@ class NvmeFiles:
         self._extents: dict[str, FileExtent] = {}
         self._files = [self._open(path) for path in self.paths]
         self._sizes = [0] * len(self._files)
-        self._queue = FileQueue(block_size, queue_depth, threads, backend)
+        self._queue = FileQueue(block_size, queue_depth, threads)
         self._warned: set[str] = set()
         self.warn_of_buffering()
 

@@ -26,8 +26,8 @@ BLOCK = 8192
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
+def backend(request, monkeypatch):
+    monkeypatch.setenv("HF_ZERO_IO", request.param)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_extents_hold_what_was_written_and_begin_as_zeros(backend, tmp_path):
     folders = [tmp_path / str(index) for index in range(3)]
     for folder in folders:
         folder.mkdir()
-    files = NvmeFiles(folders, block_size=BLOCK, queue_depth=4, backend=backend)
+    files = NvmeFiles(folders, block_size=BLOCK, queue_depth=4)
     sizes = (0, 1, 511, 4095, 4096, 4097, BLOCK, 7 * BLOCK + 13, 100_000)
     extents = [files.allocate(str(size), size) for size in sizes]
     for extent in extents:
@@ -237,7 +237,7 @@ def descriptors():
 
 @pytest.mark.parametrize("how", ["close", "forget"])
 def test_the_disk_is_given_back(backend, tmp_path, how):
-    files = NvmeFiles([tmp_path], block_size=BLOCK, backend=backend)
+    files = NvmeFiles([tmp_path], block_size=BLOCK)
     extent = files.allocate("r", 1 << 20)
     ticket = extent.write(0, bytes_of(1 << 20))
     assert sum(str(tmp_path) in link for link in descriptors()) >= 1
