@@ -24,7 +24,7 @@ from hf_zero.ops.files import ALIGNMENT, Priority
 from hf_zero.ops.moment_blocks import BLOCK, Blocks, Moment
 
 
-class Owner(Protocol):
+class SubGroupOwner(Protocol):
     """The storage that owns the sub-group in a buffer."""
 
     def keep(self, sub_group: int, arrays: dict[str, Moment]) -> None:
@@ -35,13 +35,13 @@ class Owner(Protocol):
 
 
 @dataclass(eq=False)
-class FileBlock:
+class BufferedSubGroup:
     """A buffer and the sub-group in it.
 
     ``tickets``: the tickets of its pending read, or of the write that has begun.
     """
 
-    owner: Owner
+    owner: SubGroupOwner
     sub_group: int
     memory: torch.Tensor
     arrays: dict[str, Moment]
@@ -90,8 +90,8 @@ class BufferPool:
         self._size = 0
         # (buffer, end of the last copy from it to the device)
         self._free: list[tuple[torch.Tensor, streams.Event | None]] | None = None
-        self._prefetched: dict[FileBlock, None] = {}  # the oldest first
-        self._writing: list[FileBlock] = []
+        self._prefetched: dict[BufferedSubGroup, None] = {}  # the oldest first
+        self._writing: list[BufferedSubGroup] = []
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +112,7 @@ class BufferPool:
             self._size, self._free = size, None
 
     def acquire(self, must: bool) -> torch.Tensor | None:
-        """Return a free buffer: uint8. With ``must``, wait for a write or drop a prefetched block
+        """Return a free buffer: uint8. With ``must``, wait for a write or drop what was prefetched
         if none is free; without, return None unless at least two are free, so that one remains.
         """
         with self.lock:
@@ -149,46 +149,47 @@ class BufferPool:
 
     # ---- prefetched reads ----
 
-    def add_prefetched(self, block: FileBlock) -> None:
-        """Register a ``block`` being read; its buffer may be taken until its removal."""
-        self._prefetched[block] = None
+    def add_prefetched(self, buffered: BufferedSubGroup) -> None:
+        """Register ``buffered`` as being read; its buffer may be taken until its removal."""
+        self._prefetched[buffered] = None
 
-    def remove_prefetched(self, block: FileBlock) -> None:
-        """Unregister ``block``, which is needed now."""
-        self._prefetched.pop(block, None)
+    def remove_prefetched(self, buffered: BufferedSubGroup) -> None:
+        """Unregister ``buffered``, which is needed now."""
+        self._prefetched.pop(buffered, None)
 
-    def is_prefetched(self, block: FileBlock) -> bool:
-        """Return whether ``block`` was prefetched and has not been used yet."""
-        return block in self._prefetched
+    def is_prefetched(self, buffered: BufferedSubGroup) -> bool:
+        """Return whether ``buffered`` was prefetched and has not been used yet."""
+        return buffered in self._prefetched
 
     def _drop_oldest_prefetched(self) -> None:
-        block = next(iter(self._prefetched))
-        del self._prefetched[block]
-        block.owner.drop_prefetched(block.sub_group)
+        buffered = next(iter(self._prefetched))
+        del self._prefetched[buffered]
+        buffered.owner.drop_prefetched(buffered.sub_group)
 
     # ---- writes behind ----
 
-    def write(self, block: FileBlock) -> None:
-        """Register ``block`` as being written; its buffer is freed after the write."""
+    def write(self, buffered: BufferedSubGroup) -> None:
+        """Register ``buffered`` as being written; its buffer is freed after the write."""
         with self.lock:
-            self._writing.append(block)
+            self._writing.append(buffered)
             if not self._write_behind:
-                self._end_write(block)
+                self._end_write(buffered)
 
-    def is_writing(self, owner: Owner, sub_group: int) -> bool:
+    def is_writing(self, owner: SubGroupOwner, sub_group: int) -> bool:
         """Return whether ``sub_group`` of ``owner`` is still being written."""
         with self.lock:
             self._reap()
             return any(
-                block.owner is owner and block.sub_group == sub_group for block in self._writing
+                buffered.owner is owner and buffered.sub_group == sub_group
+                for buffered in self._writing
             )
 
-    def end_writes(self, owner: Owner, sub_group: int | None = None) -> None:
+    def end_writes(self, owner: SubGroupOwner, sub_group: int | None = None) -> None:
         """Wait for the writes of ``owner``: of one sub-group, or of all."""
         with self.lock:
-            for block in list(self._writing):
-                if block.owner is owner and sub_group in (None, block.sub_group):
-                    self._end_write(block)
+            for buffered in list(self._writing):
+                if buffered.owner is owner and sub_group in (None, buffered.sub_group):
+                    self._end_write(buffered)
 
     def flush(self) -> None:
         """Wait for all pending writes."""
@@ -197,18 +198,20 @@ class BufferPool:
                 self._end_write(self._writing[0])
 
     def _reap(self) -> None:
-        for block in [block for block in self._writing if all(t.done() for t in block.tickets)]:
-            self._end_write(block)
+        for buffered in [
+            buffered for buffered in self._writing if all(t.done() for t in buffered.tickets)
+        ]:
+            self._end_write(buffered)
 
-    def _end_write(self, block: FileBlock) -> None:
+    def _end_write(self, buffered: BufferedSubGroup) -> None:
         try:
-            block.wait()
+            buffered.wait()
         except OSError as error:
             self.write_error = self.write_error or error
-            block.owner.keep(block.sub_group, block.arrays)
-            block.end()
-        self._writing.remove(block)
-        self.release(block.memory)
+            buffered.owner.keep(buffered.sub_group, buffered.arrays)
+            buffered.end()
+        self._writing.remove(buffered)
+        self.release(buffered.memory)
 
 
 def _is_over(copied: streams.Event | None) -> bool:
@@ -248,7 +251,7 @@ class NvmeStorage:
         self._formats: dict[str, StorageFormat] = {}
         self._extents: dict[str, FileExtent] = {}
         self._offsets: dict[str, list[int]] = {}  # offsets of the sub-groups in each extent
-        self._blocks: dict[int, FileBlock] = {}  # prefetched, or acquired
+        self._buffered: dict[int, BufferedSubGroup] = {}  # prefetched, or acquired
         self._unwritten: dict[int, dict[str, Moment]] = {}  # copies of arrays whose write failed
 
     def names(self) -> list[str]:
@@ -292,12 +295,12 @@ class NvmeStorage:
 
     def prefetch(self, sub_group: int) -> None:
         pool = self._pool
-        if not pool.prefetches or sub_group in self._blocks or sub_group in self._unwritten:
+        if not pool.prefetches or sub_group in self._buffered or sub_group in self._unwritten:
             return
         with pool.lock:
             # another thread may have acquired it since; a write that has failed makes it unwritten
             if (
-                sub_group in self._blocks
+                sub_group in self._buffered
                 or pool.is_writing(self, sub_group)
                 or sub_group in self._unwritten
             ):
@@ -308,54 +311,56 @@ class NvmeStorage:
 
     def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
         with self._pool.lock:
-            block = self._blocks.get(sub_group)
-            if block is not None:
-                self._pool.remove_prefetched(block)
+            buffered = self._buffered.get(sub_group)
+            if buffered is not None:
+                self._pool.remove_prefetched(buffered)
             else:
                 self._pool.end_writes(self, sub_group)
                 if sub_group in self._unwritten:
                     return self._unwritten[sub_group]
                 memory = self._pool.acquire(must=True)
                 assert memory is not None
-                block = self._read(sub_group, memory, None if overwrite else Priority.NEEDED)
+                buffered = self._read(sub_group, memory, None if overwrite else Priority.NEEDED)
         if overwrite:
-            block.end()  # ignore the result of a prefetch
-            block.tickets = []
+            buffered.end()  # ignore the result of a prefetch
+            buffered.tickets = []
         try:
-            block.wait()
+            buffered.wait()
         except BaseException:
             self._discard(sub_group)
             raise
-        return block.arrays
+        return buffered.arrays
 
-    def _read(self, sub_group: int, memory: torch.Tensor, priority: Priority | None) -> FileBlock:
+    def _read(
+        self, sub_group: int, memory: torch.Tensor, priority: Priority | None
+    ) -> BufferedSubGroup:
         """Put ``sub_group`` into ``memory``; read it with ``priority``, or not at all if None."""
-        block = self._blocks[sub_group] = FileBlock(self, sub_group, memory, {})
+        buffered = self._buffered[sub_group] = BufferedSubGroup(self, sub_group, memory, {})
         for name, offset, part in self._parts(sub_group, memory):
-            block.arrays[name] = self._array(name, sub_group, part)
+            buffered.arrays[name] = self._array(name, sub_group, part)
             if priority is not None:
-                block.tickets.append(self._extents[name].read(offset, part, priority))
-        return block
+                buffered.tickets.append(self._extents[name].read(offset, part, priority))
+        return buffered
 
     def release(self, sub_group: int) -> None:
         with self._pool.lock:
-            block = self._blocks.get(sub_group)
-            if block is None or self._pool.is_prefetched(block):
+            buffered = self._buffered.get(sub_group)
+            if buffered is None or self._pool.is_prefetched(buffered):
                 return  # kept in memory, or not acquired
-            del self._blocks[sub_group]
-            block.tickets = [
+            del self._buffered[sub_group]
+            buffered.tickets = [
                 self._extents[name].write(offset, part, Priority.BEHIND)
-                for name, offset, part in self._parts(sub_group, block.memory)
+                for name, offset, part in self._parts(sub_group, buffered.memory)
             ]
-            self._pool.write(block)
+            self._pool.write(buffered)
 
     def _discard(self, sub_group: int, copied: streams.Event | None = None) -> None:
         """Release the buffer of ``sub_group``, which is unchanged."""
-        block = self._blocks.pop(sub_group, None)
-        if block is not None:
-            self._pool.remove_prefetched(block)
-            block.end()
-            self._pool.release(block.memory, copied)
+        buffered = self._buffered.pop(sub_group, None)
+        if buffered is not None:
+            self._pool.remove_prefetched(buffered)
+            buffered.end()
+            self._pool.release(buffered.memory, copied)
 
     def drop_prefetched(self, sub_group: int) -> None:
         """Release the buffer that ``sub_group`` was prefetched into."""
@@ -363,7 +368,7 @@ class NvmeStorage:
 
     def _drop_all(self) -> None:
         with self._pool.lock:
-            for sub_group in list(self._blocks):
+            for sub_group in list(self._buffered):
                 self._discard(sub_group)
 
     def keep(self, sub_group: int, arrays: dict[str, Moment]) -> None:
@@ -400,7 +405,7 @@ class NvmeStorage:
         for sub_group, first, last in self._overlaps(start, start + out.numel()):
             begin, target = self.sub_groups[sub_group][0], out[first - start : last - start]
             with self._pool.lock:  # another thread may fetch the same sub-group
-                before = self._blocks.get(sub_group)
+                before = self._buffered.get(sub_group)
                 acquired = before is not None and not self._pool.is_prefetched(before)
                 if alone:
                     array = decoded(self.acquire(sub_group)[name])
