@@ -467,7 +467,7 @@ def load_objects(path: AnyPath) -> dict[str, dict[str, object]]:
 def join(
     what: str, state: JsonObject, objects: Mapping[str, object], source: AnyPath
 ) -> dict[str, object]:
-    """Inverse of :func:`hf_zero.checkpoint.save_sharded.split`.
+    """Inverse of :func:`hf_zero.checkpoint.save_manifest.split`.
 
     Raises CheckpointError for a promised key that ``objects`` lacks.
     """

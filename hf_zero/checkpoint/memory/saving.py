@@ -38,6 +38,7 @@ from hf_zero.checkpoint.memory.inventory import generation_to_keep, records_in
 from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
 from hf_zero.checkpoint.memory.slot_files import SlotCopy, SlotFiles, Staged, changes_of
+from hf_zero.checkpoint.save_manifest import manifest_head, non_tensor_state, objects_file
 from hf_zero.checkpoint.save_plan import (
     SavePlan,
     buffers_of_other_stages,
@@ -46,12 +47,7 @@ from hf_zero.checkpoint.save_plan import (
     planned_size,
     refuse_destroyed,
 )
-from hf_zero.checkpoint.save_sharded import (
-    config_files,
-    manifest_head,
-    non_tensor_state,
-    objects_file,
-)
+from hf_zero.checkpoint.save_sharded import config_files
 from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, remove_tree
 from hf_zero.checkpoint.tensorfile import FileHasher, bytes_view
 from hf_zero.config.sections import MemorySection
