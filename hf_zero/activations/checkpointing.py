@@ -53,8 +53,11 @@ named_states: list[NamedStates] = []  # all that a forward may draw from
 
 def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` for one checkpoint: its recomputations draw from the named random states
-    that its forward drew from, and leave them unchanged.
+    that its forward drew from, and leave them unchanged. Where the script's own torch.compile
+    traces the checkpoint, ``function`` itself: the note of a forward would break the graph.
     """
+    if torch.compiler.is_compiling():
+        return function
     kept = [(states, states.get_states()) for states in named_states]
     if not any(saved for _, saved in kept):
         return function

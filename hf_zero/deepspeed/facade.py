@@ -92,7 +92,7 @@ class FacadeLoader:
         namespace["__dir__"] = lambda: sorted({*namespace, *exported})
         for name in submodules & row.names.keys():  # imported later, it would replace the function
             import_module(f"{row.path}.{name}")
-            del namespace[name]
+            namespace.pop(name, None)
 
     def get_code(self, fullname: str) -> CodeType:
         """Return the code that ``python -m fullname`` runs."""

@@ -9,6 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import psutil
 
@@ -23,6 +24,7 @@ from hf_zero.measures.comms_log import trim_mean
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 LEVELS["critical"] = logging.CRITICAL
 GIB = 1 << 30
+_warned: set[str] = set()
 
 
 def _logs_here(ranks: Sequence[int] | None) -> bool:
@@ -66,10 +68,12 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     device.reset_peak_memory_stats()
 
 
-@functools.cache
-def warning_once(message: str, *args: object) -> None:
+def warning_once(message: str, *args: object, **kwargs: Any) -> None:
     """Log a warning, formatted with ``args``, that was not logged before."""
-    logger.warning(message, *args)
+    text = message % args if args else message
+    if text not in _warned:
+        _warned.add(text)
+        logger.warning("%s", text, **kwargs)
 
 
 @functools.cache

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from hf_zero.activations import policy as activations
+from hf_zero.activations.checkpointing import Checkpoints
+from hf_zero.config import ZeroConfig
 from hf_zero.deepspeed import accelerator, activation_checkpointing, optimizers, zero_init
 from hf_zero.deepspeed.sequence import TiledMLP
 from hf_zero.deepspeed.state_dicts import clone_tensors_for_torch_save
@@ -219,6 +221,23 @@ def test_recomputations_draw_from_the_named_states_of_their_forward(
     (left,) = tracker.get_states().values()
     assert torch.equal(left, after)
     engine.destroy()
+
+
+@pytest.mark.parametrize("blocks", [True, "selective"])
+def test_a_seeded_tracker_breaks_no_graph_of_the_script(tracker: Any, blocks: Any) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    section = ZeroConfig.coerce({"activation_checkpointing": {"blocks": blocks}})
+    patched = Checkpoints(
+        model, [*model], section.activation_checkpointing, torch.device("cpu"), False
+    )
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.ones(2, 8)
+    compiled(x).sum().backward()
+    got = [parameter.grad.clone() for parameter in model.parameters()]
+    patched.remove()
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(got, [parameter.grad for parameter in model.parameters()])
 
 
 def test_repeated_and_failed_recomputations(tracker: Any) -> None:

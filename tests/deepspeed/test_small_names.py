@@ -516,7 +516,8 @@ def test_logging_by_level(caplog: pytest.LogCaptureFixture, heard: list[str]) ->
         assert log.logger.getEffectiveLevel() == 30 and log.should_log_le("error")
         assert not log.should_log_le("info")
         log.logger.warning_once("said %s", "once")
-        log.logger.warning_once("said %s", "once")
+        log.logger.warning_once("said %s", "once", stacklevel=2)
+        log.logger.warning_once("%s", {"a": 1})
         log.log_dist_once("also once", ranks=[0], level=40)
         log.log_dist_once("also once", ranks=[0], level=40)
         for what in ("said once", "also once"):

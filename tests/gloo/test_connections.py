@@ -41,15 +41,17 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 
 
 def connections() -> int:
-    """Return the number of connections of this process to other ranks."""
+    """Return the number of connections of this process to other ranks, without those to the store,
+    and those that a store in this process serves: other ranks close them at times of their own.
+    """
     count, store = 0, int(os.environ["MASTER_PORT"])
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed by now, or connected to nothing
             if not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(descriptor))) as connection:
-                peer = connection.getpeername()
-                count += isinstance(peer, tuple) and peer[1] != store
+                ends = connection.getpeername(), connection.getsockname()
+                count += all(isinstance(end, tuple) and end[1] != store for end in ends)
     return count
 
 
