@@ -25,7 +25,7 @@ from hf_zero.loading import LazyTensor, make_pending
 from hf_zero.loading.expressions import InMemory
 from hf_zero.loading.lazy import read_pending
 from hf_zero.logging import logger
-from hf_zero.techniques.blocks import first_of, hidden_state, layers_of
+from hf_zero.techniques.blocks import first_of, hidden_state, stacked_blocks
 from hf_zero.techniques.token_cut import TokenCut
 
 
@@ -106,7 +106,7 @@ def _decoder() -> torch.nn.Module:
 def _blocks_can_be_cut() -> None:
     """Cut the second block of a decoder to two of six tokens, by the arguments of its call."""
     model, tokens, calls = _decoder(), torch.arange(6)[None], []
-    block = layers_of(model, "this probe")[1].block
+    block = stacked_blocks(model, "this probe")[1].block
     hook = block.register_forward_hook(
         lambda block, args, kwargs, output: calls.append((args, kwargs, output)), with_kwargs=True
     )

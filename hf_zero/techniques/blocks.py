@@ -41,7 +41,7 @@ TakesOver = Callable[[nn.Module, Call, tuple[object, ...], dict[str, object]], o
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class StackedBlock:
     """A repeated block, number ``place`` of ``of`` in its stack, counted from 1."""
 
     block: nn.Module
@@ -51,7 +51,7 @@ class Layer:
     keeps: bool  # must run on all tokens: it returns more than a hidden state
 
 
-def layers_of(model: nn.Module, key: str) -> list[Layer]:
+def stacked_blocks(model: nn.Module, key: str) -> list[StackedBlock]:
     """Return the repeated blocks of ``model``, from stacks of two or more, whose hidden state keeps
     its length; this excludes the strided convolutions before the layers of wav2vec 2.0. Raises
     ConfigError, naming ``key``, if there are none.
@@ -61,7 +61,7 @@ def layers_of(model: nn.Module, key: str) -> list[Layer]:
         if not _has_strides(block):
             stacks.setdefault(path.rpartition(".")[0], []).append(block)
     layers = [
-        Layer(block, stack, index, len(blocks), index == 1 and not _returns_a_tensor(block))
+        StackedBlock(block, stack, index, len(blocks), index == 1 and not _returns_a_tensor(block))
         for stack, blocks in stacks.items()
         if len(blocks) > 1
         for index, block in enumerate(blocks, 1)
@@ -206,13 +206,13 @@ class ReturnedBefore:
     def __init__(self) -> None:
         self._tuples: dict[str, object] = {}
 
-    def take(self, layer: Layer) -> object:
+    def take(self, layer: StackedBlock) -> object:
         """Return and forget the output of the block before ``layer`` if it was a tuple, else
         None.
         """
         return self._tuples.pop(layer.stack, None)
 
-    def note(self, layer: Layer, output: object) -> object:
+    def note(self, layer: StackedBlock, output: object) -> object:
         """Record ``output`` of ``layer`` for the next block of its stack, and return it."""
         if isinstance(output, tuple) and layer.place < layer.of:
             self._tuples[layer.stack] = output

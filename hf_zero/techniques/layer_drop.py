@@ -48,10 +48,10 @@ from hf_zero.ops import philox
 from hf_zero.techniques.blocks import (
     Call,
     DrawsForBlocks,
-    Layer,
+    StackedBlock,
     first_of,
     hidden_state,
-    layers_of,
+    stacked_blocks,
     with_first,
 )
 from hf_zero.techniques.schedules import Decay
@@ -96,8 +96,8 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
         super().__init__()
         self._section, self._seed = section, seed
         self._theta = Decay(section.theta, section.gamma)
-        self._layers: list[Layer] = []
-        self._of: dict[nn.Module, Layer] = {}
+        self._layers: list[StackedBlock] = []
+        self._of: dict[nn.Module, StackedBlock] = {}
         # indices of the trainable blocks, if only blocks train
         self._training: list[int] = []
 
@@ -126,10 +126,10 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
                 f"parallel ranks compute each block together; remove per_rank, or train without "
                 f"{shared[0]} parallelism"
             )
-        layers_of(plan.model, KEY)
+        stacked_blocks(plan.model, KEY)
 
     def install(self, engine: TrainingEngine) -> None:
-        self._layers = layers_of(engine.module, KEY)
+        self._layers = stacked_blocks(engine.module, KEY)
         self._training = self._only_trained(engine)
         self._of = {layer.block: layer for layer in self._layers}
         self._take_over(engine, list(self._of), list(self._of))

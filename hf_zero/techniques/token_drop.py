@@ -29,10 +29,10 @@ from hf_zero.ops import philox
 from hf_zero.techniques.blocks import (
     Call,
     DrawsForBlocks,
-    Layer,
+    StackedBlock,
     first_of,
     hidden_state,
-    layers_of,
+    stacked_blocks,
     with_first,
 )
 from hf_zero.techniques.schedules import Growth
@@ -101,7 +101,7 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
         self._section, self._seed = section, seed
         self._tokens_read = tokens_read(section)
         self._count = ForwardCount()
-        self._layers: dict[nn.Module, tuple[int, Layer]] = {}
+        self._layers: dict[nn.Module, tuple[int, StackedBlock]] = {}
         self._chosen: set[nn.Module] = set()
         self._rows: set[int] = set()  # batch sizes in the arguments of the current forward
         self._watching: Any = None
@@ -138,10 +138,10 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
         """Raise ConfigError for a model without blocks, or without the chosen ones."""
         self._choose(plan.model)
 
-    def _choose(self, model: nn.Module) -> tuple[list[Layer], set[nn.Module]]:
+    def _choose(self, model: nn.Module) -> tuple[list[StackedBlock], set[nn.Module]]:
         """Return the repeated blocks of ``model``, and those that drop tokens."""
         section = self._section
-        layers = layers_of(model, TOKEN_DROP)
+        layers = stacked_blocks(model, TOKEN_DROP)
         chosen = section.random_ltd_layer_id
         if chosen is None:
             chosen = tuple(at for at, layer in enumerate(layers) if 1 < layer.place < layer.of)

@@ -32,7 +32,7 @@ class TensorParallel:
     rotary_width: int  # rotary part of a key in multi-head latent attention; 0: none
     inputs: dict[str, SharedInputs] = field(default_factory=dict)  # by path of their module
     counted: set[str] = field(default_factory=set)  # modules whose numbers of heads are divided
-    is_verified: bool = False  # its first forward and backward are compared with the whole model's
+    verifies: bool = False  # its first forward and backward are compared with the whole model's
     agreement: Agreement = field(init=False)
 
     def __post_init__(self) -> None:

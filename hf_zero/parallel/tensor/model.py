@@ -28,8 +28,8 @@ from hf_zero.parallel.tensor.plan import (
     Target,
     is_of_family,
     plan_of,
-    planned_model,
     targets,
+    transformers_model,
 )
 from hf_zero.parallel.tensor.rehearsal import (
     RehearsedAxis,
@@ -96,7 +96,7 @@ def tensor_parallel(
     if size == 1:
         return model
     make_pending(model)  # values still in files are cut without being read
-    path, inner = planned_model(model)
+    path, inner = transformers_model(model)
     dims = dims_of(size)
     rank = dims.coordinate(process_group.get_rank(), "tensor")
     if record is not None:
@@ -112,7 +112,7 @@ def tensor_parallel(
                 f"something has replaced the forward of {target.name}, which tensor parallelism "
                 "changes; undo that first (hf_zero.restore(model) for fused kernels)"
             )
-    cuts = _placed(inner, plan, cuts_for(modules, planned, rank, size), rank, size)
+    cuts = _with_partial_gradients(inner, plan, cuts_for(modules, planned, rank, size), rank, size)
     if verify:
         check_verifiable(model)
     # All checks have passed: a refused call leaves the job unchanged.
@@ -129,7 +129,7 @@ def tensor_parallel(
         record.agreement.watch(inner)
         EnteringCaches(record.axis).watch(inner)
     if whole is not None:
-        record.is_verified = True
+        record.verifies = True
         Verification(whole, record.axis).watch(inner)
     return model
 
@@ -137,7 +137,7 @@ def tensor_parallel(
 def check_verifiable(model: nn.Module) -> None:
     """Raise ConfigError for a model that cannot be compared with its uncut copy."""
     record = model_record(model)
-    if record is not None and not record.is_verified:
+    if record is not None and not record.verifies:
         raise ConfigError(
             f"{VERIFY} compares a model with what it was before it was cut, and this one is cut "
             "already; pass verify=True to the call of hf_zero.tensor_parallel that cuts it"
@@ -151,7 +151,7 @@ def check_verifiable(model: nn.Module) -> None:
 
 def model_record(model: nn.Module) -> TensorParallel | None:
     """Return the record that :func:`tensor_parallel` has put on ``model``, or None."""
-    return planned_model(model)[1].__dict__.get(RECORD)
+    return transformers_model(model)[1].__dict__.get(RECORD)
 
 
 def _check_divides(size: int) -> None:
@@ -246,10 +246,10 @@ def cuts_of(model: nn.Module, size: int, rank: int = 0) -> dict[nn.Parameter, Sh
     """
     if size == 1 or model_record(model) is not None:
         return {}
-    path, inner = planned_model(model)
+    path, inner = transformers_model(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     cuts = cuts_for(modules, _planned(path, inner, None), rank, size)
-    return _placed(inner, None, cuts, rank, size)
+    return _with_partial_gradients(inner, None, cuts, rank, size)
 
 
 def _planned(path: str, inner: nn.Module, plan: Mapping[str, str | None] | None) -> list[Target]:
@@ -258,7 +258,7 @@ def _planned(path: str, inner: nn.Module, plan: Mapping[str, str | None] | None)
     return _without_the_head(inner, planned) if _multiplies_itself(inner) else planned
 
 
-def _placed(
+def _with_partial_gradients(
     inner: nn.Module,
     plan: Mapping[str, str | None] | None,
     cuts: dict[nn.Parameter, Sharding],

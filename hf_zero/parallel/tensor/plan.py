@@ -84,7 +84,7 @@ class Target:
         self.style, self.heads = KEY_VALUE_HEADS, (heads, width)
 
 
-def planned_model(model: nn.Module) -> tuple[str, nn.Module]:
+def transformers_model(model: nn.Module) -> tuple[str, nn.Module]:
     """Return the path and the model of transformers inside ``model`` and its wrappers or
     adapters.
     """
