@@ -357,8 +357,10 @@ for _both in (_Loader, _Dumper):
 
 def yaml_line(value: object) -> str:
     """Return ``value`` as YAML in one line, which :func:`load_yaml` reads back."""
-    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=math.inf)
-    return str(text).partition("\n")[0]
+    text = str(yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=math.inf))
+    first, _, rest = text.partition("\n")
+    # a text of several lines has them in YAML, too; JSON, which is YAML, escapes them
+    return json.dumps(value) if rest.strip() not in ("", "...") else first
 
 
 # tokens of Hjson

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -580,8 +581,9 @@ def _lengths(base_plan: EnginePlan, lengths: Sequence[int]) -> tuple[LengthEstim
     Raises ConfigError for what is not a number of tokens, and with tensor, expert or pipeline
     parallelism.
     """
-    for length in lengths if isinstance(lengths, (list, tuple, range)) else [lengths]:
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+    lengths = [*lengths] if isinstance(lengths, Iterable) else [lengths]
+    for length in lengths:
+        if isinstance(length, bool) or not isinstance(length, Integral) or length < 1:
             raise ConfigError(
                 f"a sequence length of {length!r:.40} is not a number of tokens; pass integers of "
                 "at least 1"
@@ -591,7 +593,7 @@ def _lengths(base_plan: EnginePlan, lengths: Sequence[int]) -> tuple[LengthEstim
             "activations beside tensor, expert or pipeline parallelism are not known; leave the "
             "lengths of sequences out, or estimate without it, which is the most it can be"
         )
-    return tuple(length_estimate(base_plan, length) for length in lengths)
+    return tuple(length_estimate(base_plan, int(length)) for length in lengths)
 
 
 def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEstimate:

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig
 
@@ -121,6 +122,16 @@ def test_bad_input_is_named(case: tuple[dict[str, Any], str]) -> None:
     changes, says = case
     with pytest.raises(hf_zero.HfZeroError, match=says):
         hf_zero.estimate(**{"model": TINY, "ranks": 2, **changes})
+
+
+def test_lengths_may_be_of_numpy() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    head = ["LlamaForCausalLM"]
+    config = LlamaConfig(vocab_size=16, num_hidden_layers=2, architectures=head, **sizes)
+    by_list, by_array = (
+        hf_zero.estimate(config, 2, sequence_lengths=lengths) for lengths in ([8], np.array([8]))
+    )
+    assert by_list.lengths == by_array.lengths and by_list.lengths
 
 
 def test_bad_input_of_traffic_and_of_proposals_is_named() -> None:

@@ -24,7 +24,7 @@ from hf_zero.config import (
     OptimizerConfig,
     ZeroConfig,
 )
-from hf_zero.config.files import SourcedDict, load_json, load_yaml
+from hf_zero.config.files import SourcedDict, load_json, load_yaml, yaml_line
 from hf_zero.errors import ConfigError
 from hf_zero.logging import in_units, parse_size
 from hf_zero.optim.build import refused
@@ -124,6 +124,12 @@ def test_files(tmp_path: Path) -> None:
         assert ZeroConfig.coerce(str(path)) == ZeroConfig.coerce(path) == config
     optimizer = ZeroConfig.from_file(tmp_path / "zero3.yaml").optimizer
     assert optimizer is not None and optimizer.params == {"lr": 1e-5}
+
+
+def test_a_value_in_one_line_is_read_back() -> None:
+    for value in ("a", "a\nb", "a #1", "1e5", "no", {"x": "a\n  b\n"}, ["", "\n"], 3, None):
+        line = yaml_line(value)
+        assert "\n" not in line and load_yaml(f"key: {line}", "a.yaml")["key"] == value
 
 
 def test_yaml_merges_and_shares_sections(tmp_path: Path) -> None:

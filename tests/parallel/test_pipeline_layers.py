@@ -249,6 +249,8 @@ def test_a_parameter_of_two_stages_is_tied_by_key_or_refused(rank):
     said = r"weight of layer 2 \(Linear\) .* layer 0 \(Embedding\).*TiedLayerSpec"
     with pytest.raises(ConfigError, match=said):
         PipelineModule(shared, 2)
+    frozen = nn.Embedding(VOCAB, WIDTH).requires_grad_(False)
+    PipelineModule([frozen, nn.Linear(WIDTH, WIDTH), frozen], 2)
     # ranks 0, 1, 0: one rank holds both layers
     between = [shared[0], nn.Linear(WIDTH, WIDTH), shared[2], nn.Linear(VOCAB, VOCAB)]
     module = PipelineModule(between, 2, stages_per_rank=2, partition_method="uniform")

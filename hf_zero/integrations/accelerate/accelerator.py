@@ -191,12 +191,15 @@ def refuse_optimizer_apart(
     return original(self, optimizer, device_placement)
 
 
-def make_unclaimed_step(accelerator: Accelerator) -> None:
-    """Have a single engine of ``accelerator`` make a step that no ``optimizer.step()`` will
-    claim.
+def make_unclaimed_step(accelerator: Accelerator, model: object = None) -> None:
+    """Have a single engine of ``accelerator`` make a step that no ``optimizer.step()`` will claim
+    (collective). A ``model`` that is read by itself must be that engine, at stage 3: at others
+    rank 0 may read it alone.
     """
     single = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "single", None)
-    if single is not None:
+    if single is not None and (
+        model is None or (single.engine.config.stage == 3 and model is single.engine)
+    ):
         single.make_unclaimed_step()
 
 
@@ -204,9 +207,10 @@ def empty_elsewhere(
     original: Original, self: Accelerator, model: object, unwrap: bool = True
 ) -> object:
     """Wraps ``Accelerator.get_state_dict``: ranks other than 0 get an empty state dict instead of
-    None, as under FSDP. A step that is still deferred is made before.
+    None, as under FSDP. At stage 3, where all ranks call it, a step of ``model`` that is still
+    deferred is made before.
     """
-    make_unclaimed_step(self)
+    make_unclaimed_step(self, model)
     state = original(self, model, unwrap)
     return {} if state is None and finder.chosen() else state
 

@@ -106,7 +106,7 @@ class SingleEngine:
     A backward that ends a window is a step, as with DeepSpeed, even in a script that never calls
     ``optimizer.step()``. If the script sets the clipping norm (:data:`_limited_by_script`), the
     step is deferred to ``clip_grad_norm_`` or ``optimizer.step()``; in a script that calls neither,
-    it is made before the next forward, or before a save, and from then on in the backward.
+    it is made before the next forward, or before ``save_state``, and from then on in the backward.
     """
 
     def __init__(self, wrapped: DeepSpeedEngineWrapper):
@@ -142,10 +142,10 @@ class SingleEngine:
             self._make_overdue_step()
 
     def make_unclaimed_step(self) -> None:
-        """Make the deferred step, if any, of a script that never calls ``optimizer.step()``, before
-        its state is read.
+        """Make the deferred step, if any, of a script that has made steps without a call of
+        ``optimizer.step()``, before all ranks read its state. Collective.
         """
-        if not (self._claimed or self.engine.destroyed):
+        if self._applied and not (self._claimed or self.engine.destroyed):
             self._make_overdue_step()
 
     def _make_overdue_step(self) -> None:

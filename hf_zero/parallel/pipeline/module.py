@@ -116,7 +116,7 @@ class PipelineModule(StagedModule):
             )
 
     def _check_shared(self, layers: Sequence[object], names: Sequence[str]) -> None:
-        """Raise ConfigError for a parameter of layers that lie on different ranks."""
+        """Raise ConfigError for a trainable parameter of layers that lie on different ranks."""
         first: dict[nn.Parameter, int] = {}
         for index, layer in enumerate(layers):
             if not isinstance(layer, nn.Module):
@@ -124,7 +124,7 @@ class PipelineModule(StagedModule):
             for name, parameter in layer.named_parameters():
                 other = first.setdefault(parameter, index)
                 stages = self.stage_owner(other), self.stage_owner(index)
-                if (stages[0] - stages[1]) % self.num_stages:
+                if parameter.requires_grad and (stages[0] - stages[1]) % self.num_stages:
                     raise ConfigError(
                         f"{name} of layer {index} ({names[index]}) is a parameter of layer {other} "
                         f"({names[other]}), too, and stages {stages[1]} and {stages[0]} would "
@@ -214,10 +214,11 @@ class PipelineModule(StagedModule):
     def num_pipeline_stages(self) -> int:
         return self.num_stages
 
-    def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute ``interval`` layers together from now on; 0: none. Raises ConfigError for a
-        negative number.
+    def set_checkpoint_interval(self, interval: int | None) -> None:
+        """Recompute ``interval`` layers together from now on; 0, None: none. Raises ConfigError for
+        a negative number.
         """
+        interval = interval or 0
         if interval < 0:
             raise ConfigError(
                 f"activation_checkpoint_interval is {interval}; write the number of layers that "
