@@ -17,7 +17,8 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.errors import ConfigError
+from hf_zero.distributed.rank_status import first_line
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.loading.expressions import Filled
 from hf_zero.loading.lazy import SET_DATA, LazyTensor, fill, is_filled, make_pending, make_real
 from hf_zero.zero.engine_parts import AroundModel
@@ -90,9 +91,16 @@ class _LazyData(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, value = args
         parameter = isinstance(tensor, nn.Parameter)
-        lazy = nn.Parameter(value, tensor.requires_grad) if parameter else value.detach()
+        lazy = nn.Parameter(value) if parameter else value.detach()
+        lazy.requires_grad_(tensor.requires_grad)
         vars(lazy).update(vars(tensor))
-        torch.utils.swap_tensors(tensor, lazy)
+        try:
+            torch.utils.swap_tensors(tensor, lazy)
+        except RuntimeError as error:  # weak references would see the other one
+            raise PartitionError(
+                f"the data of a tensor of shape {tuple(tensor.shape)} cannot become that of a "
+                f"weight under initialisation: {first_line(error)}; register a new parameter"
+            ) from error
         return None
 
 

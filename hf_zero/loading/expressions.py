@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.tensorfile import TensorFile
+from hf_zero.errors import PartitionError
 
 # With shorter contiguous runs, the calls cost more than reading the whole tensor.
 RUN_BYTES = 4096
@@ -70,14 +71,25 @@ class InFile(Expression):
 
 
 class InMemory(Expression):
-    """A tensor in memory: mapped from a file of another format, or an intermediate result."""
+    """A tensor in memory: mapped from a file of another format, or an intermediate result.
 
-    def __init__(self, tensor: torch.Tensor):
+    ``constant``: reading it raises PartitionError once torch has changed it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, constant: bool = False):
         super().__init__(tensor.shape, tensor.dtype)
-        self._tensor = tensor.detach()
+        # not detached if constant: within a dispatch the result would have versions of its own
+        self._tensor = tensor if constant else tensor.detach()
+        self._version = tensor._version if constant and not tensor.is_inference() else None
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        out.copy_(self._tensor.reshape(-1)[start : start + out.numel()])
+        if self._version not in (None, self._tensor._version):
+            raise PartitionError(
+                f"a tensor of shape {tuple(self.shape)} was written into a weight under "
+                "initialisation, and was changed before the weight is read; change a copy of it, "
+                "tensor.clone()"
+            )
+        out.copy_(self._tensor.detach().reshape(-1)[start : start + out.numel()])
 
 
 class Strided(Expression):
@@ -219,11 +231,19 @@ class Filled(Expression):
     every read gives the same values.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, base: Expression | None = None):
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        base: Expression | None = None,
+        memory: torch.Tensor | None = None,
+    ):
         super().__init__(shape, dtype)
         self.sliceable = False
-        self.initialised = base is not None  # whether every element has a value
-        self._base = base
+        # contiguous, of others too: writes go there at once
+        self.memory = memory
+        self._base = InMemory(memory) if memory is not None else base
+        self.initialised = self._base is not None  # whether every element has a value
         self._seed = _new_seed()
         self._writes: list[Callable[[torch.Tensor], object]] = []
 
@@ -248,6 +268,8 @@ class Filled(Expression):
         """Return a separate tensor with the values that this one has now. Later draws of the two
         differ.
         """
+        if self.memory is not None:
+            return Filled(self.shape, self.dtype, memory=self.memory.clone())
         copied, seed = copy.copy(self), _new_seed()
         copied._writes = [*self._writes, lambda _: torch.default_generator.manual_seed(seed)]
         return copied

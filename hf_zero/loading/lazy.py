@@ -3,7 +3,7 @@ opened for it, and the conversion of the lazy tensors in a loaded model.
 
 :class:`LazyTensor` is a wrapper subclass: every operation on it arrives in ``__torch_dispatch__``
 and extends an expression (expressions.py) instead of touching memory. Outwardly it is contiguous,
-even if it is a view, unless it is under initialisation.
+even if it is a view; a view of one under initialisation has its own strides.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ _NEW = {
     aten.rand_like.default,
     aten.randn_like.default,
 }
+SMALL_OPERAND = 1 << 20  # bytes; a copy of larger operands of a write is deferred
 _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
@@ -54,7 +55,7 @@ class LazyTensor(torch.Tensor):
     """A tensor whose values are defined by ``expression`` and not yet read.
 
     One under initialisation may be read, and written in place. PartitionError is raised for other
-    changes of it, as by ``out=`` or ``set_``, and for writing into one from a file.
+    changes of it, as by ``out=`` or ``t_``, and for writing into one from a file.
     """
 
     expression: Expression
@@ -80,7 +81,8 @@ class LazyTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, LazyTensor):  # not copied: the memory stays that of both
-            value = LazyTensor(Filled(value.shape, value.dtype, InMemory(value.cpu())))
+            memory = value.detach().cpu().contiguous()
+            value = LazyTensor(Filled(value.shape, value.dtype, memory=memory))
         SET_DATA(self, value)
         self.expression = value.expression
 
@@ -131,6 +133,12 @@ class LazyTensor(torch.Tensor):
             if is_filled(written):
                 if written is args[0] and _is_in_place(func):
                     return _filled(func, args, kwargs)
+                if func is aten.set_.source_Tensor:
+                    if _expression(args[1]).place != written.expression.place:
+                        written.data = args[1]
+                    return written
+                if written is args[0] and _keeps_layout(func, args, kwargs):
+                    return written
                 raise PartitionError(
                     f"{func} cannot change a weight of shape {tuple(written.shape)} while its "
                     "model is built in shards; write its values in place, as by "
@@ -162,6 +170,21 @@ def _is_in_place(func: Any) -> bool:
     """Return whether ``func`` writes elements of its first argument, and changes nothing else."""
     writes = [argument.is_write for argument in func._schema.arguments]
     return torch.Tag.inplace_view not in func.tags and writes == [True] + [False] * len(writes[1:])
+
+
+def _keeps_layout(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether ``func``, which changes nothing else, leaves its first argument the shape and
+    strides that it has: ``resize_`` to the same shape.
+    """
+    if torch.Tag.inplace_view not in func.tags:
+        return False
+    before = _meta(args[0].expression)[1]
+    after = before.detach()
+    try:
+        func(after, *tree_map(_shape_of, args[1:]), **tree_map(_shape_of, kwargs))
+    except RuntimeError:  # a storage in memory
+        return False
+    return after.shape == before.shape and after.stride() == before.stride()
 
 
 def _is_view(func: Any) -> bool:
@@ -204,12 +227,17 @@ def fill(
     root, meta = _meta(target.expression)
     assert isinstance(root, Filled)
     given = args, kwargs
-    kept = tree_map(lambda value: _real(_kept(value)), given)
+    if root.memory is not None:
+        args, kwargs = tree_map(_real, given)
+        offset = root.memory.storage_offset() + int(meta.storage_offset())
+        do(root.memory.as_strided(meta.shape, meta.stride(), offset), *args, **kwargs)
+        return target
+    kept = tree_map(lambda value: _kept(_real(value)), given)
     if any(isinstance(value, torch.Generator) for value in tree_flatten(given)[0]):
         do(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype), *args, **kwargs)
 
     def replay(view: torch.Tensor) -> None:
-        args, kwargs = tree_map(_from_its_state, kept)
+        args, kwargs = tree_map(lambda value: _real(_from_its_state(value)), kept)
         do(view, *args, **kwargs)
 
     root.write(meta.shape, meta.stride(), int(meta.storage_offset()), replay)
@@ -357,10 +385,15 @@ def _kept(value: Any) -> Any:
     """
     if isinstance(value, LazyTensor) or not isinstance(value, torch.Tensor):
         return _from_its_state(value)
-    value = value.detach()
     if value.layout is not torch.strided:
-        return value.clone()
-    return without_repeats(value).clone().expand(value.shape)
+        return value.detach().clone()
+    shared = without_repeats(value.detach())
+    if shared.numel() * shared.itemsize <= SMALL_OPERAND:
+        return shared.clone().expand(value.shape)
+    try:  # copied once one of both is written to
+        return torch._lazy_clone(shared).expand(value.shape)
+    except RuntimeError:  # memory of NumPy or of other processes
+        return LazyTensor(InMemory(value, constant=True))
 
 
 def _from_its_state(value: Any) -> Any:

@@ -5,6 +5,8 @@ was done to them.
 from __future__ import annotations
 
 import copy
+import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,10 +107,8 @@ def test_code_outside_of_torch_reads_the_values_while_models_are_built() -> None
 
 REFUSED: dict[str, Any] = {
     "out": lambda w: torch.add(w, 1, out=w),
-    "a draw into it": lambda w: torch.randn(2, 3, out=w),
     "several": lambda w: torch._foreach_mul_([w, w], 2.0),
     "statistics": lambda w: nn.functional.batch_norm(torch.ones(2, 3), w[0], w[1], training=True),
-    "memory": lambda w: w.set_(torch.eye(3)),
     "storage": lambda w: w.set_(torch.eye(3).untyped_storage()),
     "size": lambda w: w.resize_(3, 3),
     "shape": lambda w: w.t_(),
@@ -123,6 +123,85 @@ def test_a_change_that_cannot_be_recorded_is_refused() -> None:
         assert "aten." in str(raised.value), name
         assert torch.equal(whole(lazy), torch.ones(2, 3)), name
     assert torch.equal(whole(lazy.detach_()), torch.ones(2, 3))
+
+
+def test_changes_of_no_value_or_of_all_are_taken() -> None:
+    lazy = built(lambda: torch.ones(2, 3))
+    for same in (lazy.set_(lazy), lazy.resize_(2, 3), lazy.resize_as_(lazy), lazy.squeeze_()):
+        assert same is lazy and torch.equal(whole(lazy), torch.ones(2, 3))
+    with Building(0):
+        drawn = torch.randn(2, 3, out=lazy)
+    assert drawn is lazy and whole(lazy).unique().numel() == 6
+    assert torch.equal(whole(lazy.set_(torch.eye(3))), torch.eye(3))
+
+
+@pytest.mark.parametrize("name", ["orthogonal", "spectral_norm", "weight_norm"])
+def test_parametrizations_are_built(name: str) -> None:
+    def make() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        nn.init.eye_(layer.weight)
+        made: nn.Module = getattr(nn.utils.parametrizations, name)(layer)
+        return made
+
+    with Building(0):
+        lazy = make()
+    real = make()
+    for key, value in lazy.state_dict().items():
+        if "original" in key:
+            torch.testing.assert_close(whole(value), real.state_dict()[key], msg=key)
+
+
+def with_memory_of_others() -> dict[str, torch.Tensor]:
+    """Weights whose data is a tensor that the constructor, and another weight, change."""
+    table = torch.arange(8.0).reshape(4, 2)
+    one, two = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+    one.weight.data = two.weight.data = table
+    copied, cloned = copy.deepcopy(one), one.weight.detach().clone()
+    one.weight.data[0].fill_(7)
+    table.add_(1)
+    two.weight.data.mul_(2)
+    nn.init.constant_(one.weight.data[1], 3.0)
+    made = {"one": one.weight, "two": two.weight, "table": table}
+    return made | {"copied": copied.weight, "cloned": cloned}
+
+
+def test_assigned_memory_stays_that_of_all_who_have_it() -> None:
+    lazy, real = built(with_memory_of_others), with_memory_of_others()
+    for name, expected in real.items():
+        assert torch.equal(whole(lazy[name]), expected), name
+
+
+def test_large_operands_are_copied_once_they_change(tmp_path: Path) -> None:
+    large = torch.ones(600, 600)
+    torch.save(large, tmp_path / "large.pt")
+    mapped = torch.load(tmp_path / "large.pt", mmap=True)
+    of_numpy = torch.from_numpy(np.ones((600, 600), np.float32))
+    sources = (large, mapped, of_numpy)
+    lazy = built(lambda: [torch.zeros(600, 600) for _ in sources])
+    with Building(0):
+        for weight, source in zip(lazy, sources):
+            weight.copy_(source)
+    assert torch._C._is_cow_tensor(large)
+    for weight, source in zip(lazy, sources):
+        assert torch.equal(whole(weight), torch.ones(600, 600))
+        source.add_(1)
+    assert torch.equal(whole(lazy[0]), torch.ones(600, 600))
+    for weight in lazy[1:]:
+        with pytest.raises(PartitionError, match=r"\(600, 600\).*clone"):
+            whole(weight)
+
+
+def test_a_tensor_whose_data_becomes_lazy_keeps_what_it_is() -> None:
+    for requires_grad in (False, True):
+        tensor = torch.zeros(1, requires_grad=requires_grad)
+        with Building(0):
+            tensor.data = torch.ones(3)
+        assert tensor.requires_grad == requires_grad and whole(tensor).tolist() == [1.0] * 3
+    parameter = nn.Parameter(torch.zeros(1))
+    seen = weakref.ref(parameter)
+    with Building(0), pytest.raises(PartitionError, match=r"\(1,\).*register a new parameter"):
+        parameter.data = torch.ones(3)
+    assert seen() is parameter
 
 
 def reused() -> dict[str, torch.Tensor]:
