@@ -461,6 +461,9 @@ def _engine(planned: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Eng
     module, kind = copied, Engine
     if planned.dims.pipeline > 1:
         module, kind = _staged(planned, copied), pipelined(Engine)
+        # a script cuts the layers itself, before the stages, and leaves the key out
+        uncut = dataclasses.replace(settings.tensor_parallel, autotp_size=0)
+        settings = dataclasses.replace(settings, tensor_parallel=uncut)
     spread_experts(module, settings)
     init_parallel(planned.dims)
     optimizer = _optimizer_for(planned, module)
