@@ -206,7 +206,7 @@ def classes() -> str:
     from hf_zero.config.sections import SCHEDULERS
     from hf_zero.optim import build
 
-    optimizers = {name: (cls, build._resolve(name, {})[1]) for name, cls in build._CLASSES.items()}
+    optimizers = {name: build._resolve(name, {}) for name in build._CLASSES}
     schedules = {name: (build.schedule_class(name), {}) for name in SCHEDULERS}
     parts = []
     for title, found in (

@@ -72,8 +72,8 @@ def adam(
     """
     _check_step("adam", step)
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= beta < 1:
-            raise KernelError(f"adam: {name} is {beta}; give a number of at least 0 and below 1")
+        if beta < 0 or beta == 1:  # schedules may bring one above 1, as torch takes it
+            raise KernelError(f"adam: {name} is {beta}, for which there is no bias correction")
     shared = _shared("adam", master, grad, divisor, maximize, out, _key(seed, step), first, on_host)
     _moment("adam", "exp_avg", exp_avg, master, first, signed=True)
     _moment("adam", "exp_avg_sq", exp_avg_sq, master, first, signed=False)

@@ -103,6 +103,11 @@ class DifficultyIndex(RankedSamples):
                 raise DifficultyIndexError(
                     f"{self.folder / HEADER} has no valid {key}; analyze the data again"
                 )
+        probes = header["probes"].items()
+        if not all(at.isdecimal() and int(at) < header["rows"] for at, _ in probes):
+            raise DifficultyIndexError(
+                f"{self.folder / HEADER} has probes of rows that it has not; analyze the data again"
+            )
         self.values = self._opened(VALUES)
         self.order = self._opened(ORDER)
 
@@ -226,9 +231,11 @@ def _probe(sample: object, column: str | None) -> str | None:
 def _plain(sample: Any) -> Any:
     """Return nested lists of numbers for lists, arrays and tensors, of any shapes."""
     try:
-        return np.asarray(sample).tolist()
-    except ValueError:  # parts of unlike shapes
-        return [_plain(part) for part in sample]
+        array = np.asarray(sample)
+        whole = array.dtype != object or not array.ndim
+    except ValueError:
+        whole = False
+    return array.tolist() if whole else [_plain(part) for part in sample]  # of unlike shapes
 
 
 def is_analyzers(path: str) -> bool:

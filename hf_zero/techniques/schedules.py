@@ -237,7 +237,8 @@ class DifficultySchedule:
                     f"{len(last_steps)} of max_step; write one max_step for each difficulty but "
                     "the last, which stays"
                 )
-            if any(later <= sooner for sooner, later in pairwise(last_steps)):
+            whole_steps = [0, *map(math.floor, last_steps)]
+            if any(later <= sooner for sooner, later in pairwise(whole_steps)):
                 raise ConfigError(
                     f"{self._section}.{section}max_step = {last_steps} does not ascend, which "
                     "leaves out difficulties; write the last step of each, counted from the first"

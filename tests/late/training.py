@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -44,7 +45,6 @@ PIECES = {"offload_optimizer": {**HOST, "buffer_size": 512}}
 BOTH = {**OPTIMIZER, "offload_param": HOST}
 HALF = {"offload_optimizer": {**HOST, "ratio": 0.5}}
 SHARED = {"stage3_module_granularity_threshold": 10_000}
-FIVE_A_MESSAGE = {"stage3_module_granularity_threshold": 3_300}  # of eight blocks
 WHOLE = {"stage3_param_persistence_threshold": 100}  # biases and norms
 ACTIVATIONS = {"activation_offload": {"enabled": True, "min_bytes": 1, "in_flight_bytes": 4000}}
 ONCE = {"gradient_accumulation_steps": 1}
@@ -208,7 +208,7 @@ JOINED = {"stage3_module_granularity_threshold": 40_000}  # four blocks
 PAIRS = {"stage3_module_granularity_threshold": 18_912}  # two; four of these units share a message
 BRANCHES: Jobs = {
     "stage 2, branches on two streams": (2, {}, TWO),
-    "stage 2, branches on two streams that share messages": (2, FIVE_A_MESSAGE, TWO),
+    "stage 2, branches on two streams that share messages": (2, SHARED, TWO),
     "stage 2, branches on two streams in a unit": (2, PAIRS, TWO),
     "stage 2, optimizer on the host, branches on two streams in a unit": (
         2,
@@ -374,6 +374,8 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     return losses
 
 
+# small units in a message, as of a model with more of them
+@mock.patch.object(wrap, "PACKED_UNITS", 4)
 def train(job: str, steps: int = 3, rank: int = 0, world: int = 1) -> list[float]:
     """The losses of a training on the device; reports are left to be read."""
     from tests.late import capture, device  # who reads the jobs alone is on no device

@@ -177,6 +177,23 @@ def test_lr_range_test():
     assert of_groups == pytest.approx([0.2, 0.4, 0.6])
 
 
+def test_the_host_kernel_takes_the_momenta_of_a_decaying_cycle() -> None:
+    """They pass 1, as in torch."""
+    weights = []
+    for make in (CPUAdam, torch.optim.AdamW):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 64))
+        optimizer = make([weight], lr=0.1, weight_decay=0.0)
+        sizes = {"cycle_first_step_size": 2, "decay_step_size": 1}
+        schedule = OneCycle(optimizer, 0.1, 0.9, **sizes, decay_mom_rate=0.1)
+        for step in range(12):
+            weight.grad = torch.full_like(weight, 0.1 * (step + 1))
+            optimizer.step()
+            schedule.step()
+        weights.append(weight.detach())
+        assert optimizer.param_groups[0]["betas"][0] > 1
+    torch.testing.assert_close(*weights)
+
+
 def test_one_cycle_moves_lr_and_momentum_against_each_other():
     sizes = {"cycle_first_step_size": 4, "cycle_second_step_size": 2, "decay_step_size": 2}
     schedule = OneCycle(adam(), 0.1, 0.9, **sizes, decay_lr_rate=1.0, decay_mom_rate=0.1)

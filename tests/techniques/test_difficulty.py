@@ -126,6 +126,8 @@ NO_SCHEDULES = {
     "2 difficulties": (1, 9, "fixed_discrete", {"difficulty": [1, 9], "max_step": [1, 2]}),
     r"max_step = \[10, 5\]": (1, 9, "fixed_discrete", {**DISCRETE, "max_step": [10, 5]}),
     r"max_step = \[5, 5\]": (1, 9, "fixed_discrete", {**DISCRETE, "max_step": [5, 5]}),
+    r"max_step = \[0, 5\]": (1, 9, "fixed_discrete", {**DISCRETE, "max_step": [0, 5]}),
+    r"max_step = \[5, 5\.5\]": (1, 9, "fixed_discrete", {**DISCRETE, "max_step": [5, 5.5]}),
     "= 9 is not a list": (1, 9, "fixed_discrete", {"difficulty": 9, "max_step": [1]}),
 }
 
@@ -188,6 +190,19 @@ def test_samples_of_unlike_shapes(tmp_path):
     index = write_index(tmp_path, VALUES, "seqlen", "turns", rows(list))
     for make in (list, np.array, torch.tensor):
         index.check(rows(make))
+
+    def of_objects(last):
+        """The rows as `datasets` gives them with numpy's format."""
+        made = []
+        for row in range(5):
+            turns = np.empty(2, object)
+            turns[:] = [np.array([row, 2.0]), np.array([last])]
+            made.append({"turns": turns})
+        return made
+
+    index.check(of_objects(3.0))
+    with pytest.raises(DifficultyIndexError, match="row 0"):
+        index.check(of_objects(4.0))
     for other in (rows(lambda numbers: [*numbers, 1.0]), [(torch.ones(3), torch.ones(4, 5))] * 5):
         with pytest.raises(DifficultyIndexError, match="row 0"):
             index.check(other)
@@ -232,6 +247,8 @@ def test_folders_without_an_index_are_refused(folder, tmp_path):
         ({key: value for key, value in header.items() if key != "fingerprint"}, "fingerprint"),
         (header | {"rows": "5"}, "rows"),
         (header | {"probes": None}, "probes"),
+        (header | {"probes": {"zz": None}}, "probes"),
+        (header | {"probes": {"99": None}}, "probes"),
     ):
         (folder / HEADER).write_text(json.dumps(wrong))
         with pytest.raises(DifficultyIndexError, match=said):
