@@ -41,8 +41,9 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
 
 
 def connections() -> int:
-    """Return the number of connections of this process to other ranks, without those to the store,
-    and those that a store in this process serves: other ranks close them at times of their own.
+    """Return the number of connections of this process to other ranks, without those that come and
+    go at times of their own: to the store, from ranks that a store in this process serves, and the
+    probes of heartbeats, which are no streams.
     """
     count, store = 0, int(os.environ["MASTER_PORT"])
     for descriptor in os.listdir("/proc/self/fd"):
@@ -51,7 +52,10 @@ def connections() -> int:
                 continue
             with socket.socket(fileno=os.dup(int(descriptor))) as connection:
                 ends = connection.getpeername(), connection.getsockname()
-                count += all(isinstance(end, tuple) and end[1] != store for end in ends)
+                is_stream = connection.type == socket.SOCK_STREAM
+                count += is_stream and all(
+                    isinstance(end, tuple) and end[1] != store for end in ends
+                )
     return count
 
 
