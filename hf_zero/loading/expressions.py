@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.tensorfile import TensorFile
-from hf_zero.errors import PartitionError
 
 # With shorter contiguous runs, the calls cost more than reading the whole tensor.
 RUN_BYTES = 4096
@@ -71,25 +70,14 @@ class InFile(Expression):
 
 
 class InMemory(Expression):
-    """A tensor in memory: mapped from a file of another format, or an intermediate result.
+    """A tensor in memory: mapped from a file of another format, or an intermediate result."""
 
-    ``constant``: reading it raises PartitionError once torch has changed it.
-    """
-
-    def __init__(self, tensor: torch.Tensor, constant: bool = False):
+    def __init__(self, tensor: torch.Tensor):
         super().__init__(tensor.shape, tensor.dtype)
-        # not detached if constant: within a dispatch the result would have versions of its own
-        self._tensor = tensor if constant else tensor.detach()
-        self._version = tensor._version if constant and not tensor.is_inference() else None
+        self._tensor = tensor.detach()
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        if self._version not in (None, self._tensor._version):
-            raise PartitionError(
-                f"a tensor of shape {tuple(self.shape)} was written into a weight under "
-                "initialisation, and was changed before the weight is read; change a copy of it, "
-                "tensor.clone()"
-            )
-        out.copy_(self._tensor.detach().reshape(-1)[start : start + out.numel()])
+        out.copy_(self._tensor.reshape(-1)[start : start + out.numel()])
 
 
 class Strided(Expression):

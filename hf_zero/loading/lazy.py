@@ -47,7 +47,6 @@ _NEW = {
     aten.rand_like.default,
     aten.randn_like.default,
 }
-SMALL_OPERAND = 1 << 20  # bytes; a copy of larger operands of a write is deferred
 _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
@@ -81,8 +80,7 @@ class LazyTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, LazyTensor):  # not copied: the memory stays that of both
-            memory = value.detach().cpu().contiguous()
-            value = LazyTensor(Filled(value.shape, value.dtype, memory=memory))
+            value = LazyTensor(_shared(value.detach().cpu()))
         SET_DATA(self, value)
         self.expression = value.expression
 
@@ -184,7 +182,8 @@ def _keeps_layout(func: Any, args: Any, kwargs: Any) -> bool:
         func(after, *tree_map(_shape_of, args[1:]), **tree_map(_shape_of, kwargs))
     except RuntimeError:  # a storage in memory
         return False
-    return after.shape == before.shape and after.stride() == before.stride()
+    layouts = [(view.shape, view.stride(), view.storage_offset()) for view in (before, after)]
+    return layouts[0] == layouts[1]
 
 
 def _is_view(func: Any) -> bool:
@@ -232,12 +231,12 @@ def fill(
         offset = root.memory.storage_offset() + int(meta.storage_offset())
         do(root.memory.as_strided(meta.shape, meta.stride(), offset), *args, **kwargs)
         return target
-    kept = tree_map(lambda value: _kept(_real(value)), given)
+    kept = tree_map(lambda value: _real(_kept(value)), given)
     if any(isinstance(value, torch.Generator) for value in tree_flatten(given)[0]):
         do(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype), *args, **kwargs)
 
     def replay(view: torch.Tensor) -> None:
-        args, kwargs = tree_map(lambda value: _real(_from_its_state(value)), kept)
+        args, kwargs = tree_map(_from_its_state, kept)
         do(view, *args, **kwargs)
 
     root.write(meta.shape, meta.stride(), int(meta.storage_offset()), replay)
@@ -321,6 +320,18 @@ def _expression(tensor: torch.Tensor) -> Expression:
     return tensor.expression if isinstance(tensor, LazyTensor) else InMemory(tensor)
 
 
+def _shared(memory: torch.Tensor) -> Expression:
+    """Return an expression whose writes go to ``memory``."""
+    if memory.is_contiguous():
+        return Filled(memory.shape, memory.dtype, memory=memory)
+    # all elements from the first one on to the last
+    span = 1 + sum((size - 1) * step for size, step in zip(memory.shape, memory.stride()))
+    elements = memory.as_strided((span,), (1,))
+    return Strided(
+        Filled(elements.shape, memory.dtype, memory=elements), memory.shape, memory.stride(), 0
+    )
+
+
 def _joined(tensors: Any, dim: int = 0) -> LazyTensor:
     # on meta tensors, to raise if the shapes do not fit
     joined = torch.cat([_shape_of(tensor) for tensor in tensors], dim)
@@ -385,15 +396,10 @@ def _kept(value: Any) -> Any:
     """
     if isinstance(value, LazyTensor) or not isinstance(value, torch.Tensor):
         return _from_its_state(value)
+    value = value.detach()
     if value.layout is not torch.strided:
-        return value.detach().clone()
-    shared = without_repeats(value.detach())
-    if shared.numel() * shared.itemsize <= SMALL_OPERAND:
-        return shared.clone().expand(value.shape)
-    try:  # copied once one of both is written to
-        return torch._lazy_clone(shared).expand(value.shape)
-    except RuntimeError:  # memory of NumPy or of other processes
-        return LazyTensor(InMemory(value, constant=True))
+        return value.clone()
+    return without_repeats(value).clone().expand(value.shape)
 
 
 def _from_its_state(value: Any) -> Any:

@@ -72,7 +72,8 @@ def adam(
     """
     _check_step("adam", step)
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if beta < 0 or beta == 1:  # schedules may bring one above 1, as torch takes it
+        # a schedule may bring beta1 above 1, as torch takes it
+        if not 0 <= beta < (1 if name == "beta2" else math.inf) or beta == 1:
             raise KernelError(f"adam: {name} is {beta}, for which there is no bias correction")
     shared = _shared("adam", master, grad, divisor, maximize, out, _key(seed, step), first, on_host)
     _moment("adam", "exp_avg", exp_avg, master, first, signed=True)

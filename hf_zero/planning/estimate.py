@@ -581,6 +581,7 @@ def _lengths(base_plan: EnginePlan, lengths: Sequence[int]) -> tuple[LengthEstim
     Raises ConfigError for what is not a number of tokens, and with tensor, expert or pipeline
     parallelism.
     """
+    lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     lengths = [*lengths] if isinstance(lengths, Iterable) else [lengths]
     for length in lengths:
         if isinstance(length, bool) or not isinstance(length, Integral) or length < 1:

@@ -129,7 +129,7 @@ def test_lengths_may_be_of_numpy() -> None:
     head = ["LlamaForCausalLM"]
     config = LlamaConfig(vocab_size=16, num_hidden_layers=2, architectures=head, **sizes)
     by_list, by_array = (
-        hf_zero.estimate(config, 2, sequence_lengths=lengths) for lengths in ([8], np.array([8]))
+        hf_zero.estimate(config, 2, sequence_lengths=lengths) for lengths in ([8], np.array(8))
     )
     assert by_list.lengths == by_array.lengths and by_list.lengths
 

@@ -16,7 +16,7 @@ from tests.helpers.house import parsed
 PACKAGE = Path(__file__).resolve().parents[2] / "hf_zero"
 # By the parent of the names. torch documents its `_foreach_` functions and the operators of aten.
 PRIVATE = {
-    "torch": "_has_compatible_shallow_copy_type _lazy_clone",
+    "torch": "_has_compatible_shallow_copy_type",
     "torch.Tensor": "_make_subclass _make_wrapper_subclass _version",
     "torch._C": "DisableTorchFunctionSubclass _are_functorch_transforms_active "
     "_current_graph_task_id _dispatch_has_kernel_for_dispatch_key _dispatch_key_for_device "
