@@ -10,7 +10,7 @@ from pathlib import Path
 WIDTH, HEIGHT = 720, 420  # without the legend, which is on the right
 LEFT, RIGHT, TOP, BOTTOM = 72, 20, 48, 52  # of the axes, from the edges
 LETTER = 7.5  # at most, of the average one
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # also told apart by the colour-blind
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # also told apart by the color-blind
 DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 INK, FAINT = "#1f2328", "#d8dee4"
 
@@ -26,7 +26,7 @@ def line_plot(
     crosses: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Write a plot of curves, each a name and its points, from x = 0 on; what is not finite is left
-    out. ``crosses``: by curve, places on the axis of x that are marked in its colour.
+    out. ``crosses``: by curve, places on the axis of x that are marked in its color.
     """
     drawn = {name: [each for each in curve if finite(each)] for name, curve in curves.items()}
     points = [point for curve in drawn.values() for point in curve] or [(1.0, 0.0)]

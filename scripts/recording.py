@@ -8,7 +8,7 @@ A run writes the lines of its output with their times to ``bench/results/quickst
 after a row about versions and the machine; the pictures are
 ``hf_zero/docs/drawings/quickstart-*.svg``. A picture shows lines of the log only. It lacks parts
 of runs of similar lines, which a line «…» replaces, and the ends of lines of more than 100 columns.
-Lines are pale at first and get their colours one by one, in the order of the run; they have them
+Lines are pale at first and get their colors one by one, in the order of the run; they have them
 from the start where a viewer does not animate SVG or the reader has asked for less motion. The
 script needs no installed package.
 """
@@ -71,7 +71,7 @@ class Line(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Return the colour of the line."""
+        """Return the color of the line."""
         if self.text.startswith("$ "):
             return "prompt"
         if self.text.startswith("== "):
@@ -197,7 +197,7 @@ def _repeated(text: str) -> str | None:
 
 
 def drawing(rows: Sequence[Row], scheme: str) -> str:
-    """Return the picture of a log as an SVG, in the colours of ``scheme``."""
+    """Return the picture of a log as an SVG, in the colors of ``scheme``."""
     colors, shown = COLORS[scheme], lines(rows)
     width = round(2 * PADDING + COLUMNS * ADVANCE + CLOCK)
     y, clock, body = BAR + PADDING + SIZE - 2.0, "", []

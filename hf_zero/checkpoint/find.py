@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.reader import Checkpoint, recognise
+from hf_zero.checkpoint.reader import Checkpoint, recognize
 from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, store_errors
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger, parse_json
@@ -71,7 +71,7 @@ def is_checkpoint(folder: AnyPath) -> bool:
 
 def can_be_read(folder: AnyPath) -> bool:
     """Return whether ``folder`` is a checkpoint of hf-zero, or of a supported other program."""
-    return is_checkpoint(folder) or bool(recognise(folder))
+    return is_checkpoint(folder) or bool(recognize(folder))
 
 
 def tags_in(directory: AnyPath) -> list[str]:
@@ -84,11 +84,11 @@ def tags_in(directory: AnyPath) -> list[str]:
     return [item.name for item in oldest_first(checkpoints)]
 
 
-def _recognised_itself(root: AnyPath) -> str:
-    """Return :func:`recognise` of ``root``, or "" for a folder with checkpoints of hf-zero in it: a
+def _recognized_itself(root: AnyPath) -> str:
+    """Return :func:`recognize` of ``root``, or "" for a folder with checkpoints of hf-zero in it: a
     save there was stopped before it wrote ``latest``.
     """
-    program = recognise(root)
+    program = recognize(root)
     if program and any(is_checkpoint(root / tag) for tag in tags_in(root)):
         return ""
     return program
@@ -98,7 +98,7 @@ def is_one_checkpoint(root: AnyPath) -> bool:
     """Return whether ``root`` itself is a checkpoint with training state, of any program, and not
     the folder of a run, which may hold a model beside its checkpoints.
     """
-    return is_checkpoint(root) or _recognised_itself(root) not in ("", MODEL)
+    return is_checkpoint(root) or _recognized_itself(root) not in ("", MODEL)
 
 
 def oldest_first(folders: Iterable[AnyPath]) -> list[AnyPath]:
@@ -164,7 +164,7 @@ def locate(directory: str | os.PathLike[str], tag: str | None = None) -> AnyPath
     root = as_path(directory)
     if tag is not None:
         name = check_tag(tag)
-    elif is_checkpoint(root) or _recognised_itself(root):
+    elif is_checkpoint(root) or _recognized_itself(root):
         return root
     else:
         name = latest_tag(root)
@@ -207,7 +207,7 @@ def latest_tag(root: AnyPath) -> str:
 
 def _cut_off(root: AnyPath) -> str:
     """Return what is missing in a folder of torch.distributed.checkpoint, or ""."""
-    if is_remote(root) or next(root.glob("*.distcp"), None) is None or recognise(root):
+    if is_remote(root) or next(root.glob("*.distcp"), None) is None or recognize(root):
         return ""
     return (
         "it has .distcp files of torch.distributed.checkpoint, but not .metadata, which a save "
@@ -218,7 +218,7 @@ def _cut_off(root: AnyPath) -> str:
 def _remedy(root: AnyPath) -> str:
     if cut_off := _cut_off(root):
         return cut_off
-    tags = [tag for tag in tags_in(root) if recognise(root / tag) != MODEL]
+    tags = [tag for tag in tags_in(root) if recognize(root / tag) != MODEL]
     if tags:
         return f"pass one of the tags that exist: {', '.join(tags)}"
     below = (
@@ -284,7 +284,7 @@ def newest_complete(root: AnyPath) -> tuple[AnyPath, str] | None:
     if is_one_checkpoint(root):
         named = root if root.name not in ("", "..") else root.resolve()
         return named.parent, named.name
-    tags = [tag for tag in tags_in(root) if recognise(root / tag) != MODEL][::-1]
+    tags = [tag for tag in tags_in(root) if recognize(root / tag) != MODEL][::-1]
     if (root / LATEST).is_file():
         try:
             folder = locate(root)
@@ -331,10 +331,10 @@ def find_checkpoint(
         return locate(root, tag)
     if newest_first := checkpoints_below(root)[::-1]:
         return _newest(root, newest_first, complete)
-    if recognise(root):
+    if recognize(root):
         return root
-    foreign = [folder for folder in _children(root) if recognise(folder)]
-    states = [folder for folder in foreign if recognise(folder) != MODEL]
+    foreign = [folder for folder in _children(root) if recognize(folder)]
+    states = [folder for folder in foreign if recognize(folder) != MODEL]
     if len(states) == 1:
         return states[0]
     if foreign:

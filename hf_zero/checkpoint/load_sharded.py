@@ -354,7 +354,7 @@ class _RankLoad(StateSource):
         if kept:
             raise CheckpointError(
                 f"{self.checkpoint.folder} has other values of {listed(kept)}, which the model "
-                "cannot take; build and quantise it as it was at the save"
+                "cannot take; build and quantize it as it was at the save"
             )
 
     # ---- the source of the state ----

@@ -48,7 +48,7 @@ class WindowStart:
             window = engine.accumulation
             try:  # a window of one micro-batch is never open at a save
                 several = window.accumulation_steps > 1 or not window.managed
-                self._own = _serialised(loader) if several else None
+                self._own = _serialized(loader) if several else None
             except CheckpointError as error:
                 self._own = error
 
@@ -81,7 +81,7 @@ class WindowStart:
         loader = engine.training_dataloader
         if not is_stateful(loader):
             return {}
-        content = self._own if engine.window_is_open else _serialised(loader)
+        content = self._own if engine.window_is_open else _serialized(loader)
         if isinstance(content, CheckpointError):
             raise content
         if content is None:
@@ -115,7 +115,7 @@ def _past_the_end(loader: Any, position: dict[str, int]) -> bool:
     return bool(remaining < (loader.samples_of_all_ranks if loader.drop_last else 1))
 
 
-def _serialised(loader: Any) -> bytes:
+def _serialized(loader: Any) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(loader.state_dict(), buffer)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class LoadMatch:
     """The match of an engine with a checkpoint. saved_names: names in the engine -> names in the
     checkpoint of the parameters that can be loaded. buffers: the same for buffers, and for scales
-    of quantised weights that were saved as such. groups: the saved group of each group of the
+    of quantized weights that were saved as such. groups: the saved group of each group of the
     optimizer, if its state or the schedule is loaded. schedule: the state of the schedule, in the
     engine's order of groups.
     """
@@ -117,7 +117,7 @@ def match(
 def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) -> LoadMatch:
     """Pair the names of the model with the checkpoint's.
 
-    Raises CheckpointError for shapes that differ, for weights quantised in another way and, if
+    Raises CheckpointError for shapes that differ, for weights quantized in another way and, if
     ``strict``, for names that only one side has. Frozen parameters that the checkpoint left out on
     request do not count as missing.
     """
@@ -134,7 +134,7 @@ def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) 
     # Some programs do not distinguish buffers from parameters, and write tied weights under both
     # names.
     kept, other_buffers = _pair(buffers, names, (*manifest.buffers, *manifest.slots))
-    # Former releases saved the scales of quantised weights as buffers.
+    # Former releases saved the scales of quantized weights as buffers.
     raw = {name for name, spec in own.items() if spec.raw}
     scales, _ = _pair(raw.intersection(missing), names, manifest.buffers)
     missing = [name for name in missing if name not in scales]
@@ -156,13 +156,13 @@ def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) 
         )
     if recoded:
         raise CheckpointError(
-            f"{where} has quantised weights of another kind, which are bytes and are not cast: "
-            f"{listed(recoded)}; quantise the model as it was at the save"
+            f"{where} has quantized weights of another kind, which are bytes and are not cast: "
+            f"{listed(recoded)}; quantize the model as it was at the save"
         )
     if other_scales:
         raise CheckpointError(
-            f"{where} has quantised weights of other values or another kind: "
-            f"{listed(other_scales)}; load the base that it was saved over, quantised as it was"
+            f"{where} has quantized weights of other values or another kind: "
+            f"{listed(other_scales)}; load the base that it was saved over, quantized as it was"
         )
     excluded = frozenset(strip_wrappers(name) for name in manifest.excluded)
     missing += [
@@ -201,7 +201,7 @@ def _match_parameters(
     there: Mapping[str, str],
 ) -> tuple[dict[str, str], list[str], list[str], list[str]]:
     """Return the parameters ``own``, of ``shapes``, matched by name with the checkpoint's, as a
-    map, and those that it lacks, that have another shape there, and that are quantised in another
+    map, and those that it lacks, that have another shape there, and that are quantized in another
     way there.
     """
     saved_names, missing, differing, recoded = {}, [], [], []

@@ -489,7 +489,7 @@ SIGNS = {
 }
 
 
-def recognise(folder: AnyPath) -> str:
+def recognize(folder: AnyPath) -> str:
     """Return the module of ``foreign`` that reads ``folder``, or "" if none does. A run's folder,
     which has a ``latest`` file, gives "" too.
 
@@ -515,7 +515,7 @@ def open_checkpoint(
 
     Raises CheckpointError.
     """
-    if not (folder / MANIFEST_NAME).is_file() and (module := recognise(folder)):
+    if not (folder / MANIFEST_NAME).is_file() and (module := recognize(folder)):
         _refuse_pipes(folder)
         program = importlib.import_module(f"hf_zero.checkpoint.foreign.{module}")
         opened: Checkpoint = program.open_checkpoint(folder, grouped())

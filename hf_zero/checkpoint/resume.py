@@ -14,7 +14,7 @@ from hf_zero.checkpoint.load_sharded import check
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.memory.choose import newest_in_memory
-from hf_zero.checkpoint.reader import recognise
+from hf_zero.checkpoint.reader import recognize
 from hf_zero.checkpoint.save_plan import parallel_sizes
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, decide_on_rank_0
 from hf_zero.config import ZeroConfig
@@ -183,7 +183,7 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
     if chosen is None:
         where = [folder] if folder else []
         where += ["the memory of the hosts"] if in_memory else []
-        weights = bool(folder) and recognise(as_path(folder)) == MODEL
+        weights = bool(folder) and recognize(as_path(folder)) == MODEL
         log_rank0(
             f"resume: {folder} holds weights without training state; starting from scratch (pass "
             "it to from_pretrained to start from these weights)"

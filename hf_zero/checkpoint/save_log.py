@@ -1,4 +1,4 @@
-"""The saves of the engines of this host, by which a save recognises a checkpoint of another running
+"""The saves of the engines of this host, by which a save recognizes a checkpoint of another running
 job.
 
 [Note: proof of life]

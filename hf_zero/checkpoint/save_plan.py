@@ -169,7 +169,7 @@ def frozen_names(engine: TrainingEngine) -> set[str]:
 
 def rng_states() -> dict[str, torch.Tensor]:
     """Return the states of this rank's generators: torch's, and those of Python and NumPy as JSON.
-    The accelerator's is included only if it is in use, so that a save does not initialise it.
+    The accelerator's is included only if it is in use, so that a save does not initialize it.
     """
     with _generator:
         states = {f"{RNG}cpu": torch.get_rng_state()}

@@ -21,7 +21,7 @@ from hf_zero.checkpoint.memory.inventory import (
     records_in,
 )
 from hf_zero.checkpoint.memory.record import RankRecord, join_records
-from hf_zero.checkpoint.reader import Checkpoint, recognise
+from hf_zero.checkpoint.reader import Checkpoint, recognize
 from hf_zero.checkpoint.storage import AnyPath, Tick, as_path, is_remote, progress_bar
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
@@ -90,7 +90,7 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
     checkpoints = [
         folder
         for folder in folders
-        if find.is_checkpoint(folder) or recognise(folder) == find.MODEL or holds_records(folder)
+        if find.is_checkpoint(folder) or recognize(folder) == find.MODEL or holds_records(folder)
     ]
     if not checkpoints:
         return [verify_checkpoint(root, progress=progress)]
@@ -125,7 +125,7 @@ def _check_folder(folder: AnyPath, progress: bool | None) -> Verdict:
         return _check_checkpoint(folder, progress)
     if holds_records(folder):
         return _check_generation(folder, progress)
-    if recognise(folder) == find.MODEL:
+    if recognize(folder) == find.MODEL:
         return _check_model(folder)
     raise CheckpointError(
         f"{folder} was not written by hf-zero and carries no hashes; convert-checkpoint and "

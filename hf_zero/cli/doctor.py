@@ -22,7 +22,7 @@ from hf_zero.cli.printing import AsJson, PrintableTable, print_json, print_table
 from hf_zero.config.variables import faults, is_off
 
 Status = Literal["ok", "off", "broken"]
-COLOURS = {"ok": "green", "off": "yellow", "broken": "red"}
+COLORS = {"ok": "green", "off": "yellow", "broken": "red"}
 BROKEN = 1
 ATTACH = (
     "When you open an issue, attach the output of `hf-zero doctor --json`, the configuration "
@@ -59,7 +59,7 @@ def doctor(as_json: AsJson = False) -> None:
             table.add_row(
                 finding.part,
                 finding.name,
-                Text(finding.status, style=COLOURS[finding.status]),
+                Text(finding.status, style=COLORS[finding.status]),
                 finding.detail,
             )
         print_table(table)

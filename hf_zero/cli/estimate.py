@@ -277,7 +277,7 @@ def _table(result: MemoryEstimate, per_host: int, configured: Own) -> PrintableT
     )
     caption = (
         "Per rank, without activations. Largest unit: whole while it computes, with a "
-        "neighbour or two ahead of it. Communicators: NCCL's, whose memory is not counted; users "
+        "neighbor or two ahead of it. Communicators: NCCL's, whose memory is not counted; users "
         "report 0.5 to 0.7 GB each on some machines, which was not measured."
     )
     in_memory = any(row.memory_checkpoints for row in result.stages)

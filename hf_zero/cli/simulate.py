@@ -198,7 +198,7 @@ def _bytes(run: Simulation) -> PrintableTable:
 def _stages(run: Simulation) -> PrintableTable:
     table = PrintableTable(
         title="stages of the pipeline, by a rank of each",
-        caption="Sent in a step: by this rank, to neighbours and in collectives. Waiting: for the "
+        caption="Sent in a step: by this rank, to neighbors and in collectives. Waiting: for the "
         "other stages and for messages.",
     )
     peaks = [stage.peak_bytes for stage in run.stages]

@@ -54,14 +54,14 @@ class ErrorCodec:
         """Encode, see :class:`~hf_zero.distributed.collectives.Codec`. Uses 8 bytes an element."""
         corrected = values.to(torch.float32, copy=True)
         if self._error is not None:
-            self._blocks.dequantise(self._error, corrected, add=True)
+            self._blocks.dequantize(self._error, corrected, add=True)
         messages = self._codec.encode(corrected, rows)
         decoded = torch.empty_like(corrected)
         self._codec.decode(messages, decoded)
         # e is wanted - values
         corrected.sub_(decoded, alpha=1 - self._beta).sub_(values, alpha=self._beta)
         self._numel = corrected.numel() // rows
-        self._error = self._blocks.quantise(corrected, rows)
+        self._error = self._blocks.quantize(corrected, rows)
         # an overflow has been sent: fed back, it would spoil each later gradient of its block
         self._scales(self._error).nan_to_num_(nan=0.0)
         return messages

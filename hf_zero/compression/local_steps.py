@@ -1,9 +1,9 @@
-"""0/1 Adam's local steps (arXiv:2202.06009): between two synchronisations each rank uses its own
+"""0/1 Adam's local steps (arXiv:2202.06009): between two synchronizations each rank uses its own
 momentum, and nothing is sent.
 
 [Note: local steps]
 With b1, D, e_i, C and a as in flat_momentum.py (the note), l = lr / (1 - b1^t), and m and x the
-momentum and the weights of the last synchronisation, equal on all ranks, rank i begins with m_i =
+momentum and the weights of the last synchronization, equal on all ranks, rank i begins with m_i =
 m, K = 1, L = u_i = 0::
 
     each step   m_i = b1 m_i + (1 - b1) g_i;        u_i = (1 - lr wd) u_i + l m_i
@@ -14,16 +14,16 @@ m, K = 1, L = u_i = 0::
     owner       r = mean_i q_i + b1 (a - m);        m = C(r);   a = m + (r - m) / b1   (all-gather)
     all         x = K x - L m / D
 
-u_i / L is a mean of momenta: errors have the units of momenta, as in steps that all synchronise,
+u_i / L is a mean of momenta: errors have the units of momenta, as in steps that all synchronize,
 where the paper's have the units of u_i. Both are equivalent while L is constant. Only
-synchronisations change the weights: reads and writes outside forwards and backwards, and saves, see
+synchronizations change the weights: reads and writes outside forwards and backwards, and saves, see
 x.
 
 The contribution of a block of m_i to u_i is bounded by LIMIT, so that gradients which outgrow D
 move no weight too far; that of m is bounded by LIMIT_OF_MEANS, because one rank's own momentum is
 larger than a mean.
 
-A parameter that no rank has used since the last synchronisation stays unchanged. Tensors too small
+A parameter that no rank has used since the last synchronization stays unchanged. Tensors too small
 for blocks take part in fp32 (:class:`FlatDense`), their variance frozen with the first local step.
 """
 
@@ -48,7 +48,7 @@ LIMIT_OF_MEANS = 1.0
 
 
 class LocalMomentum:
-    """This rank's changes to the flat buffer of ``momentum`` since the last synchronisation."""
+    """This rank's changes to the flat buffer of ``momentum`` since the last synchronization."""
 
     def __init__(self, momentum: FlatMomentum, bound: Any) -> None:
         self.momentum = momentum
@@ -61,7 +61,7 @@ class LocalMomentum:
 
     @property
     def pending(self) -> bool:
-        """Whether there are local steps that have not been synchronised."""
+        """Whether there are local steps that have not been synchronized."""
         return bool(self._sums) and self._loads == self._bound.group_scalars.loads
 
     def add(self, gradient: Tensor | None, beta: float, factor: Tensor, step: int) -> None:
@@ -110,7 +110,7 @@ class LocalMomentum:
         return self._sums[index]
 
     def forget(self) -> None:
-        """Drop the local steps, after a synchronisation or because the state was replaced."""
+        """Drop the local steps, after a synchronization or because the state was replaced."""
         self._own = self._moved = None
         self._sums, self.used = {}, 0
 
@@ -137,7 +137,7 @@ class LocalMomentum:
 
 class LocalSteps:
     """The local steps of ``momenta``, and of the other trainable flat buffers among ``flats``:
-    ranks synchronise every ``interval`` steps.
+    ranks synchronize every ``interval`` steps.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class LocalSteps:
         """Whether ranks compute with different weights."""
         return any(local.pending for local in self._of.values())
 
-    def synchronises(self, step: int) -> bool:
+    def synchronizes(self, step: int) -> bool:
         return step % self.interval == 0
 
     def of(self, momentum: FlatMomentum) -> LocalMomentum:
@@ -188,13 +188,13 @@ class LocalSteps:
                 self._computed.change([momentum.flat], local.move, "weights of this rank alone")
 
     def unused(self, mesh: Mesh) -> dict[FlatMomentum, frozenset[str]]:
-        """Return the parameters unused on all ranks since the last synchronisation (collective)."""
+        """Return the parameters unused on all ranks since the last synchronization (collective)."""
         used = [
             local.used >> index & 1
             for momentum, local in self._of.items()
             for index in range(len(momentum.flat.layout.slots))
         ]
-        what = "parameters used since the last synchronisation"
+        what = "parameters used since the last synchronization"
         at, used_by_none = iter(mesh.shard.maximum_on_hosts(used, what)), {}
         for momentum in self._of:
             slots = momentum.flat.layout.slots

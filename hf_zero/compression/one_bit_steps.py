@@ -74,7 +74,7 @@ class OneBitSteps(StepExtension):
     @property
     def is_local(self) -> bool:
         """Whether the next step sends nothing."""
-        return self._local.on and not self._local.synchronises(self._made + 1)
+        return self._local.on and not self._local.synchronizes(self._made + 1)
 
     @property
     def _momenta(self) -> list[FlatMomentum]:
@@ -96,7 +96,7 @@ class OneBitSteps(StepExtension):
         self._keep_local(self.sends or self._measures)
 
     def _begin_phase(self) -> None:
-        """Set the interval of synchronisation for the next step."""
+        """Set the interval of synchronization for the next step."""
         local, interval = self._local, self._one_bit.interval(self._made + 1)
         if interval == local.interval:
             return
@@ -107,7 +107,7 @@ class OneBitSteps(StepExtension):
         for momentum in local.others:
             momentum.flat.gradient.keep_local(False)
         if self._mesh.rank == 0:
-            message = "step %d: ranks synchronise every %d steps from now on"
+            message = "step %d: ranks synchronize every %d steps from now on"
             logger.info(message, self._made + 1, interval)
 
     @property
@@ -182,8 +182,8 @@ class OneBitSteps(StepExtension):
                 local.compute_apart()
             if not local.on:
                 self._update([(momentum, self._gradient(momentum)) for momentum in momenta], factor)
-            elif local.synchronises(self._made):
-                self._synchronise()
+            elif local.synchronizes(self._made):
+                self._synchronize()
         return [momentum.flat for momentum in momenta]
 
     def before_update(self) -> None:
@@ -269,7 +269,7 @@ class OneBitSteps(StepExtension):
         """Gather the owners' weights, denominators and momentum on all ranks (collective)."""
         lags, momenta = self._lags(), self._momenta
         denominators = [momentum.denominators(self._frozen_at, lags) for momentum in momenta]
-        # pending local steps began with the momentum of the last synchronisation
+        # pending local steps began with the momentum of the last synchronization
         renews = not self._local.pending
         pairs = [pair for m, local in zip(momenta, denominators) for pair in m.begin(local, renews)]
         self._mesh.shard.all_gather(pairs, "denominators, weights and momenta").wait()
@@ -374,16 +374,16 @@ class OneBitSteps(StepExtension):
             m.note_master()
         self._warn_of_outgrown(limit)
 
-    def synchronise(self) -> None:
-        """Synchronise pending local steps."""
+    def synchronize(self) -> None:
+        """Synchronize pending local steps."""
         if not self._local.pending:
             return
         with self._step.changing_state():
             if self._is_stale():
                 self._gather_all()
-            self._synchronise()
+            self._synchronize()
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         local, unused = self._local, self._local.unused(self._mesh)
         one = torch.ones((), dtype=torch.float32, device=self._mesh.device)
         self._update([(m, local.of(m).mean()) for m in self._momenta], one, unused)
@@ -432,7 +432,7 @@ class OneBitSteps(StepExtension):
         """Move the errors of all ranks into the optimizer's state: the run continues as a resumed
         one would.
         """
-        self.synchronise()
+        self.synchronize()
         # after a load, the errors belong to another run
         loaded = self._loads != self._bound.group_scalars.loads
         if loaded or any(momentum.error is None for momentum in self._chosen):

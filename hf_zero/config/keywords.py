@@ -91,7 +91,7 @@ class Keywords(TypedDict, total=False):
     tensor_parallel: sections.TensorParallelSection | Mapping[str, object] | None
     """The section ``tensor_parallel``."""
     sequence_parallel_size: int | None
-    """number of neighbouring ranks that divide each sequence, and exchange tokens for heads in
+    """number of neighboring ranks that divide each sequence, and exchange tokens for heads in
     attention (Ulysses) [ranks]
     """
     context_parallel_size: int | None

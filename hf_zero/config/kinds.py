@@ -349,7 +349,7 @@ SIZE = Kind("a number of elements of at least 0", _size, {"type": "number", "min
 
 
 class Status(Enum):
-    """The effect of a key. ACTIVE changes the behaviour of hf-zero; INERT is accepted and has no
+    """The effect of a key. ACTIVE changes the behavior of hf-zero; INERT is accepted and has no
     effect; NOT_BUILT asks for a feature that this version lacks.
     """
 

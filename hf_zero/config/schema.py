@@ -32,7 +32,7 @@ def text() -> str:
 
 def json_schema() -> JsonObject:
     """Return the JSON schema of a configuration: DeepSpeed's dialect with our keys, or an
-    Accelerate YAML, recognised by its own keys.
+    Accelerate YAML, recognized by its own keys.
     """
     return {
         "$schema": DRAFT,

@@ -304,7 +304,7 @@ VERIFY = f"{TENSOR}.verify"
 
 @dataclass(frozen=True)
 class TensorParallelSection:
-    """Tensor parallelism (arXiv 1909.08053): neighbouring ranks read the same batches and hold
+    """Tensor parallelism (arXiv 1909.08053): neighboring ranks read the same batches and hold
     parts of every matrix, by the plan of the model; see :mod:`hf_zero.parallel.tensor`.
     """
 

@@ -150,7 +150,7 @@ class DeepSpeedAccelerator:
             ranges.range_pop()
 
     def lazy_call(self, callback: Callable[[], object]) -> object:
-        """Call ``callback`` at once: torch initialises the device itself."""
+        """Call ``callback`` at once: torch initializes the device itself."""
         return callback()
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder]:

@@ -114,7 +114,7 @@ _INSTEAD = {
     "checkpoint": "load the weights into the model first",
     "enable_cuda_graph": "compile the model with torch.compile(mode='reduce-overhead')",
     "keep_module_on_host": "call init_inference where the whole model fits on the device",
-    "quant": "load the model with its weights quantised",
+    "quant": "load the model with its weights quantized",
     "save_mp_checkpoint_path": "save the model with save_pretrained before",
     "set_empty_params": "load the weights into the model first",
     "use_triton": "write replace_with_kernel_inject, which puts in fused kernels",

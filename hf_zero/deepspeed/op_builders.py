@@ -61,7 +61,7 @@ class OpBuilder:
 
 _GENERATE = "generate with the engine's module, or export the model to an inference server"
 _LAYER = "use the model's own layers, with `kernels` of the configuration"
-_LOAD = "load quantised weights"
+_LOAD = "load quantized weights"
 _GLOO = "gloo serves CPU ranks"
 
 HERE = {

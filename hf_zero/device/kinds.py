@@ -2,7 +2,7 @@
 
 A kind is the name of a device type: "cuda" (CUDA and ROCm), "xpu", "npu", the name of a PrivateUse1
 backend. torch's functions for a kind are in the module ``torch.<kind>``, with the same names for
-all. Importing this module initialises no device.
+all. Importing this module initializes no device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def accelerator() -> str | None:
 
 
 def in_use() -> str | None:
-    """Return the kind of :func:`accelerator` if this process has initialised it, else None."""
+    """Return the kind of :func:`accelerator` if this process has initialized it, else None."""
     kind = accelerator()
     return kind if kind is not None and module_of(kind).is_initialized() else None
 

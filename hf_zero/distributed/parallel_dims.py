@@ -2,7 +2,7 @@
 Megatron-style ``mpu`` that states them.
 
 Ranks are numbered with the pipeline slowest, then data, then context, then sequence, and tensor
-fastest: the ranks of a tensor-parallel group are neighbours, so that they share a host. The
+fastest: the ranks of a tensor-parallel group are neighbors, so that they share a host. The
 ``context * sequence`` ranks that read parts of the same sequences are the axis
 ``sequence_context``. Experts are spread over the ranks with different data or different parts of a
 sequence: ``data * sequence_context`` ranks are ``expert_data * expert``, expert the faster.

@@ -72,7 +72,7 @@ class RankStatus:
         self._ends: dict[int, tuple[str, str]] = {}  # state and reason
         self._last_posts: dict[int, StatusPost] = {}  # of ranks on this host that have died
         self._identities: dict[int, str] = {}
-        self._neighbours: list[int] = []  # other ranks on this host
+        self._neighbors: list[int] = []  # other ranks on this host
         # version of the last digest that was read, its maker, and polls since that found no newer
         self._digested, self._leader, self._old_polls = 0, "", 0
         self._opened = False
@@ -257,7 +257,7 @@ class RankStatus:
     def _set_identities(self, identities: dict[int, str]) -> None:
         host = self.identity.split()[0]
         self._identities = identities
-        self._neighbours = [
+        self._neighbors = [
             rank
             for rank, identity in identities.items()
             if rank != self.rank and identity.split()[0] == host != "?"
@@ -285,7 +285,7 @@ class RankStatus:
         """
         if self.heartbeats is not None and rank in self.heartbeats.exited():
             return True
-        if not self.learn_identity(rank) or rank not in self._neighbours:
+        if not self.learn_identity(rank) or rank not in self._neighbors:
             return False
         _, process, started = self._identities[rank].split()
         return _identity(int(process)).split()[2] != started
@@ -296,7 +296,7 @@ class RankStatus:
         """
         self._learn_identities([self.rank, *self._posts])
         exited = self.heartbeats.exited() if self.heartbeats is not None else ()
-        for rank in (*self._neighbours, *exited):
+        for rank in (*self._neighbors, *exited):
             if rank in self._last_posts or not self._dead(rank):
                 continue
             post = json.loads(self._store.get(str(rank)))

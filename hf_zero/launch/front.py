@@ -34,7 +34,7 @@ class Ended:
 
     what: str
     code: int
-    signalled: bool = False
+    signaled: bool = False
 
 
 def carry_out(plan: LaunchPlan, patience: float = PATIENCE_SECONDS) -> int:
@@ -125,7 +125,7 @@ class _Front:
         running = len(self._processes)
         while running:
             news = self._news.get()
-            running -= not news.signalled
+            running -= not news.signaled
             if news.code:
                 hint = (
                     "; ssh could not reach it, or its connection broke"
@@ -134,7 +134,7 @@ class _Front:
                 )
                 self._say(
                     f"{news.what}, ending all hosts"
-                    if news.signalled
+                    if news.signaled
                     else f"{news.what} ended with code {news.code}{hint}; ending the other hosts "
                     "(a job that is to go on without one is started by torchrun --nnodes MIN:MAX)"
                 )
@@ -175,7 +175,7 @@ class _Front:
 
     def _wait_for_impatience(self, ended: threading.Event) -> None:
         while True:
-            if self._news.get().signalled:  # a second Ctrl-C
+            if self._news.get().signaled:  # a second Ctrl-C
                 ended.set()
                 return
 

@@ -1,5 +1,5 @@
-"""Construction of models without memory, whatever their constructors do, and the initialisation of
-models without values: their own initialisation is recorded, and run one parameter at a time.
+"""Construction of models without memory, whatever their constructors do, and the initialization of
+models without values: their own initialization is recorded, and run one parameter at a time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _LazyData(TorchFunctionMode):
         except RuntimeError as error:  # weak references would see the other one
             raise PartitionError(
                 f"the data of a tensor of shape {tuple(tensor.shape)} cannot become that of a "
-                f"weight under initialisation: {first_line(error)}; register a new parameter"
+                f"weight under initialization: {first_line(error)}; register a new parameter"
             ) from error
         return None
 
@@ -161,7 +161,7 @@ class Building:
 
 
 def give_values(model: nn.Module) -> None:
-    """Set up the initialisation of ``model``, all of whose parameters are on the meta device, by
+    """Set up the initialization of ``model``, all of whose parameters are on the meta device, by
     the model's own rule. The parameter objects stay the same.
 
     The rule is ``initialize_weights()``, as in models of transformers, else ``reset_parameters()``
@@ -218,7 +218,7 @@ def _rule(model: nn.Module) -> Callable[[], None]:
     return every_module
 
 
-def _make_fillable(model: nn.Module, initialise: Callable[[], None]) -> None:
+def _make_fillable(model: nn.Module, initialize: Callable[[], None]) -> None:
     tensors_by_id: dict[int, LazyTensor | nn.Parameter] = {}
     for tensors, name, tensor in _tensors(model):
         if id(tensor) not in tensors_by_id:
@@ -228,14 +228,14 @@ def _make_fillable(model: nn.Module, initialise: Callable[[], None]) -> None:
             tensors_by_id[id(tensor)] = lazy
         tensors[name] = tensors_by_id[id(tensor)]
     with torch.no_grad():
-        initialise()
+        initialize()
     empty = [
         name
         for _, name, tensor in _tensors(model)
         if isinstance(tensor, LazyTensor)
         and isinstance(tensor.expression, Filled)
         and tensor.numel()
-        and not tensor.expression.initialised
+        and not tensor.expression.initialized
     ]
     if empty:
         raise ConfigError(
@@ -290,7 +290,7 @@ def recording_functions() -> Iterator[None]:
 
 def recorded(function: Callable[..., object]) -> Callable[..., object]:
     """Wrap ``function(tensor, ...)``, which fills a tensor in place, to be deferred for lazy
-    tensors under initialisation.
+    tensors under initialization.
     """
 
     def record(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:

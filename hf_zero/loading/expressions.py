@@ -212,7 +212,7 @@ class Computed(Expression):
 
 
 class Filled(Expression):
-    """A tensor under initialisation: ``base`` (uninitialised memory if None), and in-place writes
+    """A tensor under initialization: ``base`` (uninitialized memory if None), and in-place writes
     that are replayed when it is read.
 
     Random numbers come from its own seed, drawn from the default generator at construction, so that
@@ -231,7 +231,7 @@ class Filled(Expression):
         # contiguous, of others too: writes go there at once
         self.memory = memory
         self._base = InMemory(memory) if memory is not None else base
-        self.initialised = self._base is not None  # whether every element has a value
+        self.initialized = self._base is not None  # whether every element has a value
         self._seed = _new_seed()
         self._writes: list[Callable[[torch.Tensor], object]] = []
 
@@ -243,7 +243,7 @@ class Filled(Expression):
         do: Callable[[torch.Tensor], object],
     ) -> None:
         """Record ``do``, which changes in place the given view of the elements."""
-        self.initialised = self.initialised or math.prod(shape) == self.numel
+        self.initialized = self.initialized or math.prod(shape) == self.numel
         self._writes.append(
             lambda elements: do(
                 elements.as_strided(

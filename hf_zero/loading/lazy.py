@@ -3,7 +3,7 @@ opened for it, and the conversion of the lazy tensors in a loaded model.
 
 :class:`LazyTensor` is a wrapper subclass: every operation on it arrives in ``__torch_dispatch__``
 and extends an expression (expressions.py) instead of touching memory. Outwardly it is contiguous,
-even if it is a view; a view of one under initialisation has its own strides.
+even if it is a view; a view of one under initialization has its own strides.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 class LazyTensor(torch.Tensor):
     """A tensor whose values are defined by ``expression`` and not yet read.
 
-    One under initialisation may be read, and written in place. PartitionError is raised for other
+    One under initialization may be read, and written in place. PartitionError is raised for other
     changes of it, as by ``out=`` or ``t_``, and for writing into one from a file.
     """
 
@@ -195,7 +195,7 @@ def _is_view(func: Any) -> bool:
 
 
 def is_filled(tensor: object) -> bool:
-    """Return whether ``tensor`` is a lazy tensor under initialisation, or a view of one."""
+    """Return whether ``tensor`` is a lazy tensor under initialization, or a view of one."""
     return isinstance(tensor, LazyTensor) and isinstance(_root(tensor.expression), Filled)
 
 
@@ -204,7 +204,7 @@ def _root(expression: Expression) -> Expression:
 
 
 def _filled(func: Callable[..., object], args: Any, kwargs: Any) -> LazyTensor:
-    """Record a write into a tensor under initialisation."""
+    """Record a write into a tensor under initialization."""
     target, others = args[0], args[1:]
     if (
         func is aten.copy_.default
@@ -219,7 +219,7 @@ def fill(
     target: LazyTensor, do: Callable[..., object], /, *args: object, **kwargs: object
 ) -> LazyTensor:
     """Record ``do``, an in-place operation, to be applied to ``target``, a tensor under
-    initialisation, and to the arguments as they are now, when it is read. Returns ``target``.
+    initialization, and to the arguments as they are now, when it is read. Returns ``target``.
 
     A generator among the arguments advances now.
     """
@@ -455,14 +455,14 @@ def _load_bin(path: Path) -> dict[str, torch.Tensor]:
 
 
 def make_real(model: nn.Module) -> None:
-    """Read the lazy buffers of ``model`` whole: computations in a model's initialisation use their
+    """Read the lazy buffers of ``model`` whole: computations in a model's initialization use their
     values.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
                 real = buffer.read_whole()
-                # without this flag transformers would initialise the buffer again
+                # without this flag transformers would initialize the buffer again
                 initialized = getattr(buffer, "_is_hf_initialized", False)
                 real._is_hf_initialized = initialized  # type: ignore[attr-defined]
                 module._buffers[name] = real
@@ -481,7 +481,7 @@ def make_pending(model: nn.Module) -> int:
             if id(parameter) not in parameters:
                 new = pending(parameter.shape, parameter.expression)
                 new.requires_grad_(parameter.requires_grad)
-                # the flag by which transformers skips initialisation
+                # the flag by which transformers skips initialization
                 new._is_hf_initialized = True  # type: ignore[attr-defined]
                 parameters[id(parameter)] = new
             module._parameters[name] = parameters[id(parameter)]

@@ -1,5 +1,5 @@
 """The collectives of one engine by operation, unit and group: their number, bytes, and the time
-that computation waited for them. Nothing is serialised: a collective overlaps what it always does.
+that computation waited for them. Nothing is serialized: a collective overlaps what it always does.
 """
 
 from __future__ import annotations

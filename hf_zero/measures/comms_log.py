@@ -1,6 +1,6 @@
 """``comms_logger``: the log of collectives. The script's own (``deepspeed.comm``) are timed one by
 one; those of engines are counted by operation, unit and group, with the time that computation
-waited for them, and not serialised (``collectives.py``).
+waited for them, and not serialized (``collectives.py``).
 """
 
 from __future__ import annotations

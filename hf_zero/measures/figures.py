@@ -6,7 +6,7 @@ group, as the step used it. grad_norm: before clipping, without the loss scale. 
 only, as the step used it. step_ms: from the end of the last step, without evaluations, saves and
 what follows them up to the next training forward or step; the bytes and waits of these are no part
 of the step, either. samples_per_second, tokens_per_second: of all ranks. mfu: model FLOPs
-utilisation of this rank, between 0 and 1. device_bytes, ram_bytes, disk_bytes: state of this rank
+utilization of this rank, between 0 and 1. device_bytes, ram_bytes, disk_bytes: state of this rank
 by tier as the step's update begins, gradients included. peak_device_bytes: the allocator's peak.
 wire_bytes: sent by this rank for collectives and for messages of pipelines; its parts by operation
 are all_gather_wire_bytes and so on. gather_wait_ms, reduction_wait_ms: computation of this rank
@@ -38,7 +38,7 @@ from hf_zero.device import free_memory, kinds, pinned
 from hf_zero.logging import JsonObject, in_units, logger
 from hf_zero.measures.collectives import FIGURES, CollectiveRow, EngineCollectives
 from hf_zero.measures.stopwatch import Mark, Stopwatch, is_over, mark, milliseconds
-from hf_zero.measures.utilisation import flops_per_token, peak_flops
+from hf_zero.measures.utilization import flops_per_token, peak_flops
 from hf_zero.zero.state_bytes import bytes_by_tier, held_bytes
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ class StepFigures:
         if "samples_seen" not in figures:
             engine.counters.global_samples += round(samples)
             figures["samples_seen"] = engine.global_samples
-        used = self._utilisation(engine, step, took, tensor)
+        used = self._utilization(engine, step, took, tensor)
         if used is not None:
             figures["mfu"] = used
         if self._counts is not None:
@@ -319,7 +319,7 @@ class StepFigures:
         self.last = figures
         self._report(figures)
 
-    def _utilisation(
+    def _utilization(
         self, engine: TrainingEngine, step: _Step, took: float, tensor: int
     ) -> float | None:
         if self._peak is None or not step.tokens or not took:

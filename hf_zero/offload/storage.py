@@ -26,18 +26,18 @@ Allocator = Callable[[int, torch.dtype], torch.Tensor]  # (numel, dtype) -> zero
 @dataclass(frozen=True)
 class StorageFormat:
     """Storage format of an array: elements of ``dtype``, or 8-bit ``blocks`` (``dynamic``: with
-    bitsandbytes' map). ``unquantised_sub_groups``: sub-groups that are stored in ``dtype`` even so.
+    bitsandbytes' map). ``unquantized_sub_groups``: sub-groups that are stored in ``dtype`` even so.
     """
 
     dtype: torch.dtype
     blocks: bool = False
     signed: bool = True
     dynamic: bool = False
-    unquantised_sub_groups: frozenset[int] = frozenset()
+    unquantized_sub_groups: frozenset[int] = frozenset()
 
     def of(self, sub_group: int) -> StorageFormat:
         """Return the format of ``sub_group``."""
-        return StorageFormat(self.dtype) if sub_group in self.unquantised_sub_groups else self
+        return StorageFormat(self.dtype) if sub_group in self.unquantized_sub_groups else self
 
 
 class Storage(Protocol):
@@ -59,7 +59,7 @@ class Storage(Protocol):
         """Return the dtype of the result of :meth:`fetch`."""
 
     def fetch(self, name: str) -> torch.Tensor:
-        """Return the whole array, [owned]: itself if it is in memory and not quantised, else a
+        """Return the whole array, [owned]: itself if it is in memory and not quantized, else a
         decoded copy in host memory.
         """
 
@@ -85,7 +85,7 @@ class Storage(Protocol):
 
     def entry(self, name: str) -> torch.Tensor:
         """Return the array's entry in the optimizer's state between steps: the array if it is in
-        memory and not quantised, else a tensor of its shape without memory.
+        memory and not quantized, else a tensor of its shape without memory.
         """
 
     def nbytes(self) -> dict[str, int]:
@@ -118,7 +118,7 @@ def overwrite(array: Moment, start: int, values: torch.Tensor) -> None:
 
 
 def decoded(array: Moment) -> torch.Tensor:
-    """Return the elements of the array of one sub-group: itself, or a decoded copy if quantised."""
+    """Return the elements of the array of one sub-group: itself, or a decoded copy if quantized."""
     return array.decode() if isinstance(array, Blocks) else array
 
 
@@ -219,7 +219,7 @@ class CastStorage(DeviceStorage):
 
 
 class HostStorage:
-    """Arrays in host memory: one tensor each, or blocks by sub-group if quantised."""
+    """Arrays in host memory: one tensor each, or blocks by sub-group if quantized."""
 
     offloaded = True
 

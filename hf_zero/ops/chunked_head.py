@@ -221,15 +221,15 @@ def _on_host(
     rows: int,
 ) -> torch.Tensor:
     """Compute the losses on a CPU, of the rows that count alone (finding them costs no
-    synchronisation); torch's own vectorised kernels take the softmax in place.
+    synchronization); torch's own vectorized kernels take the softmax in place.
     """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     total = hidden.new_zeros((), dtype=accumulator_dtype(hidden.dtype))
-    labelled = (labels != terms.ignore_index).nonzero()[:, 0]
-    whole = labelled.numel() == tokens
-    buffer = hidden.new_empty(min(rows, labelled.numel()), vocabulary)
-    for chunk in _chunks(labelled.numel(), rows):
-        where: slice | torch.Tensor = chunk if whole else labelled[chunk]
+    labeled = (labels != terms.ignore_index).nonzero()[:, 0]
+    whole = labeled.numel() == tokens
+    buffer = hidden.new_empty(min(rows, labeled.numel()), vocabulary)
+    for chunk in _chunks(labeled.numel(), rows):
+        where: slice | torch.Tensor = chunk if whole else labeled[chunk]
         inputs, targets = hidden[where], labels[where]
         logits = buffer[: chunk.stop - chunk.start]
         _logits(logits, inputs, weight, bias)
@@ -306,7 +306,7 @@ def _outputs_(logits: torch.Tensor, terms: Terms) -> torch.Tensor:
 def _log_softmax_(
     logits: torch.Tensor, labels: torch.Tensor, terms: Terms
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities and logsumexps of rows, by torch's vectorised kernels, over
+    """Return log-probabilities and logsumexps of rows, by torch's vectorized kernels, over
     ``logits``.
     """
     exact, vocabulary = _outputs_(logits, terms), logits.shape[1]

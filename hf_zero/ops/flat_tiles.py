@@ -8,7 +8,7 @@ is whole: it has ``tile`` elements and starts at a multiple of :data:`PHASE` in 
 
 Sums of squares of many tensors are taken in one pass: fp32 in runs of :data:`RUN` elements, runs
 added in fp64, in a fixed order. The result of a tensor depends on its elements alone, not on its
-neighbours. A run whose fp32 sum overflows, or is so small that squares may have vanished, is summed
+neighbors. A run whose fp32 sum overflows, or is so small that squares may have vanished, is summed
 again in fp64; so a sum is not finite exactly if an element is not.
 """
 

@@ -258,24 +258,24 @@ def cross_entropy_(
     exact = torch.promote_types(logits.dtype, torch.float32)
     x = logits[:, :vocabulary].to(exact) * scale
     y = softcap * torch.tanh(x / softcap) if softcap else x
-    labelled = labels != ignore_index
+    labeled = labels != ignore_index
     in_vocabulary = (labels >= 0) & (labels < vocabulary)
     at = labels.clamp(0, vocabulary - 1)[:, None]
     # Subtract the largest logit first: its difference to others is exact, but the logsumexp is
     # rounded.
     largest = y.amax(-1) if lse is None else lse.to(exact)
     tail = torch.logsumexp(y - largest[:, None], -1) if lse is None else torch.zeros_like(largest)
-    lse = (largest + tail).where(labelled, 0.0)
+    lse = (largest + tail).where(labeled, 0.0)
     target = y.gather(1, at)[:, 0]
     loss = (largest - target) + tail
     if label_smoothing:
         loss = loss + label_smoothing * (target - y.sum(-1) / vocabulary)
-    loss = loss.where(in_vocabulary, float("nan")).where(labelled, 0.0)
+    loss = loss.where(in_vocabulary, float("nan")).where(labeled, 0.0)
     if factors is not None:
         grad = torch.exp(y - largest[:, None] - tail[:, None]) - label_smoothing / vocabulary
         grad.scatter_add_(1, at, (label_smoothing - 1.0) * in_vocabulary[:, None].to(exact))
         if softcap:
             grad *= 1 - (y / softcap) ** 2
         grad *= scale * factors.to(exact).view(-1, 1)
-        logits[:, :vocabulary] = grad.where(labelled[:, None], 0.0)
+        logits[:, :vocabulary] = grad.where(labeled[:, None], 0.0)
     return loss, lse

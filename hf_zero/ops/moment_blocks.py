@@ -1,6 +1,6 @@
 """Moments in 8 bits: a code per element and one fp32 scale per block of 256.
 
-The quantisation is block-wise, with a non-linear code (Dettmers et al. 2021, arXiv:2110.02861). The
+The quantization is block-wise, with a non-linear code (Dettmers et al. 2021, arXiv:2110.02861). The
 scale is the block's largest magnitude. A code is a small floating-point number in units of the
 scale, eight to an octave, the highest of them 1: with a sign (first moments) down to 1.25 * 2^-16,
 without (second moments) down to 1.25 * 2^-32, and 0. Without a sign no element but 0 becomes 0.

@@ -8,7 +8,7 @@ without the mean,
     y = n(t) * (offset + weight) + bias,    t = dropout(x) + residual
 
 in fp32, rounded once, where transformers rounds n(t) before the weight too. ``t`` is rounded to the
-dtype of y before it is normalised. The backward, with ``g = dy * (offset + weight)``:
+dtype of y before it is normalized. The backward, with ``g = dy * (offset + weight)``:
 
     dt = (g - mean(g) - n * mean(g * n)) * rstd
     d_weight = sum(dy * n),    d_bias = sum(dy)

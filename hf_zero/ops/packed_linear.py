@@ -1,7 +1,7 @@
 """Linear layers of one input as one matrix product: q, k and v, or gate and up.
 
 Weights that are adjacent in memory, as :func:`pack_` places them and as the engine keeps
-neighbours, are read as one matrix without a copy. They stay separate parameters: names, checkpoints
+neighbors, are read as one matrix without a copy. They stay separate parameters: names, checkpoints
 and gradients do not change. Weights that are not adjacent are multiplied one by one into their part
 of one result. cuBLAS does the work, through torch.
 """

@@ -53,20 +53,20 @@ class SymmetricBlocks:
         """Return the bytes of a message of ``numel`` elements."""
         return self.scales_at(numel) + -(-2 * self.scales(numel) // ROW) * ROW
 
-    def quantise(self, source: Tensor, rows: int = 1, minus: Tensor | None = None) -> Tensor:
+    def quantize(self, source: Tensor, rows: int = 1, minus: Tensor | None = None) -> Tensor:
         """Return a message for each of ``rows`` equal parts of ``source``: uint8 [rows, nbytes].
 
         Args:
             source: fp32, bf16 or fp16 [rows * n].
-            minus: like ``source``, of any of its dtypes: the difference to it is quantised.
+            minus: like ``source``, of any of its dtypes: the difference to it is quantized.
         """
-        numel = self._check("quantise", "source", source, rows)
+        numel = self._check("quantize", "source", source, rows)
         if minus is not None:
-            _fits("quantise", "minus", minus, source)
+            _fits("quantize", "minus", minus, source)
         out = torch.empty(rows, self.nbytes(numel), dtype=torch.uint8, device=source.device)
         core = native.core() if source.device.type == "cpu" else None
         if core is not None:
-            core.quantise(
+            core.quantize(
                 self._rows(core, out, numel),
                 address(source),
                 kind(source),
@@ -74,35 +74,35 @@ class SymmetricBlocks:
                 kind(minus),
             )
         else:
-            QUANTISE(out, source, minus, self.bits, self.block, self.scales_at(numel))
+            QUANTIZE(out, source, minus, self.bits, self.block, self.scales_at(numel))
         return out
 
-    def dequantise(self, messages: Tensor, out: Tensor, add: bool = False) -> None:
+    def dequantize(self, messages: Tensor, out: Tensor, add: bool = False) -> None:
         """Decode each row of ``messages``, [rows, nbytes], into ``out``, concatenated: fp32, bf16
         or fp16 [rows * n]. ``add``: add to the values of ``out``, in fp32.
         """
         rows = messages.shape[0]
-        numel = self._check("dequantise", "out", out, rows)
-        self._check_messages("dequantise", messages, numel)
+        numel = self._check("dequantize", "out", out, rows)
+        self._check_messages("dequantize", messages, numel)
         core = native.core() if out.device.type == "cpu" else None
         if core is not None:
-            core.dequantise(self._rows(core, messages, numel), address(out), kind(out), add)
+            core.dequantize(self._rows(core, messages, numel), address(out), kind(out), add)
         else:
-            DEQUANTISE(out, messages, self.bits, self.block, self.scales_at(numel), add)
+            DEQUANTIZE(out, messages, self.bits, self.block, self.scales_at(numel), add)
 
-    def dequantise_sum(self, messages: Tensor, out: Tensor) -> None:
+    def dequantize_sum(self, messages: Tensor, out: Tensor) -> None:
         """Decode and sum the rows of ``messages``, [rows, nbytes], in fp32 and in their order, into
         ``out``, fp32 [n].
         """
-        numel = self._check("dequantise_sum", "out", out, 1)
+        numel = self._check("dequantize_sum", "out", out, 1)
         if out.dtype not in FP32:
-            raise KernelError(f"dequantise_sum: out is {out.dtype}; sums are taken in fp32")
-        self._check_messages("dequantise_sum", messages, numel)
+            raise KernelError(f"dequantize_sum: out is {out.dtype}; sums are taken in fp32")
+        self._check_messages("dequantize_sum", messages, numel)
         core = native.core() if out.device.type == "cpu" else None
         if core is not None:
-            core.dequantise_sum(self._rows(core, messages, numel), address(out))
+            core.dequantize_sum(self._rows(core, messages, numel), address(out))
         else:
-            DEQUANTISE_SUM(out, messages, self.bits, self.block, self.scales_at(numel))
+            DEQUANTIZE_SUM(out, messages, self.bits, self.block, self.scales_at(numel))
 
     def _rows(self, core: object, messages: Tensor, numel: int) -> object:
         codes = address(messages)
@@ -153,15 +153,15 @@ def _message(device: torch.device, filled: bool) -> Tensor:
     form, values = SymmetricBlocks(4, 32), torch.linspace(-1, 1, 80, device=device)
     out = torch.zeros(2, form.nbytes(40), dtype=torch.uint8, device=device)
     if filled:
-        reference.quantise(out, values, None, 4, 32, form.scales_at(40))
+        reference.quantize(out, values, None, 4, 32, form.scales_at(40))
     return out
 
 
-def _quantise_example(device: torch.device) -> tuple[object, ...]:
+def _quantize_example(device: torch.device) -> tuple[object, ...]:
     return _message(device, False), torch.linspace(-1, 1, 80, device=device), None, 4, 32, 32
 
 
-def _dequantise_example(device: torch.device) -> tuple[object, ...]:
+def _dequantize_example(device: torch.device) -> tuple[object, ...]:
     return torch.ones(80, device=device), _message(device, True), 4, 32, 32, True
 
 
@@ -170,14 +170,14 @@ def _sum_example(device: torch.device) -> tuple[object, ...]:
 
 
 _ROOM = "symmetric_blocks"
-QUANTISE = Kernel(
-    "quantise_blocks", f"{_ROOM}:quantise", reference.quantise, example=_quantise_example
+QUANTIZE = Kernel(
+    "quantize_blocks", f"{_ROOM}:quantize", reference.quantize, example=_quantize_example
 )
-DEQUANTISE = Kernel(
-    "dequantise_blocks", f"{_ROOM}:dequantise", reference.dequantise, example=_dequantise_example
+DEQUANTIZE = Kernel(
+    "dequantize_blocks", f"{_ROOM}:dequantize", reference.dequantize, example=_dequantize_example
 )
-DEQUANTISE_SUM = Kernel(
-    "dequantise_sum", f"{_ROOM}:dequantise_sum", reference.dequantise_sum, example=_sum_example
+DEQUANTIZE_SUM = Kernel(
+    "dequantize_sum", f"{_ROOM}:dequantize_sum", reference.dequantize_sum, example=_sum_example
 )
 
 
@@ -204,14 +204,14 @@ class BlockCodec:
     @torch.no_grad()
     def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
         """Encode, see :class:`hf_zero.distributed.collectives.Codec`."""
-        return self.blocks.quantise(values, rows, there if self.differences else None)
+        return self.blocks.quantize(values, rows, there if self.differences else None)
 
     @torch.no_grad()
     def decode(self, messages: Tensor, full: Tensor) -> None:
         """Decode, see :class:`hf_zero.distributed.collectives.Codec`."""
-        self.blocks.dequantise(messages, full, self.differences)
+        self.blocks.dequantize(messages, full, self.differences)
 
     @torch.no_grad()
     def decode_sum(self, messages: Tensor, out: Tensor) -> None:
         """Decode and sum, see :class:`hf_zero.distributed.collectives.Codec`."""
-        self.blocks.dequantise_sum(messages, out)
+        self.blocks.dequantize_sum(messages, out)

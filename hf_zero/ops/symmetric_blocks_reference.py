@@ -8,7 +8,7 @@ from torch import Tensor
 SMALLEST = 2.0**-90  # a block whose largest magnitude is below it is zero
 
 
-def quantise(
+def quantize(
     out: Tensor, source: Tensor, minus: Tensor | None, bits: int, block: int, scales_at: int
 ) -> None:
     """Write the messages of the rows of ``source`` into ``out``, uint8 [rows, nbytes]."""
@@ -34,7 +34,7 @@ def quantise(
     out[:, scales_at : scales_at + 2 * blocks] = scales.contiguous().view(torch.uint8)
 
 
-def dequantise(
+def dequantize(
     out: Tensor, messages: Tensor, bits: int, block: int, scales_at: int, add: bool
 ) -> None:
     """Decode the rows of ``messages`` into ``out``, or add them to it in fp32."""
@@ -46,7 +46,7 @@ def dequantise(
     target.copy_(target.float() + values if add else values)
 
 
-def dequantise_sum(out: Tensor, messages: Tensor, bits: int, block: int, scales_at: int) -> None:
+def dequantize_sum(out: Tensor, messages: Tensor, bits: int, block: int, scales_at: int) -> None:
     """Write the sum of the rows of ``messages``, in their order, into ``out``."""
     first, *others = _values(messages, out.numel(), bits, block, scales_at).unbind()
     out.copy_(first)

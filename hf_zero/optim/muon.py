@@ -1,4 +1,4 @@
-"""Muon: SGD with momentum and an orthogonalised update of each matrix (Jordan et al. 2024,
+"""Muon: SGD with momentum and an orthogonalized update of each matrix (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon), with the settings and the arithmetic of torch.optim;
 AdamW updates all parameters other than hidden matrices.
 """

@@ -76,10 +76,10 @@ def stored_format(
     group: int,
     name: str,
     dtype: torch.dtype,
-    unquantised_sub_groups: frozenset[int] | None = None,
+    unquantized_sub_groups: frozenset[int] | None = None,
 ) -> StorageFormat:
     """Return the storage format of state ``name``, of ``dtype`` on the device, of group ``group``
-    under the configured ``moments``. ``unquantised_sub_groups``: indices of the sub-groups none of
+    under the configured ``moments``. ``unquantized_sub_groups``: indices of the sub-groups none of
     whose parameters has 8-bit moments; None: all.
 
     Raises ConfigError for a state that is kept in fp32 only.
@@ -91,10 +91,10 @@ def stored_format(
         return StorageFormat(dtype)
     if moments == "dynamic8":
         moment_names = optimizer.moment_names if isinstance(optimizer, CPUOptimizer) else {}
-        if unquantised_sub_groups is None or name not in moment_names:
+        if unquantized_sub_groups is None or name not in moment_names:
             return StorageFormat(dtype)
         blocks = moment_format(moments, dtype, moment_names[name])
-        return replace(blocks, unquantised_sub_groups=unquantised_sub_groups)
+        return replace(blocks, unquantized_sub_groups=unquantized_sub_groups)
     signs = compressible(optimizer, settings)
     if name not in signs:
         raise ConfigError(

@@ -41,7 +41,7 @@ class SendsMomentum:
         raise NotImplementedError
 
     def interval(self, step: int) -> int:
-        """Return the interval of synchronisation: ranks synchronise in its multiples."""
+        """Return the interval of synchronization: ranks synchronize in its multiples."""
         return 1
 
 
@@ -131,7 +131,7 @@ class ZeroOneAdam(_OneBitAdamW):
 
     Until ``var_freeze_step`` the interval between dense steps begins with 1 and doubles after each
     ``var_update_scaler`` of them; after it no step is dense. From there on the interval between
-    steps that synchronise the ranks begins with 1 and doubles after each ``local_step_scaler``
+    steps that synchronize the ranks begins with 1 and doubles after each ``local_step_scaler``
     steps, up to ``local_step_clipper``. In the steps between them each rank uses its own momentum.
 
     Args:
@@ -139,8 +139,8 @@ class ZeroOneAdam(_OneBitAdamW):
         lr, betas, eps, weight_decay: as in AdamW; the decay is decoupled.
         var_freeze_step: the last step that may update the variance.
         var_update_scaler: updates of the variance after which their interval doubles.
-        local_step_scaler: steps after which the interval between synchronisations doubles.
-        local_step_clipper: upper bound of that interval; 1: every step synchronises.
+        local_step_scaler: steps after which the interval between synchronizations doubles.
+        local_step_clipper: upper bound of that interval; 1: every step synchronizes.
         bias_correction: correct the moments for their start at zero, which DeepSpeed never does.
         cuda_aware, comm_backend_name: accepted, without effect.
 
@@ -227,7 +227,7 @@ class OneBit:
     block: int = _BLOCK
     lamb: bool = False  # the update is LAMB's
     renews: bool = False  # dense steps after the first one in one bit update the variance
-    local: bool = False  # some steps synchronise nothing
+    local: bool = False  # some steps synchronize nothing
     interval: Callable[[int], int] = _always
 
 

@@ -250,7 +250,7 @@ class OwnStep:
             if not group.get("fused"):
                 return False
         if self._base is torch.optim.SGD and found_inf is not None:
-            # torch's fused SGD leaves a new momentum buffer uninitialised when its first step
+            # torch's fused SGD leaves a new momentum buffer uninitialized when its first step
             # overflows. Zeros give the same first step unless there is dampening; then the host
             # checks the flag.
             unstepped = [
@@ -269,7 +269,7 @@ class OwnStep:
         """Return the groups that must run unfused because some of their tensors make their first
         step and others do not; without dampening, begin those with zeros instead.
 
-        torch's fused SGD raises then: it initialises the momentum of all tensors of a group or of
+        torch's fused SGD raises then: it initializes the momentum of all tensors of a group or of
         none.
         """
         unfused = []

@@ -158,12 +158,12 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
 
 def kept_states(optimizer: torch.optim.Optimizer, group: ParamGroup) -> set[str]:
     """Return the names of the per-element states that ``group`` keeps, or would with a momentum."""
-    settings = {**unquantised(group), "momentum": group.get("momentum") or 0.5}
+    settings = {**unquantized(group), "momentum": group.get("momentum") or 0.5}
     state = initial_state(optimizer, settings, torch.zeros(1))
     return {name for name, value in state.items() if is_elementwise(name, value, (1,))}
 
 
-def unquantised(group: ParamGroup) -> ParamGroup:
+def unquantized(group: ParamGroup) -> ParamGroup:
     """Return ``group`` with ``moments`` "fp32", if it has that setting."""
     return {**group, "moments": "fp32"} if "moments" in group else group
 
@@ -391,7 +391,7 @@ class SegmentStateAccess:
         """Return the initial state, before a first step, of a parameter like ``like`` in ``group``;
         ``decoded``: as tensors, whatever its storage format.
         """
-        settings = unquantised(self.groups[group]) if decoded else self.groups[group]
+        settings = unquantized(self.groups[group]) if decoded else self.groups[group]
         initial = initial_state(self.optimizer, settings, like)
         return initial if self.bf16 is None else self.bf16.cast_initial(initial, like)
 

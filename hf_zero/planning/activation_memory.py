@@ -222,7 +222,7 @@ class _Counted(TorchDispatchMode):
 
     def _inside_the_head(self, hidden: torch.Tensor, weight: torch.Tensor) -> int:
         """Return the bytes inside the fused loss: the logits of a chunk and, on a CPU, copies of
-        the hidden states of labelled tokens and their gradients.
+        the hidden states of labeled tokens and their gradients.
         """
         (tokens, width), words, itemsize = hidden.shape, weight.shape[0], hidden.element_size()
         rows = min(tokens, rows_of_a_chunk(tokens, words, itemsize, self._device))

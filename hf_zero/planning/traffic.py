@@ -154,7 +154,7 @@ def _one_bit(numel: int) -> float:
 def codings(device: torch.device) -> Codings:
     """Measure the coding times on ``device``, each the best of three."""
     blocks, values = SymmetricBlocks(4, DEFAULT_BLOCKS[4]), torch.randn(SAMPLE, device=device)
-    message, out = blocks.quantise(values), torch.empty_like(values)
+    message, out = blocks.quantize(values), torch.empty_like(values)
 
     def best(call: Callable[[], object]) -> float:
         taken = []
@@ -166,6 +166,6 @@ def codings(device: torch.device) -> Codings:
         return min(taken) / SAMPLE
 
     return Codings(
-        best(lambda: blocks.quantise(values)),
-        best(lambda: blocks.dequantise(message, out)),
+        best(lambda: blocks.quantize(values)),
+        best(lambda: blocks.dequantize(message, out)),
     )

@@ -1,6 +1,6 @@
 """The charts of a page, as Vega-Lite specifications with their data.
 
-Colours are names of CSS variables, so that one drawing serves light and dark screens and paper.
+Colors are names of CSS variables, so that one drawing serves light and dark screens and paper.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def traffic(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
             "encoding": {
                 "x": _steps(),
                 "y": _bytes(most),
-                "color": _colours("operation", OPERATIONS, rows),
+                "color": _colors("operation", OPERATIONS, rows),
                 "tooltip": [
                     {"field": "step"},
                     {"field": "operation"},
@@ -137,7 +137,7 @@ def memory(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
                     "axis": {"title": None, "grid": False, "labelLimit": 240},
                 },
                 "x": _bytes(most),
-                "color": _colours("kind", KINDS, rows),
+                "color": _colors("kind", KINDS, rows),
                 "order": {"field": "place", "type": "quantitative"},
                 "tooltip": [
                     {"field": "line"},
@@ -196,7 +196,7 @@ def timeline(index: int, one: Timeline) -> Chart:
                 },
             },
             "y2": {"field": "y2"},
-            "color": _colours("kind", BARS, bars),
+            "color": _colors("kind", BARS, bars),
             "tooltip": [
                 {"field": "name"},
                 {"field": "kind"},
@@ -252,14 +252,14 @@ def _steps() -> Spec:
             "axis": {"title": "step", "format": "~s", "tickMinStep": 1}}  # fmt: skip
 
 
-def _colours(field: str, colours: Mapping[str, str], rows: Sequence[Mapping[str, object]]) -> Spec:
-    """Return the encoding by the ``colours`` of those values that occur."""
+def _colors(field: str, colors: Mapping[str, str], rows: Sequence[Mapping[str, object]]) -> Spec:
+    """Return the encoding by the ``colors`` of those values that occur."""
     used = {row[field] for row in rows}
-    used_colours = {name: colour for name, colour in colours.items() if name in used}
+    used_colors = {name: color for name, color in colors.items() if name in used}
     return {
         "field": field,
         "type": "nominal",
-        "scale": {"domain": list(used_colours), "range": list(used_colours.values())},
+        "scale": {"domain": list(used_colors), "range": list(used_colors.values())},
         "legend": {"title": None, "orient": "top", "symbolType": "square"},
     }
 
@@ -302,8 +302,8 @@ def _curve(
         if figure in row
     ]
     if any(row["value"] is not None for row in rows):
-        colours = {run.name: colour for run, colour in zip(runs, RUNS)}
-        spec = _drawn(runs, rows, "run", colours, form, scale or {"zero": False}, interpolate)
+        colors = {run.name: color for run, color in zip(runs, RUNS)}
+        spec = _drawn(runs, rows, "run", colors, form, scale or {"zero": False}, interpolate)
         yield Chart(figure, title, note, spec)
 
 
@@ -319,8 +319,8 @@ def _lines(
         if figure in row
     ]
     if any(row["value"] is not None for row in rows):
-        colours = {what: f"var(--c{index})" for index, what in enumerate(figures.values(), 1)}
-        spec = _drawn(runs, rows, "what", colours, ",~f", {"zero": True}, "linear")
+        colors = {what: f"var(--c{index})" for index, what in enumerate(figures.values(), 1)}
+        spec = _drawn(runs, rows, "what", colors, ",~f", {"zero": True}, "linear")
         yield Chart(name, title, note, spec)
 
 
@@ -328,7 +328,7 @@ def _drawn(
     runs: Sequence[RecordedRun],
     rows: list[Spec],
     by: str,
-    colours: Mapping[str, str],
+    colors: Mapping[str, str],
     form: str,
     scale: Spec,
     interpolate: str,
@@ -347,7 +347,7 @@ def _drawn(
                 "labelExpr": f"datum.value ? format(datum.value, '{form}') : '0'",
             },
         },
-        "color": _colours(by, colours, [{by: name} for name in colours] if by == "run" else rows),
+        "color": _colors(by, colors, [{by: name} for name in colors] if by == "run" else rows),
     }
     if by == "run":
         legend = {"symbolType": "stroke", "symbolSize": 300} if len(runs) > 1 else None

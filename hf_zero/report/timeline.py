@@ -36,7 +36,7 @@ GAP = 20.0  # microseconds between two kernels that count as one
 
 
 class Bar(NamedTuple):
-    """A stretch of time of one rank, in microseconds. ``kind``: its colour; ``lane``: its line."""
+    """A stretch of time of one rank, in microseconds. ``kind``: its color; ``lane``: its line."""
 
     rank: int
     lane: str

@@ -39,7 +39,7 @@ ORDER: tuple[Callable[[Setup], None], ...] = (
     place_experts,  # experts that tensor parallelism has cut are cut again, among the rest
     split_sequences,  # after both, which regroup the ranks that share a sequence
     quantize_modules,  # torchao's layers replace linear layers: kernels must find them
-    fuse_modules,  # last change of forwards: kernels recognise modules by what they compute
+    fuse_modules,  # last change of forwards: kernels recognize modules by what they compute
     mark_units,  # units are formed of the final modules
     prepare_optimizer,  # over the final parameters
     load_data,  # among the ranks that read different batches

@@ -158,7 +158,7 @@ class DifficultyIndex(RankedSamples):
             if now not in (was, None):
                 raise DifficultyIndexError(
                     f"{self.folder} is about other data: row {row} of the dataset has another "
-                    f"{column!r} than when it was analysed (shuffled, sorted or mapped since?); "
+                    f"{column!r} than when it was analyzed (shuffled, sorted or mapped since?); "
                     f"{again}"
                 )
 

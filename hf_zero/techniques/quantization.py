@@ -332,6 +332,6 @@ def _check(fall: BitSchedule) -> None:
         )
     if fall.target < 2:
         raise ConfigError(
-            f"{fall.name}: target_bits = 1 leaves a sign, which is binarisation and not built; "
+            f"{fall.name}: target_bits = 1 leaves a sign, which is binarization and not built; "
             "write 2 or more"
         )

@@ -230,8 +230,8 @@ class SequenceLength:
 
     def _share(self, before: Batch, after: Batch) -> torch.Tensor | float:
         """Return the share of a micro-batch's labels that remains, as counted by the loss."""
-        labelled = (name for name in LABELS if isinstance(before.get(name), torch.Tensor))
-        name: str | None = next(labelled, None)
+        labeled = (name for name in LABELS if isinstance(before.get(name), torch.Tensor))
+        name: str | None = next(labeled, None)
         if name is None:
             return 1.0
         model: object = self._model() if self._model is not None else None

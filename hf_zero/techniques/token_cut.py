@@ -1,6 +1,6 @@
 """Arguments of a block, cut to some of the tokens.
 
-An argument is recognised by its shape and its role: caches by their methods, tensors of each token
+An argument is recognized by its shape and its role: caches by their methods, tensors of each token
 by the dimensions that have as many elements as there are tokens, masks and position biases by two
 such dimensions at the end, position embeddings as the items of a tuple. Names decide only where
 shapes cannot: for the mask that the configuration names, packed sequences, and arguments that

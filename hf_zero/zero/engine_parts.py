@@ -314,7 +314,7 @@ class EngineParts(AroundModel):
     @property
     def data_rank(self) -> int:
         """Data-parallel rank of this process, below :attr:`data_ranks`; equal on the ranks of a
-        tensor-, sequence- or context-parallel group, which are neighbours.
+        tensor-, sequence- or context-parallel group, which are neighbors.
         """
         ranks = self.mesh.dims.pp_stage_ranks
         return self.global_rank % ranks * self.data_ranks // ranks

@@ -60,7 +60,7 @@ class StepExtension:
 
     # ---- between steps ----
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Make the weights of all ranks equal, before whole weights are read."""
 
     def complete_state(self) -> None:

@@ -46,7 +46,7 @@ struct Moment {
 // A byte has two codes of four bits, the first in the lower half. With one bit (blocks of at most
 // kSignBlock), an element is the scale or minus the scale; the first of eight is the lowest bit of
 // its byte.
-struct Quantised {
+struct Quantized {
     void* scales;  // bf16; with one bit fp32
     uint8_t* codes;
     int bits;
@@ -114,7 +114,7 @@ struct LambSums {
 // One chunk of momenta in one bit (hf_zero/ops/sign_blocks.py). Elements from `valid` on are
 // padding.
 struct SignCompress {
-    Quantised out, momentum;
+    Quantized out, momentum;
     float* error;
     Array grad;
     float beta, factor;
@@ -122,9 +122,9 @@ struct SignCompress {
 };
 
 struct SignCombine {
-    Quantised out, came;  // the first of `rows`, `stride` bytes apart
+    Quantized out, came;  // the first of `rows`, `stride` bytes apart
     int64_t rows, stride;
-    Quantised momentum;
+    Quantized momentum;
     float* average;
     float beta, inverse_beta, share;
     int64_t valid;
@@ -132,7 +132,7 @@ struct SignCombine {
 
 struct SignApply {
     float* weights;
-    Quantised momentum;
+    Quantized momentum;
     const int8_t* exponents;
     float keep, step;
 };
@@ -153,10 +153,10 @@ struct Kernels {
     void (*round_stochastically)(uint16_t* out, const float* source, uint64_t key, int64_t first, int64_t begin, int64_t end);
     void (*encode)(const Moment& out, const float* source, int64_t begin, int64_t end);
     void (*decode)(float* out, const Moment& source, int64_t begin, int64_t end);
-    // Quantise `source`, or its difference to `minus` if there is one.
-    void (*quantise)(const Quantised& out, const Array& source, const Array& minus, int64_t begin, int64_t end);
+    // Quantize `source`, or its difference to `minus` if there is one.
+    void (*quantize)(const Quantized& out, const Array& source, const Array& minus, int64_t begin, int64_t end);
     // Write into `out`, or add to it.
-    void (*dequantise)(const Array& out, const Quantised& source, bool add, int64_t begin, int64_t end);
+    void (*dequantize)(const Array& out, const Quantized& source, bool add, int64_t begin, int64_t end);
     void (*sign_compress)(const SignCompress&, int64_t begin, int64_t end);
     void (*sign_combine)(const SignCombine&, int64_t begin, int64_t end);
     void (*sign_apply)(const SignApply&, int64_t begin, int64_t end);

@@ -6,7 +6,7 @@
 // does not depend on how the work was cut.
 //
 // An 8-bit block is kBlock elements with one fp32 scale, the largest magnitude among them, and a
-// code each: block-wise dynamic quantisation (Dettmers et al. 2021, arXiv:2110.02861) with eight
+// code each: block-wise dynamic quantization (Dettmers et al. 2021, arXiv:2110.02861) with eight
 // codes to an octave. The top code is 1, so the largest element is kept exactly; code 0 is 0; the
 // smallest other code is 1.25 * 2^-16 with a sign bit and 1.25 * 2^-32 without. Without a sign, an
 // element that is not 0 never becomes 0, since it is used in a divisor.
@@ -21,7 +21,7 @@ struct Key {
     uint32_t a, b;
 };
 
-// SplitMix64's finaliser (Steele et al. 2014).
+// SplitMix64's finalizer (Steele et al. 2014).
 HFZ_INLINE Key key_of_tile(uint64_t key, int64_t index) {
     uint64_t x = key + (static_cast<uint64_t>(index) >> 32) * 0x9e3779b97f4a7c15ull;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -30,7 +30,7 @@ HFZ_INLINE Key key_of_tile(uint64_t key, int64_t index) {
     return {static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)};
 }
 
-// Return 32 random bits for W consecutive elements: the 32-bit finaliser of MurmurHash3, keyed at
+// Return 32 random bits for W consecutive elements: the 32-bit finalizer of MurmurHash3, keyed at
 // both ends.
 HFZ_INLINE U random_bits(Key key, uint32_t index) {
     U lanes;
@@ -123,7 +123,7 @@ static void decode_block(float* x, const uint8_t* codes, float scale, int n) {
     over_vectors(n, [&](int i, int k) { store(x + i, decoded<SIGNED>(widened(load<B>(codes + i, k)), all(scale)), k); });
 }
 
-// ---- codes from a table: block-wise quantisation as bitsandbytes has it, rounded to nearest ----
+// ---- codes from a table: block-wise quantization as bitsandbytes has it, rounded to nearest ----
 
 constexpr uint32_t kZeroCode = 127;  // with a sign: negative values have lower codes, -1 has none
 

@@ -13,9 +13,9 @@ namespace HFZ_SET {
 constexpr int kSumLanes = 32;
 
 // The elements [at, at + n) of a row; `at` is a multiple of 8.
-HFZ_INLINE float& scale_of(const Quantised& message, int64_t block) { return static_cast<float*>(message.scales)[block]; }
+HFZ_INLINE float& scale_of(const Quantized& message, int64_t block) { return static_cast<float*>(message.scales)[block]; }
 
-HFZ_INLINE void signs(float* to, const Quantised& from, int64_t at, int n, float scale) {
+HFZ_INLINE void signs(float* to, const Quantized& from, int64_t at, int n, float scale) {
     uint32_t magnitude;
     __builtin_memcpy(&magnitude, &scale, sizeof magnitude);
     const uint8_t* bits = from.codes + at / 8;
@@ -29,7 +29,7 @@ HFZ_INLINE void signs(float* to, const Quantised& from, int64_t at, int n, float
 
 // Write the message of `wanted`, n elements at `at`, of which `inside` are no padding; write its
 // decoded values into `said`.
-HFZ_INLINE void send_signs(const Quantised& out, const float* wanted, float* said, int64_t at, int n, int inside) {
+HFZ_INLINE void send_signs(const Quantized& out, const float* wanted, float* said, int64_t at, int n, int inside) {
     // element i is added to sum i % 32, and the sums pair by pair at the end: every instruction set
     // rounds equally
     float lanes[kSumLanes] = {}, squares[kSumLanes] = {};
@@ -97,7 +97,7 @@ static void sign_combine(const SignCombine& call, int64_t begin, int64_t end) {
         const int inside = count_inside(call.valid, at, n);
         const int64_t block = at / call.out.block;
         for (int64_t row = 0; row < call.rows; ++row) {
-            Quantised from = call.came;
+            Quantized from = call.came;
             from.codes += row * call.stride;
             const float scale = *reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(&scale_of(from, block)) + row * call.stride);
             signs(row ? said : total, from, at, n, scale);

@@ -81,7 +81,7 @@ struct Rows {
     int bits;
     int64_t block, rows, numel;
 
-    hfz::Quantised row(int64_t index) const {
+    hfz::Quantized row(int64_t index) const {
         return {at<void>(scales + index * stride), at<uint8_t>(codes + index * stride), bits, block};
     }
 };
@@ -90,17 +90,17 @@ hfz::Array row_of(Address data, int kind, int64_t offset) {
     return {data ? at<char>(data) + offset * (kind == hfz::F32 ? 4 : 2) : nullptr, kind};
 }
 
-void quantise(Rows to, Address source, int kind, Address minus, int minus_kind) {
-    const auto run = hfz::kernels().quantise;
+void quantize(Rows to, Address source, int kind, Address minus, int minus_kind) {
+    const auto run = hfz::kernels().quantize;
     for (int64_t row = 0; row < to.rows; ++row) {
-        const hfz::Quantised out = to.row(row);
+        const hfz::Quantized out = to.row(row);
         const hfz::Array from = row_of(source, kind, row * to.numel), less = row_of(minus, minus_kind, row * to.numel);
         hfz::over_parts(to.numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(out, from, less, begin, end); });
     }
 }
 
-void dequantise(Rows from, Address out, int kind, bool add) {
-    const auto run = hfz::kernels().dequantise;
+void dequantize(Rows from, Address out, int kind, bool add) {
+    const auto run = hfz::kernels().dequantize;
     for (int64_t row = 0; row < from.rows; ++row) {
         const hfz::Array to = row_of(out, kind, row * from.numel);
         hfz::over_parts(from.numel, 0, [&](int64_t, int64_t begin, int64_t end) { run(to, from.row(row), add, begin, end); });
@@ -108,8 +108,8 @@ void dequantise(Rows from, Address out, int kind, bool add) {
 }
 
 // Compute the sum over rows, in their order.
-void dequantise_sum(Rows from, Address out) {
-    const auto run = hfz::kernels().dequantise;
+void dequantize_sum(Rows from, Address out) {
+    const auto run = hfz::kernels().dequantize;
     hfz::over_parts(from.numel, 0, [&](int64_t, int64_t begin, int64_t end) {
         for (int64_t row = 0; row < from.rows; ++row) run({at<void>(out), hfz::F32}, from.row(row), row > 0, begin, end);
     });
@@ -176,9 +176,9 @@ void bind_sweeps(py::module_& m) {
                  return Rows{scales, codes, stride, bits, block, rows, numel};
              }),
              py::arg("scales"), py::arg("codes"), py::arg("stride"), py::arg("bits"), py::arg("block"), py::arg("rows"), py::arg("numel"));
-    m.def("quantise", quantise, py::arg("to"), py::arg("source"), py::arg("kind"), py::arg("minus"), py::arg("minus_kind"), Free());
-    m.def("dequantise", dequantise, py::arg("source"), py::arg("out"), py::arg("kind"), py::arg("add"), Free());
-    m.def("dequantise_sum", dequantise_sum, py::arg("source"), py::arg("out"), Free());
+    m.def("quantize", quantize, py::arg("to"), py::arg("source"), py::arg("kind"), py::arg("minus"), py::arg("minus_kind"), Free());
+    m.def("dequantize", dequantize, py::arg("source"), py::arg("out"), py::arg("kind"), py::arg("add"), Free());
+    m.def("dequantize_sum", dequantize_sum, py::arg("source"), py::arg("out"), Free());
     m.def("sign_compress", sign_compress, py::arg("to"), py::arg("momentum"), py::arg("error"), py::arg("grad"), py::arg("kind"),
           py::arg("beta"), py::arg("factor"), py::arg("numel"), Free());
     m.def("sign_combine", sign_combine, py::arg("to"), py::arg("came"), py::arg("momentum"), py::arg("average"), py::arg("beta"),

@@ -1,7 +1,7 @@
 // The end of each instruction set's file: its row of the table.
 #pragma once
 
-#include "quantised.h"
+#include "quantized.h"
 #include "signs.h"
 #include "sweeps.h"
 #include "updates.h"
@@ -17,7 +17,7 @@ extern const Kernels HFZ_ROW(HFZ_SET);
 const Kernels HFZ_ROW(HFZ_SET) = {
     HFZ_TEXT(HFZ_SET),   HFZ_SET::adam,       HFZ_SET::lion,   HFZ_SET::adagrad, HFZ_SET::sgd,      HFZ_SET::lamb_measure, HFZ_SET::lamb_apply,
     HFZ_SET::squares,
-    HFZ_SET::cast,       HFZ_SET::accumulate, HFZ_SET::round_stochastically, HFZ_SET::encode, HFZ_SET::decode,  HFZ_SET::quantise, HFZ_SET::dequantise,
+    HFZ_SET::cast,       HFZ_SET::accumulate, HFZ_SET::round_stochastically, HFZ_SET::encode, HFZ_SET::decode,  HFZ_SET::quantize, HFZ_SET::dequantize,
     HFZ_SET::sign_compress, HFZ_SET::sign_combine, HFZ_SET::sign_apply,
 };
 

@@ -145,7 +145,7 @@ def update_kernel(
     if HAS_DIVISOR:
         factor = tl.div_rn(factor, tl.load(divisor))
     if whole != 0:
-        # Expresses the alignment in a form that the compiler recognises, for this branch alone.
+        # Expresses the alignment in a form that the compiler recognizes, for this branch alone.
         master_at = master_at // _LANE * _LANE
         grad_at = grad_at // _LANE * _LANE
         moment_at = moment_at // _LANE * _LANE

@@ -22,7 +22,7 @@ from hf_zero.ops.triton_kernels.sparse_attention_tiles import (
 
 # Grid: programs of the plan × (sequences × heads), on one axis, because a second one ends at
 # 65,535; longest lists first. Tile 64 queries × 64 keys. Per tile of the list: 4 · 64 · 64 · D
-# FLOPs, 2 · 64 · D elements read (from L2 if neighbouring rows share keys): 64 FLOPs a byte in
+# FLOPs, 2 · 64 · D elements read (from L2 if neighboring rows share keys): 64 FLOPs a byte in
 # bf16, so tensor cores are busy as long as three programs or more share a multiprocessor. Per row
 # of tiles: 64 · D read, 64 · D + 64 · 4 bytes written. Registers at D = 64: 32 accumulator + 32
 # scores + 16 probabilities, below 128.

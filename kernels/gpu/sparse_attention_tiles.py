@@ -18,7 +18,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 # rounds of Philox: the fewest that pass BigCrush (Salmon et al., SC 2011, table 2)
 ROUNDS = tl.constexpr(7)
 SUM_ROWS = tl.constexpr(16)  # rows of a tile that one program of a sum takes
-# arguments that vary with the length: without specialisation, a multiple of 16 does not cause a
+# arguments that vary with the length: without specialization, a multiple of 16 does not cause a
 # compilation of its own
 PLANNED = ("programs", "slots")
 
@@ -117,7 +117,7 @@ def kept(seed, lane, query_tile, key_tile, threshold):
     """Return the mask of the probabilities of a tile that dropout keeps, [TILE queries, TILE keys];
     the random numbers are those of reference.dropout_words.
 
-    One call of Philox gives the words of four neighbouring columns.
+    One call of Philox gives the words of four neighboring columns.
     """
     rows = query_tile * TILE + tl.arange(0, TILE)
     fours = key_tile * (TILE // 4) + tl.arange(0, TILE // 4)

@@ -1,6 +1,6 @@
-"""Symmetric blocks: quantise, dequantise, and the sum of several messages, one pass each.
+"""Symmetric blocks: quantize, dequantize, and the sum of several messages, one pass each.
 
-Roofline. Bound by memory: quantising reads an element (2 or 4 bytes; of a difference two elements)
+Roofline. Bound by memory: quantizing reads an element (2 or 4 bytes; of a difference two elements)
 and writes half a byte or one; the sum over N messages reads N / 2 or N bytes and writes 4. About 10
 operations an element.
 """
@@ -23,7 +23,7 @@ _INFINITE = tl.constexpr(0x7F800000)
 
 # Grid: tiles of a row × rows. A program has its tile in registers as [blocks, elements].
 @triton.jit
-def quantise_kernel(
+def quantize_kernel(
     codes,
     scales,
     source,
@@ -83,7 +83,7 @@ def _values(codes, scales, at, inside, FOUR: tl.constexpr, BLOCK: tl.constexpr):
 
 # Grid: tiles of a row × rows.
 @triton.jit
-def dequantise_kernel(
+def dequantize_kernel(
     out,
     codes,
     scales,
@@ -106,7 +106,7 @@ def dequantise_kernel(
 
 # Grid: tiles of the sum.
 @triton.jit
-def dequantise_sum_kernel(
+def dequantize_sum_kernel(
     out,
     codes,
     scales,
@@ -136,13 +136,13 @@ def _parts(messages: Tensor, scales_at: int) -> tuple[Tensor, Tensor, int, int]:
     return whole, whole[scales_at:].view(torch.int16), stride, stride // 2
 
 
-def quantise(
+def quantize(
     out: Tensor, source: Tensor, minus: Tensor | None, bits: int, block: int, scales_at: int
 ) -> None:
     codes, scales, stride, scales_stride = _parts(out, scales_at)
     rows = out.shape[0]
     numel = source.numel() // rows
-    quantise_kernel[(triton.cdiv(numel, TILE), rows)](
+    quantize_kernel[(triton.cdiv(numel, TILE), rows)](
         codes,
         scales,
         source,
@@ -159,13 +159,13 @@ def quantise(
     )
 
 
-def dequantise(
+def dequantize(
     out: Tensor, messages: Tensor, bits: int, block: int, scales_at: int, add: bool
 ) -> None:
     codes, scales, stride, scales_stride = _parts(messages, scales_at)
     rows = messages.shape[0]
     numel = out.numel() // rows
-    dequantise_kernel[(triton.cdiv(numel, TILE), rows)](
+    dequantize_kernel[(triton.cdiv(numel, TILE), rows)](
         out,
         codes,
         scales,
@@ -181,9 +181,9 @@ def dequantise(
     )
 
 
-def dequantise_sum(out: Tensor, messages: Tensor, bits: int, block: int, scales_at: int) -> None:
+def dequantize_sum(out: Tensor, messages: Tensor, bits: int, block: int, scales_at: int) -> None:
     codes, scales, stride, scales_stride = _parts(messages, scales_at)
-    dequantise_sum_kernel[(triton.cdiv(out.numel(), TILE),)](
+    dequantize_sum_kernel[(triton.cdiv(out.numel(), TILE),)](
         out,
         codes,
         scales,

@@ -26,7 +26,7 @@ LENGTH = 16
 
 def sentences(count: int, random: torch.Generator) -> Batch:
     """A batch of a language in which each word names the next; one in five is masked, and to be
-    told from its neighbours.
+    told from its neighbors.
     """
     following = torch.randperm(WORDS, generator=torch.Generator().manual_seed(7))
     words = torch.randint(WORDS, (count, 1), generator=random)

@@ -1,4 +1,4 @@
-"""Train a small BERT for masked language modelling, from scratch, with Accelerate.
+"""Train a small BERT for masked language modeling, from scratch, with Accelerate.
 
 Nothing here knows how the model is partitioned: the configuration given to ``accelerate launch``
 decides.

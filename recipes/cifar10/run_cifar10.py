@@ -95,7 +95,7 @@ class Net(nn.Module):
 
 def draw(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``count`` pictures [count, 3, 32, 32] of bytes and their kinds: a turned shape in one
-    colour on another, with noise.
+    color on another, with noise.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -136,9 +136,9 @@ def draw(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         .unsqueeze(1)
     )
     ground = between(0.0, 1.0, 3, 1, 1)
-    colour = (ground + between(0.35, 0.65, 3, 1, 1)) % 1.0
+    color = (ground + between(0.35, 0.65, 3, 1, 1)) % 1.0
     noise = 0.12 * torch.randn(count, 3, SIDE, SIDE, generator=random)
-    return ((torch.where(inside, colour, ground) + noise).clamp(0, 1) * 255).byte(), kinds
+    return ((torch.where(inside, color, ground) + noise).clamp(0, 1) * 255).byte(), kinds
 
 
 def from_hub(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:

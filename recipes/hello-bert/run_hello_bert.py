@@ -1,4 +1,4 @@
-"""Train a small RoBERTa for masked language modelling, from scratch, in a loop written for
+"""Train a small RoBERTa for masked language modeling, from scratch, in a loop written for
 DeepSpeed.
 
 What plain PyTorch spells with an optimizer and `torch.save` is spelled here with an engine:

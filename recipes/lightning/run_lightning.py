@@ -135,7 +135,7 @@ class Net(pl.LightningModule):
 
 def draw(count: int, seed: int) -> TensorDataset:
     """``count`` pictures [count, 3, 32, 32] from -1 to 1 and their kinds: stripes of ten
-    directions in two colours, with noise.
+    directions in two colors, with noise.
     """
     random = torch.Generator().manual_seed(seed)
     kinds = torch.randint(KINDS, (count,), generator=random)
@@ -145,11 +145,11 @@ def draw(count: int, seed: int) -> TensorDataset:
         torch.rand(2, count, 1, 1, generator=random) * torch.tensor([0.4, 6.3]).view(2, 1, 1, 1)
     ).unbind()
     stripes = ((x * angle.cos() + y * angle.sin()) * (0.5 + width) + phase).sin().unsqueeze(1)
-    colours = torch.rand(2, count, 3, 1, 1, generator=random) - 0.5
+    colors = torch.rand(2, count, 3, 1, 1, generator=random) - 0.5
     return TensorDataset(
         (
-            colours[0]
-            + stripes * colours[1]
+            colors[0]
+            + stripes * colors[1]
             + 0.3 * torch.randn(count, 3, SIDE, SIDE, generator=random)
         ).clamp(-1, 1),
         kinds,

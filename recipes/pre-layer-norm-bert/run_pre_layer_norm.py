@@ -51,7 +51,7 @@ def parse_args() -> argparse.Namespace:
 
 def sentences(count: int, length: int, seed: int) -> dict[str, torch.Tensor]:
     """A batch of a language in which each word names the next; one in five is masked, and to be
-    told from its neighbours.
+    told from its neighbors.
     """
     following = torch.randperm(WORDS, generator=torch.Generator().manual_seed(7))
     random = torch.Generator().manual_seed(seed)

@@ -188,7 +188,7 @@ def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
             f"{name:12}{seconds / args.num_iterations:10.3f}{seconds:10.1f}"
             f"{seconds / first:14.2f}{loss:15.3f}"
         )
-    title = f"BERT, masked language modelling, {deepspeed.comm.get_world_size()} ranks"
+    title = f"BERT, masked language modeling, {deepspeed.comm.get_world_size()} ranks"
     line_plot(
         args.output_dir / "loss_over_seconds.svg",
         curves,

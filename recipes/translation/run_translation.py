@@ -5,7 +5,7 @@
     torchrun --nproc_per_node 2 run_translation.py --deepspeed zero3.json \\
         --resume_from_checkpoint latest
     torchrun --nproc_per_node 2 run_translation.py --deepspeed zero3.json \\
-        --catalogue /usr/share/locale/de/LC_MESSAGES/git.mo
+        --catalog /usr/share/locale/de/LC_MESSAGES/git.mo
     torchrun --nproc_per_node 2 run_translation.py --deepspeed zero3.json \\
         --dataset_name Helsinki-NLP/opus_books --dataset_config_name de-en
 """
@@ -49,7 +49,7 @@ class Data:
         default=None, metadata={"help": "a data set on the hub with a `translation` column"}
     )
     dataset_config_name: str | None = None
-    catalogue: Path | None = field(
+    catalog: Path | None = field(
         default=None,
         metadata={
             "help": "a gettext file NAME.mo, such as programs carry: English and its translation"
@@ -72,8 +72,8 @@ class Model:
     num_heads: int = 4
 
 
-def read_catalogue(path: Path) -> list[tuple[str, str]]:
-    """The messages of a gettext catalogue and their translations; those of many lines or with
+def read_catalog(path: Path) -> list[tuple[str, str]]:
+    """The messages of a gettext catalog and their translations; those of many lines or with
     plural forms are left out.
     """
     content = path.read_bytes()
@@ -94,8 +94,8 @@ def read_catalogue(path: Path) -> list[tuple[str, str]]:
 
 def load_pairs(data: Data, seed: int) -> tuple[list[tuple[str, str]], str]:
     """Sentences and their translations, shuffled, and where they come from."""
-    if data.catalogue:
-        pairs, name = read_catalogue(data.catalogue), data.catalogue.name
+    if data.catalog:
+        pairs, name = read_catalog(data.catalog), data.catalog.name
     elif data.dataset_name:
         try:
             split = datasets.load_dataset(

@@ -1,5 +1,5 @@
 """Adapters out of checkpoints: the files that PEFT writes of the same model, and what loads from
-them. Adapters over quantised weights: bytes as they are, what stands beside them, and without the
+them. Adapters over quantized weights: bytes as they are, what stands beside them, and without the
 frozen base.
 """
 
@@ -28,8 +28,8 @@ from tests.helpers.cells import fast
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.packed import LinearOfBytes
 from tests.helpers.stacks import by_hand, on_ranks, run_steps
-from tests.ranks.test_quantised import PACKED, adam, alike, build
-from tests.ranks.test_quantised import adapters as lora_of
+from tests.ranks.test_quantized import PACKED, adam, alike, build
+from tests.ranks.test_quantized import adapters as lora_of
 
 FILE = "adapter_model.safetensors"
 
@@ -220,7 +220,7 @@ def test_a_base_is_not_asked_for_over_the_network(tmp_path, monkeypatch):
     assert adapters._base_configuration("some/model") == {"vocab_size": 5}
 
 
-# ---- over quantised weights ----
+# ---- over quantized weights ----
 
 RANKS = 2
 SCALES = "blocks.0.up.base_layer.weight.absmax"
@@ -344,7 +344,7 @@ REFUSED = {
         of_another_kind
     ),
     r"other values of blocks\.0\.up\.base_layer\.weight\.quant_state": in_other_blocks,
-    r"quantised weights of other values or another kind: .*quant_state.*load the base that it": (
+    r"quantized weights of other values or another kind: .*quant_state.*load the base that it": (
         with_facts_of_another_length
     ),
 }

@@ -24,7 +24,7 @@ from hf_zero.checkpoint import (
 )
 from hf_zero.checkpoint.foreign.deepspeed import CLASSES
 from hf_zero.checkpoint.foreign.torch_files import load_pickle
-from hf_zero.checkpoint.reader import open_checkpoint, recognise
+from hf_zero.checkpoint.reader import open_checkpoint, recognize
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import (
     SAVED_AFTER,
@@ -147,7 +147,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def test_stage_0_without_names(tmp_path: Path, heard: list[str]) -> None:
     """Nothing is guessed that shapes or values cannot decide: the weights alone are loaded."""
     folder = INPUTS / "stage0" / "global_step3"
-    assert recognise(folder) == "deepspeed"
+    assert recognize(folder) == "deepspeed"
     with open_checkpoint(folder) as opened:
         assert [len(group.parameters) for group in opened.manifest.optimizer.groups] == [5, 6]
     assert not heard

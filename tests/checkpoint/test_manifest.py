@@ -49,7 +49,7 @@ def refused(data: Any, match: str, case: object) -> None:
 
 def test_round_trip(written):
     """Fields that it does not know are ignored."""
-    for document in (written, written | {"colour": "blue"}):
+    for document in (written, written | {"color": "blue"}):
         assert Manifest.from_json(document, SOURCE).to_json() == written
 
 

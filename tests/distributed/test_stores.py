@@ -299,7 +299,7 @@ def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.Monke
     monkeypatch.setattr(rank_status, "_identity", lambda process: f"? {process} ?")
     here, _ = (RankStatus(store, rank, 2) for rank in range(2))
     here.read()
-    assert here._identities.keys() == {0, 1} and not here._neighbours
+    assert here._identities.keys() == {0, 1} and not here._neighbors
     assert here.failure_cause(0.0) is None and not here.troubled
 
 

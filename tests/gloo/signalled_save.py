@@ -1,4 +1,4 @@
-"""One of two ranks that train, save and get signals: ``signalled_save.py FOLDER WHAT SECONDS``.
+"""One of two ranks that train, save and get signals: ``signaled_save.py FOLDER WHAT SECONDS``.
 
 ``one``, ``all``: SIGINT ends rank 1, or both, SECONDS after a save has begun. ``group``: the group
 of rank 0, with the workers of its loader, gets SIGTERM as it trains.

@@ -126,7 +126,7 @@ def test_a_rank_that_never_comes_ends_the_other_at_the_timeout(rank, reason):
 
 # ---- signals while checkpoints are written ----
 
-SIGNALLED = Path(__file__).with_name("signalled_save.py")
+SIGNALED = Path(__file__).with_name("signaled_save.py")
 LONGEST = 0.6  # seconds until the signal
 INTERRUPTED, FAILED, STOPPED = -signal.SIGINT, 1, 85
 CELLS = [(what, number) for what in ("one", "all", "group") for number in range(10)]
@@ -135,7 +135,7 @@ CELLS = [(what, number) for what in ("one", "all", "group") for number in range(
 @pytest.mark.parametrize("what, number", fast(CELLS, lambda what, number: number == 0))
 def test_ranks_end_and_checkpoints_are_whole(what: str, number: int, tmp_path: Path) -> None:
     seconds = random.Random(f"{what} {number}").uniform(0.0, LONGEST)
-    ended = plainly(SIGNALLED, str(tmp_path / "run"), what, f"{seconds:.3f}", limit=LIMIT)
+    ended = plainly(SIGNALED, str(tmp_path / "run"), what, f"{seconds:.3f}", limit=LIMIT)
     codes, outputs = zip(*ended, strict=True)
     found = list(verify_all(tmp_path / "run", progress=False))
     assert all(each.whole for each in found), [each.problems for each in found]

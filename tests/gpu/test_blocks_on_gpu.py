@@ -31,14 +31,14 @@ def test_symmetric_blocks(bits, dtype):
     form = SymmetricBlocks(bits)
     for chunk in CHUNKS:
         x = torch.randn(2 * chunk, device=DEVICE).to(dtype)
-        messages, at = form.quantise(x, 2), form.scales_at(chunk)
+        messages, at = form.quantize(x, 2), form.scales_at(chunk)
         wanted = torch.zeros_like(messages)
-        symmetric.quantise(wanted, x, None, bits, form.block, at)
+        symmetric.quantize(wanted, x, None, bits, form.block, at)
         used = -(-chunk * bits // 8)
         assert torch.equal(messages[:, :used], wanted[:, :used]), chunk
         out, whole = torch.empty_like(x), torch.empty_like(x)
-        form.dequantise(messages, out)
-        symmetric.dequantise(whole, wanted, bits, form.block, at, False)
+        form.dequantize(messages, out)
+        symmetric.dequantize(whole, wanted, bits, form.block, at, False)
         assert torch.equal(out, whole), chunk
 
 

@@ -123,7 +123,7 @@ def test_rows_at_16k_tokens() -> None:
     torch.testing.assert_close(dv.double(), p[..., None].expand_as(dv), atol=2e-3, rtol=2e-2)
 
 
-def test_a_model_trains_without_synchronising() -> None:
+def test_a_model_trains_without_synchronizing() -> None:
     import transformers as hf
 
     from hf_zero.integrations.fused.sparse_attention import sparsify

@@ -21,7 +21,7 @@ from tests.helpers.training import At, Plan, adamw
 
 
 def C(z: Tensor, bits: int, block: int | None = None) -> Tensor:
-    """Return the vector ``z`` after quantisation to ``bits`` bits, block by block, in fp32."""
+    """Return the vector ``z`` after quantization to ``bits`` bits, block by block, in fp32."""
     top = float(2 ** (bits - 1) - 1)
     block = block or {4: 64, 8: 256}[bits]
     out = torch.empty_like(z, dtype=torch.float32)

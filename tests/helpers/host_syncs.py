@@ -1,4 +1,4 @@
-"""Host synchronisations: operations for which the host waits until the device has caught up,
+"""Host synchronizations: operations for which the host waits until the device has caught up,
 counted by where they are called.
 
 On a CPU nothing waits, but the same operations run: a mode of the dispatcher sees them in the
@@ -40,7 +40,7 @@ MADE = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
 
 
 class HostSyncs(TorchDispatchMode):
-    """Counts ``(package, file, operation)`` of every synchronisation while it is entered; of
+    """Counts ``(package, file, operation)`` of every synchronization while it is entered; of
     tensors of ``device`` alone.
     """
 

@@ -180,7 +180,7 @@ LAMB: dict[str, Any] = {
     "max_coeff": 0.3,
     "min_coeff": 0.01,
 }
-# steps 1 and 2 are dense; 5 and 6 synchronise every second step, those from 7 on every fourth
+# steps 1 and 2 are dense; 5 and 6 synchronize every second step, those from 7 on every fourth
 RARE = {
     "var_freeze_step": 2,
     "var_update_scaler": 1,
@@ -324,7 +324,7 @@ class WholeLocal(Whole):
     def computed(self, rank: int) -> Tensor:
         return self.keep * self.weights - self.moved[rank] * self.inverses
 
-    def synchronise(self, number: int) -> None:
+    def synchronize(self, number: int) -> None:
         numel = self.layout.end
         sent = []
         for rank, moved in enumerate(self.moved):

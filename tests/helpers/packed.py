@@ -41,7 +41,7 @@ class QuantState:
         return {"absmax": self.absmax, "quant_map": self.code, "quant_state.stand_in__nf4": facts}
 
 
-def quantise(weight: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, QuantState]:
+def quantize(weight: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, QuantState]:
     """Packed bytes of ``weight`` as [n, 1] of ``storage``, and how to read them.
 
     Its size must be a multiple of a block.
@@ -54,7 +54,7 @@ def quantise(weight: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, 
     return packed, QuantState(absmax, weight.shape, TABLE.clone(), weight.dtype)
 
 
-def dequantise(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
+def dequantize(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
     raw = packed.detach().reshape(-1).view(torch.uint8)
     codes = torch.stack([raw >> 4, raw & 15], 1).flatten().long()
     values = state.code[codes].view(-1, BLOCK) * state.absmax[:, None]
@@ -78,8 +78,8 @@ class Params4bit(nn.Parameter):
         return self  # type: ignore[return-value]
 
     @classmethod
-    def quantised(cls, weight: torch.Tensor, storage: torch.dtype, module: Any) -> Params4bit:
-        packed, state = quantise(weight, storage)
+    def quantized(cls, weight: torch.Tensor, storage: torch.dtype, module: Any) -> Params4bit:
+        packed, state = quantize(weight, storage)
         return cls(packed, False, state, module)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,17 +105,17 @@ class Params4bit(nn.Parameter):
 
 
 class MatMul4bit(torch.autograd.Function):
-    """``x @ dequantise(packed).T``; the weights get no gradient."""
+    """``x @ dequantize(packed).T``; the weights get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, state: QuantState) -> torch.Tensor:  # type: ignore[override]
         ctx.state, ctx.tensors = state, (packed,)
-        return torch.nn.functional.linear(x, dequantise(packed, state).to(x.dtype))
+        return torch.nn.functional.linear(x, dequantize(packed, state).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (packed,) = ctx.tensors
-        return grad @ dequantise(packed, ctx.state).to(grad.dtype), None, None
+        return grad @ dequantize(packed, ctx.state).to(grad.dtype), None, None
 
 
 class Linear4bit(nn.Linear):
@@ -125,7 +125,7 @@ class Linear4bit(nn.Linear):
     def of(cls, linear: nn.Linear, storage: torch.dtype = torch.uint8) -> Linear4bit:
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         made.bias = linear.bias
-        made.weight = Params4bit.quantised(linear.weight, storage, made)
+        made.weight = Params4bit.quantized(linear.weight, storage, made)
         return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ class RowsOfBytes(torch.Tensor):
         self.qdata, self.scale = qdata, scale
 
     @classmethod
-    def quantised(cls, linear: nn.Linear) -> nn.Linear:
+    def quantized(cls, linear: nn.Linear) -> nn.Linear:
         """``linear`` with its weight in such rows."""
         weight = linear.weight.detach()
         scale = weight.abs().amax(1, keepdim=True) / 127

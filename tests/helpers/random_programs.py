@@ -72,7 +72,7 @@ def _plain(ids: torch.Tensor) -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
-def _half_labelled(ids: torch.Tensor) -> Batch:
+def _half_labeled(ids: torch.Tensor) -> Batch:
     labels = ids.clone()
     labels[:, : TOKENS // 2 + 3] = -100
     return {"input_ids": ids, "labels": labels}
@@ -92,7 +92,7 @@ def _packed(ids: torch.Tensor) -> Batch:
 
 BATCHES: dict[str, Callable[[torch.Tensor], Batch]] = {
     "plain": _plain,
-    "half labelled": _half_labelled,
+    "half labeled": _half_labeled,
     "padded right": lambda ids: _padded(ids, slice(-5, None)),
     "padded left": lambda ids: _padded(ids, slice(5)),
     "packed": _packed,

@@ -94,7 +94,7 @@ def padded(at: At) -> Batch:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def half_labelled(at: At) -> Batch:
+def half_labeled(at: At) -> Batch:
     """No token of the second half has a label: of two ranks one has no loss."""
     batch = plain(at)
     batch["labels"][:, TOKENS // 2 :] = -100

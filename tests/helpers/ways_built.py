@@ -152,7 +152,7 @@ def some_frozen():
 
 
 class EightBit(nn.Module):
-    """Frozen int8 weights with a trained scale, as in adapters over quantised models."""
+    """Frozen int8 weights with a trained scale, as in adapters over quantized models."""
 
     def __init__(self) -> None:
         super().__init__()

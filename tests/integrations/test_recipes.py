@@ -275,7 +275,7 @@ def test_a_data_set_that_cannot_be_loaded_is_not_replaced_by_another(
     taking = {name for name, text in texts.items() if "dataset_name" in text}
     # those that call load_data have the loader of starting.py
     assert {name for name in taking if "load_data(" not in texts[name]} == set(LOADERS)
-    args = SimpleNamespace(dataset_name="nobody/wikitxt", dataset_config_name=None, catalogue=None)
+    args = SimpleNamespace(dataset_name="nobody/wikitxt", dataset_config_name=None, catalog=None)
     args.train_images = args.phrases = 8
     unknown = Mock(side_effect=ValueError("BuilderConfig 'wrong' not found"))
     monkeypatch.setattr("datasets.load_dataset", unknown)

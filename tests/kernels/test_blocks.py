@@ -88,7 +88,7 @@ def test_stochastic_rounding_is_right_on_average(kind: str) -> None:
         for total, moment in zip(sums, moments):
             total += moment.double() if isinstance(moment, Tensor) else moment.decode().double()
     for total, wanted in zip(sums, exact):
-        # between neighbours, at most
+        # between neighbors, at most
         step = wanted.abs().double() * (2.0**-7 if kind == "bf16" else 2.0**-3)
         deviation = (total / rounds - wanted.double()) / (step / (2 * rounds**0.5))
         assert bool((deviation.abs() < 6).all()) and abs(float(deviation.mean())) < 0.25

@@ -67,7 +67,7 @@ def follow(table, out):
 
 
 def test_accesses_outside_name_the_argument(checked_triton: Checked) -> None:
-    """A neighbour in the same buffer and a gap between the rows of a view are outside, too."""
+    """A neighbor in the same buffer and a gap between the rows of a view are outside, too."""
     x, y = torch.ones(16), torch.zeros(16)
     copy[(1,)](x, y, 16, 0, BLOCK=16, POISONED=False)
     assert torch.equal(x, y)

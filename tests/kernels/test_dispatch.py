@@ -243,7 +243,7 @@ for kernel in [*kernels, b.sparse_attention_dkdv, b.sparse_attention_sum]:
 
 
 def test_kernels_are_found_without_triton_and_lengths_do_not_compile_anew() -> None:
-    """The counts of a plan are not specialised on, where Triton compiles."""
+    """The counts of a plan are not specialized on, where Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = completed([sys.executable, "-c", COMPILED], env=environment)
     assert done.returncode == 0, done.stderr

@@ -76,10 +76,10 @@ def test_what_is_written_is_read(queue: FileQueue, tmp_path: Path) -> None:
 
 def test_many_in_flight_from_several_threads(queue: FileQueue, tmp_path: Path) -> None:
     file, wrong = file_in(tmp_path), list[int]()
-    neighbours = [tensor_at(1500, 0) for _ in range(200)]
-    for ticket in [write(queue, file, 1500 * at, part) for at, part in enumerate(neighbours)]:
+    neighbors = [tensor_at(1500, 0) for _ in range(200)]
+    for ticket in [write(queue, file, 1500 * at, part) for at, part in enumerate(neighbors)]:
         ticket.wait()
-    assert (tmp_path / "file").read_bytes() == torch.cat(neighbours).numpy().tobytes()
+    assert (tmp_path / "file").read_bytes() == torch.cat(neighbors).numpy().tobytes()
     parts = [torch.full((20_000 + index,), index % 256, dtype=torch.uint8) for index in range(240)]
 
     def work(start: int) -> None:

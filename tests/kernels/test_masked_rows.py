@@ -17,7 +17,7 @@ def batch(tokens: int = 23, share: float = 0.3) -> tuple[torch.Tensor, torch.Ten
     return torch.randn(tokens, 6, requires_grad=True), labels
 
 
-def test_labelled_rows_come_in_order_and_their_gradients_go_back() -> None:
+def test_labeled_rows_come_in_order_and_their_gradients_go_back() -> None:
     for spare in (0, 5):
         hidden, labels = batch()
         at = (labels != -100).nonzero()[:, 0]

@@ -192,7 +192,7 @@ SIGNS = SignBlocks(32).cut((0,), 80, 2, 40)
 MESSAGE, VALUES, NUMBERS = SIGNS.empty(torch.device("cpu")), zeros(80), zeros(2, 2)
 EXPONENTS, UNIT, FIRST = zeros(80, of=I8), torch.ones(()), SIGNS.row(0)
 FOUR = SymmetricBlocks(4)
-NIBBLES = FOUR.quantise(torch.ones(16))
+NIBBLES = FOUR.quantize(torch.ones(16))
 BLOCKS: list[Row] = [
     (lambda: SignBlocks(100), r"SignBlocks\(100\): there are blocks of 32"),
     (lambda: SIGNS.compress(VALUES.half(), VALUES, MESSAGE, 0.9, UNIT), "error is .*float16"),
@@ -201,10 +201,10 @@ BLOCKS: list[Row] = [
     (lambda: SIGNS.apply(VALUES, MESSAGE, VALUES, NUMBERS, NUMBERS), "exponents is .*float32"),
     (lambda: SIGNS.apply(VALUES, MESSAGE, EXPONENTS, UNIT, NUMBERS), "keep is .*for each block"),
     (lambda: SymmetricBlocks(4, 100), "blocks of 32, 64, 128, 256, 512, 1024"),
-    (lambda: FOUR.quantise(torch.ones(16), 3), "16 elements, which are not 3 equal rows"),
-    (lambda: FOUR.quantise(torch.ones(16), 1, torch.ones(8)), r"minus is .* \(8,\)"),
-    (lambda: FOUR.dequantise(NIBBLES, torch.ones(4000)), "contiguous rows of 2032 bytes"),
-    (lambda: FOUR.dequantise_sum(NIBBLES, torch.ones(16).half()), "sums are taken in fp32"),
+    (lambda: FOUR.quantize(torch.ones(16), 3), "16 elements, which are not 3 equal rows"),
+    (lambda: FOUR.quantize(torch.ones(16), 1, torch.ones(8)), r"minus is .* \(8,\)"),
+    (lambda: FOUR.dequantize(NIBBLES, torch.ones(4000)), "contiguous rows of 2032 bytes"),
+    (lambda: FOUR.dequantize_sum(NIBBLES, torch.ones(16).half()), "sums are taken in fp32"),
     (lambda: Blocks(zeros(8, of=torch.uint8), zeros(2), True), "Blocks: scales has 2 elements"),
 ]
 

@@ -59,7 +59,7 @@ def test_every_instruction_set_gives_these_bits(isa: str) -> None:
 
 
 def test_the_mean_is_kept_and_numbers_of_bf16_stay() -> None:
-    """A quarter of the way between two neighbours, rounded up in a quarter of all cases."""
+    """A quarter of the way between two neighbors, rounded up in a quarter of all cases."""
     low, step = 1.0, 2.0**-7
     out = rounded(torch.full((1 << 16,), low + step / 4), 0).float()
     assert set(out.tolist()) == {low, low + step}

@@ -72,7 +72,7 @@ def test_cast_and_accumulate(isa: str) -> None:
 
 
 def test_every_16_bit_number_and_those_beside_it_round_right(isa: str) -> None:
-    """Ties, carries, denormals, overflow: neighbours in fp32, and of the middle to the next."""
+    """Ties, carries, denormals, overflow: neighbors in fp32, and of the middle to the next."""
     for dtype, half in ((torch.bfloat16, 1 << 15), (torch.float16, 1 << 12)):
         x = EVERY_HALF.view(dtype)
         exact, back = torch.zeros(x.numel()), torch.zeros_like(x)

@@ -38,13 +38,13 @@ def agree(form: SymmetricBlocks, numel: int, one: Tensor, other: Tensor) -> bool
     return all(same_bits(a, b) for a, b in pairs)
 
 
-QUANTISE, DEQUANTISE, SUM = plain.quantise, plain.dequantise, plain.dequantise_sum
+QUANTIZE, DEQUANTIZE, SUM = plain.quantize, plain.dequantize, plain.dequantize_sum
 
 
 def expected(form: SymmetricBlocks, x: Tensor, rows: int, minus: Tensor | None = None) -> Tensor:
     numel = x.numel() // rows
     out = torch.zeros(rows, form.nbytes(numel), dtype=torch.uint8)
-    QUANTISE(out, x, minus, form.bits, form.block, form.scales_at(numel))
+    QUANTIZE(out, x, minus, form.bits, form.block, form.scales_at(numel))
     return out
 
 
@@ -56,19 +56,19 @@ def test_every_body_gives_the_bits_of_the_reference(every_body) -> None:
             guarded = Guarded()
             x, minus = guarded(spread(rows * numel, dtype)), guarded(torch.randn(rows * numel))
             for less in (None, minus):
-                messages = blocks.quantise(x, rows, less)
+                messages = blocks.quantize(x, rows, less)
                 wanted = expected(blocks, x, rows, less)
                 assert agree(blocks, numel, messages, wanted), (numel, rows, less is None)
             at = blocks.scales_at(numel)
             out = guarded(torch.randn(rows * numel).to(dtype))
             for add in (False, True):
                 whole = out.clone()
-                DEQUANTISE(whole, messages, *form, at, add)
-                blocks.dequantise(messages, out, add)
+                DEQUANTIZE(whole, messages, *form, at, add)
+                blocks.dequantize(messages, out, add)
                 assert same_bits(out, whole), (numel, rows, add)
             total, sums = guarded(torch.randn(numel)), torch.empty(numel)
             SUM(sums, messages, *form, at)
-            blocks.dequantise_sum(messages, total)
+            blocks.dequantize_sum(messages, total)
             assert same_bits(total, sums), (numel, rows)
             guarded.check()
 
@@ -78,18 +78,18 @@ def test_ties_go_to_the_even_code_and_what_is_not_finite_takes_its_block_along(e
     for bits, top in ((4, 7), (8, 127)):
         x = torch.tensor([top, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -top, -0.0], dtype=torch.float32)
         form, back = SymmetricBlocks(bits, 32), torch.empty(9)
-        form.dequantise(form.quantise(x), back)
+        form.dequantize(form.quantize(x), back)
         assert back.tolist() == [top, 0, 2, 2, 0, -2, -2, -top, 0]
-    messages = SymmetricBlocks(4, 32).quantise(torch.tensor([7.0, -1.0, 3.0]))
+    messages = SymmetricBlocks(4, 32).quantize(torch.tensor([7.0, -1.0, 3.0]))
     assert messages[0, :2].tolist() == [7 | (15 << 4), 3] and messages.shape == (1, 32)
     form, sevens = SymmetricBlocks(4, 32), torch.full((100,), 7.0)
     for bad in (float("nan"), float("inf"), -float("inf")):
         x, back, total = sevens.clone(), torch.zeros(100), torch.zeros(100)
         x[40] = bad
-        form.dequantise(form.quantise(x), back)
+        form.dequantize(form.quantize(x), back)
         assert bool(back[32:64].isnan().all()) and bool((back[:32] == 7).all())
         assert bool((back[64:] == 7).all())
-        form.dequantise_sum(form.quantise(torch.cat([sevens, x]), 2), total)
+        form.dequantize_sum(form.quantize(torch.cat([sevens, x]), 2), total)
         assert bool(total[32:64].isnan().all()) and bool((total[64:] == 14).all())
     form = SymmetricBlocks(4)
     assert form.nbytes(1 << 20) == (1 << 19) + (1 << 13) and form.nbytes(8) == 32

@@ -1,7 +1,7 @@
 """Faults put into hf_zero, one at a time, and what the device finds: ``python -m tests.late.faults
 MODE [FAULT ...]``.
 
-A fault leaves out a call of the device (a wait, a synchronisation) that comes from a function of
+A fault leaves out a call of the device (a wait, a synchronization) that comes from a function of
 hf_zero, or puts another function in the place of one. Every rank of the group has it. A line of
 JSON says what was found.
 """

@@ -1,4 +1,4 @@
-"""Host synchronisations on one of two ranks of the simulated device: ``python -m
+"""Host synchronizations on one of two ranks of the simulated device: ``python -m
 tests.late.host_syncs JOB``, with RANK and so on set. One line of JSON for each case of a job, and
 one of the operations that the counter is to note.
 """

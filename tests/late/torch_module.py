@@ -176,7 +176,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def _lazy_init() -> None:
-    """There is nothing to initialise."""
+    """There is nothing to initialize."""
 
 
 init = _lazy_init

@@ -178,7 +178,7 @@ FOUR = {"compressed_communication": {"bits": 4}, **SGD}
 UP = {"zero_quantized_gradients": True}
 FED_BACK = {"zero_hpz_partition_size": 2, "zeropp_loco_param": {"err_beta": 0.8}}
 ONE = {"compressed_communication": {"bits": 1, "freeze_step": 1, "block_size": 256}}
-# one dense step, one in 1 bit, and from then on every second one synchronises
+# one dense step, one in 1 bit, and from then on every second one synchronizes
 LOCAL = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2}
 BLOCKS_OF_256 = {"compressed_communication": {"block_size": 256}}
 IN_FEW_BITS: Jobs = {

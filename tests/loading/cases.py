@@ -307,7 +307,7 @@ def stages_and_devices(rank: int, folder: Path) -> None:
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-def weights_that_nothing_initialises(rank: int, folder: Path) -> None:
+def weights_that_nothing_initializes(rank: int, folder: Path) -> None:
     import transformers
 
     from hf_zero.errors import ConfigError
@@ -529,7 +529,7 @@ CASES: dict[str, Callable[[int, Path], None]] = {
         files_of_torch,
         both_names_of_a_tied_weight,
         stages_and_devices,
-        weights_that_nothing_initialises,
+        weights_that_nothing_initializes,
         files_that_are_damaged,
         conversions_that_a_user_registers,
         freezing_before_initialize,

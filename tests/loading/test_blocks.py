@@ -1,4 +1,4 @@
-"""Expressions of weights that are quantised in blocks while they are read."""
+"""Expressions of weights that are quantized in blocks while they are read."""
 
 from __future__ import annotations
 

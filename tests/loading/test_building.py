@@ -251,7 +251,7 @@ def test_random_numbers_are_the_same_at_every_reading_and_leave_the_generator_al
     assert torch.equal(whole(again), values) and not torch.equal(whole(other), values)
 
 
-def test_copies_that_are_initialised_again_draw_numbers_of_their_own() -> None:
+def test_copies_that_are_initialized_again_draw_numbers_of_their_own() -> None:
     """Copies that are not keep those of the original, tied ones their tie."""
 
     def make() -> list[nn.Module]:
@@ -350,7 +350,7 @@ class Net(nn.Module):
             module.bias.zero_()
 
 
-def test_a_model_that_its_constructor_initialises() -> None:
+def test_a_model_that_its_constructor_initializes() -> None:
     with Building(0) as inside:
         model, aside = Net(), nn.Linear(3, 3)
         other = copy.deepcopy(aside)

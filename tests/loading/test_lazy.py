@@ -256,7 +256,7 @@ WRITES: dict[str, Step] = {
     "copy": lambda t: t.copy_(torch.zeros(4, 6)),
     "copy of another lazy one": lambda t: t.copy_(in_memory(torch.zeros(4, 6))),
     "data": lambda t: t.data.mul_(2),
-    "initialisation": lambda t: torch.nn.init.normal_(t),
+    "initialization": lambda t: torch.nn.init.normal_(t),
     "out": lambda t: torch.add(torch.ones(4, 6), 1, out=t),
     "shape": lambda t: t.transpose_(0, 1),
     "several": lambda t: torch._foreach_mul_([torch.ones(2), t], 2.0),

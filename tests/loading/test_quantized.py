@@ -26,7 +26,7 @@ from hf_zero.zero.layout.attributes import parts_of
 from tests.helpers.processes import run_processes, say
 from tests.loading.cases import let_go, load
 from tests.loading.counting import counting
-from tests.ranks.test_quantised import alike
+from tests.ranks.test_quantized import alike
 
 pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
 

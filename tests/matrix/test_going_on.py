@@ -9,7 +9,7 @@ from tests.helpers import launched
 from tests.helpers.cells import fast
 
 SCRIPT = Path(__file__).parent / "scripts" / "going_on.py"
-SIGNALLED = SCRIPT.with_name("signalled.py")
+SIGNALED = SCRIPT.with_name("signaled.py")
 A_STEP, AT, STEPS, PATIENCE = 8, 3, 7, 300.0
 
 
@@ -107,7 +107,7 @@ def test_from_the_memory_of_other_ranks(saved, tmp_path):
 
 def test_every_route_saves_at_one_step_on_a_signal(tmp_path):
     """To one rank, in a forward; each run is resumed."""
-    reports = launched.torchrun(SIGNALLED, tmp_path)
+    reports = launched.torchrun(SIGNALED, tmp_path)
     for one, other in zip(*(found["runs"] for found in reports), strict=True):
         assert one == other and one["code"] == 85 and one["step"] >= 3, (one, other)
         assert one["restored"] and (one["again"], one["after"]) == (None, one["step"] + 2), one

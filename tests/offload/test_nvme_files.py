@@ -83,7 +83,7 @@ def test_extents_hold_what_was_written_and_begin_as_zeros(backend, tmp_path):
         extents[-1].read(start, out).wait()
         assert torch.equal(out, data[-1][start:stop])
     for extent, values in zip(extents, data):
-        assert torch.equal(content(extent), values), "a neighbour was written"
+        assert torch.equal(content(extent), values), "a neighbor was written"
     files.close()
 
 

@@ -57,7 +57,7 @@ def test_memory_is_what_was_asked_for_and_there(populate, monkeypatch):
         mapping = mapping_of(tensor.data_ptr())
         assert mapping is not None
         assert nbytes <= arena.nbytes < nbytes + os.sysconf("SC_PAGE_SIZE")
-        # the kernel shows the memory of neighbouring arenas, which is resident too, as one mapping
+        # the kernel shows the memory of neighboring arenas, which is resident too, as one mapping
         size, there = (int(mapping[key].split()[0]) * 1024 for key in ("Size", "Rss"))
         assert arena.nbytes <= size == there
         assert abs(grown - nbytes) <= max(0.05 * nbytes, MB)

@@ -201,7 +201,7 @@ def test_every_class_keeps_its_numbers_on_every_rank_and_skips_steps_that_overfl
         it = world(case, **({} if fused else {"foreach": True, **unfused(case)}))
         if fused and case in FUSED:
             assert all(group["fused"] is True for bound in it.bound for group in bound.groups)
-        # The first step too: torch's fused SGD would leave its momentum buffers uninitialised.
+        # The first step too: torch's fused SGD would leave its momentum buffers uninitialized.
         for found_inf in (1.0, 0.0, 3.0, 0.0):
             it.step(scale=64.0, found_inf=found_inf)
         it.assert_equal(**CLOSE)

@@ -36,7 +36,7 @@ from tests.helpers.sequences import (
     Ranks,
     SequenceJob,
     gpt2,
-    half_labelled,
+    half_labeled,
     llama,
     packed,
     padded,
@@ -57,7 +57,7 @@ JOBS = {
     "one head of keys": SequenceJob(partial(llama, kv_heads=1)),
     "packed": SequenceJob(uncached, packed),
     "padding, learned positions": SequenceJob(gpt2, padded),
-    "labels of half": SequenceJob(llama, half_labelled),
+    "labels of half": SequenceJob(llama, half_labeled),
     "packed windows": SequenceJob(windows, packed),
 }
 # name, ranks, stage, accumulation

@@ -77,7 +77,7 @@ def test_a_rank_reads_its_own_layers_alone(as_rank, tmp_path):
     assert held == dict(whole.named_parameters()).keys()
 
 
-def test_a_rank_initialises_its_own_layers_alone(as_rank, monkeypatch):
+def test_a_rank_initializes_its_own_layers_alone(as_rank, monkeypatch):
     monkeypatch.setattr(building, "SMALL_BYTES", 0)
     made: list[int] = []
     real = Filled.whole

@@ -34,7 +34,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import (
     Ranks,
     SequenceJob,
-    half_labelled,
+    half_labeled,
     llama,
     mixtral,
     packed,
@@ -60,7 +60,7 @@ def padded_inside(at):
 JOBS = {
     "llama": SequenceJob(llama),
     "packed, one head of keys": SequenceJob(partial(llama, kv_heads=1, use_cache=False), packed),
-    "a rank without labels": SequenceJob(llama, half_labelled),
+    "a rank without labels": SequenceJob(llama, half_labeled),
     # positions that the model counts from its padding: in a table, in embeddings
     "roberta": SequenceJob(partial(tiny, "roberta", pad_token_id=1), padded_inside),
 }
@@ -114,7 +114,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "adapters, offload": (adapted, plain, {"zero_optimization": {"stage": 3, **OFFLOAD}}),
     "recomputed documents": (partial(llama, use_cache=False), packed, BLOCKS),
-    "no logits, a rank without labels": (llama, half_labelled, {"kernels": ["loss"]}),
+    "no logits, a rank without labels": (llama, half_labeled, {"kernels": ["loss"]}),
     "all kernels, tied": (
         qwen3,
         plain,

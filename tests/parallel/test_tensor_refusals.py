@@ -58,7 +58,7 @@ def adapted(model, **settings):
     return peft.get_peft_model(model, peft.LoraConfig(r=2, **settings))
 
 
-def quantised():
+def quantized():
     model = llama()
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = nn.Parameter(torch.zeros(48, 32, dtype=torch.int8), requires_grad=False)
@@ -117,7 +117,7 @@ CALLS: dict[str, tuple[int, Any, Any, str]] = {
     "an unknown name": (2, gpt2, planned({"c_atn": None}), "c_atn"),
     "tied": (2, lambda: llama(tied=True), planned({"lm_head": None}), "are one parameter"),
     "no plan": (2, lambda: nn.Linear(4, 4), cut, "no tensor-parallel plan"),
-    "quantised": (2, quantised, cut, "quantised"),
+    "quantized": (2, quantized, cut, "quantized"),
     "a class": (1, llama, lambda model: cut(transformers.LlamaForCausalLM), "LlamaForCausalLM"),
     "ranks": (1, llama, cut, "does not divide the 1 rank"),
     "two sizes": (2, llama, lambda model: engine_of(tensor_parallel={"autotp_size": 1})(cut(model)),
@@ -127,7 +127,7 @@ CALLS: dict[str, tuple[int, Any, Any, str]] = {
     "a cache that is a tuple": (2, llama, called_with_a_cache(0), "is a tuple, of which"),
     "sequences were shared before": (4, llama, shared_sequences, "after hf_zero.tensor_parallel"),
     "few bits": (2, mixtral, engine_of(3, quantize_training=BITS, **TP), "scales of rounded"),
-    "quantisation-aware": (
+    "quantization-aware": (
         2, llama, engine_of(quantization_aware_training={"config": "int8_weight"}, **TP),
         "tensor-parallel rank"),
     "float8": (2, llama, engine_of(float8_training={"recipe": "tensorwise"}, **TP),

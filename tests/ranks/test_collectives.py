@@ -1,5 +1,5 @@
 """Communication: number, order and bytes of the collectives of a step are those of the stage
-table. Host synchronisations of a step: none where no number was asked for.
+table. Host synchronizations of a step: none where no number was asked for.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ def held(codec, numel):
     """The error of a codec of ``numel`` elements."""
     out = torch.zeros(numel)
     if codec.error is not None:
-        codec._blocks.dequantise(codec.error, out)
+        codec._blocks.dequantize(codec.error, out)
     return out
 
 
@@ -315,7 +315,7 @@ def test_messages_and_errors_are_those_of_the_equations(dtype, rows):
         values, before = torch.randn(numel).to(dtype), held(codec, numel)
         asked = values.to(torch.float32, copy=True)
         if codec.error is not None:
-            codec._blocks.dequantise(codec.error, asked, add=True)
+            codec._blocks.dequantize(codec.error, asked, add=True)
         torch.testing.assert_close(asked, values.float() + before)
         said, alone, without = torch.empty(numel), torch.empty(numel), torch.empty(numel)
         codec.decode(codec.encode(values, rows), said)

@@ -146,7 +146,7 @@ def penalty(model):
     return 0.1 * model.head.weight.float().square().sum()
 
 
-def penalise(model, backward=torch.Tensor.backward):
+def penalize(model, backward=torch.Tensor.backward):
     with hf_zero.GatheredParameters(model.head.weight):
         term = penalty(model)
     backward(term)
@@ -183,12 +183,12 @@ def test_what_asks_for_gradients_finds_it(rank, model, stage):
     penalty(plain).backward()
     want = plain.head.weight.grad
     engine = start(model, adamw(model), config_of(stage))
-    penalise(model)
+    penalize(model)
     assert engine.gradient_norm() == pytest.approx(float(want.norm()), rel=1e-6)
-    penalise(model)
+    penalize(model)
     found = {"head.weight": full_grads(engine)["head.weight"]}
     compare_tensors("gradient", found, {"head.weight": 2 * want})
-    penalise(model)
+    penalize(model)
     with pytest.raises(PartitionError, match=r"the gradient of head\.weight has been taken in"):
         _ = model.head.weight.grad  # the last backward's would be a third of it
     engine.zero_grad()

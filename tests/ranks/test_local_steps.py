@@ -1,5 +1,5 @@
 """0/1 Adam's local steps: ranks that are threads do what the equations say, send nothing between
-synchronisations, and have the same weights after each.
+synchronizations, and have the same weights after each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan
 
 BEGIN, STEPS = 4, 12  # steps before the first local one, and in all
-SYNCHRONISED = (6, 8, 12)
+SYNCHRONIZED = (6, 8, 12)
 NAME = "blocks.0.up.weight"
 
 
@@ -94,8 +94,8 @@ def test_steps_are_those_of_the_equations():
                     slot, used = layout.by_name[NAME], answer[number][4].reshape(-1)
                     near(used, whole.computed(rank)[slot.offset : slot.end])
             whole.local(grads, number + 1, divisors)
-            if number + 1 in SYNCHRONISED:
-                whole.synchronise(number + 1)
+            if number + 1 in SYNCHRONIZED:
+                whole.synchronize(number + 1)
                 for rank, answer in enumerate(answers):
                     near(answer[number][1][key]["error"], whole.errors[rank])
             for name, wanted in (("master", whole.weights), ("average", whole.average)):
@@ -105,7 +105,7 @@ def test_steps_are_those_of_the_equations():
             assert all(torch.equal(full, fulls[0]) for full in fulls)
     used = [[answer[number][4] for answer in answers] for number in range(BEGIN, STEPS)]
     for number, (one, other, *_) in enumerate(used, BEGIN):
-        assert torch.equal(one, other) == (number in (BEGIN, *SYNCHRONISED)), number
+        assert torch.equal(one, other) == (number in (BEGIN, *SYNCHRONIZED)), number
 
 
 def test_bytes_of_a_step(monkeypatch):
@@ -122,7 +122,7 @@ def test_bytes_of_a_step(monkeypatch):
             run_steps(engine, rank, [number])
             if number < BEGIN + 1:  # which gathers what all ranks need once
                 continue
-            if number + 1 not in SYNCHRONISED:
+            if number + 1 not in SYNCHRONIZED:
                 assert not sent[rank] and not stats.log, number
                 continue
             one_bit = one_bit_steps(engine)
@@ -132,7 +132,7 @@ def test_bytes_of_a_step(monkeypatch):
             for name, nbytes in sent[rank]:
                 moved["all_to_all" if "all_to_all" in name else name[:10]] += nbytes
             assert moved == {"all_to_all": size, "all_gather": size}
-            # the norm, what was used in the step, and since the last synchronisation
+            # the norm, what was used in the step, and since the last synchronization
             assert 0 < sum(nbytes for name, _, nbytes in stats.log if name == "all_reduce") < 300
 
     on_ranks(3, run)
@@ -176,7 +176,7 @@ def test_a_read_of_counted_state_leaves_the_notes_of_groups():
 
 
 def test_unused_parameters_stay():
-    """Since the last synchronisation on any rank; one that any rank has used moves."""
+    """Since the last synchronization on any rank; one that any rank has used moves."""
 
     def run(rank, model):
         engine = started(model)
@@ -193,7 +193,7 @@ def test_unused_parameters_stay():
         run_steps(engine, rank, range(12, 17))
         assert not torch.equal(left, before)
         local = {name: p.detach().clone() for name, p in model.named_parameters()}
-        state = dict(engine.consolidated())  # a read of the whole model synchronises
+        state = dict(engine.consolidated())  # a read of the whole model synchronizes
         assert not one_bit_steps(engine)._local.pending
         assert not torch.equal(state[NAME], local[NAME])
         assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())

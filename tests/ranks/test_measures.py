@@ -22,6 +22,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from hf_zero.measures.utilization import flops_per_token
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from upath import UPath
@@ -32,7 +33,7 @@ from hf_zero.distributed import world_group
 from hf_zero.distributed.collectives import Handle
 from hf_zero.errors import CheckpointError, ConfigError, RankMismatchError
 from hf_zero.logging import logger
-from hf_zero.measures import trace, utilisation
+from hf_zero.measures import trace, utilization
 from hf_zero.measures.collectives import FIGURES, wire_bytes
 from hf_zero.measures.metrics_file import (
     NAME,
@@ -43,7 +44,6 @@ from hf_zero.measures.metrics_file import (
     read_rows,
 )
 from hf_zero.measures.run_record import WarningRecords
-from hf_zero.measures.utilisation import flops_per_token
 from tests.helpers.cells import in_turn
 from tests.helpers.commands import completed
 from tests.helpers.engines import config_of, start
@@ -582,7 +582,7 @@ def test_times_of_a_window_that_a_load_ends_are_in_no_other(rank, model, tmp_pat
     engine.destroy()
 
 
-# ---- utilisation, traces ----
+# ---- utilization, traces ----
 
 
 def test_operations_of_a_token_are_those_that_torch_counts():
@@ -601,7 +601,7 @@ def test_operations_of_a_token_are_those_that_torch_counts():
 
 
 def test_peaks_are_those_of_the_named_device(monkeypatch):
-    cuda, peaks = torch.device("cuda"), dict(utilisation.PEAKS)
+    cuda, peaks = torch.device("cuda"), dict(utilization.PEAKS)
     for name, row in (
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
@@ -618,14 +618,14 @@ def test_peaks_are_those_of_the_named_device(monkeypatch):
         *(("NVIDIA " + name, None) for name in ("RTX A1000", "RTX A4000", "T400 4GB", "L400")),
     ):
         monkeypatch.setattr(
-            utilisation.kinds, "properties", lambda _, n=name: SimpleNamespace(name=n)
+            utilization.kinds, "properties", lambda _, n=name: SimpleNamespace(name=n)
         )
         wanted = None if row is None else peaks[row] * 1e12
-        assert utilisation.peak_flops(cuda, "bf16") == wanted, name
-        assert utilisation.peak_flops(cuda, "fp32") is None
+        assert utilization.peak_flops(cuda, "bf16") == wanted, name
+        assert utilization.peak_flops(cuda, "fp32") is None
 
 
-def test_utilisation_of_a_given_peak(heard_in_full):
+def test_utilization_of_a_given_peak(heard_in_full):
     def run(rank, model):
         section = {"enabled": True, "peak_tflops": 1e-6, "flops_per_token": 1e3}
         engine, ids = start(model, adamw(model), config_of(2, metrics=section)), tokens(0, 0, rank)

@@ -84,7 +84,7 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
     assert max(taken for *_, taken in seen) <= room
     homes, allocations, _ = seen[-1]
     assert sum(homes) > 1 and not all(homes)
-    assert allocations == [1, 1], "neighbours, which one launch updates"
+    assert allocations == [1, 1], "neighbors, which one launch updates"
 
 
 @in_turn(

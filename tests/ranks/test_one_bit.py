@@ -90,7 +90,7 @@ def test_a_resumed_run_goes_on_as_the_saved_one(kind, ranks, precision, at, tmp_
 
     def run(rank, model, resumes):
         engine, states = opened(model, kind, plan), []
-        # ends between two synchronisations, and in momenta of its own
+        # ends between two synchronizations, and in momenta of its own
         run_steps(engine, rank, range((9 if kind == "local steps" else 2) if resumes else at))
         if resumes:
             engine.load_checkpoint(tmp_path, tag="saved")

@@ -78,7 +78,7 @@ def test_matrices_that_stay_whole_begin_at_128_bytes(stage, precision):
     on_ranks(2, run, build=lambda: seeded(lambda: Stack(3, 9)))
 
 
-def travelled(stage, blocks, depth=9):
+def traveled(stage, blocks, depth=9):
     """How many (gathers, reductions) the fourth step has on each of two ranks."""
 
     def run(rank, model):
@@ -103,14 +103,14 @@ def test_they_travel_together_and_small_units_share_a_message(stage):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrap, "PACKED_UNITS", 0)
         # a root and three units
-        assert travelled(stage, 3) == ({0: 0, 1: 4, 2: 4, 3: 6}[stage], 4)
+        assert traveled(stage, 3) == ({0: 0, 1: 4, 2: 4, 3: 6}[stage], 4)
     assert sum(p.numel() for p in Stack(0).parameters()) < 2 * BLOCK
     # nine units of one block each, then the root; three units, and the root
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrap, "PACKED_UNITS", 4)
-        assert travelled(stage, 1) == ({0: 0, 1: 3, 2: 3, 3: 18}[stage], 3)
-        assert travelled(stage, 3)[1] == 1
-    assert travelled(stage, 1)[1] == 1
+        assert traveled(stage, 1) == ({0: 0, 1: 3, 2: 3, 3: 18}[stage], 3)
+        assert traveled(stage, 3)[1] == 1
+    assert traveled(stage, 1)[1] == 1
 
 
 @in_turn("stage, together, most", [(2, 0, 76), (3, 0, 141), (2, 20, 7), (3, 20, 21)])

@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 
 
-def initialise(model, memory):
+def initialize(model, memory):
     nn.init.constant_(model.blocks[0].norm.weight, 0.5)
     nn.init.eye_(model.head.weight)
 
@@ -92,7 +92,7 @@ def exchange(model, memory):
 
 
 WRITES = [
-    initialise,
+    initialize,
     assign,
     transpose,
     vector,
@@ -168,7 +168,7 @@ def test_what_is_written_after_a_step_is_what_the_next_one_updates(write, stage,
     expect(by_hand(write, precision), run, build=lambda: seeded(Squared), **limits)
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     """A layer whose forward puts its weight on the unit sphere by assignment, or in place."""
 
     def __init__(self, assigns):
@@ -186,7 +186,7 @@ class Normalised(nn.Module):
 
 
 class Codebook(nn.Module):
-    """A frozen table that moves towards what it is given, as vector quantisers do."""
+    """A frozen table that moves towards what it is given, as vector quantizers do."""
 
     def __init__(self):
         super().__init__()
@@ -204,7 +204,7 @@ class ForwardWrites(nn.Module):
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(9, 8, max_norm=0.5)
-        layers = [Normalised(True), Codebook(), Normalised(False), nn.Linear(8, 8)]
+        layers = [Normalized(True), Codebook(), Normalized(False), nn.Linear(8, 8)]
         self.blocks = nn.ModuleList(layers)
 
     def forward(self, step):
@@ -251,7 +251,7 @@ def test_a_forward_that_writes_at_stage_3_in_bf16_reaches_the_master_weights(ran
     engine(1)
     for index in (0, 2):
         norms = hf_zero.safe_get_full_fp32_param(model.blocks[index].weight).norm(dim=1)
-        assert (norms - 1).abs().max() < 1e-2, f"block {index} is not normalised: {norms}"
+        assert (norms - 1).abs().max() < 1e-2, f"block {index} is not normalized: {norms}"
 
 
 @in_turn("stage", (1, 3))
@@ -286,7 +286,7 @@ def test_what_is_written_is_saved_and_read_before_the_next_step(rank, model, sta
 
 @on_each_rank(1)
 def test_data_of_another_kind_is_refused_but_of_a_frozen_parameter(rank, model):
-    """Libraries cast biases of quantised layers in their forward."""
+    """Libraries cast biases of quantized layers in their forward."""
     frozen, bias = model.blocks[0].up.bias.requires_grad_(False), model.head.bias
     engine = start(model, plain_sgd(model), config_of(2))
     engine.backward(squared(engine, At(0, 0, 0)))

@@ -24,7 +24,7 @@ from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack
 from tests.helpers.packed import RowsOfBytes
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, stack
-from tests.ranks.test_quantised import adam, adapters, alike
+from tests.ranks.test_quantized import adam, adapters, alike
 
 RANKS, STEPS = 2, 3
 
@@ -38,18 +38,18 @@ def one_process():
 def of_torchao(name: str) -> Callable[[nn.Linear], nn.Linear]:
     quantization = pytest.importorskip("torchao.quantization", reason="pip install torchao")
 
-    def quantised(linear: nn.Linear) -> nn.Linear:
+    def quantized(linear: nn.Linear) -> nn.Linear:
         quantization.quantize_(linear, getattr(quantization, name)())
         return linear
 
-    return quantised
+    return quantized
 
 
 def of_bitsandbytes(**bits: Any) -> Callable[[nn.Linear], nn.Linear]:
     """Layers of 4 bits with the settings ``bits``, or of int8."""
     layers = pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes").nn
 
-    def quantised(linear: nn.Linear) -> nn.Linear:
+    def quantized(linear: nn.Linear) -> nn.Linear:
         weight, sizes = linear.weight.detach(), (linear.in_features, linear.out_features)
         if bits:
             made = layers.Linear4bit(*sizes, **bits)
@@ -61,13 +61,13 @@ def of_bitsandbytes(**bits: Any) -> Callable[[nn.Linear], nn.Linear]:
         made.bias = linear.bias
         return made
 
-    return quantised
+    return quantized
 
 
 NF4 = {"quant_type": "nf4", "compress_statistics": True, "quant_storage": torch.uint8}
 FP4 = {"quant_type": "fp4", "compress_statistics": False, "quant_storage": torch.bfloat16}
 KINDS: dict[str, Callable[[], Callable[[nn.Linear], nn.Linear]]] = {
-    "stand-in": lambda: RowsOfBytes.quantised,
+    "stand-in": lambda: RowsOfBytes.quantized,
     "torchao int8": lambda: of_torchao("Int8WeightOnlyConfig"),
     "torchao float8": lambda: of_torchao("Float8WeightOnlyConfig"),
     "bitsandbytes int8": of_bitsandbytes,
@@ -78,14 +78,14 @@ KINDS: dict[str, Callable[[], Callable[[nn.Linear], nn.Linear]]] = {
 
 def build(kind: str = "stand-in", width: int = 160) -> Callable[[], Any]:
     """A stack with a row of more than 256 outputs in each block."""
-    quantised = KINDS[kind]()
+    quantized = KINDS[kind]()
 
     def made() -> Any:
         with torch.random.fork_rng():
             torch.manual_seed(1234)
             model = Stack(width=width)
             for block in model.blocks:
-                block.up, block.down = quantised(block.up), quantised(block.down)
+                block.up, block.down = quantized(block.up), quantized(block.down)
             config = peft.LoraConfig(
                 r=4, target_modules=["up", "down", "head"], init_lora_weights=False
             )

@@ -2,7 +2,7 @@
 patterns, and for a PEFT model the adapters alone, under the names of PEFT's file.
 
 Checkpoints of hf-zero list the adapters' tensors (``export.adapters`` in the manifest). In others
-they are recognised by the names of LoRA and IA3 and the configuration beside the checkpoint.
+they are recognized by the names of LoRA and IA3 and the configuration beside the checkpoint.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 difficulty; metrics that count each sample once, schedulers that count each batch once.
 
 [Note: one data-parallel rank]
-Neighbouring tensor-parallel ranks are one data-parallel rank: rank r of n reads as rank r // size
+Neighboring tensor-parallel ranks are one data-parallel rank: rank r of n reads as rank r // size
 of n // size. Accelerate distributes batches by the two numbers passed to ``prepare_data_loader``,
 which :func:`share_out` divides. A dispatching loader takes them from the process state instead:
 rank 0 reads for all, and every rank slices its part out of the data it is sent. It therefore gets a

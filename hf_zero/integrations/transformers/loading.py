@@ -201,7 +201,7 @@ def open_lazily(
     if loading is not None and expected_keys is None and loads_in_shards:
         log_zero3()
     # Not lazily: a given state dict is in memory already; other quantizers pack whole weights;
-    # adapters, recognised by their expected keys, are small and not finalized.
+    # adapters, recognized by their expected keys, are small and not finalized.
     lazily = (
         loading is not None
         and loading.shards

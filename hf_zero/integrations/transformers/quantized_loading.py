@@ -1,4 +1,4 @@
-"""Weights of bitsandbytes and of torchao, quantised from their files straight into shards.
+"""Weights of bitsandbytes and of torchao, quantized from their files straight into shards.
 
 The operations of transformers' loader that make such a weight get lazy tensors. They run on one
 block or two rows, or without the packed bytes, and so give the class, the attributes and the
@@ -77,7 +77,7 @@ def quantize_in_shards(
     model: PreTrainedModel | None = None,
     **kwargs: object,
 ) -> dict[str, Weights]:
-    """Wraps ``Bnb4bitQuantize.convert``: a lazy weight is quantised while it is read."""
+    """Wraps ``Bnb4bitQuantize.convert``: a lazy weight is quantized while it is read."""
     converted: dict[str, Weights] = {}
     for name, value in input_dict.items():
         weight = _only(value)
@@ -90,7 +90,7 @@ def quantize_in_shards(
         result = original(self, {name: sample}, full_layer_name, model, **kwargs)
         # GPT-2's Conv1D has its weight transposed
         turned = result[name].quant_state.shape[0] == block
-        converted[name] = _quantised(result[name], weight.T if turned else weight)  # type: ignore[arg-type]
+        converted[name] = _quantized(result[name], weight.T if turned else weight)  # type: ignore[arg-type]
     return converted
 
 
@@ -102,7 +102,7 @@ def quantize_rows_in_shards(
     full_layer_name: str | None = None,
     **kwargs: object,
 ) -> dict[str, Weights]:
-    """Wraps ``Bnb8bitQuantize.convert``: a lazy weight is quantised while it is read."""
+    """Wraps ``Bnb8bitQuantize.convert``: a lazy weight is quantized while it is read."""
     converted: dict[str, Weights] = {}
     for name, value in input_dict.items():
         weight = _only(value)
@@ -138,9 +138,9 @@ def quantize_parts_in_shards(
     missing_keys: object = None,
     **kwargs: object,
 ) -> dict[str, Weights]:
-    """Wraps ``TorchAoQuantize.convert``: a lazy weight is quantised while it is read.
+    """Wraps ``TorchAoQuantize.convert``: a lazy weight is quantized while it is read.
 
-    Raises ConfigError for a configuration that does not quantise each row alone.
+    Raises ConfigError for a configuration that does not quantize each row alone.
     """
     ((name, value),) = input_dict.items()
     weight = _only(value)
@@ -167,7 +167,7 @@ def quantize_parts_in_shards(
     sample, empty = module._parameters[key], copy.copy(module)  # an engine changes the module
     assert sample is not None
 
-    def quantised(part: torch.Tensor) -> dict[str, torch.Tensor]:
+    def quantize_part(part: torch.Tensor) -> dict[str, torch.Tensor]:
         shell = copy.copy(empty)
         shell._parameters = {key: nn.Parameter(part, requires_grad=False), "bias": None}
         importlib.import_module("torchao.quantization").quantize_(shell, *args, **more)
@@ -175,7 +175,7 @@ def quantize_parts_in_shards(
         assert built is not None
         return {part: getattr(built, part) for part in parts_of(built)}
 
-    both, alone = quantised(rows), [quantised(row[None]) for row in rows]
+    both, alone = quantize_part(rows), [quantize_part(row[None]) for row in rows]
     if not _is_by_rows(both, alone):
         raise ConfigError(
             f"{type(args[0]).__name__} of torchao does not quantize each row of "
@@ -183,7 +183,7 @@ def quantize_parts_in_shards(
             "Int8WeightOnlyConfig or Float8WeightOnlyConfig, or "
             "BitsAndBytesConfig(load_in_4bit=True)"
         )
-    parts = {part: LazyTensor(of) for part, of in _in_rows(weight, quantised, both).items()}
+    parts = {part: LazyTensor(of) for part, of in _in_rows(weight, quantize_part, both).items()}
     quantized = of_parts(sample, parts, weight.shape)
     quantized.__dict__["_is_hf_initialized"] = True
     module._parameters[key] = quantized
@@ -204,17 +204,17 @@ def _is_by_rows(both: dict[str, torch.Tensor], alone: list[dict[str, torch.Tenso
 
 def _in_rows(
     source: LazyTensor,
-    quantised: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+    quantized: Callable[[torch.Tensor], dict[str, torch.Tensor]],
     sample: dict[str, torch.Tensor],
 ) -> dict[str, Expression]:
-    """Return the tensors that ``quantised`` makes of rows of ``source`` [rows, width], as it makes
+    """Return the tensors that ``quantized`` makes of rows of ``source`` [rows, width], as it makes
     ``sample`` of two.
     """
     count, width = source.shape
 
     def of(name: str, part: torch.Tensor) -> Expression:
         def encode(values: torch.Tensor) -> torch.Tensor:
-            return quantised(values.view(-1, width))[name]
+            return quantized(values.view(-1, width))[name]
 
         shape = (count, *part.shape[1:])
         return InBlocks(source.expression, encode, width, part.numel() // 2, shape, part.dtype)
@@ -245,7 +245,7 @@ def take_packed_in_shards(
     return result
 
 
-def _quantised(weight: Params4bit, source: LazyTensor) -> Params4bit:
+def _quantized(weight: Params4bit, source: LazyTensor) -> Params4bit:
     """Return ``weight``, a ``Params4bit`` of one block, with the values of ``source``."""
     import bitsandbytes
 

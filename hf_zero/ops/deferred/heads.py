@@ -146,7 +146,7 @@ class _LogProbabilities(torch.autograd.Function):
         axis: VocabularyAxis | None,
         numbers: tuple[object, ...],
         labels: torch.Tensor,
-        labelled: bool,
+        labeled: bool,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -156,9 +156,9 @@ class _LogProbabilities(torch.autograd.Function):
         )
         if axis is not None:
             log_probs, lse = _joined(axis, log_probs, lse, labels, weight.shape[0])
-        ctx.plain, ctx.numbers, ctx.labelled = plain, numbers, labelled
+        ctx.plain, ctx.numbers, ctx.labeled = plain, numbers, labeled
         ctx.save_for_backward(hidden, weight, bias, labels, lse)
-        return log_probs if labelled else lse.clone()
+        return log_probs if labeled else lse.clone()
 
     @staticmethod
     def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -167,7 +167,7 @@ class _LogProbabilities(torch.autograd.Function):
         if is_out_of_place(grad):
             return *[None] * 5, *recorded(ctx.plain, tensors, needs, grad)
         grads = torch.ops.hf_zero.linear_log_probs_backward(
-            grad if ctx.labelled else -grad, *tensors, labels, lse, *ctx.numbers, *needs
+            grad if ctx.labeled else -grad, *tensors, labels, lse, *ctx.numbers, *needs
         )
         return *[None] * 5, *(grad if one else None for grad, one in zip(grads, needs))
 

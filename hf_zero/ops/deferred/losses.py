@@ -65,10 +65,10 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
         loss = _summed(logits, form, labels, ignored, smoothing, reduction)
         return logits.used(loss, function, args, kwargs)
 
-    labelled = _kept_rows(labels, ignored)
+    labeled = _kept_rows(labels, ignored)
     source: Any = logits.reshape(-1, logits.shape[-1]) if logits.dim() != 2 else logits
-    if labelled is not None and reduction != "none":
-        rows, at = source[labelled], labels[labelled]
+    if labeled is not None and reduction != "none":
+        rows, at = source[labeled], labels[labeled]
     else:
         rows, at = source, labels
     form = find(rows.program, logits._records)
@@ -93,7 +93,7 @@ def _loss(function: Any, args: Any, kwargs: Any) -> Any:
         counts = (at != ignored).to(total.dtype)
         if weight is not None:
             counts = counts * weight[at.where(at != ignored, 0)].to(total.dtype)
-        # of no weight NaN, with torch's gradients: NaN of labelled rows, 0 of ignored ones
+        # of no weight NaN, with torch's gradients: NaN of labeled rows, 0 of ignored ones
         inverse = counts.sum().reciprocal()
         total = total * inverse + inverse * 0.0
     return logits.used(total.to(dtype), function, args, kwargs)
@@ -120,8 +120,8 @@ def _kept_rows(labels: torch.Tensor, ignored: int) -> torch.Tensor | None:
     """
     if not kinds.is_host(labels.device):
         return None
-    labelled = (labels != ignored).nonzero()[:, 0]
-    return None if labelled.numel() == labels.numel() else labelled
+    labeled = (labels != ignored).nonzero()[:, 0]
+    return None if labeled.numel() == labels.numel() else labeled
 
 
 def _divided(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def _summed(
         call_node = form.call
         if isinstance(inputs, DeferredOutput) and inputs.is_live():
             flat = inputs.reshape(-1, inputs.shape[-1])
-            hidden, counted = _labelled(flat, labels, ignored, call)
+            hidden, counted = _labeled(flat, labels, ignored, call)
             call_node = programs.CallNode(hidden, call)
         total = heads.on_head(form, call_node, body)
     if reduction == "mean":
@@ -170,15 +170,15 @@ def _summed(
     return total.to(_dtype_of_loss(logits))
 
 
-def _labelled(
+def _labeled(
     flat: Any, labels: torch.Tensor, ignored: int, call: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values of the rows of ``flat``, a deferred tensor, whose label counts, and their
     labels.
     """
-    labelled = _kept_rows(labels, ignored)
-    if labelled is not None:
-        return flat.rows(lambda rows: rows[labelled]), labels[labelled]
+    labeled = _kept_rows(labels, ignored)
+    if labeled is not None:
+        return flat.rows(lambda rows: rows[labeled]), labels[labeled]
     if kinds.is_host(labels.device) or graphs.arguments() is not None:  # no host reads the count
         return flat.value(), labels
     capacity = _CAPACITIES.setdefault(call.module, RowCapacity())

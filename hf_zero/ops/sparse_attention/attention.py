@@ -40,7 +40,7 @@ def sparse_attention(
     """Return softmax(q kᵀ · scale) v over the blocks of ``layout`` only.
 
     Shapes: q is [B, H, S, D]; k and v are [B, Hkv, S, D], where H is a multiple of Hkv and
-    neighbouring heads share; D is at most 256. The result is [B, H, S, D], laid out as [B, S, H,
+    neighboring heads share; D is at most 256. The result is [B, H, S, D], laid out as [B, S, H,
     D]. S need not be a multiple of the block. ``layout`` is a SparsityConfig or a tensor [heads or
     1, blocks, blocks], compiled at its first use (inside torch.compile, and for a tensor that is
     written to later, pass ``BlockLayout(tensor, block)``). ``causal`` None follows the

@@ -81,7 +81,7 @@ class Dispatches(HoldsParts):
 
 
 def expert_parallel(model: nn.Module, size: int) -> nn.Module:
-    """Distribute the experts of ``model`` in place over groups of ``size`` neighbouring ranks.
+    """Distribute the experts of ``model`` in place over groups of ``size`` neighboring ranks.
     Collective over all ranks.
 
     Ranks read different batches. Each rank sends its tokens to the ranks that hold their experts,

@@ -69,7 +69,7 @@ class Stage:
         self.device = messages.device
         self.submod = nn.Module()  # the schedules check whether it is an FSDP module
         self.has_backward = False
-        # read by schedules for messages to stages other than neighbours, which do not occur
+        # read by schedules for messages to stages other than neighbors, which do not occur
         self.args_recv_info: dict[int, tuple[object, ...]] = {0: ()}
         self.act_send_info: dict[int, list[object]] = {}
         # read by the schedules of torch 2.15 when they connect ranks, which StageMessages does
@@ -171,7 +171,7 @@ class Stage:
             self._before, self.stage_index - 1, micro_batch, gradients
         )
 
-    # ---- neighbours on the same rank ----
+    # ---- neighbors on the same rank ----
 
     def set_local_fwd_input(self, outputs: object, micro_batch: int) -> None:
         activations, single = _as_tuple(outputs)

@@ -152,14 +152,14 @@ def _dims_of(topology: ProcessTopology) -> ParallelDims:
     if topology.axes not in (["pipe", "data"], ["pipe", "data", "model"]):
         raise ConfigError(
             f"the axes of the topology are {topology.axes}; ranks are numbered by "
-            '["pipe", "data"] or ["pipe", "data", "model"], the last of which has neighbours'
+            '["pipe", "data"] or ["pipe", "data", "model"], the last of which has neighbors'
         )
     tensor = max(1, topology.get_dim("model"))
     dims = ParallelDims.over(
         topology.world_size(), tensor=tensor, pipeline=topology.get_dim("pipe")
     )
     groups = get_parallel()
-    # Stages may be added to tensor parallelism: its ranks are neighbours with and without stages.
+    # Stages may be added to tensor parallelism: its ranks are neighbors with and without stages.
     if groups is None or groups.dims in (dims, ParallelDims.over(dims.world, tensor=tensor)):
         return dims
     if max(groups.dims.sequence_context, groups.dims.expert) > 1:

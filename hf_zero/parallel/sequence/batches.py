@@ -115,7 +115,7 @@ def cut(batch: Any, rank: int, division: Division) -> dict[str, object]:
 
 
 def is_part(inputs: Mapping[str, object]) -> bool:
-    """Return whether the ``inputs`` of a forward are a part made by :func:`cut`: recognised by
+    """Return whether the ``inputs`` of a forward are a part made by :func:`cut`: recognized by
     their position_ids, or by ``shift_labels`` if a script has copied those.
     """
     return inputs.get("shift_labels") is not None or hasattr(inputs.get("position_ids"), _PART)

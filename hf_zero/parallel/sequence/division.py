@@ -14,7 +14,7 @@ AXIS, RING, SEQUENCE_CONTEXT = "sequence", "context", "sequence_context"  # axes
 
 @dataclass(frozen=True)
 class Division:
-    """Parts of a sequence on ``context`` x ``sequence`` ranks, those of ``sequence`` neighbours.
+    """Parts of a sequence on ``context`` x ``sequence`` ranks, those of ``sequence`` neighbors.
 
     A ring of ``context`` ranks divides a sequence into 2 x ``context`` chunks, of which rank r has
     the chunks r and -1 - r: with causal attention all ranks have equally much to compute. The

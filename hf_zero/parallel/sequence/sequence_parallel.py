@@ -65,7 +65,7 @@ def sequence_parallel(
     ``context_parallel_size`` in the configuration and call this afterwards without a size.
 
     Args:
-        size: number of neighbouring ranks that exchange tokens for heads in attention (Ulysses); it
+        size: number of neighboring ranks that exchange tokens for heads in attention (Ulysses); it
             must divide the number of ranks and the attention heads. None is 1 beside
             ``context_parallel_size``; without either, the current sizes of the job are used.
         context_parallel_size: number of ranks that pass keys and values around a ring in attention;
@@ -162,7 +162,7 @@ class SequenceParallel:
     def mean_loss(
         self, loss: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED
     ) -> torch.Tensor:
-        """Return the mean loss over the labelled tokens of all ranks of the group, from the mean
+        """Return the mean loss over the labeled tokens of all ranks of the group, from the mean
         ``loss`` over those of this rank. Collective over the group.
 
         ``labels``: this rank's, shifted. The gradient is ``size`` times that of this rank's share;

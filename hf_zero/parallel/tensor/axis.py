@@ -55,7 +55,7 @@ class TensorAxis:
     layers of a model and of its copies.
     """
 
-    is_rehearsed = False  # True: graphs are only analysed, never run
+    is_rehearsed = False  # True: graphs are only analyzed, never run
 
     def __init__(self, dim: MeshDim):
         self.dim = dim

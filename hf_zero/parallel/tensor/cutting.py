@@ -173,14 +173,14 @@ def _spread(
     name: str, parameter: torch.Tensor, dim: int, packed: int, rank: int, size: int
 ) -> Sharding:
     """Return the sharding of ``parameter`` with the part of ``rank``. Raises ConfigError if the
-    dimension does not divide, and for a quantised parameter, whose elements are not laid out like
+    dimension does not divide, and for a quantized parameter, whose elements are not laid out like
     those of its layer.
     """
     shape = tuple(parameter.shape)
     if not parameter.is_floating_point():
         raise ConfigError(
             f"{name} is {parameter.dtype}: tensor_parallel.autotp_size = {size} cannot cut a "
-            "quantised layer; load the model in bf16, or remove the key"
+            "quantized layer; load the model in bf16, or remove the key"
         )
     try:
         return sharding_of(parameter).further(shape, "tensor", dim, rank, size, packed)

@@ -50,7 +50,7 @@ ATTRIBUTE = "_hf_zero_tensor_part"
 class Part:
     """State of a sharded layer.
 
-    ``name``: its path in the model. ``inputs``: those shared with its neighbours, among which it
+    ``name``: its path in the model. ``inputs``: those shared with its neighbors, among which it
     has the number ``member``. ``random`` draws for activations that are parts, those after layers
     of the module ``between``; None: nothing draws. ``start`` and ``width``: range of the part, for
     the layers that need it.
@@ -92,7 +92,7 @@ class Sharded(HoldsParts):
 
 
 class ReadsWhole(Sharded):
-    """A linear layer with a whole input, which its neighbours may share."""
+    """A linear layer with a whole input, which its neighbors may share."""
 
     @property
     def separable_weight(self) -> nn.Parameter | None:

@@ -54,7 +54,7 @@ def tensor_parallel(
     plan: Mapping[str, str | None] | None = None,
     verify: bool = False,
 ) -> nn.Module:
-    """Split the layers of ``model`` in place over groups of ``size`` neighbouring ranks.
+    """Split the layers of ``model`` in place over groups of ``size`` neighboring ranks.
     Collective over all ranks.
 
     The ranks of a group must read the same batches; different groups read different ones. All ranks

@@ -160,7 +160,7 @@ def style_of(name: str, where: str) -> LayerStyle:
 
 def takes(style: LayerStyle, module: nn.Module) -> bool:
     """Return whether ``style`` supports ``module``; also its subclasses, whose forward may scale or
-    normalise inputs or outputs but is linear in its weight. Options of an embedding that read or
+    normalize inputs or outputs but is linear in its weight. Options of an embedding that read or
     change whole rows, or the counts of all tokens, are not supported.
     """
     if style.takes == "any" or style.runs is None:

@@ -123,7 +123,7 @@ def _complete_updates(engine: ShardedEngine, flats: Sequence[FlatBuffer]) -> Non
             "weights of an engine that was destroyed; take them before destroy(), or from the "
             "model after destroy(gather=True)"
         )
-    engine.optimizer_step.synchronise()
+    engine.optimizer_step.synchronize()
     for unit in dict.fromkeys(flat.unit for flat in flats):
         unit.wait_for_update()
         unit.take_user_writes()

@@ -420,7 +420,7 @@ class ModuleGuards:
             child._apply(fn)
         for parameter in module._parameters.values():
             if isinstance(parameter, OwnedParameter):
-                # scales of quantised weights keep their dtype in a cast of their module
+                # scales of quantized weights keep their dtype in a cast of their module
                 dtype = torch.uint8 if is_attached(parameter) else parameter.dtype
                 probe = fn(torch.empty(0, dtype=dtype, device=parameter.device))
                 if probe.dtype != dtype or probe.device != parameter.device:

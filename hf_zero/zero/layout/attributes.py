@@ -1,4 +1,4 @@
-"""Parameters with a class of their own, such as quantised weights, and the tensors among their
+"""Parameters with a class of their own, such as quantized weights, and the tensors among their
 attributes.
 
 Their bytes are laid out, sharded and gathered like any others, and so are large tensors among their
@@ -27,7 +27,7 @@ LARGEST_TABLE = 256  # elements: a table of the values of one byte; larger tenso
 
 
 class AttachedParameter(nn.Parameter):
-    """A tensor among the attributes of a quantised weight that is laid out, as a frozen parameter
+    """A tensor among the attributes of a quantized weight that is laid out, as a frozen parameter
     of the same module. Its class keeps it from being cast.
     """
 
@@ -57,7 +57,7 @@ def attached(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def register_attached(model: nn.Module, push_inverse: Callable[..., object] | None = None) -> None:
-    """Make the tensors among the attributes of the quantised weights of ``model`` frozen parameters
+    """Make the tensors among the attributes of the quantized weights of ``model`` frozen parameters
     of the same module, in place: tensors of more than :data:`LARGEST_TABLE` elements, and all that
     a weight without memory of its own consists of. Such a weight is an attribute of the module
     then.

@@ -57,7 +57,7 @@ def shape_of(parameter: nn.Parameter, cuts: Cuts) -> tuple[int, ...]:
 class PlannedExtensions:
     """The extensions that a plan reads; the defaults are for an engine without any.
 
-    codecs: of compressed collectives. node: number of neighbouring ranks of a shard group that form
+    codecs: of compressed collectives. node: number of neighboring ranks of a shard group that form
     a mesh dimension of their own, for gathers. hierarchical: the configuration key that asks for
     gathers across hosts and then within each, if any. needs_one_mesh: configuration keys in use
     whose messages go over one mesh of all ranks, so that they exclude tensor, expert and pipeline
@@ -121,7 +121,7 @@ class FlatPlan:
 
 class KeptState(NamedTuple):
     """A per-element state of the optimizer: the first ``group`` that keeps it, its dtype on the
-    device, and its unquantised dtype where offloaded.
+    device, and its unquantized dtype where offloaded.
     """
 
     group: int
@@ -345,7 +345,7 @@ class EnginePlan:
 
         Raises ConfigError for moments that are kept in fp32 only, and configured in fewer bits.
         """
-        others, formats = self._unquantised_sub_groups(flat), [StorageFormat(flat.spec.wide)]
+        others, formats = self._unquantized_sub_groups(flat), [StorageFormat(flat.spec.wide)]
         for name, (group, _, dtype) in self.moments_of(flat).items():
             how = stored_format(self._entries, self.rules.moments, group, name, dtype, others)
             formats.append(how)
@@ -357,7 +357,7 @@ class EnginePlan:
             for number, (start, stop) in enumerate(pieces)
         ]
 
-    def _unquantised_sub_groups(self, flat: FlatPlan) -> frozenset[int] | None:
+    def _unquantized_sub_groups(self, flat: FlatPlan) -> frozenset[int] | None:
         """Return the indices of the offloaded sub-groups of ``flat`` without parameters that have
         8-bit moments; None if no sub-group has any.
         """

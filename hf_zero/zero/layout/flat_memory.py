@@ -18,7 +18,7 @@ from hf_zero.zero.layout.training_state import gradient_memories
 
 class FlatMemory:
     """Memory for ``flats``, the flat buffers of ``plan``, each of which must take its parts once
-    and in this order: neighbours of one dtype are adjacent, whole buffers up to their alignment. If
+    and in this order: neighbors of one dtype are adjacent, whole buffers up to their alignment. If
     files hold some of it, the constructor reserves disk space (collective) and raises
     DiskSpaceError if there is not enough.
     """
@@ -63,7 +63,7 @@ class FlatMemory:
         )
 
     def full(self, flat: FlatBuffer) -> torch.Tensor:
-        """Return memory for the whole buffer of ``flat``, [padded], uninitialised."""
+        """Return memory for the whole buffer of ``flat``, [padded], uninitialized."""
         if flat.sharded:
             return torch.empty(flat.layout.padded, dtype=flat.dtype, device=self._device)
         return next(self._full)

@@ -159,14 +159,14 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and has_values:
                 raise PartitionError(
-                    f"buffer {name} of {type(module).__name__} is on the meta device; initialise "
+                    f"buffer {name} of {type(module).__name__} is on the meta device; initialize "
                     "the model's buffers before hf_zero.initialize"
                 )
     for spec in specs:
         for name, parameter in spec.parameters:
             if parameter.is_meta and has_values:
                 raise PartitionError(
-                    f"parameter {name} is on the meta device and has no values; load or initialise "
+                    f"parameter {name} is on the meta device and has no values; load or initialize "
                     "the model before hf_zero.initialize"
                 )
             if parameter.requires_grad and parameter.dtype not in CASTABLE:

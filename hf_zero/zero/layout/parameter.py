@@ -9,7 +9,7 @@ everything else. Autograd's saved references are to the tensor, not to its Pytho
 the change.
 
 [Note: parameters of a class of their own]
-Quantised weights are often a subclass of ``nn.Parameter`` with attributes that define how to read
+Quantized weights are often a subclass of ``nn.Parameter`` with attributes that define how to read
 the bytes. Such a parameter keeps its class, its attributes and the name of its class: while an
 engine owns it, its class inherits from both the engine's and its own.
 """

@@ -12,7 +12,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.declared import declared
 from hf_zero.zero.layout.parameter import given_class
 
-# smaller floats are quantised weights, handled as raw bytes
+# smaller floats are quantized weights, handled as raw bytes
 CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,7 +57,7 @@ def compute_dtype(
     name: str, parameter: torch.Tensor, precision: str, in_fp32: Container[str]
 ) -> torch.dtype:
     """Return the dtype that ``parameter`` computes in: the configured one, fp32 for names in
-    ``in_fp32``, the own one of raw (quantised) and of frozen fp64 parameters.
+    ``in_fp32``, the own one of raw (quantized) and of frozen fp64 parameters.
 
     Raises ConfigError for a 16-bit trainable parameter in fp32 training: its updates would vanish
     without a master copy.

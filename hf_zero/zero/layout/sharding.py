@@ -249,7 +249,7 @@ def written(module: nn.Module) -> dict[str, object]:
 
 def persistent_buffers(module: nn.Module, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Return the tensors in ``state_dict`` that are not parameters, under every name they have
-    there: buffers, the state of quantised weights.
+    there: buffers, the state of quantized weights.
 
     Tensors that accompany a parameter named in ``without`` are left out.
     """

@@ -2,7 +2,7 @@
 its optimizer state, with the update under way.
 
 [Note: gradients between steps]
-Gradients of neighbouring flat buffers are adjacent, so that an update kernel processes them as one
+Gradients of neighboring flat buffers are adjacent, so that an update kernel processes them as one
 tensor. Their memory is freed after each step and allocated again before the first gradient is
 written, in one storage for life, as whole parameters are (``flat_buffer.py``): the views in
 gradient buffers and their places stay the same. Each gradient that an update in the backward uses,

@@ -276,7 +276,7 @@ class Usage:
             if refused := _names(flat, few & gradient.used & gradient.idle):
                 raise PartitionError(
                     f"{sorted(refused)} got a gradient on some ranks only (from weight "
-                    "regularisation, for example), while all ranks have dropped their layer: the "
+                    "regularization, for example), while all ranks have dropped their layer: the "
                     "others would not update them; add the penalty to the loss of every rank, or "
                     "of none"
                 )

@@ -279,12 +279,12 @@ class OptimizerStep:
             self.take_user_writes()
             yield
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Make the weights of all ranks equal, before whole weights are read, if steps do not
         always send their changes (collective).
         """
         for extension in self.extensions:
-            extension.synchronise()
+            extension.synchronize()
 
     def complete_state(self) -> None:
         """Send unsent parts of the state to the ranks that own them, before state is saved

@@ -33,7 +33,7 @@ def rarities(rows: list[list[Any]]) -> list[float]:
     return [sum(-math.log(counts[token] / total) for token in row) for row in rows]
 
 
-def tokenised(rows: list[list[int]] | None = None) -> datasets.Dataset:
+def tokenized(rows: list[list[int]] | None = None) -> datasets.Dataset:
     rows = samples() if rows is None else rows
     return datasets.Dataset.from_dict({"input_ids": rows, "label": [0] * len(rows)})
 
@@ -54,7 +54,7 @@ def shortness(sample: dict[str, Any]) -> float:
 
 def test_metrics_are_those_of_plain_python(tmp_path: Path) -> None:
     """Of datasets, of what was selected of them, and of datasets of torch."""
-    data, squares = tokenised(), Squares()
+    data, squares = tokenized(), Squares()
     chosen = range(50, 10, -3)
     rows = samples()
     cases = (
@@ -105,7 +105,7 @@ def test_words_of_text_and_masked_tokens(tmp_path: Path) -> None:
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same rows in every form that a path can have."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    data = tokenised()
+    data = tokenized()
     folder = tmp_path / "data"
     data.save_to_disk(folder / "saved")
     datasets.DatasetDict(train=data, test=data.select(range(9))).save_to_disk(folder / "both")
@@ -128,8 +128,8 @@ def test_paths(stored: Path) -> None:
         index = hf_zero.analyze(stored / name, split=split)
         assert index.folder == stored / beside
         assert index.values.tolist() == [len(row) for row in samples()]
-        index.check(tokenised())
-    alone = hf_zero.analyze(datasets.DatasetDict(train=tokenised()), out=stored / "alone")
+        index.check(tokenized())
+    alone = hf_zero.analyze(datasets.DatasetDict(train=tokenized()), out=stored / "alone")
     assert alone.values.tolist() == index.values.tolist()
     shared = hf_zero.analyze(stored / "saved", "vocab_rarity", workers=2)
     assert shared.values == pytest.approx(rarities(samples()), rel=1e-12)
@@ -141,7 +141,7 @@ def test_changed_data_is_noticed(stored: Path) -> None:
     again = datasets.load_from_disk(stored / "saved")
     index.check(again)
     index.check(again.remove_columns("label").with_format("torch"))
-    for changed in (again.shuffle(seed=1), tokenised(samples(seed=1))):
+    for changed in (again.shuffle(seed=1), tokenized(samples(seed=1))):
         with pytest.raises(DifficultyIndexError, match="about other data: row 0"):
             index.check(changed)
     with pytest.raises(DifficultyIndexError, match="60 samples, and the dataset has 59"):
@@ -170,7 +170,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
 def test_mistakes(tmp_path: Path) -> None:
     for data, options, message in MISTAKES:
         with pytest.raises((ConfigError, DifficultyIndexError), match=message):
-            given = tokenised() if data is None else data
+            given = tokenized() if data is None else data
             hf_zero.analyze(given, **{"out": tmp_path, **options})
     BOTH.save_to_disk(tmp_path / "both")
     with pytest.raises(ConfigError, match="several splits; choose one of a, b"):

@@ -111,7 +111,7 @@ def test_a_family_trains_and_evaluates_as_the_model(name: str) -> None:
 
 @pytest.mark.parametrize("beside", [(), ("norms", "activations", "qkv")])
 @in_turn("name", MASKED)
-def test_a_masked_head_runs_for_labelled_tokens_alone(
+def test_a_masked_head_runs_for_labeled_tokens_alone(
     name: str, beside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fused norm or activation before the decoder would compute all tokens."""

@@ -133,22 +133,22 @@ def blocks(kernel: Any, name: str, tensors: dict[str, str], *args: Any, **consta
     constants |= {"BLOCK": 256, "TILE": symmetric_blocks.TILE}
     occupancy, aligned = args
     aligned = f"codes scales numel stride {aligned}"
-    streams = {} if kernel is symmetric_blocks.quantise_kernel else {"streams": False}
+    streams = {} if kernel is symmetric_blocks.quantize_kernel else {"streams": False}
     warps = symmetric_blocks.WARPS
     return case(kernel, name, types, constants, warps, occupancy, aligned, **streams)
 
 
-def quantise(bits: int, source: str, minus: str | None = None) -> Case:
+def quantize(bits: int, source: str, minus: str | None = None) -> Case:
     name = f"int{bits} of {source}" + (f" minus {minus}" if minus else "")
     tensors = {"source": source, "minus": minus or source}
     constants = {"TOP": 7.0 if bits == 4 else 127.0, "HAS_MINUS": minus is not None}
-    kernel = symmetric_blocks.quantise_kernel
+    kernel = symmetric_blocks.quantize_kernel
     return blocks(kernel, name, tensors, 0.375, "source minus", **constants)
 
 
-def dequantise(bits: int, out: str, add: bool) -> Case:
+def dequantize(bits: int, out: str, add: bool) -> Case:
     name = f"int{bits} {'added to' if add else 'into'} {out}"
-    kernel = symmetric_blocks.dequantise_kernel
+    kernel = symmetric_blocks.dequantize_kernel
     return blocks(kernel, name, {"out": out}, 0.5, "out", FOUR=bits == 4, ADD=add)
 
 
@@ -168,12 +168,12 @@ def levels(values: str, symmetric: bool, stochastic: bool) -> Case:
 CASES = [
     *OPTIMIZERS,
     *SIGNS,
-    quantise(4, "bf16"),
-    quantise(4, "fp32", "bf16"),
-    dequantise(8, "bf16", False),
-    dequantise(4, "bf16", True),
+    quantize(4, "bf16"),
+    quantize(4, "fp32", "bf16"),
+    dequantize(8, "bf16", False),
+    dequantize(4, "bf16", True),
     blocks(
-        symmetric_blocks.dequantise_sum_kernel, "int4", {"out": "fp32"}, 0.5, "out", FOUR=True
+        symmetric_blocks.dequantize_sum_kernel, "int4", {"out": "fp32"}, 0.5, "out", FOUR=True
     ),
     levels("bf16", True, False),
     levels("bf16", False, True),

@@ -26,7 +26,7 @@ from tests.helpers.cells import in_one_item
 from tests.helpers.plans import planned
 
 # Zeros and no dimensions are common on purpose: empty parameters share their offset with a
-# neighbour.
+# neighbor.
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=9)
 SHARDS = st.one_of(st.integers(1, 9), st.sampled_from([64, 257, 1024]))
 few = settings(max_examples=40, deadline=None)

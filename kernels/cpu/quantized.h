@@ -22,7 +22,7 @@ HFZ_INLINE float widened_scale(uint32_t bf16) {
     return scale;
 }
 
-static void quantise(const Quantised& out, const Array& source, const Array& minus, int64_t begin, int64_t end) {
+static void quantize(const Quantized& out, const Array& source, const Array& minus, int64_t begin, int64_t end) {
     alignas(64) float room[kTile], other[kTile];
     alignas(64) uint8_t codes[kTile];
     const float top = out.bits == 4 ? 7.0f : 127.0f;
@@ -64,7 +64,7 @@ static void quantise(const Quantised& out, const Array& source, const Array& min
     }
 }
 
-static void dequantise(const Array& out, const Quantised& source, bool add, int64_t begin, int64_t end) {
+static void dequantize(const Array& out, const Quantized& source, bool add, int64_t begin, int64_t end) {
     alignas(64) float room[kTile], other[kTile];
     alignas(64) int8_t unpacked[kTile];
     for (int64_t at = begin; at < end; at += source.block) {

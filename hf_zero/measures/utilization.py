@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: operations of the model by a formula, peaks of devices by their names.
+"""Model FLOPs utilization: operations of the model by a formula, peaks of devices by their names.
 
 A token costs 6 operations for each weight of a matrix that trains, forward and backward, 4 for one
 that is frozen, and 12 * layers * width * length for attention (PaLM, arXiv:2204.02311, appendix B).

@@ -1,4 +1,4 @@
-"""Adapters over quantised weights: bytes are sharded and gathered as they are, and their class and
+"""Adapters over quantized weights: bytes are sharded and gathered as they are, and their class and
 attributes stay.
 """
 
@@ -23,7 +23,7 @@ from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import HIDDEN, Stack
-from tests.helpers.packed import Linear4bit, LinearOfBytes, Params4bit, quantise
+from tests.helpers.packed import Linear4bit, LinearOfBytes, Params4bit, quantize
 from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, stack
 from tests.helpers.training import Plan
@@ -230,7 +230,7 @@ def test_classes_that_cannot_be_laid_out():
         assert f"is a {type(parameter).__name__}, whose memory cannot be laid out flat" in refusal(
             parameter, cpu
         )
-    packed, state = quantise(torch.randn(64, 2), torch.uint8)
+    packed, state = quantize(torch.randn(64, 2), torch.uint8)
     assert refusal(Params4bit(packed, False, state), cpu) is None
     assert (
         "is a Params4bit on cpu, and the engine computes on cuda; move the model there before"
