@@ -62,12 +62,12 @@ class Run:
 
     @property
     def saved(self) -> bool:
-        """Whether the run ends with a save, a load and one more step."""
+        """Return whether the run ends with a save, a load and one more step."""
         return (self.precision == "bf16") == (self.accumulation == 2)
 
     @property
     def on_processes(self) -> bool:
-        """Whether it is repeated on processes over gloo."""
+        """Return whether it is repeated on processes over gloo."""
         return (self.stage, self.precision, self.accumulation) in {
             (0, "fp16", 1),
             (1, "fp32", 2),

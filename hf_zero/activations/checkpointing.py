@@ -329,7 +329,7 @@ class Checkpoints:
 
     @property
     def on(self) -> bool:
-        """Whether checkpoints are active, ours or the model's own."""
+        """Return whether checkpoints are active, ours or the model's own."""
         return bool(self._blocks) or self.left_to_model
 
     def look(self) -> None:

@@ -283,7 +283,7 @@ class AsyncSaver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed whose outcome no call has collected yet."""
+        """Return whether a save has failed whose outcome no call has collected yet."""
         return (
             self._running is not None
             and self._running[1].done()

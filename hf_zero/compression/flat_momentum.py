@@ -85,7 +85,7 @@ class FlatMomentum:
 
     @property
     def has_copy(self) -> bool:
-        """Whether the weights are an fp32 copy, because the parameters are in 16 bits."""
+        """Return whether the weights are an fp32 copy, because the parameters are in 16 bits."""
         return self.flat.dtype != torch.float32
 
     @property
@@ -95,7 +95,9 @@ class FlatMomentum:
 
     @property
     def is_stale(self) -> bool:
-        """Whether other code than these steps has written to the weights of this rank's chunk."""
+        """Return whether other code than these steps has written to the weights of this rank's
+        chunk.
+        """
         if self.weights is None or not self.has_copy:
             return False
         return self._master_now != self._master_seen

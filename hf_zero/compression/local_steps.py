@@ -61,7 +61,7 @@ class LocalMomentum:
 
     @property
     def pending(self) -> bool:
-        """Whether there are local steps that have not been synchronized."""
+        """Return whether there are local steps that have not been synchronized."""
         return bool(self._sums) and self._loads == self._bound.group_scalars.loads
 
     def add(self, gradient: Tensor | None, beta: float, factor: Tensor, step: int) -> None:
@@ -166,12 +166,12 @@ class LocalSteps:
 
     @property
     def on(self) -> bool:
-        """Whether the next step is in a phase in which some steps send nothing."""
+        """Return whether the next step is in a phase in which some steps send nothing."""
         return self.interval > 1
 
     @property
     def pending(self) -> bool:
-        """Whether ranks compute with different weights."""
+        """Return whether ranks compute with different weights."""
         return any(local.pending for local in self._of.values())
 
     def synchronizes(self, step: int) -> bool:

@@ -68,12 +68,12 @@ class OneBitSteps(StepExtension):
 
     @property
     def sends(self) -> bool:
-        """Whether the next step is in one bit."""
+        """Return whether the next step is in one bit."""
         return bool(self._chosen) and not self._one_bit.is_dense(self._made + 1)
 
     @property
     def is_local(self) -> bool:
-        """Whether the next step sends nothing."""
+        """Return whether the next step sends nothing."""
         return self._local.on and not self._local.synchronizes(self._made + 1)
 
     @property
@@ -247,8 +247,9 @@ class OneBitSteps(StepExtension):
 
     @property
     def _rescales(self) -> bool:
-        """Whether a save between steps in one bit notes its own step, to which it has rescaled the
-        variance. Without bias correction it stays the variance of the step that froze it.
+        """Return whether a save between steps in one bit notes its own step, to which it has
+        rescaled the variance. Without bias correction it stays the variance of the step that froze
+        it.
         """
         return self._one_bit.renews or corrects(self._bound.groups[0])
 

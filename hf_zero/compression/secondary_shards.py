@@ -17,7 +17,7 @@ from hf_zero.zero.layout.unit import GatherRequest, ShardGather, Unit
 
 
 class Kept(Enum):
-    """Whether the secondary shards hold the values of this forward."""
+    """State of the secondary shards: whether they hold the values of this forward."""
 
     NO = "no"
     COMING = "coming"  # the gather under way fills them

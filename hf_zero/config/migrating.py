@@ -68,7 +68,7 @@ class Migration(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Whether hf-zero accepts the result."""
+        """Return whether hf-zero accepts the result."""
         return all(finding.outcome != "to fix" for finding in self.findings)
 
 

@@ -97,7 +97,7 @@ class OffloadOptimizer:
 
     @property
     def on(self) -> bool:
-        """Whether anything is offloaded."""
+        """Return whether anything is offloaded."""
         return self.device != "none"
 
 
@@ -122,7 +122,7 @@ class OffloadParam:
 
     @property
     def on(self) -> bool:
-        """Whether anything is offloaded."""
+        """Return whether anything is offloaded."""
         return self.device != "none"
 
 

@@ -135,7 +135,7 @@ class LocoSection:
 
     @property
     def on(self) -> bool:
-        """Whether quantization errors are kept."""
+        """Return whether quantization errors are kept."""
         return self.err_beta is not None or self.reset_steps is not None
 
     @property

@@ -254,7 +254,7 @@ class ZeroConfig(Settings):
 
     @cached_property
     def has_batch_size(self) -> bool:
-        """Whether the number of samples of a micro-batch is known."""
+        """Return whether the number of samples of a micro-batch is known."""
         return not self.sources[resolving.MICRO].startswith(resolving.NO_BATCH_SIZE)
 
     @property

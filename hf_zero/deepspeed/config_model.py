@@ -110,7 +110,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
 
     @property
     def dynamic(self) -> bool:
-        """Whether overflows change the scale."""
+        """Return whether overflows change the scale."""
         return self.loss_scale == 0
 
     def initial_dynamic_scale(self) -> float:

@@ -204,7 +204,7 @@ class ReportingEngine(Engine):
 
     @property
     def has_moe_layers(self) -> bool:
-        """Whether the model has layers of the class MoE."""
+        """Return whether the model has layers of the class MoE."""
         return has_moe_layers(self.module)[0]
 
     @property

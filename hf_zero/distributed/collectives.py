@@ -55,7 +55,7 @@ class GatherCodec(Protocol):
 
     @property
     def differences(self) -> bool:
-        """Whether messages are differences from the values that the receivers already have."""
+        """Return whether messages are differences from the values that receivers have."""
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a message of ``numel`` elements."""

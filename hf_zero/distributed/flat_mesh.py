@@ -85,8 +85,8 @@ class DimMaker:
 
     @property
     def tags_messages(self) -> bool:
-        """Whether gathers and reduce-scatters are messages with tags, which tell dimensions and
-        collectives apart on the same connections (collectives.py, the note).
+        """Return whether gathers and reduce-scatters are messages with tags, which tell dimensions
+        and collectives apart on the same connections (collectives.py, the note).
         """
         return self.backend == "gloo" and kinds.is_host(self.device)
 
@@ -163,12 +163,12 @@ class FlatMesh:
 
     @cached_property
     def sums_twice(self) -> bool:
-        """Whether a sum over its ranks takes one sum along each of two dimensions."""
+        """Return whether a sum over its ranks takes one sum along each of two dimensions."""
         return self.shard.size > 1 and self.replicate.size > 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has index 0 along both dimensions: it reads initial values and
+        """Return whether this rank has index 0 along both dimensions: it reads initial values and
         broadcasts them.
         """
         return self.shard.rank == 0 and self.replicate.rank == 0

@@ -137,7 +137,7 @@ class ParallelDims:
 
     @cached_property
     def splits_model(self) -> bool:
-        """Whether ranks hold different parts of the model itself, whatever ZeRO does."""
+        """Return whether ranks hold different parts of the model itself, whatever ZeRO does."""
         return max(self.tensor, self.expert, self.pipeline) > 1
 
     def coordinate(self, rank: int, axis: str) -> int:

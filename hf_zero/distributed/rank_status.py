@@ -317,7 +317,7 @@ class RankStatus:
 
     @property
     def troubled(self) -> bool:
-        """Whether a rank is known to have failed, given up or died."""
+        """Return whether a rank is known to have failed, given up or died."""
         return bool(self._ends)
 
     def diagnose(

@@ -87,7 +87,7 @@ class Request:
 
     @property
     def counts_ranks(self) -> bool:
-        """Whether the options, and no file, count the ranks of ``accelerate launch``."""
+        """Return whether the options, and no file, count the ranks of ``accelerate launch``."""
         selects = self.hostfile is not None or bool(self.include or self.exclude)
         counts = self.num_procs is not None or self.node_rank is not None
         return self.machines_of_file is None or selects or counts

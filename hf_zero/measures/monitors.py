@@ -42,7 +42,7 @@ class DeepSpeedMonitorConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether any monitor is enabled."""
+        """Return whether any monitor is enabled."""
         return any(getattr(self, each.name).enabled for each in fields(self))
 
 

@@ -74,7 +74,7 @@ class GradientOffload:
 
     @property
     def is_adding(self) -> bool:
-        """Whether the host adds or casts a copy under way, from a staging buffer."""
+        """Return whether the host adds or casts a copy under way, from a staging buffer."""
         return any(copy.staged is not None for copy in self._copies)
 
     def event(self, gradient: GradientBuffer) -> streams.Event | None:

@@ -45,7 +45,7 @@ class Storage(Protocol):
 
     @property
     def offloaded(self) -> bool:
-        """Whether the arrays are elsewhere than on the compute device."""
+        """Return whether the arrays are elsewhere than on the compute device."""
 
     @property
     def sub_groups(self) -> Sequence[SubGroup]: ...

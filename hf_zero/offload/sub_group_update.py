@@ -128,7 +128,7 @@ class SubGroupUpdate:
 
     @property
     def touches_optimizer(self) -> bool:
-        """Whether the optimizer's own step is called; its groups must not change meanwhile."""
+        """Return whether the optimizer's step is called, whose groups must not change meanwhile."""
         return any(rule is None for rule in self._rules)
 
     @property

@@ -115,7 +115,7 @@ class OpenFile:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers bypass the page cache."""
+        """Return whether transfers bypass the page cache."""
         return bool(self._made.direct) if self._made is not None else self._direct >= 0
 
 

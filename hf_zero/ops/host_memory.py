@@ -148,7 +148,7 @@ class HostArena:
 
     @property
     def pinned(self) -> bool:
-        """Whether the next memory taken will be pinned."""
+        """Return whether the next memory taken will be pinned."""
         return self._pins
 
     @property

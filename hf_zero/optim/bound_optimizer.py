@@ -191,7 +191,7 @@ class BoundOptimizer:
 
     @property
     def has_pre_hooks(self) -> bool:
-        """Whether hooks of the optimizer read the gradients of a whole step."""
+        """Return whether hooks of the optimizer read the gradients of a whole step."""
         return bool(self.optimizer._optimizer_step_pre_hooks)
 
     def step(

@@ -66,7 +66,7 @@ class Flat(Protocol):
     def gradient(self) -> Gradient: ...
     @property
     def offloaded(self) -> bool:
-        """Whether master weights and moments are stored elsewhere than on the device."""
+        """Return whether master weights and moments are stored elsewhere than on the device."""
 
     @property
     def storage(self) -> Storage:
@@ -140,7 +140,7 @@ class Segment:
 
     @property
     def offloaded(self) -> bool:
-        """Whether its state is offloaded: the segment is then one sub-group."""
+        """Return whether its state is offloaded: the segment is then one sub-group."""
         return bool(self.parts) and self.parts[0].flat.offloaded
 
     @cached_property
@@ -150,7 +150,7 @@ class Segment:
 
     @cached_property
     def is_padding(self) -> bool:
-        """Whether it has elements of no parameter."""
+        """Return whether it has elements of no parameter."""
         return not any(True for part in self.parts for _ in part.pieces())
 
     def extend(self, flat: Flat, start: int, stop: int) -> None:

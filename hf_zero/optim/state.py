@@ -441,7 +441,7 @@ class DeviceState:
 
     @cached_property
     def begins_rounded(self) -> bool:
-        """Whether a bf16 state of some group has a nonzero initial value."""
+        """Return whether a bf16 state of some group has a nonzero initial value."""
         groups, like = range(len(self._entries.groups)), torch.zeros(1)
         bf16 = self._entries.bf16
         return bf16 is not None and any(

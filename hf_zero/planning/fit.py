@@ -1,5 +1,5 @@
-"""Whether the bytes that an engine needs fit into free memory, and the search for a configuration
-that does, from the fastest placement to the slowest.
+"""A check that the bytes of an engine fit into free memory, and the search for a configuration
+that fits, from the fastest placement to the slowest.
 
 The verdict is pure arithmetic, so that ranks that have agreed on the free bytes reach the same one.
 In the search, state on the device is fastest, then, for a step of one micro-batch without clipping,

@@ -378,7 +378,7 @@ class EngineParts(AroundModel):
 
     @property
     def destroyed(self) -> bool:
-        """Whether :meth:`destroy` has been called."""
+        """Return whether :meth:`destroy` has been called."""
         return self._installed is None
 
     def destroy(self, gather: bool = False) -> None:

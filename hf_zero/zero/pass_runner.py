@@ -68,8 +68,8 @@ class AccumulationWindow:
 
     @property
     def ends(self) -> bool:
-        """Whether the backward under way, or the next, is known to end the window; False without
-        managed accumulation, unless the boundary has been set.
+        """Return whether the backward under way, or the next, is known to end the window; False
+        without managed accumulation, unless the boundary has been set.
         """
         if self.boundary is not None:
             return self.boundary
@@ -77,7 +77,7 @@ class AccumulationWindow:
 
     @property
     def ends_by_step(self) -> bool:
-        """Whether a step now ends the window."""
+        """Return whether a step now ends the window."""
         return self.ends or not self.managed
 
     def add_micro_batch(self, counters: Counters) -> None:
@@ -407,7 +407,7 @@ class PassRunner:
 
     @property
     def under_way(self) -> bool:
-        """Whether a forward or a backward of the model is under way."""
+        """Return whether a forward or a backward of the model is under way."""
         return self.hooks.forward_runs or self.tracker.under_way
 
     def remove(self) -> None:

@@ -134,7 +134,7 @@ class TrainingEngine(EngineParts):
 
     @property
     def in_no_sync(self) -> bool:
-        """Whether a ``no_sync`` block is open."""
+        """Return whether a ``no_sync`` block is open."""
         return not self.accumulation.syncs
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -151,7 +151,7 @@ class TrainingEngine(EngineParts):
 
     @property
     def window_is_open(self) -> bool:
-        """Whether gradients of micro-batches are held that the next update will use."""
+        """Return whether gradients of micro-batches are held that the next update will use."""
         accumulating = self.optimizer_step.bound is not None and self.held_micro_batches > 0
         return accumulating and not self.pass_runner.reducer.spoiled
 
@@ -520,5 +520,7 @@ class TrainingEngine(EngineParts):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a rank was asked to stop. It changes at the end of the same step on all ranks."""
+        """Return whether a rank was asked to stop. It changes at the end of the same step on all
+        ranks.
+        """
         return self.stop_requests.agreed

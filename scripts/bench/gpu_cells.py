@@ -266,7 +266,7 @@ CELLS = (
 
 
 def here(package: str) -> bool:
-    """Whether ``package`` itself is on the path: hf-zero's own answer to its name does not
+    """Return whether ``package`` itself is on the path: hf-zero's own answer to its name does not
     count.
     """
     return importlib.machinery.PathFinder.find_spec(package) is not None

@@ -114,7 +114,9 @@ def called(node: ast.AST, owner: str) -> str:
 
 
 def is_private(node: ast.AST) -> bool:
-    """Whether ``node`` asks another object than ``self`` for ``_name``, or makes one with it."""
+    """Return whether ``node`` asks another object than ``self`` for ``_name``, or makes one with
+    it.
+    """
     if isinstance(node, ast.keyword):
         return (node.arg or "").startswith("_")
     if isinstance(node, ast.Attribute):

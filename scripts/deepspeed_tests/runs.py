@@ -102,7 +102,7 @@ class Run:
         }
 
     def _stuck(self, folder: Path) -> bool:
-        """Whether a test takes longer than it may."""
+        """Return whether a test takes longer than it may."""
         events = events_of(folder)
         started = [event for event in events if "starts" in event]
         if not started or "ends" in events[-1]:

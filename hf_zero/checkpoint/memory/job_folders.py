@@ -135,7 +135,7 @@ class JobFolders:
 
     @property
     def acts_for_host(self) -> bool:
-        """Whether this rank is the first of its host."""
+        """Return whether this rank is the first of its host."""
         return self.hosts.first(self.rank) == self.rank
 
     def scan(self) -> dict[HeldFile, Path]:

@@ -524,7 +524,7 @@ class MemoryCheckpoints(ClaimedFolders):
 
     @property
     def has_saved(self) -> bool:
-        """Whether this engine has overwritten a generation since its last load."""
+        """Return whether this engine has overwritten a generation since its last load."""
         return self._slot >= 0
 
     def wait(self) -> None:

@@ -89,11 +89,13 @@ class RowwiseCall(Protocol):
 
     @property
     def linear(self) -> bool:
-        """Whether it is a product with a weight [out, in], plus a bias if there are two tensors."""
+        """Return whether it is a product with a weight [out, in], plus a bias if there are two
+        tensors.
+        """
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether running it may need other ranks, which hold parts of its parameters."""
+        """Return whether running it may need other ranks, which hold parts of its parameters."""
 
     def check(self) -> None:
         """Raise KernelError if a parameter has changed since the call."""
@@ -328,7 +330,7 @@ class Affine:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the output of the module, or that in a wider dtype."""
+        """Return whether it is the output of the module, or that in a wider dtype."""
         return self.scale == 1.0 and self.softcap is None and self.bias is None
 
 

@@ -216,7 +216,7 @@ class DeferredOutput(torch.Tensor):
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether reading it may be a collective."""
+        """Return whether reading it may be a collective."""
         return any(
             node.call.needs_ranks
             for node in programs.nodes_of(self.program)

@@ -72,12 +72,12 @@ class Documents:
 
     @property
     def packed(self) -> bool:
-        """Whether a row holds more than one document."""
+        """Return whether a row holds more than one document."""
         return any(end - start < self.length for _, start, end in self.spans)
 
     @property
     def windowed(self) -> bool:
-        """Whether a token does not attend to all before it in its document."""
+        """Return whether a token does not attend to all before it in its document."""
         longest = max(end - start for _, start, end in self.spans)
         return 0 < self.window < longest
 

@@ -76,12 +76,12 @@ class BackwardTracker:
 
     @property
     def under_way(self) -> bool:
-        """Whether a backward has begun and neither ended nor raised."""
+        """Return whether a backward has begun and neither ended nor raised."""
         return bool(self.tasks) and self.tasks[0][1]() is not None
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward since the last backward has left a graph, as far as known."""
+        """Return whether a forward since the last backward has left a graph, as far as known."""
         calls = (unit.forwards for unit in self._units)
         return bool(self._forwards or self._untracked) or any(
             call.pending or call.read_by for call in calls

@@ -226,7 +226,7 @@ class Hooks:
 
     @property
     def forward_runs(self) -> bool:
-        """Whether a forward is under way."""
+        """Return whether a forward is under way."""
         return bool(self._running)
 
     def _pre_forward(

@@ -288,7 +288,7 @@ class Schedule:
 
     @property
     def recording(self) -> bool:
-        """Whether the pass under way agrees on every gather with the other ranks."""
+        """Return whether the pass under way agrees on every gather with the other ranks."""
         under_way = self._pass
         return under_way is not None and under_way.plan is None and self._mesh.pp_stage_ranks > 1
 
@@ -364,7 +364,7 @@ class Schedule:
 
     @property
     def between_passes(self) -> bool:
-        """Whether no pass with gathers is under way."""
+        """Return whether no pass with gathers is under way."""
         return self._pass is None
 
     def agree(self, what: str, value: int) -> int:

@@ -44,7 +44,7 @@ class Computing:
 
     @property
     def under_way(self) -> bool:
-        """Whether a pass computes with changed values, which must not be written to."""
+        """Return whether a pass computes with changed values, which must not be written to."""
         return not self._unchanged
 
     @property

@@ -205,7 +205,9 @@ class EnginePlan:
 
     @property
     def all_persistent(self) -> bool:
-        """Whether all parameters stay whole between steps at a ZeRO stage that shards others."""
+        """Return whether all parameters stay whole between steps at a ZeRO stage that shards
+        others.
+        """
         return bool(self.flats) and all(flat.spec.persistent for flat in self.flats)
 
     def sharers(self, flat: FlatPlan) -> int:
@@ -236,13 +238,13 @@ class EnginePlan:
 
     @property
     def upcasts(self) -> bool:
-        """Whether sums of gradients in 16 bits become fp32 as soon as something is added."""
+        """Return whether sums of gradients in 16 bits become fp32 as soon as something is added."""
         return self.settings.gradient_accumulation_dtype is None
 
     @cached_property
     def updates_in_backward(self) -> bool:
-        """Whether a unit is updated as soon as its gradients are reduced. Not where an update needs
-        numbers that are known when the backward has ended.
+        """Return whether a unit is updated as soon as its gradients are reduced. Not where an
+        update needs numbers that are known when the backward has ended.
         """
         settings, optimizer = self.settings, self.optimizer
         if optimizer is None or not settings.zero.update_in_backward:
@@ -263,7 +265,7 @@ class EnginePlan:
 
     @cached_property
     def compresses_moments(self) -> bool:
-        """Whether all moments of the optimizer can be offloaded in fewer bits."""
+        """Return whether all moments of the optimizer can be offloaded in fewer bits."""
         if self.optimizer is None or not self.moments:
             return False
         groups = enumerate(self.optimizer.param_groups)

@@ -264,8 +264,8 @@ class FlatBuffer:
 
     @property
     def follows_updates(self) -> bool:
-        """Whether readers of the shard see new values while an update runs: offloaded state, or
-        master weights that are the shard or are cast into it.
+        """Return whether readers of the shard see new values while an update runs: offloaded state,
+        or master weights that are the shard or are cast into it.
         """
         shard = self.optimizer_shard
         return shard.offloaded or not shard.has_separate_master or self.cast_master is not None

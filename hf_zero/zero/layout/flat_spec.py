@@ -53,15 +53,15 @@ class FlatSpec:
 
     @cached_property
     def sends_differences(self) -> bool:
-        """Whether a step sends the changes of its values. Master weights then differ from these
-        values in every dtype.
+        """Return whether a step sends the changes of its values. Master weights then differ from
+        these values in every dtype.
         """
         return self.gather_codec is not None and self.gather_codec.differences
 
     @property
     def needs_master(self) -> bool:
-        """Whether an update on the device needs master weights besides the parameter shard, even if
-        that is on the device, too.
+        """Return whether an update on the device needs master weights besides the parameter shard,
+        even if that is on the device, too.
         """
         return self.dtype != self.wide or self.sends_differences
 

@@ -179,7 +179,7 @@ class OwnedParameter(nn.Parameter):
 
     @property  # type: ignore[override]
     def requires_grad(self) -> bool:
-        """Whether operations on the parameter are recorded."""
+        """Return whether operations on the parameter are recorded."""
         with torch._C.DisableTorchFunctionSubclass():
             return _requires_grad.__get__(self)
 
@@ -277,7 +277,7 @@ class _Stage3Facts:
 
     @property
     def ds_persist(self) -> bool:
-        """Whether the parameter stays whole between steps."""
+        """Return whether the parameter stays whole between steps."""
         return self.__dict__["_hf_zero_flat"].spec.persistent
 
     @property

@@ -201,7 +201,7 @@ class ParameterGuard:
 
     @property
     def watched(self) -> bool:
-        """Whether a script holds the values through :meth:`watch`."""
+        """Return whether a script holds the values through :meth:`watch`."""
         return self._watchers > 0 and bool(self._members)
 
     def module_ended(self) -> None:

@@ -44,13 +44,13 @@ class Policy:
 
     @property
     def reduces_every_backward(self) -> bool:
-        """Whether each backward reduces: sharded gradients cannot stay whole until a step."""
+        """Return whether each backward reduces, as sharded gradients cannot stay whole."""
         return self.shards_gradients
 
     @property
     def gathers_after_step(self) -> bool:
-        """Whether a step ends with all-gathers of the updated shards: parameters are whole, their
-        optimizer state is sharded.
+        """Return whether a step ends with all-gathers of the updated shards: parameters are whole,
+        their optimizer state is sharded.
         """
         return self.shards_optimizer and not self.shards_parameters
 

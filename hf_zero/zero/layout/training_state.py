@@ -129,28 +129,28 @@ class GradientBuffer:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether ``accumulated_grad`` holds gradients that are not reduced yet."""
+        """Return whether ``accumulated_grad`` holds gradients that are not reduced yet."""
         return self.state is GradState.UNREDUCED or self.state is GradState.BOTH
 
     @property
     def has_reduced(self) -> bool:
-        """Whether reduced gradients are held for the next step."""
+        """Return whether reduced gradients are held for the next step."""
         return self.state is GradState.REDUCED or self.state is GradState.BOTH
 
     @property
     def ready(self) -> bool:
-        """Whether a step can use the gradients held, or an update in the backward has."""
+        """Return whether a step can use the gradients held, or an update in the backward has."""
         applied = self.state is GradState.APPLIED
         return applied or self.has_reduced or (self.stays_local and self.has_unreduced)
 
     @property
     def all_unused(self) -> bool:
-        """Whether the ranks have agreed that none has a gradient of any parameter here."""
+        """Return whether the ranks have agreed that none has a gradient of any parameter here."""
         return len(self.unused) == len(self.layout.slots)
 
     @property
     def adds_to_shard(self) -> bool:
-        """Whether the next reduction must be added to ``shard``."""
+        """Return whether the next reduction must be added to ``shard``."""
         reduced = self.state is GradState.REDUCED or self.state is GradState.BOTH
         return reduced and (self.accumulated_grad is None or self.offloaded)
 
@@ -543,8 +543,8 @@ class OptimizerShard(CopiedState):
 
     @property
     def has_master(self) -> bool:
-        """Whether these parameters have master weights, which may be the parameter shard itself:
-        those that train, until their memory is freed.
+        """Return whether these parameters have master weights, which may be the parameter shard
+        itself: those that train, until their memory is freed.
         """
         return MASTER in self.storage.names()
 
@@ -563,7 +563,7 @@ class OptimizerShard(CopiedState):
 
     @property
     def update_runs(self) -> bool:
-        """Whether the update thread still works on this shard."""
+        """Return whether the update thread still works on this shard."""
         return self._update is not None and not self._update.done()
 
     def begin_update(

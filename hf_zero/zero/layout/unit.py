@@ -71,7 +71,7 @@ class RootForward:
 
     @property
     def pending(self) -> bool:
-        """Whether the backward of a call in it is still pending."""
+        """Return whether the backward of a call in it is still pending."""
         return any(call in call.unit.forwards.pending for call in self.calls)
 
 
@@ -237,13 +237,13 @@ class Unit:
 
     @cached_property
     def needs_no_peer(self) -> bool:
-        """Whether a gather sends nothing: this rank has all elements of the unit."""
+        """Return whether a gather sends nothing: this rank has all elements of the unit."""
         return all(flat.axis.size == 1 for flat in self.sharded_flats)
 
     @cached_property
     def copies_alone(self) -> bool:
-        """Whether a gather copies a flat buffer on a stream without a collective, for which the
-        streams that use it would wait.
+        """Return whether a gather copies a flat buffer on a stream without a collective, for which
+        the streams that use it would wait.
         """
         return self.device_of_streams is not None and any(
             f.axis.size == 1 for f in self.sharded_flats
@@ -311,7 +311,7 @@ class Unit:
 
     @property
     def in_use(self) -> bool:
-        """Whether a forward, a backward or a script still reads the values."""
+        """Return whether a forward, a backward or a script still reads the values."""
         forwards = self.forwards
         return bool(self.pins or forwards.in_forward or forwards.in_backward or forwards.read_by)
 
@@ -323,8 +323,8 @@ class Unit:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether gathered values may differ from the shards: a codec rounds them, or modules
-        compute with changed values.
+        """Return whether gathered values may differ from the shards: a codec rounds them, or
+        modules compute with changed values.
         """
         return any(
             flat.spec.gather_codec is not None or flat.computing is not None

@@ -125,7 +125,7 @@ class Fp16LossScaler:
 
     @property
     def at_floor(self) -> bool:
-        """Whether the scale cannot be lowered any further."""
+        """Return whether the scale cannot be lowered any further."""
         return not self.dynamic or self.scale <= self.minimum
 
     def update(self, overflow: bool) -> None:
@@ -209,7 +209,7 @@ class _Rank:
 
     @property
     def by_outputs(self) -> bool:
-        """Whether the backward under way has been scaled at the outputs of a model."""
+        """Return whether the backward under way has been scaled at the outputs of a model."""
         if self._task is not None and self._task() is None:
             self.clear()
         return self._task is not None
@@ -358,7 +358,7 @@ class Losses:
 
     @property
     def may_overflow(self) -> bool:
-        """Whether the gradients held here have carried a scale: this engine's or another's."""
+        """Return whether gradients held here have carried a scale, of this engine or another."""
         return self._scales or self._scale_owner is not None
 
     def update_scale(self, overflow: bool) -> Fp16LossScaler:

@@ -278,7 +278,7 @@ class CapturedStep:
 
     @property
     def is_open(self) -> bool:
-        """Whether a captured forward awaits its backward."""
+        """Return whether a captured forward awaits its backward."""
         return self._open is not None
 
     def end_backward(self, loss_factors: Hashable, others: bool) -> None:
