@@ -7,7 +7,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
@@ -35,21 +34,15 @@ class ParallelGroups:
     ranks of the job). Groups of one of ``former`` over the same ranks are reused.
     """
 
-    def __init__(
-        self,
-        dims: ParallelDims,
-        device: torch.device,
-        timeout: float = DEFAULT_TIMEOUT,
-        former: Sequence[ParallelGroups] = (),
-    ):
+    def __init__(self, dims: ParallelDims, former: Sequence[ParallelGroups] = ()) -> None:
         self.dims, self.rank = dims, get_rank()
-        self.device = device
+        self.device = device = default_device()
         self.stats = {axis: CollectiveStats() for axis in AXES}  # messages along each axis
         self._axes: dict[str, MeshDim] = {}
         backend = group_backend(device) if dims.world > 1 else "gloo"
         shared = dims.world > 1 and backend != "fake"
         watchdog = get_world_group().watchdog if shared else Watchdog(enabled=False)
-        maker = DimMaker(self.rank, device, backend, watchdog, timeout)
+        maker = DimMaker(self.rank, device, backend, watchdog, DEFAULT_TIMEOUT)
         for axis in AXES:
             sets = dims.sets_along(axis)
             same = next((g for g in former if sets == g.dims.sets_along(axis)), None)
@@ -111,9 +104,7 @@ class ParallelGroups:
 _groups: weakref.WeakKeyDictionary[object, list[ParallelGroups]] = weakref.WeakKeyDictionary()
 
 
-def init_parallel(
-    dims: ParallelDims, device: torch.device | None = None, timeout: float = DEFAULT_TIMEOUT
-) -> ParallelGroups:
+def init_parallel(dims: ParallelDims) -> ParallelGroups:
     """Make the job parallel along ``dims``: engines made from now on use it. Collective.
 
     A second call with the same dimensions returns the existing groups; with others it makes groups
@@ -127,11 +118,11 @@ def init_parallel(
             "ParallelDims.over(ranks, tensor=..., ...)"
         )
     if not is_initialized():
-        return ParallelGroups(dims, device or default_device(), timeout)
+        return ParallelGroups(dims)
     stack = _groups.setdefault(default_store(), [])
     groups = next((g for g in stack if g.dims == dims), None)
     if groups is None:
-        groups = ParallelGroups(dims, device or default_device(), timeout, stack)
+        groups = ParallelGroups(dims, stack)
     stack[:] = [g for g in stack if g is not groups] + [groups]
     return groups
 

@@ -583,18 +583,23 @@ def _lengths(base_plan: EnginePlan, lengths: Sequence[int]) -> tuple[LengthEstim
     """
     lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     lengths = [*lengths] if isinstance(lengths, Iterable) else [lengths]
-    for length in lengths:
-        if isinstance(length, bool) or not isinstance(length, Integral) or length < 1:
-            raise ConfigError(
-                f"a sequence length of {length!r:.40} is not a number of tokens; pass integers of "
-                "at least 1"
-            )
-    if lengths and base_plan.dims.splits_model:
+    tokens = [tokens_of(length) for length in lengths]
+    if tokens and base_plan.dims.splits_model:
         raise ConfigError(
             "activations beside tensor, expert or pipeline parallelism are not known; leave the "
             "lengths of sequences out, or estimate without it, which is the most it can be"
         )
-    return tuple(length_estimate(base_plan, int(length)) for length in lengths)
+    return tuple(length_estimate(base_plan, length) for length in tokens)
+
+
+def tokens_of(length: object) -> int:
+    """Return a sequence length as an int. Raises ConfigError for what is not a number of tokens."""
+    if isinstance(length, bool) or not isinstance(length, Integral) or length < 1:
+        raise ConfigError(
+            f"a sequence length of {length!r:.40} is not a number of tokens; pass an integer of at "
+            "least 1"
+        )
+    return int(length)
 
 
 def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEstimate:

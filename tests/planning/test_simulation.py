@@ -270,6 +270,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "params = '7B' is no size": {"params": "7B"},
     "4 ranks": {"expert_parallel": 3},
     "rank 4 is none of 4 ranks": {"rank": 4},
+    "rank '1' is none of 4 ranks": {"rank": "1"},
+    "length of '8' is not a number of tokens": {"sequence_length": "8"},
     "Linear cannot be trained without memory": {"model": torch.nn.Linear(4, 4), "params": None},
 }
 

@@ -374,14 +374,13 @@ def record_steps(
     step: Callable[[], object],
     micro_batches: int,
     repeats: int = 0,
-    warm: int = 2,
 ) -> Recording:
-    """Return the recording of a call of ``step``, after ``warm`` others; other arguments as for
+    """Return the recording of a call of ``step`` after two others; other arguments as for
     :class:`Recording`.
     """
     with recorder.watching():
-        for _ in range(warm):
-            step()
+        step()
+        step()
         with recorder.recorded(micro_batches, repeats) as recording:
             step()
     return recording

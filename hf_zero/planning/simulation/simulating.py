@@ -50,6 +50,7 @@ from hf_zero.planning.estimate import (
     open_model,
     parts_of,
     plans_of,
+    tokens_of,
 )
 from hf_zero.planning.needs import needs, state_bytes
 from hf_zero.planning.simulation.machine import (
@@ -222,6 +223,7 @@ def simulate(
             sequences or ZeRO stages beyond 1, with fewer layers than stages, of an unknown model);
             a process that is in a job already; a model that cannot run without memory.
     """
+    sequence_length = tokens_of(sequence_length)
     name, plans = plans_of_stages(model, ranks, stage, precision, optimizer, **options)
     machine = machine or Machine()
     recordings = record_plans(plans, sequence_length, batch, machine.ranks_per_host)
@@ -323,8 +325,8 @@ def plans_of_stages(
     if stage is not None:
         check_stage(stage)
     job_asked = asked_for(ranks, precision, optimizer, device, **job)
-    if not 0 <= rank < ranks:
-        raise ConfigError(f"rank {rank} is none of {ranks} ranks; choose 0 to {ranks - 1}")
+    if not isinstance(rank, int) or not 0 <= rank < ranks:
+        raise ConfigError(f"rank {rank!r} is none of {ranks} ranks; choose 0 to {ranks - 1}")
     if stage is None:
         default = 3 if job_asked.dims.pipeline == 1 else 1
         stage = default if job.get("config") is None else job_asked.settings.stage
