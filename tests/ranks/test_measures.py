@@ -22,7 +22,6 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from hf_zero.measures.utilization import flops_per_token
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from upath import UPath
@@ -44,6 +43,7 @@ from hf_zero.measures.metrics_file import (
     read_rows,
 )
 from hf_zero.measures.run_record import WarningRecords
+from hf_zero.measures.utilization import flops_per_token
 from tests.helpers.cells import in_turn
 from tests.helpers.commands import completed
 from tests.helpers.engines import config_of, start
