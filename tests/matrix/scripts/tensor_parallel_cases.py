@@ -124,8 +124,9 @@ def loop(out, stage, start):
 
 def main():
     args, seen = given(model="", stages=[]), {}
-    for stage in map(int, args.stages) if args.stages else [None]:
-        for case in (trainer, twice, loop, experts_twice):
+    # experts last: a job whose experts are spread keeps its tensor-parallel size
+    for case in (trainer, twice, loop, experts_twice):
+        for stage in map(int, args.stages) if args.stages else [None]:
             accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
             name = case.__name__
             seen[f"{name} {stage}"] = case(args.out / f"{name}-{stage}", stage, args.model)
