@@ -124,7 +124,7 @@ class _DoubleBuffer:
     ) -> None:
         self._hasher = FileHasher(plan.stretches)
         self._output, self._writer, self._tick = output, writer, tick
-        pin = kinds.in_use() is not None
+        pin = kinds.initialized_accelerator() is not None
         self._blocks = [aligned_buffer(min(plan.size, BLOCK_BYTES), pin) for _ in range(2)]
         self._under_way: Future[None] | None = None  # the write of the second block
         self._used = 0  # bytes filled of the first block

@@ -182,7 +182,7 @@ def rng_states() -> dict[str, torch.Tensor]:
         # padded, so that files of one run are equally long
         content = json.dumps(state, default=np.ndarray.tolist).encode().ljust(8192)
         states[f"{RNG}{kind}"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    accelerator = kinds.in_use()
+    accelerator = kinds.initialized_accelerator()
     if accelerator is not None:
         states[f"{RNG}{accelerator}"] = kinds.module_of(accelerator).get_rng_state()
     return states

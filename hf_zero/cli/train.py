@@ -167,9 +167,9 @@ def _answer(name: str, value: str) -> str:
     from hf_zero.config.training_file import KEYS
 
     try:
-        return str(KEYS[name].kind.convert(value))
+        return str(KEYS[name].value_type.convert(value))
     except ValueError:
-        raise typer.BadParameter(f"{value!r} is not {KEYS[name].kind.expected}") from None
+        raise typer.BadParameter(f"{value!r} is not {KEYS[name].value_type.expected}") from None
 
 
 def _default(name: str, answers: dict[str, str]) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 from hf_zero.config.files import load_file, shown
 from hf_zero.config.keys import KEYS, SECTIONS
-from hf_zero.config.kinds import ANYTHING, BOOLEAN, PATH, TEXT, Key, Kind, Status, placed
 from hf_zero.config.reading import ConfigReading, meant
 from hf_zero.config.sections import MONITORS, LaunchSection
 from hf_zero.config.spelling import closest, did_you_mean
+from hf_zero.config.value_types import ANYTHING, BOOLEAN, PATH, TEXT, Key, Status, ValueType, placed
 from hf_zero.errors import ConfigError, NotBuiltError
 
 _SECTION = "deepspeed_config"
@@ -61,7 +61,7 @@ _LAUNCHER = "read by accelerate launch, which starts the ranks"
 _UNITS = "a transformer block is gathered whole, its experts included"
 
 
-def _launch(path: str, kind: Kind, note: str = _LAUNCHER) -> Key:
+def _launch(path: str, kind: ValueType, note: str = _LAUNCHER) -> Key:
     return Key(path, kind, Status.ACTIVE, note)
 
 

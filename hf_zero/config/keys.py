@@ -14,7 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from hf_zero.config.files import value_at
-from hf_zero.config.kinds import (
+from hf_zero.config.offload import OFFLOAD_ALIASES
+from hf_zero.config.sections import TENSOR_ALIASES
+from hf_zero.config.settings import Settings
+from hf_zero.config.techniques import CURRICULUM, ROUTING, SAMPLING, SPELLINGS, TOKEN_DROP
+from hf_zero.config.value_types import (
     BOOLEAN,
     COUNT,
     DTYPE,
@@ -30,10 +34,6 @@ from hf_zero.config.kinds import (
     never,
     spellings,
 )
-from hf_zero.config.offload import OFFLOAD_ALIASES
-from hf_zero.config.sections import TENSOR_ALIASES
-from hf_zero.config.settings import Settings
-from hf_zero.config.techniques import CURRICULUM, ROUTING, SAMPLING, SPELLINGS, TOKEN_DROP
 from hf_zero.logging import JsonObject
 
 TABLE = Path(__file__).with_suffix(".toml")

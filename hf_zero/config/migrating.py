@@ -23,7 +23,6 @@ from hf_zero.config.accelerate_yaml import (
 )
 from hf_zero.config.files import shown
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
-from hf_zero.config.kinds import Status
 from hf_zero.config.migrating_sections import (
     KeyFinding,
     Outcome,
@@ -45,6 +44,7 @@ from hf_zero.config.refusals import (
     refusals,
 )
 from hf_zero.config.spelling import MISSPELT, closest, is_comment
+from hf_zero.config.value_types import Status
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 from hf_zero.logging import JsonObject, listed

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_zero.config.kinds import (
+from hf_zero.config.value_types import (
     BLOCK,
     BOOLEAN,
     COUNT,
@@ -17,7 +17,7 @@ from hf_zero.config.kinds import (
     SHARE,
     SIZE,
     SOME_OR_AUTO,
-    Kind,
+    ValueType,
     choice,
     integer,
     key,
@@ -198,7 +198,7 @@ class ActivationCheckpointing:
     """
 
     blocks: bool | int | Literal["selective"] | None = key(
-        Kind("true, false, a number of blocks, or 'selective'", _blocks, _BLOCKS_SCHEMA),
+        ValueType("true, false, a number of blocks, or 'selective'", _blocks, _BLOCKS_SCHEMA),
         None,
         unit="blocks",
     )

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 
 from hf_zero.config.files import FILES, SourcedDict, shown
 from hf_zero.config.keys import ALIASES, ANSWERS, KEYS, MEANT, OWN_AUTOS, SECTIONS
-from hf_zero.config.kinds import Key, Status
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment, is_foreign
+from hf_zero.config.value_types import Key, Status
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 from hf_zero.logging import JsonObject, log_rank0
 
@@ -208,11 +208,11 @@ class ConfigReading:
             self.sources[path] = source
             return
         try:
-            converted = key.kind.convert(value)
+            converted = key.value_type.convert(value)
         except ValueError:
             kind = "" if label.startswith(FILES) else f" ({type(value).__name__})"
             raise ConfigError(
-                f"{label}: {written} = {shown(value, label)}{kind} is not {key.kind.expected}"
+                f"{label}: {written} = {shown(value, label)}{kind} is not {key.value_type.expected}"
                 f"{_remedy(key, value, label)}"
             ) from None
         if isinstance(converted, dict):
@@ -441,18 +441,18 @@ def _remedy(key: Key, value: object, label: str) -> str:
     """Return the end of a message about the wrong ``value`` of ``key``: a name that it resembles,
     the number or truth value that a string holds, the few values there are, or the default.
     """
-    options = _options(key.kind.schema)
+    options = _options(key.value_type.schema)
     for name in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(name, str) and name not in options and (similar := closest(name, options)):
             return f"; did you mean {shown(similar[0], label)}?"
     if isinstance(value, str):
         with suppress(ValueError):  # of the string, or of the kind
             meant = json.loads(value.lower())
-            key.kind.convert(meant)
+            key.value_type.convert(meant)
             written = shown(meant, label) if isinstance(meant, bool) else value
             return f"; write {written} without quotes"
-    low, high = (key.kind.schema.get(name, 0) for name in ("minimum", "maximum"))
-    if key.kind.schema.get("type") == "integer" and 0 < high - low < 4:
+    low, high = (key.value_type.schema.get(name, 0) for name in ("minimum", "maximum"))
+    if key.value_type.schema.get("type") == "integer" and 0 < high - low < 4:
         return f"; write {', '.join(map(str, range(low, high)))} or {high}"
     if key.default is None:
         return "; fix it, or remove the key"
@@ -480,7 +480,7 @@ def _options(schema: JsonObject) -> list[str]:
 
 
 def _expected(path: str) -> str:
-    return KEYS[path].kind.expected if path in KEYS else "a value"
+    return KEYS[path].value_type.expected if path in KEYS else "a value"
 
 
 def _known() -> list[str]:

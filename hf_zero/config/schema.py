@@ -10,9 +10,9 @@ from textwrap import wrap
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, PASSED_ON, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS
-from hf_zero.config.kinds import DTYPE, Key, Status
 from hf_zero.config.reading import SWITCHES
 from hf_zero.config.settings import Settings
+from hf_zero.config.value_types import DTYPE, Key, Status
 from hf_zero.logging import JsonObject
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
@@ -95,7 +95,7 @@ def _leaf(key: Key) -> JsonObject:
 
 def _value(key: Key) -> JsonObject:
     if key.members is None:
-        return dict(key.kind.schema)
+        return dict(key.value_type.schema)
     return {
         "type": "object",
         "properties": {name: {} for name in sorted(key.members)},
@@ -110,7 +110,9 @@ def _accelerate() -> JsonObject:
         section, _, name = path.rpartition(".")
         properties = inside if section else top
         properties[name] = (
-            {"anyOf": [dict(key.kind.schema), {"type": "null"}]} if key.kind.schema else {}
+            {"anyOf": [dict(key.value_type.schema), {"type": "null"}]}
+            if key.value_type.schema
+            else {}
         )
         properties[name]["description"] = described(key)
     for name, path in TRANSLATED.items():
@@ -143,7 +145,7 @@ def table() -> str:
     ]
     for path, key in KEYS.items():
         default = "" if key.default is None or key.default == () else f"`{_json(key.default)}`"
-        value = key.kind.expected.replace("|", "\\|")
+        value = key.value_type.expected.replace("|", "\\|")
         shown = default if key.status is Status.ACTIVE else ""
         meaning = described(key).replace("|", "\\|")
         lines.append(f"| `{path}` | {value} | {shown} | {meaning} | {key.since} |")
@@ -169,7 +171,7 @@ def _item(key: Key) -> str:
     meaning = described(key)
     value, default = "", ""
     if key.status is Status.ACTIVE:
-        value = f"{key.kind.expected}. "
+        value = f"{key.value_type.expected}. "
         if key.default not in (None, ()):
             default = f" Default: `{_json(key.default)}`."
     ending = "" if meaning.endswith(".") else "."
@@ -211,10 +213,10 @@ def keywords() -> str:
         else:
             row = by_field[item.name]
             text = described(row)
-            types = ["Dtype"] if row.kind is DTYPE else _python(row.kind.schema)
+            types = ["Dtype"] if row.value_type is DTYPE else _python(row.value_type.schema)
         lines += [f"    {item.name}: {' | '.join(dict.fromkeys([*types, 'None']))}", *_quoted(text)]
     row = KEYS[ALIASES["prefetch_bucket_size"]]
-    lines += [f"    prefetch_bucket_size: {' | '.join(_python(row.kind.schema))} | None"]
+    lines += [f"    prefetch_bucket_size: {' | '.join(_python(row.value_type.schema))} | None"]
     lines += _quoted(described(row))
     dtype = f"Dtype: TypeAlias = {' | '.join([*_python(DTYPE.schema), 'torch.dtype'])}"
     head = [*_HEAD, *(f"    {line}" for line in [*sorted(modules), "", dtype])]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hf_zero.config.kinds import (
+from hf_zero.config.value_types import (
     BOOLEAN,
     BYTES,
     COUNT,
@@ -17,7 +17,7 @@ from hf_zero.config.kinds import (
     SECTION,
     SIZE,
     TEXT,
-    Kind,
+    ValueType,
     choice,
     integer,
     key,
@@ -378,7 +378,7 @@ def _folder(value: object) -> str:
     return str(value)
 
 
-FOLDER = Kind("a path, or an empty string", _folder, {"type": "string"})
+FOLDER = ValueType("a path, or an empty string", _folder, {"type": "string"})
 
 
 _WITHOUT_METRICS = without("metrics.enabled")

@@ -4,22 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_zero.config.kinds import (
-    BOOLEAN,
-    COUNT,
-    DTYPE,
-    INTERVAL,
-    KERNELS,
-    NAMES,
-    SECONDS_OR_OFF,
-    SECTION,
-    TEXT,
-    choice,
-    integer,
-    key,
-    number,
-    section,
-)
 from hf_zero.config.offload import (
     ActivationCheckpointing,
     ActivationOffload,
@@ -82,6 +66,22 @@ from hf_zero.config.techniques import (
     TokenDropSection,
     TrainingPhasesSection,
     WeightQuantization,
+)
+from hf_zero.config.value_types import (
+    BOOLEAN,
+    COUNT,
+    DTYPE,
+    INTERVAL,
+    KERNELS,
+    NAMES,
+    SECONDS_OR_OFF,
+    SECTION,
+    TEXT,
+    choice,
+    integer,
+    key,
+    number,
+    section,
 )
 from hf_zero.logging import JsonObject
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from hf_zero.config.kinds import (
+from hf_zero.config.value_types import (
     BOOLEAN,
     COUNT,
     SECTION,
     SHARE,
     TEXT,
-    Kind,
+    ValueType,
     choice,
     integer,
     key,
@@ -95,7 +95,7 @@ def _layers(value: object) -> tuple[int, ...]:
     return tuple(int(integer(0).convert(item)) for item in value)
 
 
-LAYERS = Kind(
+LAYERS = ValueType(
     "a list of layers, counted from 0",
     _layers,
     {"type": "array", "items": {"type": "integer", "minimum": 0}},
@@ -180,12 +180,12 @@ def _rampup(value: object) -> list[int]:
 
 
 _NUMBER = {"type": "integer", "minimum": 1}
-PHASE_LIST = Kind(
+PHASE_LIST = ValueType(
     "a list of phases, each a section",
     _phases,
     {"type": "array", "minItems": 1, "items": {"type": "object"}},
 )
-RAMPUP = Kind(
+RAMPUP = ValueType(
     "a list of three numbers: samples at first, samples more each time, samples in all",
     _rampup,
     {"type": "array", "minItems": 3, "maxItems": 3, "items": _NUMBER},

@@ -11,23 +11,23 @@ from pathlib import Path
 
 from hf_zero.config import PRESETS, ZeroConfig
 from hf_zero.config.files import flattened, load_file, merge, value_at
-from hf_zero.config.kinds import (
+from hf_zero.config.reading import ConfigReading
+from hf_zero.config.schema import DRAFT
+from hf_zero.config.spelling import did_you_mean
+from hf_zero.config.value_types import (
     BOOLEAN,
     COUNT,
     DTYPE,
     SECTION,
     TEXT,
     Key,
-    Kind,
+    ValueType,
     choice,
     integer,
     key,
     number,
     placed,
 )
-from hf_zero.config.reading import ConfigReading
-from hf_zero.config.schema import DRAFT
-from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
 
@@ -48,7 +48,7 @@ def _modules(value: object) -> str | list[str]:
 
 
 _TEXTS = {"type": "array", "items": dict(TEXT.schema), "minItems": 1}
-MODULES = Kind("a name or a list of names", _modules, {"anyOf": [dict(TEXT.schema), _TEXTS]})
+MODULES = ValueType("a name or a list of names", _modules, {"anyOf": [dict(TEXT.schema), _TEXTS]})
 SOME, ANY = number(above=0), number(0)
 
 
@@ -70,9 +70,9 @@ def _part(value: object) -> float:
     return part
 
 
-STEPS = Kind("a number of steps, or a share of the run below 1", _steps, dict(SOME.schema))
-WARMUP = Kind("0, a number of steps, or a share of the run below 1", _warmup, dict(ANY.schema))
-PART = Kind("a number above 0 and below 1", _part, {**SOME.schema, "exclusiveMaximum": 1})
+STEPS = ValueType("a number of steps, or a share of the run below 1", _steps, dict(SOME.schema))
+WARMUP = ValueType("0, a number of steps, or a share of the run below 1", _warmup, dict(ANY.schema))
+PART = ValueType("a number above 0 and below 1", _part, {**SOME.schema, "exclusiveMaximum": 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ def json_schema() -> str:
         "required": list(REQUIRED),
         "properties": {
             path: {
-                **row.kind.schema,
+                **row.value_type.schema,
                 "description": row.note,
                 **({} if row.default is None else {"default": row.default}),
             }
@@ -213,7 +213,7 @@ def table() -> str:
     lines = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
     for path, row in KEYS.items():
         default = "" if row.default is None else f"`{row.default}`"
-        lines.append(f"| `{path}` | {row.kind.expected} | {default} | {row.note} |")
+        lines.append(f"| `{path}` | {row.value_type.expected} | {default} | {row.note} |")
     return "\n".join(lines)
 
 
@@ -245,7 +245,7 @@ def read_training_file(path: str | os.PathLike[str]) -> TrainingFile:
         reading.mistakes.add(f"{label}: {missing} is missing; write {missing}: {_example(missing)}")
     for auto in sorted(reading.autos & KEYS.keys()):
         reading.mistakes.add(
-            f'{label}: {auto} = "auto" is not {KEYS[auto].kind.expected}; remove it'
+            f'{label}: {auto} = "auto" is not {KEYS[auto].value_type.expected}; remove it'
         )
     reading.mistakes.throw()
     values = {"output_dir": f"runs/{Path(name).stem}", **reading.given()}
@@ -260,7 +260,7 @@ def read_training_file(path: str | os.PathLike[str]) -> TrainingFile:
 
 
 def _example(name: str) -> str:
-    return KEYS[name].kind.expected if name == "task" else KEYS[name].note
+    return KEYS[name].value_type.expected if name == "task" else KEYS[name].note
 
 
 def _contradictions(training: TrainingFile) -> Iterator[str]:

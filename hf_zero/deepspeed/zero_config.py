@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.config import ZeroConfig
 from hf_zero.config.files import FILES, shown
 from hf_zero.config.keys import KEYS
-from hf_zero.config.kinds import Status
+from hf_zero.config.value_types import Status
 from hf_zero.distributed import process_group
 from hf_zero.logging import JsonObject, log_rank0
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig

@@ -71,7 +71,7 @@ class Free:
             ),
         )
 
-    def with_room(self, device: int = 0, ram: int = 0) -> Free:
+    def plus(self, device: int = 0, ram: int = 0) -> Free:
         """Return a copy with additional bytes that the caller holds now and will free."""
         return replace(
             self,
@@ -82,7 +82,7 @@ class Free:
     def without_held(self) -> Free:
         """Return a copy without the bytes that the caller holds now."""
         device, ram = self.held
-        return replace(self.with_room(-device, -ram), held=(0, 0))
+        return replace(self.plus(-device, -ram), held=(0, 0))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -131,7 +131,7 @@ class Graphs:
         # other threads, such as NCCL's watchdog, may go on asking for events
         options = {"stream": self.stream, "capture_error_mode": "thread_local"}
         capture = module.graph(captured, pool=self._memory, **options)
-        with kinds.current(self.device), capture:
+        with kinds.device_guard(self.device), capture:
             _captured = graph
             try:
                 yield graph

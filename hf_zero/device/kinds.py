@@ -47,13 +47,13 @@ def accelerator() -> str | None:
     return device.type if device is not None and not is_host(device) else None
 
 
-def in_use() -> str | None:
+def initialized_accelerator() -> str | None:
     """Return the kind of :func:`accelerator` if this process has initialized it, else None."""
     kind = accelerator()
     return kind if kind is not None and module_of(kind).is_initialized() else None
 
 
-def meant(gpu: bool) -> torch.device:
+def device_for_estimate(gpu: bool) -> torch.device:
     """Return the device of an estimate, whether or not this machine has one: a GPU, or the CPU."""
     return torch.device("cuda" if gpu else "cpu")
 
@@ -86,7 +86,7 @@ def set_device(device: torch.device) -> None:
         module_of(device).set_device(device)
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
+def device_guard(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that makes ``device`` this thread's current one."""
     if is_host(device):
         return nullcontext()

@@ -26,7 +26,7 @@ def register(device: torch.device, address: int, nbytes: int) -> tuple[int, Any]
     to be called with the address.
     """
     runtime: Any = kinds.module_of(device).cudart()
-    with kinds.current(device):
+    with kinds.device_guard(device):
         error = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
     if error:
         _forget_error(device)
@@ -37,7 +37,7 @@ def _unregister(device: torch.device, runtime: Any, address: int) -> None:
     """Undo :func:`register`, in whatever thread the memory dies: one that has not set its device
     would open a context on device 0.
     """
-    with kinds.current(device):
+    with kinds.device_guard(device):
         runtime.cudaHostUnregister(address)
 
 

@@ -2,7 +2,7 @@
 
 The k-th collective of a rank on a communicator matches the k-th of the others.
 
-[Note: deferred collectives]
+[Note: prior collectives]
 Communicators of one device share it. If two threads issue on them, a rank's collectives have no
 order but that of a clock, and two ranks may each run the one that the other has yet to start: NCCL
 allows that on no device that cannot run both at once. So every rank issues the collectives of other
@@ -43,7 +43,7 @@ class PendingCollective(NamedTuple):
         return what if self.log is None else f"{what} (number {self.number} of {self.log.name})"
 
 
-class DeferredCollectives:
+class PriorCollectives:
     """Calls that issue the collectives of this rank's other threads; shared by all engines."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class DeferredCollectives:
         self.calls.append(weakref.WeakMethod(call))
 
     def issue(self) -> None:
-        """Issue all deferred collectives. Waits for no other rank."""
+        """Issue all of them. Waits for no other rank."""
         for reference in list(self.calls):
             call = reference()
             if call is None:
@@ -89,15 +89,15 @@ class CollectiveLog:
         self.has_communicator = True
         # called before the next collective, after a pass has broken (recovery.py)
         self.before_issue: Callable[[CollectiveLog, str], None] | None = None
-        self.deferred = DeferredCollectives()  # issued before each of its own (the note)
+        self.prior = PriorCollectives()  # issued before each of its own (the note)
 
     def issue(self, what: str, needs: tuple[int, ...] | None = None) -> PendingCollective:
         """Count a collective and return its entry.
 
         ``needs`` are the ranks without which it cannot complete on this rank, by default all.
         """
-        if self.deferred.calls:
-            self.deferred.issue()
+        if self.prior.calls:
+            self.prior.issue()
         if self.before_issue is not None:
             self.before_issue(self, what)
         number = self.num_issued

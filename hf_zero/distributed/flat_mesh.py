@@ -308,7 +308,7 @@ class FlatMeshMaker:
         self._owner.hold(axis)
         if axis.size > 1:
             for log in (axis.gathers, axis.reductions):
-                log.deferred = get_world_group().deferred
+                log.prior = get_world_group().prior
             self.logs |= {f"gathers{role}": axis.gathers, f"reductions{role}": axis.reductions}
         return axis
 

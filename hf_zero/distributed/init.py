@@ -150,13 +150,13 @@ def _converted(name: str, path: str, value: object) -> Any:
     """Return the argument ``name`` as the key ``path`` of a configuration has it. Raises
     ConfigError.
     """
-    kind = KEYS[path].kind
+    value_type = KEYS[path].value_type
     try:
-        return kind.convert(value)
+        return value_type.convert(value)
     except ValueError:
         raise ConfigError(
-            f"init_distributed({name}={value!r}): it is not {kind.expected}; pass one, or leave it "
-            "out"
+            f"init_distributed({name}={value!r}): it is not {value_type.expected}; pass one, or "
+            "leave it out"
         ) from None
 
 

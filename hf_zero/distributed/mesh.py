@@ -313,7 +313,7 @@ class Mesh:
         """Have ``issue``, a method whose object is held weakly, called before each collective of
         this rank's engines and of the world group; it issues the collectives of another thread.
         """
-        get_world_group().deferred.add(issue)
+        get_world_group().prior.add(issue)
 
     @property
     def axes(self) -> list[MeshDim]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed.collective_log import CollectiveLog, DeferredCollectives, PendingCollective
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective, PriorCollectives
 from hf_zero.distributed.collectives import (
     BLOCKING,
     DEFAULT_TIMEOUT,
@@ -369,10 +369,10 @@ class WorldGroup(RankGroup):
         super().__init__(range(self.world), rank, None, log, watchdog, agrees)
         if rank_status is not None:
             rank_status.register(log)
-        self.deferred = DeferredCollectives()
+        self.prior = PriorCollectives()
         # resources of ended engines that are not released yet
         self.unreleased: list[EngineResources] = []
-        self.log.deferred = self.deferred
+        self.log.prior = self.prior
 
     def wait_at_most(self, seconds: float) -> None:
         """Set the timeout of waits for calls of all ranks to ``seconds``: that of the last engine.
@@ -400,7 +400,7 @@ class WorldGroup(RankGroup):
         log = CollectiveLog(name, ranks, timeout, off, self.log.reports_dead_peers)
         if self.watchdog.rank_status is not None:
             self.watchdog.rank_status.register(log)
-        log.deferred = self.deferred
+        log.prior = self.prior
         return RankGroup(ranks, self.rank, group, log, self.watchdog, self._agrees)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hf_zero.optim.sharded_tensors import ShardedTensors
     from hf_zero.optim.whole_tensor import TensorPlace
 
-AHEAD = 8  # announced sub-groups to prefetch; there may be fewer buffers
+PREFETCHED_SUB_GROUPS = 8  # announced sub-groups to prefetch; there may be fewer buffers
 # returns memory for the new values of elements [start, stop), in the dtype of the parameters
 OutputFor = Callable[[int, int], Tensor | None]
 # is called with this range and memory once the values are written
@@ -221,7 +221,7 @@ class SubGroupUpdate:
         state: Mapping[str, Any] = storage.acquire(sub_group)
         with self._lock:
             del self._line[storage, sub_group]
-            following = list(islice(self._line, AHEAD))
+            following = list(islice(self._line, PREFETCHED_SUB_GROUPS))
         for other, key in following:
             other.prefetch(key)
         return state

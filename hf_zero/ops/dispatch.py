@@ -203,7 +203,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     """
     if not kinds.runs_triton(device) or device.index == kinds.current_index(device):
         return nullcontext()
-    return kinds.current(device)
+    return kinds.device_guard(device)
 
 
 def _cannot_compile(error: Exception) -> bool:

@@ -364,17 +364,19 @@ class OffloadedState:
         return {**packed, "state": entries}
 
 
-def _usual(group: ParamGroup) -> bool:
+def _has_no_special_mode(group: ParamGroup) -> bool:
     return not group.get("differentiable") and not group.get("capturable")
 
 
-def _numbers(group: ParamGroup) -> bool:
-    return _usual(group) and not any(isinstance(value, torch.Tensor) for value in group["betas"])
+def _has_plain_betas(group: ParamGroup) -> bool:
+    return _has_no_special_mode(group) and not any(
+        isinstance(value, torch.Tensor) for value in group["betas"]
+    )
 
 
-ADAM = Rule(adam, _numbers, {"exp_avg": True, "exp_avg_sq": False})
-LION = Rule(lion, _numbers, {"exp_avg": True})
-ADAGRAD, SGD = Rule(adagrad, _usual, {}), Rule(sgd, _usual, {})
+ADAM = Rule(adam, _has_plain_betas, {"exp_avg": True, "exp_avg_sq": False})
+LION = Rule(lion, _has_plain_betas, {"exp_avg": True})
+ADAGRAD, SGD = Rule(adagrad, _has_no_special_mode, {}), Rule(sgd, _has_no_special_mode, {})
 RULES: dict[type, Rule] = {
     torch.optim.Adam: ADAM,
     CPUAdam: ADAM,
@@ -387,7 +389,7 @@ RULES: dict[type, Rule] = {
 }
 
 
-def of_rounds(cls: type[WholeTensorOptimizer], group: ParamGroup) -> Rule:
+def whole_tensor_rule(cls: type[WholeTensorOptimizer], group: ParamGroup) -> Rule:
     """Return the rule of ``cls`` for ``group``: its own rounds and update."""
     names = cls.moments_of(group)
 
@@ -413,7 +415,7 @@ def of_rounds(cls: type[WholeTensorOptimizer], group: ParamGroup) -> Rule:
         if out is not None:
             out.copy_(arrays[MASTER])
 
-    return Rule(update, _usual, {}, prepare if cls.prepares(group) else None)
+    return Rule(update, _has_no_special_mode, {}, prepare if cls.prepares(group) else None)
 
 
 def rule_of(base: type | None, group: ParamGroup) -> Rule | None:
@@ -421,7 +423,7 @@ def rule_of(base: type | None, group: ParamGroup) -> Rule | None:
     None.
     """
     if base is not None and issubclass(base, WholeTensorOptimizer):
-        return of_rounds(base, group)
+        return whole_tensor_rule(base, group)
     for cls in base.__mro__ if base is not None else ():
         if cls in RULES:
             return RULES[cls] if RULES[cls].knows(group) else None

@@ -31,7 +31,7 @@ from hf_zero.ops.chunked_head import rows_of_a_chunk
 from hf_zero.parallel.sequence.division import Division
 from hf_zero.parallel.sequence.sequence_parallel import division_of
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
-from hf_zero.planning.fit import ActivationWay
+from hf_zero.planning.fit import ActivationOption
 from hf_zero.planning.live_bytes import LiveBytes
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.meta_run import META, copy_on_meta
@@ -87,7 +87,7 @@ class LengthEstimate:
     length: int
     rows: int
     tokens: int
-    ways: tuple[ActivationWay, ...]
+    ways: tuple[ActivationOption, ...]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,9 @@ def activation_bytes(
         for parameter in copied.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop)
-        counted = stack.enter_context(_Counted(copied, inputs, device or kinds.meant(gpu=True)))
+        counted = stack.enter_context(
+            _Counted(copied, inputs, device or kinds.device_for_estimate(gpu=True))
+        )
         try:
             loss = copied(input_ids=inputs, labels=inputs, return_dict=False)[0]
             saved = counted.live.now
@@ -174,7 +176,7 @@ def length_estimate(plan: EnginePlan, length: int) -> LengthEstimate:
     ways = []
     for name, saving, keys in Saving.from_config(config).and_more():
         nbytes = activation_bytes(plan.model, sequences, plan.dtypes, saving, device)
-        ways.append(ActivationWay(name, keys, nbytes.kept, nbytes.most))
+        ways.append(ActivationOption(name, keys, nbytes.kept, nbytes.most))
     return LengthEstimate(length, sequences.rows, length // division.ranks, tuple(ways))
 
 

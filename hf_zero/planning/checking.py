@@ -61,7 +61,7 @@ def check_on_all_ranks(plan: EnginePlan, freed: tuple[int, int] = (0, 0)) -> Pre
     others.
     """
     dims = plan.dims
-    free = room_for(plan.model, plan.settings, plan.device).with_room(*freed)
+    free = room_for(plan.model, plan.settings, plan.device).plus(*freed)
     hosts = {own_host()}
     if dims.world > 1:
         local = free.numbers(), own_host(), free.held
@@ -133,7 +133,7 @@ def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Fre
             gpu, ram = gpu + on_device, ram + in_ram
     free = measure(device, [*config.offload_optimizer.nvme_path, *config.offload_param.nvme_path])
     occupied = (ram, 0) if free.host_device else (gpu, ram)
-    return replace(free.with_room(*occupied), held=occupied)
+    return replace(free.plus(*occupied), held=occupied)
 
 
 def _occupied(parameter: torch.Tensor) -> tuple[int, int, int]:

@@ -34,7 +34,7 @@ from hf_zero.parallel.sequence.division import KEY as SEQUENCE
 from hf_zero.parallel.sequence.sequence_parallel import division_of
 from hf_zero.planning.activation_memory import LengthEstimate, length_estimate
 from hf_zero.planning.checking import communicators
-from hf_zero.planning.fit import ACTIVATIONS, BESIDE_ACTIVATIONS, ActivationWay, Fit, fit
+from hf_zero.planning.fit import ACTIVATIONS, BESIDE_ACTIVATIONS, ActivationOption, Fit, fit
 from hf_zero.planning.needs import (
     Needs,
     gradient_buffers,
@@ -371,7 +371,7 @@ def propose(
             f"margin = {margin!r:.40} is not a share of the device; pass a number from 0, below 1, "
             "or leave it out"
         )
-    device = kinds.meant(gpu=not free.host_device)
+    device = kinds.device_for_estimate(gpu=not free.host_device)
     estimate_job = asked_for(ranks, precision, optimizer, device, **job)
     settings, config = estimate_job.settings, job.get("config")
     name, module = open_model(model, needs_loss=sequence_length is not None)
@@ -388,7 +388,7 @@ def propose(
     found_ways = [way for row in lengths for way in row.ways]
     if margin is None:
         margin = BESIDE_ACTIVATIONS if lengths else ACTIVATIONS
-    fitting = fit(largest, free, margin, stages, found_ways or (ActivationWay(),))
+    fitting = fit(largest, free, margin, stages, found_ways or (ActivationOption(),))
     return Proposal(
         name, _written(config, estimate_job, fitting), fitting, free, _cut(largest.dims)
     )
@@ -455,7 +455,7 @@ def asked_for(
         pipeline_parallel,
         division_of(settings),
     )
-    device = device or kinds.meant(gpu=True)
+    device = device or kinds.device_for_estimate(gpu=True)
     settings = settings.on_device(device.type)
     return EstimateJob(settings, settings.optimizer or chosen, dims, device)
 

@@ -35,7 +35,7 @@ ACTIVATIONS = 0.2
 # share of the device left if activations are counted: for fragmentation, communicators' buffers
 BESIDE_ACTIVATIONS = 0.1
 MOMENTS: tuple[Moments, ...] = ("fp32", "bf16", "int8")
-EARLY = {"zero_optimization": {"update_in_backward": True}}
+UPDATE_IN_BACKWARD = {"zero_optimization": {"update_in_backward": True}}
 STEP = 0.05  # proposed offload ratios are multiples of this
 
 
@@ -123,7 +123,7 @@ def _notes(needs: Needs, free: Free) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class ActivationWay:
+class ActivationOption:
     """A way of computing activations: ``name`` and configuration ``keys`` of its settings, ``most``
     bytes at the peak of a micro-batch, ``kept`` of them when its forward ends. The default means
     unknown.
@@ -143,7 +143,7 @@ class Trial:
     plan: EnginePlan
     needs: Needs
     verdict: MemoryVerdict
-    activations: ActivationWay = ActivationWay()
+    activations: ActivationOption = ActivationOption()
 
     @property
     def why(self) -> str:
@@ -200,7 +200,7 @@ def fit(
     free: Free,
     margin: float = ACTIVATIONS,
     stages: Sequence[int] | None = None,
-    activations: Sequence[ActivationWay] = (ActivationWay(),),
+    activations: Sequence[ActivationOption] = (ActivationOption(),),
 ) -> Fit:
     """Find the fastest configuration like that of ``plan`` that fits into ``free`` with ``margin``
     of the device left for unknown activations.
@@ -224,7 +224,7 @@ def fit(
         except ConfigError:
             continue
         for way in ways:
-            room = free.with_room(device=-way.most)
+            room = free.plus(device=-way.most)
             for ratio, tried in _ratios(candidate, room, margin):
                 needed = _with_activations(needs(tried), way)
                 what = ", ".join(filter(None, (name + ratio, way.name)))
@@ -235,7 +235,7 @@ def fit(
     return Fit(tuple(trials), margin)
 
 
-def _runs(candidate: EnginePlan, way: ActivationWay) -> bool:
+def _runs(candidate: EnginePlan, way: ActivationOption) -> bool:
     """Return whether ``initialize`` takes the settings of ``candidate``, with activations computed
     in ``way``. Raises ConfigError for contradictions.
     """
@@ -246,7 +246,7 @@ def _runs(candidate: EnginePlan, way: ActivationWay) -> bool:
     return not any(capture_conflicts(settings.override(way.keys, "proposed")))
 
 
-def _with_activations(needed: Needs, way: ActivationWay) -> Needs:
+def _with_activations(needed: Needs, way: ActivationOption) -> Needs:
     if not way.most:
         return needed
     return replace(needed, device=(*needed.device, NamedBytes("activations", way.most)))
@@ -282,7 +282,7 @@ def _candidates(
         for stage in stages:
             yield (
                 f"stage {stage}, all on the device, updates in the backward",
-                partial(_early, plan, stage),
+                partial(_updating_in_backward, plan, stage),
             )
     for kind in kinds:
         for stage in away:
@@ -325,13 +325,15 @@ def _candidates(
             )
 
 
-def _early(plan: EnginePlan, stage: int) -> EnginePlan | None:
+def _updating_in_backward(plan: EnginePlan, stage: int) -> EnginePlan | None:
     """Return ``plan`` at ``stage`` with all state on the device, updated in the backward; None if
     its updates have to wait.
     """
     # moments that are written stay: nothing on the device contradicts them
     on_device = replace(plan.settings.offload_optimizer, device="none")
-    settings = plan.settings.placed(stage, on_device, OffloadParam()).override(EARLY, "proposed")
+    settings = plan.settings.placed(stage, on_device, OffloadParam()).override(
+        UPDATE_IN_BACKWARD, "proposed"
+    )
     early = replan(plan, settings)
     return early if early.updates_in_backward else None
 

@@ -39,7 +39,7 @@ from hf_zero.device import kinds
 from hf_zero.offload.nvme import pool_size
 from hf_zero.optim.bf16_state import WIDENED, Bf16State
 from hf_zero.optim.one_bit import OneBit, one_bit_of
-from hf_zero.zero.gather.schedule import AHEAD
+from hf_zero.zero.gather.schedule import MOST_PREFETCHED_UNITS
 from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan, FlatPlan
 from hf_zero.zero.layout.wrap import names_in_blocks
 from hf_zero.zero.reduce.reductions import IN_FLIGHT
@@ -283,7 +283,7 @@ def gathered_bytes(plan: EnginePlan) -> int:
     most = 0
     for order in (sizes, sizes[::-1]):
         for index, size in enumerate(order):
-            following = order[index + 1 : index + 1 + (AHEAD if ahead else 0)]
+            following = order[index + 1 : index + 1 + (MOST_PREFETCHED_UNITS if ahead else 0)]
             while len(following) > 1 and sum(following) > ahead:
                 following = following[:-1]
             most = max(most, size + sum(following))

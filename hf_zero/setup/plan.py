@@ -34,7 +34,7 @@ from hf_zero.parallel.planned_cuts import planned_cuts
 from hf_zero.parallel.sequence import sequence_parallel
 from hf_zero.parallel.tensor.model import check_verifiable, dims_of, with_tensor_size
 from hf_zero.planning import PreflightReport, check_on_all_ranks
-from hf_zero.setup.capture import check_capture
+from hf_zero.setup.capture_refusals import check_capture
 from hf_zero.setup.plan_inputs import PlanInputs
 from hf_zero.setup.request import E, SetupRequest
 from hf_zero.techniques.quantized_linears import check_linears

@@ -28,7 +28,7 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.zero.extensions import Stateless
 from hf_zero.zero.gather.model_patches import Attached, outside_graphs
-from hf_zero.zero.layout.unit import RootForward
+from hf_zero.zero.layout.unit import OutermostForward
 from hf_zero.zero.layout.wrap import described, find_blocks, repeated_blocks
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class DrawsForBlocks(Stateless, ABC, Generic[Drawn]):
             )
 
     @abstractmethod
-    def _draw(self, forward: RootForward) -> Collection[nn.Module]:
+    def _draw(self, forward: OutermostForward) -> Collection[nn.Module]:
         """Draw for ``forward``; return the blocks that all ranks skip."""
 
     @abstractmethod

@@ -452,6 +452,6 @@ def sampled_metrics(config: ZeroConfig) -> dict[str, dict[str, object]]:
     return {name: settings for name, settings in metrics_of(config).items() if name not in LENGTHS}
 
 
-def of_config(config: ZeroConfig) -> DifficultySampling | None:
+def from_config(config: ZeroConfig) -> DifficultySampling | None:
     metrics = sampled_metrics(config)
     return DifficultySampling(metrics, config.data_efficiency.seed) if metrics else None

@@ -57,7 +57,7 @@ from hf_zero.techniques.blocks import (
 from hf_zero.techniques.schedules import Decay
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.unit import RootForward
+from hf_zero.zero.layout.unit import OutermostForward
 from hf_zero.zero.layout.wrap import described
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
             skipped[min(self._training, key=lambda at: drawn[at] - p[at])] = False
         return skipped
 
-    def _draw(self, forward: RootForward) -> Collection[nn.Module]:
+    def _draw(self, forward: OutermostForward) -> Collection[nn.Module]:
         """Decide for ``forward``; return the blocks that all ranks skip."""
         engine, section, theta = self._engine, self._section, self.theta
         if not any(layer.block.training for layer in self._layers):

@@ -57,9 +57,9 @@ class PreparesBatches(Protocol):
 # Factories by the key of their section, in the order of installation; None if the configuration
 # does not enable the technique.
 TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
-    LEGACY: sequence_length.of_config,
-    SAMPLING: data_sampling.of_config,
-    PHASES: training_phases.of_config,
+    LEGACY: sequence_length.from_config,
+    SAMPLING: data_sampling.from_config,
+    PHASES: training_phases.from_config,
     # after the curricula: eigenvalues are measured on truncated batches
     "quantize_training": quantize_training,
     "weight_quantization": weight_quantization,

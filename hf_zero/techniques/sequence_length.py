@@ -339,7 +339,7 @@ def metrics_of(config: ZeroConfig) -> dict[str, dict[str, object]]:
     return dict(config.metric_curricula.curriculum_metrics or {})
 
 
-def of_config(config: ZeroConfig) -> CurriculumLearning | None:
+def from_config(config: ZeroConfig) -> CurriculumLearning | None:
     """Return the curriculum of ``config`` that truncates sequences, or None. Raises ConfigError if
     there are several.
     """

@@ -40,7 +40,7 @@ from hf_zero.techniques.sequence_length import DECODER_TOKENS, NOT_TEXT, TOKENS
 from hf_zero.techniques.token_cut import TokenCut
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.unit import RootForward
+from hf_zero.zero.layout.unit import OutermostForward
 from hf_zero.zero.layout.wrap import described
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
             f"{described(block)}, which {why}; write {other}"
         )
 
-    def _draw(self, forward: RootForward) -> Collection[nn.Module]:
+    def _draw(self, forward: OutermostForward) -> Collection[nn.Module]:
         if not any(block.training for block in self._layers):
             return ()
         self._rows = set()

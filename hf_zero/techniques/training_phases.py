@@ -16,10 +16,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.kinds import COUNT, integer, number
 from hf_zero.config.resolving import MICRO, TOTAL
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.techniques import PHASES
+from hf_zero.config.value_types import COUNT, integer, number
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.techniques import sequence_length
@@ -303,7 +303,7 @@ def _set_rows(loader: object, rows: int) -> None:
     sampler.batch_size = rows
 
 
-def of_config(config: ZeroConfig) -> TrainingPhases | None:
+def from_config(config: ZeroConfig) -> TrainingPhases | None:
     """Return the phases of ``config``, or None. Raises ConfigError if a curriculum truncates
     sequences too.
     """
@@ -311,7 +311,7 @@ def of_config(config: ZeroConfig) -> TrainingPhases | None:
     if section.phases is None and section.rampup_batch_size is None:
         return None
     phases = TrainingPhases(config)
-    if phases.sequences is not None and sequence_length.of_config(config) is not None:
+    if phases.sequences is not None and sequence_length.from_config(config) is not None:
         raise ConfigError(
             f"a phase of {PHASES} and a curriculum both cut sequences to a length of their own; "
             "keep one"

@@ -54,7 +54,7 @@ def held_bytes(engine: ShardedEngine) -> Counter[tuple[str, str]]:
             counted.add(tensor.data_ptr())
             counts[_REPORTED[kind], "device"] += tensor.nbytes
     for flat in engine.flats:
-        away = [("parameters", flat.shard_bytes())] if flat.is_away else []
+        away = [("parameters", flat.shard_bytes())] if flat.shard_offloaded else []
         if flat.optimizer_shard.offloaded:
             gradient = flat.gradient.shard
             assert gradient is not None
@@ -85,7 +85,7 @@ def tensors_on_device(engine: ShardedEngine) -> Iterator[tuple[str, torch.Tensor
             yield "gradients", gradient.on_device()
         if flat.cast_master is not None:
             yield "parameters", flat.cast_master
-        elif flat.sharded and not flat.is_away:
+        elif flat.sharded and not flat.shard_offloaded:
             yield "parameters", flat.shard
         yield GATHERED if flat.sharded else "parameters", flat.full
         for buffer in flat.computing.memory if flat.computing is not None else ():

@@ -13,7 +13,7 @@ import pytest
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.keys import KEYS
-from hf_zero.config.kinds import Key, Status
+from hf_zero.config.value_types import Key, Status
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.config.samples import VALUES
 from tests.helpers.cells import in_one_item
@@ -70,7 +70,7 @@ def rows(*statuses: Status) -> list[Key]:
 
 @in_one_item(rows(Status.ACTIVE, Status.INERT), named=attrgetter("path"))
 def test_a_key_that_is_built_or_inert_is_accepted_and_explained(key: Key) -> None:
-    config = ZeroConfig.from_dict(complete(key, VALUES[key.kind.expected][0]))
+    config = ZeroConfig.from_dict(complete(key, VALUES[key.value_type.expected][0]))
     if key.note.startswith("a former key; "):  # a spelling of another key
         assert key.path not in config.sources
         return
@@ -86,7 +86,7 @@ def test_a_key_that_is_built_or_inert_is_accepted_and_explained(key: Key) -> Non
 @in_one_item(rows(Status.NOT_BUILT), named=attrgetter("path"))
 def test_a_key_that_is_not_built_raises_by_name_when_it_asks_for_the_feature(key: Key) -> None:
     asking = ASKING.get(
-        key.path, {"enabled": True} if key.kind.expected.startswith("a section") else True
+        key.path, {"enabled": True} if key.value_type.expected.startswith("a section") else True
     )
     with pytest.raises(NotBuiltError, match="config dict: ") as caught:
         ZeroConfig.from_dict(nested(key.path, asking))
@@ -96,7 +96,7 @@ def test_a_key_that_is_not_built_raises_by_name_when_it_asks_for_the_feature(key
     assert f"or write {key.off}" in message
     # what the error advises is accepted
     ZeroConfig.from_dict(nested(key.path, json.loads(key.off)))
-    if key.kind.expected.startswith("a section"):
+    if key.value_type.expected.startswith("a section"):
         ZeroConfig.from_dict(nested(key.path, {"enabled": False}))
         ZeroConfig.from_dict(nested(key.path, None))
 
@@ -109,7 +109,7 @@ def test_a_wrong_type_names_key_value_and_expectation(key: Key) -> None:
 
     with pytest.raises(ConfigError) as caught:
         ZeroConfig.from_dict(complete(key, Odd()))
-    assert f"{key.path} = <odd> (Odd) is not {key.kind.expected}; " in str(caught.value)
+    assert f"{key.path} = <odd> (Odd) is not {key.value_type.expected}; " in str(caught.value)
 
 
 def test_the_configuration_needs_neither_torch_nor_hugging_face() -> None:

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from hf_zero.config import ZeroConfig
 from hf_zero.config.explaining import WIDTH, as_summary, written
 from hf_zero.config.keys import KEYS
-from hf_zero.config.kinds import Status
 from hf_zero.config.offload import ActivationOffload
+from hf_zero.config.value_types import Status
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.config.samples import drawn
 
 DRAWN = {
-    path: drawn(key.kind.expected)
+    path: drawn(key.value_type.expected)
     for path, key in KEYS.items()
     if key.status is not Status.NOT_BUILT
     and path != "bf16.enabled"

@@ -65,7 +65,7 @@ def test_the_host_has_no_streams_and_torch_says_what_is_here(monkeypatch):
     host = torch.device("cpu")
     assert streams.shard_stream(host) is None and streams.record_here(host) is None
     assert kinds.current_index(host) == 0 and backend_for(host) == "gloo"
-    with kinds.current(host), streams.on_stream(None):
+    with kinds.device_guard(host), streams.on_stream(None):
         kinds.set_device(host)
         kinds.synchronize(host)
     tensor = torch.ones(2)
@@ -79,11 +79,19 @@ def test_the_host_has_no_streams_and_torch_says_what_is_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     for kind in (None, "mps"):  # the second has no streams
         here(kind)
-        assert kinds.accelerator() is None and kinds.in_use() is None and kinds.device_count() == 0
+        assert (
+            kinds.accelerator() is None
+            and kinds.initialized_accelerator() is None
+            and kinds.device_count() == 0
+        )
     here("cuda")
-    assert kinds.accelerator() == "cuda" and kinds.in_use() is None and kinds.device_count() == 3
+    assert (
+        kinds.accelerator() == "cuda"
+        and kinds.initialized_accelerator() is None
+        and kinds.device_count() == 3
+    )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert kinds.in_use() == "cuda"
+    assert kinds.initialized_accelerator() == "cuda"
 
 
 class _Device(NamedTuple):

@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.zero.access import full as gathered
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import name_of, owner_of
-from hf_zero.zero.layout.unit import State
+from hf_zero.zero.layout.unit import GatherState
 from tests.helpers.models import ROWS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Job, Plan, Session, Trace, merge, train
@@ -77,7 +77,8 @@ def start(
 
 def still_gathered(engine: Any) -> list[str]:
     """Labels of the sharded units that are not released."""
-    return [u.label for u in engine.units if u.sharded_flats and u.state is not State.RELEASED]
+    units = (unit for unit in engine.units if unit.sharded_flats)
+    return [unit.label for unit in units if unit.state is not GatherState.RELEASED]
 
 
 def bytes_along(engine: Any, axis: str) -> Counter[str]:

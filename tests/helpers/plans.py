@@ -36,7 +36,7 @@ def planned(
     if settings.world_size is None:
         settings = settings.resolve(dims.pp_stage_ranks)
     own = optimizer(model) if callable(optimizer) else optimizer
-    more = {"extensions_of": extensions_of, "device": kinds.meant(gpu), **more}
+    more = {"extensions_of": extensions_of, "device": kinds.device_for_estimate(gpu), **more}
     return plan(model, settings, dims, own, **more)
 
 

@@ -34,7 +34,7 @@ from hf_zero.planning import (
 )
 from hf_zero.planning import check as check_plan
 from hf_zero.planning.checking import SWITCH, check_on_all_ranks
-from hf_zero.planning.fit import RAM_SHARE, ActivationWay
+from hf_zero.planning.fit import RAM_SHARE, ActivationOption
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.parameter import owner_of
 from tests.helpers.cells import in_one_item, in_turn
@@ -364,17 +364,17 @@ def test_what_does_not_fit_is_told_before_what_no_candidate_may_have(case: Any) 
 def test_candidates_are_those_that_a_run_takes() -> None:
     """Of the stages and places, and of the ways of saving activations."""
 
-    def tried(stage: int, keys: dict[str, Any], *ways: ActivationWay) -> list[str]:
+    def tried(stage: int, keys: dict[str, Any], *ways: ActivationOption) -> list[str]:
         zero = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
         plan = planned(SMALL, {"bf16": {"enabled": True}, **zero, **keys}, 1, gpu=True)
-        trials = fit(plan, Free(1000, 1000), activations=(ActivationWay(), *ways)).trials
+        trials = fit(plan, Free(1000, 1000), activations=(ActivationOption(), *ways)).trials
         assert all(trial.plan.settings.stage == int(trial.name[6]) for trial in trials)
         return [trial.name for trial in trials]
 
     four_bits = tried(2, {"compressed_communication": {"bits": 4}})
     assert four_bits and {name[:7] for name in four_bits} == {"stage 2"}
     assert tried(1, ONE_BIT) == ["stage 1, all on the device"]
-    saved = ActivationWay("saved", {"activation_checkpointing": {"blocks": 1}})
+    saved = ActivationOption("saved", {"activation_checkpointing": {"blocks": 1}})
     captured = tried(1, {"compile": {"capture": "step"}}, saved)
     assert captured == ["stage 1, all on the device", "stage 2, all on the device"]
 

@@ -139,5 +139,5 @@ def test_ranks_agree_on_the_least_of_each_number() -> None:
     assert agreed == Free(10, 15, (DiskFree("/a", 5, 0), DiskFree("/b", 7, 0)), limited_by="x")
     assert agreed.numbers() == other.with_numbers(least).numbers()
     assert Free(1, 2).with_numbers([3, 4]) == Free(3, 4)
-    assert Free(1, 2).with_room(device=10, ram=5) == Free(11, 7)
-    assert Free(1, 2, host_device=True).with_room(device=10) == Free(11, 12, host_device=True)
+    assert Free(1, 2).plus(device=10, ram=5) == Free(11, 7)
+    assert Free(1, 2, host_device=True).plus(device=10) == Free(11, 12, host_device=True)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.techniques.sequence_length import of_config
+from hf_zero.techniques.sequence_length import from_config
 from tests.helpers.capabilities_of_techniques import LEGACY, SCHEDULE, by_metric, cut
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, start
@@ -104,7 +104,7 @@ def test_a_loop_that_passes_the_number_of_its_labels(rank):
 
 
 def technique(config, model):
-    made = of_config(ZeroConfig.from_dict(config))
+    made = from_config(ZeroConfig.from_dict(config))
     assert made is not None
     made.sequences.install(model)
     return made

@@ -37,16 +37,15 @@ class Injected(Exception):
 
 
 def leaves_a_with(frame: FrameType) -> bool:
-    """Return whether ``frame`` is about to call ``__exit__(None, None, None)``: a signal raises after
-    a call, where the ``with`` still catches it; here the lock of one would stay locked.
+    """Return whether ``frame`` is about to call ``__exit__(None, None, None)``: a signal raises
+    after a call, where the ``with`` still catches it; here the lock of one would stay locked.
     """
-    code, at = frame.f_code, frame.f_lasti
-    passes_none = [
-        opcode.opname[code.co_code[n]] == "LOAD_CONST"
-        and code.co_consts[code.co_code[n + 1]] is None
-        for n in range(at, min(at + 6, len(code.co_code) - 1), 2)
+    code, at, constants = frame.f_code.co_code, frame.f_lasti, frame.f_code.co_consts
+    operations = [
+        (opcode.opname[code[n]], code[n + 1]) for n in range(at, min(at + 6, len(code)), 2)
     ]
-    return passes_none == [True] * 3
+    passed = [constants[index] for name, index in operations if name == "LOAD_CONST"]
+    return len(passed) == 3 and not any(each is not None for each in passed)
 
 
 class Lines:

@@ -16,7 +16,7 @@ from hf_zero.config.capture import CONFLICTS
 from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.ops import dispatch
-from hf_zero.setup.capture import check_capture
+from hf_zero.setup.capture_refusals import check_capture
 from hf_zero.zero.layout.tree import form_of
 
 CAPTURE: dict[str, Any] = {"kernels": ["optimizer"], "compile": {"capture": "step"}}

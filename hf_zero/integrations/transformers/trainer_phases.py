@@ -61,7 +61,9 @@ def windows_of(trainer: Trainer) -> Callable[[int], int] | None:
     if not under_zero(trainer):
         return None
     written = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
-    phases = training_phases.of_config(ZeroConfig.from_dict(written, allow_auto=True, foreign=True))
+    phases = training_phases.from_config(
+        ZeroConfig.from_dict(written, allow_auto=True, foreign=True)
+    )
     if phases is None or not phases.changes_batches:
         return None
     args = trainer.args

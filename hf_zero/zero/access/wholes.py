@@ -197,7 +197,7 @@ def _launch(
     """Begin the gather of ``group`` into ``memory`` [bytes]. Shards come from host memory beside
     what the caller does with the group before.
     """
-    away = any(flat.is_away and not _has_masters(flat, dtype) for flat in group)
+    away = any(flat.shard_offloaded and not _has_masters(flat, dtype) for flat in group)
     beside = streams.shard_stream(memory.device) if away else None
     if beside is not None:
         beside.wait_stream(streams.current_stream(memory.device))
@@ -229,7 +229,7 @@ def _issue(
         if masters:
             values = flat.optimizer_shard.master
             assert values is not None
-        elif flat.is_away:
+        elif flat.shard_offloaded:
             room = own if sent == flat.dtype else torch.empty_like(own, dtype=flat.dtype)
             values = flat.bring_shard(room)
         else:

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from hf_zero.device import spans
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
-from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
+from hf_zero.zero.layout.unit import OutermostForward, Unit, UnitCall
 from hf_zero.zero.reduce.reducer import Reducer
 
 # up to this number, forwards of one kind before a backward select its plan; more share one
@@ -29,7 +29,7 @@ FORWARDS_TOLD_APART = 4
 graph_task = torch._C._current_graph_task_id  # number of the backward that this thread runs, or -1
 
 
-def keep_for_backward(unit: Unit, root: RootForward) -> None:
+def keep_for_backward(unit: Unit, root: OutermostForward) -> None:
     """Keep ``unit`` gathered for the backward of ``root``, which reads it at a point our hooks
     cannot see.
     """
@@ -58,21 +58,23 @@ class BackwardTracker:
         self._schedule = schedule
         self._reducer = reducer
         self._on_begin, self._on_part, self._on_abort = on_begin, on_part, on_abort
-        self.outstanding = reducer.outstanding
+        self.remaining = reducer.remaining
         # graph tasks under way, outermost first, and their callbacks
         self.tasks: list[tuple[int, weakref.ref[object]]] = []
         # forwards since the last backward, by kind; None: those that may have run on one rank only
         self._forwards: Counter[Hashable] = Counter()
         self._first = False  # until the backward under way reaches its first call
-        self._with_graph: weakref.WeakSet[RootForward] = weakref.WeakSet()  # the newest included
+        self._with_graph: weakref.WeakSet[OutermostForward] = (
+            weakref.WeakSet()
+        )  # the newest included
         # forwards reached by the backward under way
-        self._roots_reached: set[RootForward] = set()
+        self._roots_reached: set[OutermostForward] = set()
         # The forward that the backward has reached last.
-        self.current_root: RootForward | None = None
+        self.current_root: OutermostForward | None = None
         # units left out by all forwards that the backward under way has reached
         self._left_out: frozenset[Unit] = frozenset()
         # forwards without hooks: any backward may be theirs
-        self._untracked: list[RootForward] = []
+        self._untracked: list[OutermostForward] = []
 
     @property
     def under_way(self) -> bool:
@@ -93,7 +95,7 @@ class BackwardTracker:
         """Register a forward of ``kind`` with a graph; ``joint``: all ranks run it together."""
         self._forwards[kind if joint else None] += 1
 
-    def add_call(self, call: UnitForward) -> None:
+    def add_call(self, call: UnitCall) -> None:
         """Register ``call``, which has ended and has hooks on its outputs, as pending."""
         if not call.root.tracked:
             call.root.tracked = True
@@ -101,7 +103,7 @@ class BackwardTracker:
         call.root.calls.add(call)
         call.unit.forwards.pending.add(call)
 
-    def end_forward(self, root: RootForward, has_graph: bool) -> None:
+    def end_forward(self, root: OutermostForward, has_graph: bool) -> None:
         """End an outermost forward. Without a graph its units are no longer kept; of forwards kept
         without a hook only the last few are.
         """
@@ -115,7 +117,7 @@ class BackwardTracker:
     # ---- the backward of a call ----
 
     def pre_backward(
-        self, call: UnitForward, module: nn.Module, marks: Sequence[Node], grads: object
+        self, call: UnitCall, module: nn.Module, marks: Sequence[Node], grads: object
     ) -> None:
         """Begin the backward of ``call``: the hook on its outputs, which ``module`` has returned.
 
@@ -136,7 +138,7 @@ class BackwardTracker:
             spans.ended(call)
             spans.began(call, "backward", call.unit.name_of(module))
 
-    def _start(self, call: UnitForward, marks: Sequence[Node]) -> None:
+    def _start(self, call: UnitCall, marks: Sequence[Node]) -> None:
         if torch.is_grad_enabled() and call.unit.sharded_flats:
             raise PartitionError(
                 "create_graph=True at stage 3: the second backward would read weights of "
@@ -144,7 +146,7 @@ class BackwardTracker:
                 "use stage 2 for losses with gradients of gradients"
             )
         root = call.root
-        if root is not self.current_root and root is not self.outstanding.recomputation:
+        if root is not self.current_root and root is not self.remaining.recomputation:
             if self._left_out or root.left_out:
                 self._leave_out(root.left_out)
             self._reducer.idle.add_forward(root.idle)
@@ -156,26 +158,26 @@ class BackwardTracker:
         self._advance_to(call, call.left)
         call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
         call.unit.forwards.in_backward.add(call)
-        self.outstanding.starts(call)
+        self.remaining.starts(call)
 
-    def post_backward(self, call: UnitForward, *_: object) -> None:
+    def post_backward(self, call: UnitCall, *_: object) -> None:
         """End the backward of ``call``: the hook on its inputs."""
         self.enter()
-        unit, outstanding = call.unit, self.outstanding
+        unit, remaining = call.unit, self.remaining
         if spans.blocks:
             spans.ended(call)
         unit.forwards.pending.discard(call)
         unit.forwards.in_backward.discard(call)
         self._schedule.release_later(unit)
-        if len(self.tasks) > 1 and call.root is outstanding.recomputation:
-            outstanding.reruns_seen = True
+        if len(self.tasks) > 1 and call.root is remaining.recomputation:
+            remaining.reruns_seen = True
             unit.forwards.expected_reruns = max(0, unit.forwards.expected_reruns - 1)
             unit.forwards.seen_reruns += 1
-        if not outstanding.awaits_calls(unit) and not outstanding.awaits_reruns(unit, False):
+        if not remaining.awaits_calls(unit) and not remaining.awaits_reruns(unit, False):
             self._reducer.mark_complete(unit)
         self._advance_to(call, call.began)
 
-    def reach_root(self, root: RootForward, grads: object = None) -> None:
+    def reach_root(self, root: OutermostForward, grads: object = None) -> None:
         """Gather the units that the backward of ``root`` reads, also for a second backward over its
         graph. Also a prehook of an autograd node, hence ``grads``.
         """
@@ -218,16 +220,16 @@ class BackwardTracker:
             self._left_out -= units
             self._reducer.restore_left_out(units)
 
-    def _advance_to(self, call: UnitForward, moment: int) -> None:
-        """Advance the backward to ``moment`` and reduce the units that are complete by then."""
-        if len(self.tasks) == 1 and call.root is not self.outstanding.recomputation:
+    def _advance_to(self, call: UnitCall, tick: int) -> None:
+        """Advance the backward to ``tick`` and reduce the units that are complete by then."""
+        if len(self.tasks) == 1 and call.root is not self.remaining.recomputation:
             if self._first:
                 self._first = False
                 for root in self._with_graph:
-                    if root is not call.root and root.began < moment and root.pending:
+                    if root is not call.root and root.began < tick and root.pending:
                         self._reducer.wait_for_older()
                         break
-            for unit in self.outstanding.advance_to(moment):
+            for unit in self.remaining.advance_to(tick):
                 self._reducer.mark_complete(unit)
         while (complete := self._reducer.take_next()) is not None:
             self._reducer.launch(complete)
@@ -235,7 +237,7 @@ class BackwardTracker:
             self._schedule.release_skipped(self._reducer.progress.depth, self._awaits)
 
     def _awaits(self, unit: Unit) -> bool:
-        return self.outstanding.awaits(unit, self._reducer.progress.learns)
+        return self.remaining.awaits(unit, self._reducer.progress.learns)
 
     def refuse_updated(self, unit: Unit) -> None:
         """Raise PartitionError for a forward of ``unit`` inside the backward under way, if that has
@@ -297,8 +299,8 @@ class BackwardTracker:
                     forwards.expected_reruns = max(forwards.expected_reruns, forwards.seen_reruns)
                 forwards.seen_reruns = 0
         self._forwards.clear()
-        recomputation = RootForward(True)  # stand-in for forwards recomputed in this backward
-        self.outstanding.begin(recomputation)
+        recomputation = OutermostForward(True)  # stand-in for forwards recomputed in this backward
+        self.remaining.begin(recomputation)
         self._roots_reached, self._first = {recomputation}, True
         self._on_begin()
         # Without sharded parameters a forward involves no other rank: ranks may have run different
@@ -353,12 +355,12 @@ class BackwardTracker:
         self._end_reads({*self._roots_reached, *self._untracked[:1]})
         self._roots_reached.clear()
         del self._untracked[:1]
-        self.outstanding.end()
+        self.remaining.end()
         if not pending:
             for unit in self._units:
                 unit.forwards.expected_reruns = 0  # these forwards are not rerun by a checkpoint
 
-    def _end_reads(self, roots: set[RootForward]) -> None:
+    def _end_reads(self, roots: set[OutermostForward]) -> None:
         for unit in self._units:
             if unit.forwards.read_by:
                 unit.forwards.read_by -= roots

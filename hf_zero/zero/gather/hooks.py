@@ -51,7 +51,7 @@ from hf_zero.zero.layout.tree import (
     transformed,
     with_replaced,
 )
-from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
+from hf_zero.zero.layout.unit import OutermostForward, Unit, UnitCall
 from hf_zero.zero.layout.walk import named_modules_of
 
 _module = itemgetter(0)
@@ -63,11 +63,11 @@ _next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 # Other arguments do not select a plan: ranks may differ in them.
 ENCODED = "encoder_outputs"
 # Returns the modules that no rank runs in an outermost forward.
-ModulesLeftOut = Callable[[RootForward], Collection[nn.Module]]
+ModulesLeftOut = Callable[[OutermostForward], Collection[nn.Module]]
 
 
 def _mark(
-    inputs: Iterable[torch.Tensor], call: UnitForward, over: Callable[..., None]
+    inputs: Iterable[torch.Tensor], call: UnitCall, over: Callable[..., None]
 ) -> Sequence[torch.Tensor]:
     """Return views of ``inputs``, which a block may change in place, and call ``over`` once all
     their gradients are known.
@@ -131,9 +131,9 @@ class Hooks:
         # hooked modules whose forward is running, outermost first, and the exception that was being
         # handled as each began
         self._running: list[tuple[nn.Module, BaseException | None]] = []
-        self._root: RootForward | None = None  # the forward under way
+        self._root: OutermostForward | None = None  # the forward under way
         # the last call that has ended, an output of it, and the marks of its inputs
-        self._last: tuple[UnitForward, torch.Tensor, Sequence[Node]] | None = None
+        self._last: tuple[UnitCall, torch.Tensor, Sequence[Node]] | None = None
         # called with each outermost forward with a graph
         self.left_out_by: list[ModulesLeftOut] = []
         # by module: parameters that no other module holds, as bits in flat buffers
@@ -284,9 +284,9 @@ class Hooks:
                 unit.record_compute_stream()
             call.last_node = _next_node() - 1
             return None
-        root = tracker.outstanding.recomputation if inside else self._root
+        root = tracker.remaining.recomputation if inside else self._root
         assert root is not None, "a module's forward is under way outside any pass"
-        call = UnitForward(unit, root, tracker.outstanding.moment())
+        call = UnitCall(unit, root, tracker.remaining.tick())
         unit.forwards.in_forward.append(call)
         self._schedule.ensure_gathered(unit, module)
         if unit.device_of_streams is not None:
@@ -311,7 +311,7 @@ class Hooks:
         for key, value in kwargs.items():
             if is_cache(value) or (key == ENCODED and value is not None):
                 kind += (key,)
-        self._root = RootForward(module is self._model, self._tracker.outstanding.moment(), name)
+        self._root = OutermostForward(module is self._model, self._tracker.remaining.tick(), name)
         if grads and self.left_out_by:
             self._leave_out(self._root, name)
         self._schedule.begin(kind, left_out=self._root.left_out)
@@ -354,7 +354,7 @@ class Hooks:
         self._schedule.release_later(unit)  # keep_for_backward() covers a graph recorded on it
         return True
 
-    def _leave_out(self, root: RootForward, name: str) -> None:
+    def _leave_out(self, root: OutermostForward, name: str) -> None:
         """Ask the techniques which modules no rank runs in the outermost forward ``root``, and
         record their units and parameters on it. ``name``: path of the module called, which is never
         dropped.
@@ -405,7 +405,7 @@ class Hooks:
         return idle
 
     @property
-    def current_root(self) -> RootForward | None:
+    def current_root(self) -> OutermostForward | None:
         """The outermost forward under way; in a backward, the one that is recomputed."""
         return self._root if graph_task() == -1 else self._tracker.current_root
 
@@ -413,7 +413,7 @@ class Hooks:
         """Keep ``unit`` gathered for the backward of ``node``, which was recorded outside the
         unit's own forward.
         """
-        root = RootForward(of_whole_model=self.forward_runs or graph_task() != -1)
+        root = OutermostForward(of_whole_model=self.forward_runs or graph_task() != -1)
         keep_for_backward(unit, root)
         node.register_prehook(partial(self._tracker.reach_root, root))
 
@@ -439,7 +439,7 @@ class Hooks:
         if begun and unit is not None and unit.forwards.in_forward:
             call = unit.forwards.in_forward.pop()
             if call is not None:
-                call.left = self._tracker.outstanding.moment()
+                call.left = self._tracker.remaining.tick()
                 # an output beside an exception: the forward has returned, and a later hook raised
                 output = output if raised is None else None
                 returned = self._watch_output(call, module, output, raised)
@@ -460,7 +460,7 @@ class Hooks:
 
     def _watch_output(
         self,
-        call: UnitForward,
+        call: UnitCall,
         module: nn.Module,
         output: object,
         raised: BaseException | None,
@@ -498,7 +498,7 @@ class Hooks:
 
     def _watch_older(
         self,
-        call: UnitForward,
+        call: UnitCall,
         module: nn.Module,
         output: object,
         marks: Sequence[Node],

@@ -29,19 +29,21 @@ from torch import nn
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.layout.compute_copy import ComputedValues
-from hf_zero.zero.layout.unit import SharedShards, State, Unit
+from hf_zero.zero.layout.unit import GatherState, SharedShards, Unit
 from hf_zero.zero.reduce.reduction_order import merged, positions_in_plan
 
 GATHER, END_OF_PASS = 1, 0
 _pins, _nbytes = attrgetter("pins"), attrgetter("nbytes")
-AHEAD = 2  # maximum number of prefetched units; the configuration sets a limit in bytes
+MOST_PREFETCHED_UNITS = (
+    2  # maximum number of prefetched units; the configuration sets a limit in bytes
+)
 
 
 class Limits(NamedTuple):
     """Limits of prefetching."""
 
     bytes: int  # limit of prefetched bytes
-    units_ahead: int  # number of units whose shards are read ahead from files
+    units_read_ahead: int  # number of units whose shards are read ahead from files
 
 
 class ReductionsUnderWay(Protocol):
@@ -274,7 +276,11 @@ class Schedule:
         for position, unit in self.gathered_for_others:
             if position >= through or awaits(unit):
                 remaining.append((position, unit))
-            elif unit.state is State.GATHERING and not unit.in_use and unit not in self._kept_units:
+            elif (
+                unit.state is GatherState.GATHERING
+                and not unit.in_use
+                and unit not in self._kept_units
+            ):
                 unit.release()
         self.gathered_for_others = remaining
 
@@ -318,12 +324,12 @@ class Schedule:
             return
         if unit in self._to_release:
             self._to_release.remove(unit)
-        if unit.state is not State.GATHERED:
+        if unit.state is not GatherState.GATHERED:
             for other in self._to_release:
                 if not other.in_use:
                     other.release()
             self._to_release = []
-        if unit.state is State.RELEASED:
+        if unit.state is GatherState.RELEASED:
             self._acquire(unit)
         unit.finish_gather()
         if self.computed.on and not for_script:
@@ -348,7 +354,7 @@ class Schedule:
         the unit unpinned.
         """
         self.abort_broken_backward()
-        gathered = unit.sharded_flats and unit.state is not State.RELEASED
+        gathered = unit.sharded_flats and unit.state is not GatherState.RELEASED
         current = unit in self._kept_units and not unit.is_rounded
         if self._pass is None and not unit.pins and gathered and not current:
             # It is gathered only on this rank (by a graph that is still alive, say): the other
@@ -395,7 +401,7 @@ class Schedule:
             self.shards.fetch(unit)
         else:
             # recording, or no pass: agree on gathers until this unit is the one chosen
-            while unit.state is State.RELEASED:
+            while unit.state is GatherState.RELEASED:
                 self._agree_on_gather(GATHER, unit)
 
     def _skip(self, units: Sequence[Unit]) -> None:
@@ -466,19 +472,19 @@ class Schedule:
         if under_way is None or under_way.plan is None:
             return
         plan, cursor = under_way.plan, under_way.cursor
-        for unit in plan[cursor : cursor + self._limits.units_ahead]:
-            if unit.state is State.RELEASED and unit not in under_way.left_out:
+        for unit in plan[cursor : cursor + self._limits.units_read_ahead]:
+            if unit.state is GatherState.RELEASED and unit not in under_way.left_out:
                 for flat in unit.sharded_flats:
                     flat.prefetch()
         if not self._limits.bytes:
             return
         waiting = sum(map(_nbytes, self._ahead))
-        while under_way.cursor < len(plan) and len(self._ahead) < AHEAD:
+        while under_way.cursor < len(plan) and len(self._ahead) < MOST_PREFETCHED_UNITS:
             unit = plan[under_way.cursor]
             if unit in under_way.left_out:
                 under_way.cursor += 1
                 continue
-            if unit.state is not State.RELEASED or (
+            if unit.state is not GatherState.RELEASED or (
                 self._ahead and waiting + unit.nbytes > self._limits.bytes
             ):
                 return
@@ -490,7 +496,7 @@ class Schedule:
     def _release_unused(self) -> None:
         for unit in self._sharded:
             if (
-                unit.state is not State.RELEASED
+                unit.state is not GatherState.RELEASED
                 and not unit.in_use
                 and unit not in self._kept_units
             ):

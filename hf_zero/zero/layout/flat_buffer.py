@@ -107,7 +107,7 @@ class FlatBuffer:
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # storage of the parameter shard
-        self.is_away = False  # that storage is not on the compute device
+        self.shard_offloaded = False  # that storage is not on the compute device
         self.computing: Computing | None = None
         engine_flats.add(self)
 
@@ -161,7 +161,7 @@ class FlatBuffer:
         return self._shard_as_it_is()
 
     def _shard_as_it_is(self) -> torch.Tensor:
-        if not self.is_away:
+        if not self.shard_offloaded:
             return self._storage.fetch(SHARD)
         out = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.full.device)
         self._storage.fetch_into(SHARD, 0, out)
@@ -189,7 +189,9 @@ class FlatBuffer:
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()
         target = self._own if target is None else target
-        crosses = span("copy_to_device", self.key, target.nbytes) if self.is_away else NOTHING
+        crosses = (
+            span("copy_to_device", self.key, target.nbytes) if self.shard_offloaded else NOTHING
+        )
         with crosses:
             self._storage.fetch_into(SHARD, 0, target)
         return target
@@ -198,7 +200,7 @@ class FlatBuffer:
         """Return this rank's elements [owned] for a gather: the shard, or its part of ``full`` if
         it comes from elsewhere (:meth:`bring_shard`). No write may follow before the gather's wait.
         """
-        if self.is_away or isinstance(self._storage, CastStorage):
+        if self.shard_offloaded or isinstance(self._storage, CastStorage):
             return self.bring_shard()
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()
@@ -242,7 +244,7 @@ class FlatBuffer:
         """
         if self.optimizer_shard.wait_until_copied is not None:
             self.optimizer_shard.wait_for_copy()
-        reads = streams.shard_stream(self.full.device) if self.is_away else None
+        reads = streams.shard_stream(self.full.device) if self.shard_offloaded else None
         if reads is not None:
             streams.record_event(reads).synchronize()
         self._storage.store(SHARD, start, values)
@@ -279,7 +281,7 @@ class FlatBuffer:
 
     def keep_shard_in(self, storage: Storage) -> None:
         """Keep the parameter shard in ``storage``, under the name ``SHARD``."""
-        self._storage, self.is_away = storage, storage.offloaded
+        self._storage, self.shard_offloaded = storage, storage.offloaded
 
     def move_states_to_device(
         self, master: torch.Tensor | None, grad: GradientMemory | None
@@ -291,7 +293,7 @@ class FlatBuffer:
         weights; the next part of ``grad`` is memory for the gradient, None if whole gradients are
         summed.
         """
-        separate_master = master is not None or self.is_away
+        separate_master = master is not None or self.shard_offloaded
         self.optimizer_shard.move_to_device(master, self.shard, separate_master)
         self.gradient.move_to_device(grad)
 

@@ -93,7 +93,9 @@ class FlatMemory:
                 master = flat.cast_master.copy_(local_shard)
             else:  # an offloaded shard is copied by ``flat.shard``
                 master = next(self._masters).copy_(local_shard) if needs else flat.shard
-            flat.optimizer_shard.keep_in(DeviceStorage({MASTER: master}), needs or flat.is_away)
+            flat.optimizer_shard.keep_in(
+                DeviceStorage({MASTER: master}), needs or flat.shard_offloaded
+            )
         # 16-bit gradients are upcast once something is added
         upcasts = self._upcasts and dtype.itemsize < flat.spec.wide.itemsize
         flat.gradient.set_memory(memory, planned.sums_whole, host, upcasts)
@@ -134,7 +136,7 @@ def ways_back(
 
 def keeps_master(flat: FlatBuffer) -> bool:
     """Return whether an update on the device needs master weights of ``flat`` besides its shard."""
-    return flat.spec.needs_master or flat.is_away
+    return flat.spec.needs_master or flat.shard_offloaded
 
 
 def _arena(

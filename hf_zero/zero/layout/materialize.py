@@ -42,7 +42,7 @@ from hf_zero.zero.layout.initial_values import (
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.precision import CASTABLE
 from hf_zero.zero.layout.sharding import sharding_of
-from hf_zero.zero.layout.unit import State, Unit
+from hf_zero.zero.layout.unit import GatherState, Unit
 from hf_zero.zero.layout.walk import modules_of, named_modules_of
 from hf_zero.zero.layout.wrap import UnitSpec
 
@@ -112,7 +112,7 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
             _initialize_values(flat, memory, mesh, former, staging)
         if unit.sharded_flats:
             unit.release()
-        unit.state = State.RELEASED if unit.sharded_flats else State.GATHERED
+        unit.state = GatherState.RELEASED if unit.sharded_flats else GatherState.GATHERED
         former.drop_spent()
         if placement.offloads_anything:
             release_freed()  # the unit's former memory

@@ -25,10 +25,10 @@ from hf_zero.zero.layout.parameter import raw_grads
 from hf_zero.zero.layout.parameter_handles import ParameterGuard
 from hf_zero.zero.layout.training_state import CopiedState
 
-_is_away = attrgetter("is_away")
+_shard_offloaded = attrgetter("shard_offloaded")
 
 
-class State(Enum):
+class GatherState(Enum):
     """State of a unit's values."""
 
     RELEASED = "released"
@@ -36,7 +36,7 @@ class State(Enum):
     GATHERED = "gathered"
 
 
-class RootForward:
+class OutermostForward:
     """One outermost forward, and the units gathered for its backward. It lives as long as its
     graph.
     """
@@ -63,7 +63,7 @@ class RootForward:
         self.reads: set[Unit] = set()
         self.tracked = False  # a hook on its graph fires when its backward runs
         # calls with hooks on their outputs
-        self.calls: weakref.WeakSet[UnitForward] = weakref.WeakSet()
+        self.calls: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         self.drawn: dict[object, object] = {}  # random draws by owner; recomputations reuse them
         self.left_out: frozenset[Unit] = frozenset()  # units that no rank uses in it
         # parameters that no rank uses in it: a bit for each member of a flat buffer
@@ -75,7 +75,7 @@ class RootForward:
         return any(call in call.unit.forwards.pending for call in self.calls)
 
 
-class UnitForward:
+class UnitCall:
     """One forward of a unit with a possible backward: of one of its modules, or of several in a
     row, each with the output of the one before as its input. It lives as long as its graph.
     """
@@ -92,7 +92,7 @@ class UnitForward:
         "unit",
     )
 
-    def __init__(self, unit: Unit, root: RootForward, began: int):
+    def __init__(self, unit: Unit, root: OutermostForward, began: int):
         self.unit = unit
         self.root = root
         # moments, numbered in the order in which this rank enters and leaves forwards
@@ -116,19 +116,19 @@ class UnitForwards:
 
     def __init__(self) -> None:
         # calls whose backward is pending: decides the reduction
-        self.pending: weakref.WeakSet[UnitForward] = weakref.WeakSet()
+        self.pending: weakref.WeakSet[UnitCall] = weakref.WeakSet()
         # calls whose backward is under way: decides the release
-        self.in_backward: set[UnitForward] = set()
+        self.in_backward: set[UnitCall] = set()
         # weak reference to the call among these that a backward reaches last
-        self.awaited: Callable[[], UnitForward | None] = _no_call
-        self.in_forward: list[UnitForward | None] = []  # forwards under way, innermost last
+        self.awaited: Callable[[], UnitCall | None] = _no_call
+        self.in_forward: list[UnitCall | None] = []  # forwards under way, innermost last
         # forwards without a graph in training; a reentrant checkpoint may rerun them in the
         # backward
         self.expected_reruns = 0
         # those that the last backward has rerun, and a second one over its graph reruns again
         self.seen_reruns = 0
         # forwards with this unit in ``reads``: it stays gathered for their backward
-        self.read_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
+        self.read_by: weakref.WeakSet[OutermostForward] = weakref.WeakSet()
 
 
 class GatherRequest(NamedTuple):
@@ -201,7 +201,7 @@ class Unit:
         self.sharded_flats = [flat for flat in flats if flat.sharded]
         self.trainable_flats = [flat for flat in flats if flat.trainable]
         self._optimizer_shards = [flat.optimizer_shard for flat in self.trainable_flats]
-        self.state, self.pins = State.GATHERED, 0
+        self.state, self.pins = GatherState.GATHERED, 0
         self.exact = True  # the last gather was for uncompressed and unchanged values
         self.forwards = UnitForwards()
         self.guard = ParameterGuard(
@@ -352,7 +352,7 @@ class Unit:
                 if flat.computing is not None:
                     flat.computing.expect(exact)
             device = self.sharded_flats[0].full.device
-            away = any(map(_is_away, self.sharded_flats))
+            away = any(map(_shard_offloaded, self.sharded_flats))
             beside = streams.shard_stream(device) if away else None
             if beside is not None:
                 # ``beside`` must follow the compute stream, which has used this memory before
@@ -366,8 +366,8 @@ class Unit:
                 here = beside or (streams.current_stream(device) if self.copies_alone else None)
                 brought = streams.record_event(here) if here is not None else None
             self._coming = handles, brought
-        if self.state is State.RELEASED:
-            self.state = State.GATHERING
+        if self.state is GatherState.RELEASED:
+            self.state = GatherState.GATHERING
         else:
             self.finish_gather()
 
@@ -395,18 +395,18 @@ class Unit:
             for flat in self.sharded_flats:
                 if flat.computing is not None:
                     flat.computing.gathered()
-        if self.state is State.GATHERING:
+        if self.state is GatherState.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
                 for flat in self.sharded_flats:
                     flat.handles.point_at_full(self.guard.gathered_class)
-            self.state = State.GATHERED
+            self.state = GatherState.GATHERED
 
     def take_user_writes(self) -> None:
         """Copy a script's writes to whole parameters into the shards (a module may change its own
         weights).
         """
         for flat in self.flats:
-            if not flat.sharded or self.state is State.GATHERED:
+            if not flat.sharded or self.state is GatherState.GATHERED:
                 flat.take_user_writes()
 
     def drop_user_writes(self) -> None:
@@ -451,7 +451,7 @@ class Unit:
                     codec.decode(codec.encode(flat.full, flat.layout.num_shards), flat.full)
                 flat.mark_filled()
                 at += size
-        self.state = State.GATHERING
+        self.state = GatherState.GATHERING
         self.finish_gather()
 
     def release(self, keep_views: bool = False) -> None:
@@ -460,7 +460,7 @@ class Unit:
         ``keep_views``: views of the values stay readable.
         """
         self.finish_gather()
-        if self.state is State.RELEASED or not self.sharded_flats:
+        if self.state is GatherState.RELEASED or not self.sharded_flats:
             return
         self.take_user_writes()
         with (
@@ -478,7 +478,7 @@ class Unit:
                     for stream in {*self.streams, streams.current_stream(self.device_of_streams)}:
                         streams.record_use(flat.full, stream)
                 flat.full.untyped_storage().resize_(0)
-        self.state, self._aliased = State.RELEASED, False
+        self.state, self._aliased = GatherState.RELEASED, False
         self.guard.released()
 
 

@@ -134,7 +134,7 @@ _idle = attrgetter("gradient.idle")
 EXACT = 1 << 53  # integers up to here are exact in fp64
 
 
-class Usage:
+class UsedParameters:
     """Agrees across ranks which parameters got a gradient. ``flats``: the trainable ones,
     in the order of the message.
     """

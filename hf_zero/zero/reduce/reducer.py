@@ -3,8 +3,8 @@
 [Note: order of reductions]
 In every backward that reduces, all ranks launch the reductions of all trainable units in one fixed
 order (``reduction_order.py``). A unit waits for its predecessors; one that can get no more
-gradients on this rank (:class:`Outstanding`) is launched at once, with zeros if it has none. Units
-that all ranks leave out of the backward, and know it, are skipped.
+gradients on this rank (:class:`RemainingForwards`) is launched at once, with zeros if it has none.
+Units that all ranks leave out of the backward, and know it, are skipped.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hf_zero.zero.layout.stage_policy import Policy
 from hf_zero.zero.layout.training_state import GradientMemory
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Scaling
-from hf_zero.zero.reduce.norm import IdleParameters, Usage, zero_left_out
+from hf_zero.zero.reduce.norm import IdleParameters, UsedParameters, zero_left_out
 from hf_zero.zero.reduce.reduction_order import (
     BackwardObservations,
     GatherSchedule,
-    Outstanding,
     ReductionOrder,
+    RemainingForwards,
 )
 from hf_zero.zero.reduce.reductions import (
     BackwardSettings,
@@ -91,7 +91,7 @@ class Reducer:
         mesh: Mesh,
         policy: Policy,
         options: ReductionOptions,
-        usage: Usage,
+        usage: UsedParameters,
         offload: GradientOffload | None,
         schedule: GatherSchedule,
     ):
@@ -131,7 +131,7 @@ class Reducer:
             parameter for unit in units for flat in unit.flats for parameter in flat.members
         ]
         self._schedule = schedule
-        self.outstanding = Outstanding()
+        self.remaining = RemainingForwards()
         # an exception has broken a backward of the window and some of its gradients are lost
         self.spoiled = False
         # number of backwards with gradients since the last step or ``zero_grad``
@@ -222,14 +222,14 @@ class Reducer:
         """Return the next unit in order, to be launched; None if it may still get gradients on this
         rank, or if none is left.
         """
-        progress, outstanding = self.progress, self.outstanding
+        progress, remaining = self.progress, self.remaining
         reduces = progress.under_way and self._reduces_now
         if not reduces or progress.next == len(progress.units):
             return None
         unit = progress.units[progress.next]
-        if unit in self._order.deferred:
+        if unit in self._order.reduced_last:
             return None
-        awaits = outstanding.awaits_reruns if unit in progress.ready else outstanding.awaits
+        awaits = remaining.awaits_reruns if unit in progress.ready else remaining.awaits
         if awaits(unit, progress.learns):
             return None
         self._take(unit)
@@ -253,11 +253,11 @@ class Reducer:
 
     def note_unfinished(self) -> None:
         """Record, at the end of a backward, the units that could have got gradients until now."""
-        progress, outstanding = self.progress, self.outstanding
+        progress, remaining = self.progress, self.remaining
         if progress.under_way and progress.learns:
             units = (unit for unit in progress.units[progress.next :] if unit not in progress.ready)
             progress.observed.unfinished = [
-                unit.index for unit in units if outstanding.awaits(unit, False)
+                unit.index for unit in units if remaining.awaits(unit, False)
             ]
 
     def finish(self, learns: bool = False) -> None:
@@ -490,7 +490,7 @@ class Reducer:
             self._reductions.send(flat, wire, wire, self._after * flat.mesh.gain)
         if self._reductions.waiting:
             units, at = self.progress.units, self.progress.next
-            comes = at < len(units) and units[at] not in self._order.deferred
+            comes = at < len(units) and units[at] not in self._order.reduced_last
             self._reductions.flush_unless_fits(units[at].trainable_flats if comes else ())
 
     @property

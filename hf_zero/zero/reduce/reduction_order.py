@@ -7,7 +7,7 @@ for a gather when it needs the unit. Whichever blocks ranks leave out, this cann
 two conditions hold:
 
 - A rank launches the next reduction as soon as its unit can get no more gradients there
-  (:class:`Outstanding`), so it has then waited only for gathers that lead to this unit.
+  (:class:`RemainingForwards`), so it has then waited only for gathers that lead to this unit.
 - Before a rank waits for a reduction it has issued all gathers that any rank may wait for before it
   launches the last reduction launched here. Their number is measured in the first backward of a
   kind (:meth:`ReductionOrder.learn`).
@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol, TypeVar
 
-from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
+from hf_zero.zero.layout.unit import OutermostForward, Unit, UnitCall
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class ReductionOrder:
 
     def __init__(self, units: Sequence[Unit]):
         self.units = [unit for unit in [*reversed(units[1:]), units[0]] if unit.trainable_flats]
-        self.deferred: set[Unit] = set()  # units with gradients in several parts: reduced last
+        self.reduced_last: set[Unit] = set()  # units with gradients in several parts: reduced last
         self._known = False
         self._depths: dict[Hashable, dict[int, int]] = {}
         self.left_some_out = False  # some backward of the window has left units out
@@ -163,8 +163,8 @@ class ReductionOrder:
             self.units = [
                 by_index[index] for index in sorted(indices, key=lambda index: index in unfinished)
             ]
-        self.deferred |= late
-        self.units.sort(key=lambda unit: unit in self.deferred)
+        self.reduced_last |= late
+        self.units.sort(key=lambda unit: unit in self.reduced_last)
         depths: dict[int, int] = {index: position + 1 for position, index in enumerate(plan)}
         for record in observed:
             _raise_to(
@@ -182,44 +182,44 @@ def _raise_to(depths: dict[int, int], others: Mapping[int, int]) -> None:
 NOT_BEGUN = 1 << 62
 
 
-class Outstanding:
+class RemainingForwards:
     """The forwards that the backward under way may still reach."""
 
     def __init__(self) -> None:
-        # numbers the moments at which this rank enters and leaves forwards
-        self.moment: Callable[[], int] = count(1).__next__
-        self._moment = NOT_BEGUN  # calls entered at this moment or later are over
+        # counts the times at which this rank enters and leaves forwards
+        self.tick: Callable[[], int] = count(1).__next__
+        self._tick = NOT_BEGUN  # calls entered at this tick or later have ended their backward
         # calls in backward without marks, whose end no hook reports
-        self._unmarked: list[UnitForward] = []
+        self._unmarked: list[UnitCall] = []
         # stand-in for forwards recomputed in this backward
-        self.recomputation: RootForward | None = None
+        self.recomputation: OutermostForward | None = None
         self.reruns_seen = False  # a checkpoint has run a backward inside a backward
 
-    def begin(self, recomputation: RootForward) -> None:
+    def begin(self, recomputation: OutermostForward) -> None:
         """Begin a backward."""
-        self._moment, self.recomputation = NOT_BEGUN, recomputation
+        self._tick, self.recomputation = NOT_BEGUN, recomputation
         self._unmarked.clear()
 
     def end(self) -> None:
-        self._moment, self.recomputation = NOT_BEGUN, None
+        self._tick, self.recomputation = NOT_BEGUN, None
         self._unmarked.clear()
 
-    def starts(self, call: UnitForward) -> None:
+    def starts(self, call: UnitCall) -> None:
         """Begin the backward of ``call``."""
         if not call.marked:
             self._unmarked.append(call)
 
-    def advance_to(self, moment: int) -> Sequence[Unit]:
-        """Advance the backward to ``moment``; return the units of calls without marks that are over
+    def advance_to(self, tick: int) -> Sequence[Unit]:
+        """Advance the backward to ``tick``; return the units of calls without marks that are over
         by then.
         """
-        if moment >= self._moment:
+        if tick >= self._tick:
             return ()
-        self._moment = moment
+        self._tick = tick
         units = list[Unit]()
-        over, unmarked = list[UnitForward](), list[UnitForward]()
+        over, unmarked = list[UnitCall](), list[UnitCall]()
         for call in self._unmarked:
-            (over if call.began >= moment else unmarked).append(call)
+            (over if call.began >= tick else unmarked).append(call)
         self._unmarked = unmarked
         for call in over:
             if not self.awaits_calls(call.unit):
@@ -230,7 +230,7 @@ class Outstanding:
         """Return whether the backward of a call of ``unit`` is pending or running."""
         # Several blocks may share a unit, and each of their calls asks: the call found last time
         # answers most of them.
-        forwards, reached, recomputation = unit.forwards, self._moment, self.recomputation
+        forwards, reached, recomputation = unit.forwards, self._tick, self.recomputation
         awaited = forwards.awaited()
         if (
             awaited is not None
@@ -238,7 +238,7 @@ class Outstanding:
             and (awaited in forwards.in_backward or awaited in forwards.pending)
         ):
             return True
-        last: UnitForward | None = None  # a backward reaches it last
+        last: UnitCall | None = None  # a backward reaches it last
         for calls in (forwards.in_backward, forwards.pending):
             for call in calls:
                 may_come = call.began < reached or call.root is recomputation

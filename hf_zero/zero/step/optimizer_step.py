@@ -32,7 +32,7 @@ from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
 from hf_zero.zero.layout.training_state import GradientBuffer, GradState, OptimizerShard
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Fp16LossScaler
-from hf_zero.zero.reduce.norm import Usage, squared_norm
+from hf_zero.zero.reduce.norm import UsedParameters, squared_norm
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.step_reports import SanityChecks
 
@@ -67,7 +67,7 @@ class OptimizerStep:
             self.on_use = self.updater.used
         elif model.overlaps:
             self.on_use = Unit.wait_for_update
-        self.usage = Usage(model.trainable, mesh, mesh.device)
+        self.usage = UsedParameters(model.trainable, mesh, mesh.device)
         # the norm to which gradients are clipped; 0.0: no clipping
         self.max_norm = float(config.gradient_clipping or 0.0)
         self.lr_scale = 1.0  # factor of an update on the learning rates of the groups
@@ -344,7 +344,7 @@ class OptimizerStep:
             and not flat.spec.momentum_blocks
             and not flat.spec.sends_differences
             and not flat.optimizer_shard.offloaded
-            and not flat.is_away
+            and not flat.shard_offloaded
         ]
         return {flat.key: flat.new_shard_buffer() for flat in flats}
 

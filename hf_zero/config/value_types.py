@@ -1,7 +1,7 @@
-"""Declarations of configuration keys: :func:`key` declares a field of a section, of a :class:`Kind`
-of values, which checks a raw JSON or YAML value and converts it to its canonical form.
+"""Declarations of configuration keys: :func:`key` declares a field of a section as a key. Its
+:class:`ValueType` checks a raw JSON or YAML value and converts it to its canonical form.
 
-A kind never guesses: ``"8"`` is not a number and ``2`` is not a boolean. It accepts what the
+A type never guesses: ``"8"`` is not a number and ``2`` is not a boolean. It accepts what the
 Hugging Face libraries write, hence ``5e8`` counts as an integer and ``torch.bfloat16`` as the name
 of a dtype.
 """
@@ -23,7 +23,7 @@ from hf_zero.logging import SIZE_PATTERN, JsonObject, parse_size
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueType:
     """A type of values. ``expected`` completes "… is not …" in messages; ``convert`` returns the
     canonical form or raises ValueError; ``schema`` describes the values in JSON Schema.
     """
@@ -33,8 +33,8 @@ class Kind:
     schema: JsonObject = field(default_factory=dict, compare=False)
 
 
-def integer(low: int | None = None, high: int | None = None) -> Kind:
-    """Return the kind of integers in ``[low, high]``; floats without a fraction (``5e8``) are
+def integer(low: int | None = None, high: int | None = None) -> ValueType:
+    """Return the type of integers in ``[low, high]``; floats without a fraction (``5e8``) are
     integers too.
     """
 
@@ -52,13 +52,13 @@ def integer(low: int | None = None, high: int | None = None) -> Kind:
 
     limits = {"minimum": low, "maximum": high}
     schema = {"type": "integer", **{k: v for k, v in limits.items() if v is not None}}
-    return Kind("an integer" + _bounds(low, high), convert, schema)
+    return ValueType("an integer" + _bounds(low, high), convert, schema)
 
 
 def number(
     low: float | None = None, high: float | None = None, *, above: float | None = None
-) -> Kind:
-    """Return the kind of finite numbers, at least ``low`` or strictly ``above``, at most
+) -> ValueType:
+    """Return the type of finite numbers, at least ``low`` or strictly ``above``, at most
     ``high``.
     """
 
@@ -79,7 +79,7 @@ def number(
         return real
 
     limits = {"minimum": low, "exclusiveMinimum": above, "maximum": high}
-    return Kind(
+    return ValueType(
         "a number" + (f" greater than {above:g}" if above is not None else _bounds(low, high)),
         convert,
         {"type": "number", **{k: v for k, v in limits.items() if v is not None}},
@@ -141,8 +141,8 @@ def _bytes(value: object) -> int:
     return int(integer(1).convert(size))
 
 
-def choice(*options: str) -> Kind:
-    """Return the kind of the strings ``options``, in any case."""
+def choice(*options: str) -> ValueType:
+    """Return the type of the strings ``options``, in any case."""
 
     def convert(value: object) -> str:
         if not isinstance(value, str) or value.lower() not in options:
@@ -150,11 +150,11 @@ def choice(*options: str) -> Kind:
         return value.lower()
 
     expected = "one of " + ", ".join(repr(option) for option in options)
-    return Kind(expected, convert, {"enum": list(options)})
+    return ValueType(expected, convert, {"enum": list(options)})
 
 
-def one_of(*options: int) -> Kind:
-    """Return the kind of the integers ``options``."""
+def one_of(*options: int) -> ValueType:
+    """Return the type of the integers ``options``."""
 
     def convert(value: object) -> int:
         whole = int(integer().convert(value))
@@ -162,7 +162,7 @@ def one_of(*options: int) -> Kind:
             raise ValueError(value)
         return whole
 
-    return Kind(f"one of {', '.join(map(str, options))}", convert, {"enum": list(options)})
+    return ValueType(f"one of {', '.join(map(str, options))}", convert, {"enum": list(options)})
 
 
 def _bounds(low: float | None, high: float | None) -> str:
@@ -288,32 +288,32 @@ _STRING = {"type": "string", "minLength": 1}
 _STRINGS = {"type": "array", "items": _STRING}
 _SHARE = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 
-BOOLEAN = Kind("true or false", _boolean, {"type": "boolean"})
-TEXT = Kind("a non-empty string", _text, _STRING)
-PATH = Kind("a path", _path, _STRING)
-PATHS = Kind("a path, or a list of different paths", _paths, {"anyOf": [_STRING, _STRINGS]})
-DTYPE = Kind(
+BOOLEAN = ValueType("true or false", _boolean, {"type": "boolean"})
+TEXT = ValueType("a non-empty string", _text, _STRING)
+PATH = ValueType("a path", _path, _STRING)
+PATHS = ValueType("a path, or a list of different paths", _paths, {"anyOf": [_STRING, _STRINGS]})
+DTYPE = ValueType(
     "one of 'fp32', 'bf16', 'fp16'",
     _dtype,
     {"enum": [spelling for spellings in _DTYPES.values() for spelling in spellings]},
 )
 
 
-def named(*names: str) -> Kind:
-    """Return the kind of texts that name one of ``names``: an editor completes them, and whoever
+def named(*names: str) -> ValueType:
+    """Return the type of texts that name one of ``names``: an editor completes them, and whoever
     builds the object compares them, in any case.
     """
-    return Kind(TEXT.expected, _text, {"anyOf": [{"enum": list(names)}, _STRING]})
+    return ValueType(TEXT.expected, _text, {"anyOf": [{"enum": list(names)}, _STRING]})
 
 
-NAMES = Kind("a list of names", _names, _STRINGS)
-SECTION = Kind("a section of keys and plain values", _section, {"type": "object"})
-INTERVAL = Kind(
+NAMES = ValueType("a list of names", _names, _STRINGS)
+SECTION = ValueType("a section of keys and plain values", _section, {"type": "object"})
+INTERVAL = ValueType(
     "a positive number of steps or infinity",
     _report_interval,
     {"type": "number", "exclusiveMinimum": 0},
 )
-KERNELS = Kind(
+KERNELS = ValueType(
     f"'auto', 'off' or a list of names among {', '.join(kernels.NAMES)}",
     _kernels,
     {
@@ -323,29 +323,31 @@ KERNELS = Kind(
         ]
     },
 )
-ANYTHING = Kind("any value", _anything)
+ANYTHING = ValueType("any value", _anything)
 COUNT = integer(0)
-BLOCK = Kind(
+BLOCK = ValueType(
     "a multiple of 4096 bytes", _block, {"type": "integer", "minimum": 4096, "multipleOf": 4096}
 )
-SHARE = Kind("a number above 0 and at most 1", _share, _SHARE)
-SECONDS_OR_OFF = Kind(
+SHARE = ValueType("a number above 0 and at most 1", _share, _SHARE)
+SECONDS_OR_OFF = ValueType(
     "0 or a number of at least 1",
     _seconds_or_off,
     {"anyOf": [{"const": 0}, {"type": "number", "minimum": 1}]},
 )
-SOME_OR_AUTO = Kind(
+SOME_OR_AUTO = ValueType(
     "a number from 0 to 1, or 'auto'",
     _some_or_auto,
     {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"const": "auto"}]},
 )
-BYTES = Kind(
+BYTES = ValueType(
     "a number of bytes, such as 80GB (decimal) or 128GiB (binary)",
     _bytes,
     {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": SIZE_PATTERN}]},
 )
-ELEMENTS = Kind("a number of elements of at least 1", _elements, {"type": "number", "minimum": 1})
-SIZE = Kind("a number of elements of at least 0", _size, {"type": "number", "minimum": 0})
+ELEMENTS = ValueType(
+    "a number of elements of at least 1", _elements, {"type": "number", "minimum": 1}
+)
+SIZE = ValueType("a number of elements of at least 0", _size, {"type": "number", "minimum": 0})
 
 
 class Status(Enum):
@@ -380,7 +382,7 @@ class Key:
     """
 
     path: str
-    kind: Kind
+    value_type: ValueType
     status: Status
     note: str = ""
     default: Any = None
@@ -411,7 +413,7 @@ class Key:
 
 
 def key(
-    kind: Kind,
+    value_type: ValueType,
     default: Any = None,
     note: str = "",
     /,
@@ -429,7 +431,7 @@ def key(
     default that the field has when a section is constructed directly.
     """
     declared = Key(
-        name, kind, Status.ACTIVE, note, default, idle=idle or _busy, unit=unit, since=since
+        name, value_type, Status.ACTIVE, note, default, idle=idle or _busy, unit=unit, since=since
     )
     if not {"default", "default_factory", "required"} & set(more):
         more["default"] = declared.default
