@@ -103,7 +103,7 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True)
 class OffloadParam:
-    """Offload of the parameter chunks at stage 3 (arXiv 2104.07857).
+    """Offload of the parameter shards at stage 3 (arXiv 2104.07857).
 
     "cpu" is host memory. "nvme" is files under ``nvme_path``, except for the first ``max_in_cpu``
     elements of this rank, which stay in host memory; ``buffer_count`` units are in flight.

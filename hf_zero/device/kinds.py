@@ -30,8 +30,8 @@ def drives_streams(kind: str) -> bool:
 
 
 def is_host(device: torch.device | str) -> bool:
-    """Return whether ``device``, or a device of this kind, computes in the host's order: no
-    streams, and synchronous copies.
+    """Return whether work on ``device`` runs in the host's order: no streams, and synchronous
+    copies. MPS counts, although it is no host.
     """
     return not drives_streams(device if isinstance(device, str) else device.type)
 

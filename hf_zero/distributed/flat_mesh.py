@@ -142,8 +142,8 @@ class FlatMesh:
     of two-hop gathers over ``shard``, across nodes and within a node; empty: gathers take one hop.
     group: all ranks that hold the same values, for initial broadcasts; None for one rank. axes: the
     parallel axes that cut it besides ZeRO. weight: factor of a rank's squares in a sum over
-    :class:`Sums`, so that each element counts once. gain: factor of the sum of its gradients, in
-    addition to 1 / all ranks of the engine.
+    :class:`Sums`, so that each element counts once. gain: further factor of the reduced gradient,
+    which is divided by all ranks of the stage: the tensor-parallel size where it applies, else 1.
     """
 
     shard: MeshDim

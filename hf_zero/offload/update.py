@@ -68,7 +68,7 @@ class Updater:
         self._copies = copies
         self._offload = offload
         self._pending: dict[Unit, tuple[Future[streams.Event | None], Gather | None]] = {}
-        self._uses: list[Unit] = []  # units in the order of the forward under way
+        self._uses: list[Unit] = []  # units in the order of their first use since the last step
         self._queue = UpdateQueue(device)
         # update begun in the backward under way, before its step, and the units it has updated
         self.backward_update: SubGroupUpdate | None = None
@@ -85,13 +85,13 @@ class Updater:
         return tuple(self._pending)
 
     def used(self, unit: Unit) -> None:
-        """Record that a forward needs ``unit`` now, and wait for its update."""
+        """Record that a pass or a script needs ``unit`` now, and wait for its update."""
         if unit in self.units and unit not in self._uses:
             self._uses.append(unit)
         unit.wait_for_update()
 
     def start(self, update: SubGroupUpdate) -> None:
-        """Begin ``update``, in the order of the last forward, or in the order of the model if units
+        """Begin ``update``, in the order of first use since the last step, or of the model if units
         are gathered.
         """
         if self._gathers is None and self._uses:

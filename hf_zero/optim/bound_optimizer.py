@@ -61,7 +61,7 @@ class BoundOptimizer:
     Args:
         optimizer: a torch.optim.Optimizer that can step flat shards (see
             :func:`hf_zero.optim.elementwise.check`).
-        flats: the flat buffers of this rank; only trainable ones are used.
+        flats: this rank's optimizer shard of each flat buffer; only trainable ones are used.
         group_of: parameter name -> index of its group. A trainable parameter without a group is not
             updated.
         parameters: parameter name -> the object the optimizer holds, to find existing state. Such

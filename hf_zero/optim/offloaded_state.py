@@ -390,7 +390,7 @@ RULES: dict[type, Rule] = {
 
 
 def whole_tensor_rule(cls: type[WholeTensorOptimizer], group: ParamGroup) -> Rule:
-    """Return the rule of ``cls`` for ``group``: its own rounds and update."""
+    """Return the rule by which a whole-tensor optimizer ``cls`` updates ``group`` in rounds."""
     names = cls.moments_of(group)
 
     def parts(arrays: StateArrays, grad: Tensor, call: Call) -> Parts:

@@ -1,5 +1,5 @@
-"""The segment table: the runs of this rank's shards that belong to each optimizer group. Arithmetic
-and views only.
+"""Segments: the runs of this rank's shards that belong to each optimizer group. Arithmetic and
+views only; ``segment_table.py`` keeps the current ones.
 
 The owned range of every flat buffer is cut into runs of one group. Runs that are adjacent in memory
 and share a group become one *segment*, the tensor that the optimizer sees. Flat buffers that share

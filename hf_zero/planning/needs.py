@@ -8,16 +8,16 @@ K bytes per parameter for the master weight and moments:
 
 - Optimizer on the device: parameters, gradients and K as in the policy table.
 - Updates in the backward: the gradients of a few flat buffers, of one where they are sharded.
-- Optimizer on the CPU: K and the gradient of this rank's chunk in RAM. At stages 0 and 1 the
+- Optimizer on the CPU: K and the gradient of this rank's shard in RAM. At stages 0 and 1 the
   gradient of a whole accumulation window stays on the device as well. The device keeps no master
   weights; in fp32 training those in RAM are a copy of its parameters.
 - Optimizer in files: K on disk, the gradients in RAM.
-- ``ratio``: with the chunks laid end to end, those within the first ``1 - ratio`` stay on the
+- ``ratio``: with the shards laid end to end, those within the first ``1 - ratio`` stay on the
   device.
-- Parameters on the CPU: their chunks in RAM, frozen ones too. Parameters in files: the first ones,
+- Parameters on the CPU: their shards in RAM, frozen ones too. Parameters in files: the first ones,
   up to ``max_in_cpu`` elements, in RAM, the rest on disk.
 - Parameters that stay whole at stage 3 (persistent ones): on the device, with K of this rank's
-  chunk of them, whatever is offloaded.
+  shard of them, whatever is offloaded.
 
 This module adds the state of extensions (secondary shards, rounded weights, errors that are fed
 back, momenta in one bit) and the buffers of a step: gathered units, gradients between ranks, pieces
@@ -291,7 +291,7 @@ def gathered_bytes(plan: EnginePlan) -> int:
 
 
 def gradient_buffers(plan: EnginePlan) -> int:
-    """Return the bytes of gradients in transit and of the chunks that arrive for them, as many of
+    """Return the bytes of gradients in transit and of the shards that arrive for them, as many of
     each size as the engine keeps for the next unit.
 
     Whole gradients that are on the device anyway and in the communication dtype (stages 0 and 1)

@@ -298,12 +298,12 @@ class EngineParts(AroundModel):
 
     @property
     def global_samples(self) -> int:
-        """Number of samples of these steps on all ranks."""
+        """Number of samples of all counted micro-batches on all ranks."""
         return self.counters.global_samples
 
     @property
     def micro_steps(self) -> int:
-        """Number of backwards so far."""
+        """Number of micro-batches that ``step()`` has counted so far."""
         return self.counters.micro_steps
 
     @property

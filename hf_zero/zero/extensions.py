@@ -137,7 +137,7 @@ class Techniques(Protocol):
 
     def install(self, engine: Any) -> None:
         """Install everything on the model of ``engine``, after its own hooks. Step-dependent
-        techniques read ``engine.global_steps`` and ``engine.micro_steps``, which a load restores.
+        techniques read ``engine.global_steps``, which a load restores.
         """
 
     def end_step(self) -> None:

@@ -399,8 +399,9 @@ class PassRunner:
             )
 
     def reset(self, counts_only: bool = False) -> None:
-        """Abort a forward or backward that an exception has left open, before a step or
-        ``zero_grad``. ``counts_only``: the step only counts a micro-batch.
+        """Report a ``step()`` or ``zero_grad()`` to the sanity checks, and abort a forward or
+        backward that an exception has left open. ``counts_only``: the step only counts a
+        micro-batch.
         """
         self._sanity.on_step(counts_only)
         self.hooks.reset()

@@ -59,8 +59,8 @@ _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # The sequence number of this thread's next autograd node; a backward runs higher numbers first.
 _next_node: Callable[[], int] = torch.autograd._get_sequence_nr
-# With a cache or this argument a decoder step of generate takes another path than a whole forward.
-# Other arguments do not select a plan: ranks may differ in them.
+# With a cache or this argument a step of generate runs other blocks than a whole forward, and has a
+# plan of its own. Other arguments do not select a plan: ranks may differ in them.
 ENCODED = "encoder_outputs"
 # Returns the modules that no rank runs in an outermost forward.
 ModulesLeftOut = Callable[[OutermostForward], Collection[nn.Module]]
@@ -89,8 +89,7 @@ def _mark(
     call.marks = nodes
 
     def passed(*_: object) -> None:
-        # Below zero if a backward has begun inside the forward, not at its outputs, whose hooks set
-        # the number.
+        # negative if a backward began inside the forward: no hook on its outputs has set it
         call.marks_left -= 1
         if call.marks_left == 0:
             over()

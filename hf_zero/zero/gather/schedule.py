@@ -34,13 +34,11 @@ from hf_zero.zero.reduce.reduction_order import merged, positions_in_plan
 
 GATHER, END_OF_PASS = 1, 0
 _pins, _nbytes = attrgetter("pins"), attrgetter("nbytes")
-MOST_PREFETCHED_UNITS = (
-    2  # maximum number of prefetched units; the configuration sets a limit in bytes
-)
+MOST_PREFETCHED_UNITS = 2  # beside the limit in bytes of the configuration
 
 
 class Limits(NamedTuple):
-    """Limits of prefetching."""
+    """Limits of prefetching, beside :data:`MOST_PREFETCHED_UNITS`."""
 
     bytes: int  # limit of prefetched bytes
     units_read_ahead: int  # number of units whose shards are read ahead from files

@@ -1,7 +1,7 @@
 """The stage table: the state that each ZeRO stage shards, its bytes and its traffic (Rajbhandari et
 al., arXiv 1910.02054).
 
-A stage is a row here, not a class, and nothing in ``zero/`` branches on the stage number. Ranks
+A stage is a row of :data:`POLICIES`, and nothing in ``zero/`` branches on the stage number. Ranks
 form a mesh of two axes: along the shard axis state is cut into shards, along the replicate axis it
 is repeated. Stage 0 is the mesh whose shard axis is 1 long.
 """

@@ -211,9 +211,9 @@ class Unit:
         self.streams: set[streams.Stream] = set()
         self._gathered_on: streams.Stream | None = None  # that has waited for the last gather
         self._aliased = False  # views of the values may be alive
-        # the gathers under way, and the event after which what no collective writes or reads is on
-        # the device: shards that come from the host, and whole flat buffers of one rank
-        self._coming: tuple[list[Handle], streams.Event | None] | None = None
+        # handles of the gathers under way, and the event that ends this rank's own copies for them
+        # (shards from the host, flat buffers of one rank); None without such copies
+        self._in_flight: tuple[list[Handle], streams.Event | None] | None = None
         self.source = ShardGather(self)
         for flat in self.flats:
             flat.join(self)
@@ -242,8 +242,8 @@ class Unit:
 
     @cached_property
     def copies_alone(self) -> bool:
-        """Return whether a gather copies a flat buffer on a stream without a collective, for which
-        the streams that use it would wait.
+        """Return whether a gather copies a flat buffer without a collective, so that other streams
+        must wait for an event.
         """
         return self.device_of_streams is not None and any(
             f.axis.size == 1 for f in self.sharded_flats
@@ -364,8 +364,8 @@ class Unit:
                     axis, key, pairs, codecs = request
                     handles.append(axis.all_gather(pairs, key, codecs))
                 here = beside or (streams.current_stream(device) if self.copies_alone else None)
-                brought = streams.record_event(here) if here is not None else None
-            self._coming = handles, brought
+                copied = streams.record_event(here) if here is not None else None
+            self._in_flight = handles, copied
         if self.state is GatherState.RELEASED:
             self.state = GatherState.GATHERING
         else:
@@ -373,10 +373,10 @@ class Unit:
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and point the parameters at the values."""
-        if self._coming is not None:
-            handles, brought = self._coming
-            if brought is not None:
-                streams.current_stream(self.sharded_flats[0].full.device).wait_event(brought)
+        if self._in_flight is not None:
+            handles, copied = self._in_flight
+            if copied is not None:
+                streams.current_stream(self.sharded_flats[0].full.device).wait_event(copied)
             failure: Exception | None = None
             with span("wait_all_gather", self.label):
                 for handle in handles:  # all: what still arrives may not find its memory freed
@@ -385,13 +385,13 @@ class Unit:
                     except Exception as error:
                         failure = failure or error
             if failure is not None:
-                self._coming = None
+                self._in_flight = None
                 raise failure
             if self.device_of_streams is not None:
                 self.record_gather_stream()
             if self.source.keeps_values:
                 self.source.keep()
-            self._coming = None  # not before: after an interrupt it is waited for again
+            self._in_flight = None  # not before: after an interrupt it is waited for again
             for flat in self.sharded_flats:
                 if flat.computing is not None:
                     flat.computing.gathered()
@@ -511,7 +511,7 @@ class SharedShards(CopiedState):
             yield
             return
         for unit in self._sharded:
-            if unit._coming is not None:
+            if unit._in_flight is not None:
                 unit.finish_gather()
         with consensus.fetches.writing():
             yield
