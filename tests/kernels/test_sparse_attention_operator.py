@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hf_zero.device import graphs
 from hf_zero.ops.sparse_attention import (
     BigBirdSparsityConfig,
     BlockLayout,
@@ -129,3 +131,17 @@ def test_a_tensor_is_a_layout_for_each_length() -> None:
             layout[:, 1:, 0] = 0
         after = sparse_attention(q, k, v, layout)
         assert torch.equal(after[:, :, :16], ours[:, :, :16]) and not torch.equal(after, ours)
+
+
+def test_a_graph_holds_the_plan_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays do not look the plan up, so the cache may drop it."""
+    graph = SimpleNamespace(held=[])
+    q, k, v = qkv()
+    config = DenseSparsityConfig(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "_captured", graph)
+        sparse_attention(q, k, v, config)
+    plan = plan_for(config.handle, 70, 2, 1, False, q.device)
+    held = {id(tensor) for tensor in graph.held}
+    for lists in (plan.rows, plan.columns):
+        assert {id(lists.items), id(lists.index), id(lists.bits), id(lists.splits)} <= held

@@ -12,6 +12,7 @@ import weakref
 
 import torch
 
+from hf_zero.device import graphs
 from hf_zero.device.kinds import autocast_dtype
 from hf_zero.errors import KernelError
 from hf_zero.ops.dispatch import Kernel, version_of
@@ -133,7 +134,10 @@ def _given(layout: torch.Tensor, length: int) -> BlockLayout:
 
 
 def _plan(handle: int, q: torch.Tensor, k: torch.Tensor, causal: bool) -> SparsePlan:
-    return plan_for(handle, q.shape[2], q.shape[1], q.shape[1] // k.shape[1], causal, q.device)
+    plan = plan_for(handle, q.shape[2], q.shape[1], q.shape[1] // k.shape[1], causal, q.device)
+    for lists in (plan.rows, plan.columns):
+        graphs.hold(lists.items, lists.index, lists.bits, lists.splits)
+    return plan
 
 
 def _too_much(q: torch.Tensor) -> str:
