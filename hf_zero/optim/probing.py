@@ -39,7 +39,18 @@ def bare_twin(
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
     twin.state, twin.param_groups = defaultdict(dict), groups
+    if switches_weights(optimizer):
+        methods: Any = twin
+        methods.train()
     return twin
+
+
+def switches_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer has weights for training and others for evaluation, between
+    which its own ``train`` and ``eval`` switch; it steps the former alone (schedule-free ones,
+    arXiv 2405.15682).
+    """
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def difference(optimizer: torch.optim.Optimizer) -> str:

@@ -24,13 +24,14 @@ from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.cpu_base import refuse_on_device
 from hf_zero.optim.elementwise import check, check_bf16
 from hf_zero.optim.offloaded_state import refuse_offload
+from hf_zero.optim.probing import switches_weights
 from hf_zero.optim.state import collect
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.gather.model_patches import ModuleGuards
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.layout.codecs import report
-from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.float8_weights import agreed_scales
@@ -328,6 +329,8 @@ def check_optimizer(plan: EnginePlan) -> None:
     few_bits = codecs.momentum is not None or codecs.deltas is not None
     check_bf16(optimizer, settings, bool(plan.names_in_8_bits), few_bits)
     _refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
+    if switches_weights(optimizer):
+        _refuse_switched_weights(optimizer, plan.trainable)
     offloaded = [flat for flat in plan.trainable if flat.sub_groups is not None]
     if offloaded:
         refuse_offload(optimizer)
@@ -339,6 +342,23 @@ def check_optimizer(plan: EnginePlan) -> None:
     # state that cannot be carried over
     slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in plan.group_of}
     collect(optimizer, parameters, slots, plan.group_of)
+
+
+def _refuse_switched_weights(optimizer: torch.optim.Optimizer, flats: Sequence[FlatPlan]) -> None:
+    """Raise UnsupportedOptimizerError if modules compute with other memory than that which
+    ``optimizer`` writes in its ``train`` and ``eval``: nothing is gathered or cast after these.
+    """
+    for flat in flats:
+        spec = flat.spec
+        copied = spec.needs_master and not flat.casts_master
+        gathered = spec.owned_numel < spec.layout.padded and not spec.sharded
+        if copied or gathered or flat.sub_groups is not None:
+            raise UnsupportedOptimizerError(
+                f"optimizer {type(optimizer).__name__} writes the weights in its own train() and "
+                "eval() as well, which other ranks and copies of the weights in 16 bits would "
+                "miss; train it in fp32 at stage 0, or at stage 3 with "
+                "stage3_param_persistence_threshold 0, without offload"
+            )
 
 
 def _refuse_unknown_params(optimizer: torch.optim.Optimizer, ids: set[int]) -> None:
