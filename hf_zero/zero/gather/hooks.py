@@ -257,16 +257,11 @@ class Hooks:
             tracker.refuse_updated(unit)
         if spans.blocks:
             spans.began(module, "forward", name or unit.label)
+        call, continues, inputs = None, False, requiring_grad(args, kwargs) if grads else {}
         if not grads:
             if module.training and unit.trainable_flats and not inside:
                 unit.forwards.expected_reruns += 1
-            unit.forwards.in_forward.append(None)
-            self._schedule.ensure_gathered(unit, module)
-            if unit.device_of_streams is not None:
-                unit.record_compute_stream()
-            return None
-        inputs = requiring_grad(args, kwargs)
-        if (
+        elif (
             last is not None
             and last[0].unit is unit
             and id(last[1]) in inputs
@@ -274,23 +269,20 @@ class Hooks:
             and not inside
         ):
             # the call continues: in a backward, all nodes of its graph run before its marks
-            call = last[0]
+            call, continues = last[0], True
             call.marks = last[2]
-            unit.forwards.in_forward.append(call)
-            if unit.sharded_flats:
-                self._schedule.ensure_gathered(unit, module)
-            if unit.device_of_streams is not None:
-                unit.record_compute_stream()
-            call.last_node = _next_node() - 1
-            return None
-        root = tracker.remaining.recomputation if inside else self._root
-        assert root is not None, "a module's forward is under way outside any pass"
-        call = UnitCall(unit, root, tracker.remaining.tick())
+        else:
+            root = tracker.remaining.recomputation if inside else self._root
+            assert root is not None, "a module's forward is under way outside any pass"
+            call = UnitCall(unit, root, tracker.remaining.tick())
         unit.forwards.in_forward.append(call)
-        self._schedule.ensure_gathered(unit, module)
+        if unit.sharded_flats or not continues:
+            self._schedule.ensure_gathered(unit, module)
         if unit.device_of_streams is not None:
             unit.record_compute_stream()
-        if not inputs:
+        if call is None:
+            return None
+        if continues or not inputs:
             call.last_node = _next_node() - 1
             return None
         call.marked = True
