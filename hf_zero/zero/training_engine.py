@@ -349,6 +349,17 @@ class TrainingEngine(EngineParts):
                 self._count_micro_batches(window.take_count())
             return
         self._refuse_update()
+        self._reduce_for_step()
+        with self.changes.change(f"step {self.counters.global_steps + 1}"):
+            self._count_micro_batches(window.take_count(restart=True))
+            failure = self._update()
+        if failure is not None:
+            raise failure
+
+    def _reduce_for_step(self) -> None:
+        """Reduce the gradients that the step reads; refuse parameters without one, if the
+        configuration asks for it.
+        """
         try:
             self.pass_runner.reduce_for_step()
         except BaseException as error:
@@ -357,33 +368,34 @@ class TrainingEngine(EngineParts):
             raise
         if not self.config.zero.ignore_unused_parameters:
             self.pass_runner.refuse_unused()
-        failure = None  # of a post hook: the step is complete even so, as in torch
-        with self.changes.change(f"step {self.counters.global_steps + 1}"):
-            self._count_micro_batches(window.take_count(restart=True))
-            losses = self.pass_runner.losses
-            captured = self.pass_runner.captured
-            update = self.optimizer_step.update if captured is None else captured.update
-            overflow = update(self.counters.global_steps, losses.may_overflow)
-            self._publish_events()
-            self.schedule.end_step()
-            if not overflow and self.optimizer_step.bound.optimizer._optimizer_step_post_hooks:
-                try:
-                    self.optimizer_step.bound.run_post_hooks()
-                except Exception as error:
-                    failure = error
-            requests, consensus = self.stop_requests, self.mesh.consensus
-            if requests.asked or (consensus is not None and consensus.steps.stopped):
-                requests.end_step()
-            self.pass_runner.reducer.clear()
-            self._end_update(overflow, losses.update_scale(overflow))
-            # a scheduler that takes a metric is stepped by the script
-            scheduler = self.lr_scheduler
-            per_step = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
-            if per_step and not overflow:
-                scheduler.step()
-            self.techniques.end_step()
-        if failure is not None:
-            raise failure
+
+    def _update(self) -> Exception | None:
+        """Update the weights and end the step. Return the error of a post hook of the optimizer:
+        the step is complete even so, as in torch.
+        """
+        losses, captured = self.pass_runner.losses, self.pass_runner.captured
+        update = self.optimizer_step.update if captured is None else captured.update
+        overflow = update(self.counters.global_steps, losses.may_overflow)
+        self._publish_events()
+        self.schedule.end_step()
+        failure = None
+        if not overflow and self.optimizer_step.bound.optimizer._optimizer_step_post_hooks:
+            try:
+                self.optimizer_step.bound.run_post_hooks()
+            except Exception as error:
+                failure = error
+        requests, consensus = self.stop_requests, self.mesh.consensus
+        if requests.asked or (consensus is not None and consensus.steps.stopped):
+            requests.end_step()
+        self.pass_runner.reducer.clear()
+        self._end_update(overflow, losses.update_scale(overflow))
+        # a scheduler that takes a metric is stepped by the script
+        scheduler = self.lr_scheduler
+        per_step = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
+        if per_step and not overflow:
+            scheduler.step()
+        self.techniques.end_step()
+        return failure
 
     def _refuse_update(self) -> None:
         """Raise ConfigError without an optimizer, PartitionError for a part updated before clipping
