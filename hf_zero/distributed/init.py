@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.keys import KEYS
+from hf_zero.config.value_types import ValueType, integer
 from hf_zero.device import kinds
 from hf_zero.distributed.attempts import store_of_attempt, wait_for_store
 from hf_zero.distributed.collective_log import PendingCollective
@@ -81,7 +82,8 @@ def init_distributed(
     Raises LaunchError if the launcher's variables are incomplete or contradict each other
     (``rendezvous.py``), if ``init_method`` is not an address with ranks, if the name of rank 0's
     host does not resolve, or if the store does not answer; ConfigError for a port that is in use,
-    a backend that is not here, and a timeout or a port that a configuration would not take.
+    a backend that is not here, a timeout or a port that a configuration would not take, and a rank
+    or a world size that is no integer.
     """
     if is_initialized():
         return
@@ -89,68 +91,78 @@ def init_distributed(
         refuse_missing_backends(backend)
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
-    seconds = DEFAULT_TIMEOUT if timeout is None else _converted("timeout", "timeout", timeout)
-    port = None if port is None else _converted("port", "distributed_port", port)
+    seconds = DEFAULT_TIMEOUT
+    if timeout is not None:
+        seconds = _converted("timeout", KEYS["timeout"].value_type, timeout)
+    if port is not None:
+        port = _converted("port", KEYS["distributed_port"].value_type, port)
+    rank = _converted("rank", integer(), rank)
+    world_size = _converted("world_size", integer(), world_size)
     by_address = init_method not in (None, "env://")
     given = _ranks_by(init_method, rank, world_size) if by_address else (rank, world_size)
     rendezvous = None if by_address else announce(rank, world_size, port)
-    known = given[0] if rendezvous is None else rendezvous.rank
+    known, size = (rendezvous.rank, rendezvous.world_size) if rendezvous is not None else given
     device = default_device(max(known, 0))
     backend = backends_asked(backend, device)
     kinds.set_device(device)
-    meeting = (
-        rendezvous.master_addr
-        if rendezvous
-        else urlsplit(init_method or "").hostname
-        if by_address
-        else LOOPBACK
-    )
-    if meeting is not None and meeting != LOOPBACK:
-        source = rendezvous.address_source if rendezvous else f"init_method={init_method}"
-        wait_for_address(meeting, source, min(RESOLVE_SECONDS, seconds))
-    choose_interface(meeting, bool(rendezvous and rendezvous.several_hosts), interface)
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    if by_address:
-        where = str(init_method)
-        group: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": world_size}
-        world_size = given[1]
-    elif rendezvous is not None:
-        if rendezvous.launcher is not None:
-            log_rank0(
-                f"{rendezvous.world_size} ranks, started by {rendezvous.launcher}, meet at "
-                f"{rendezvous.master_addr}:{rendezvous.master_port}"
-            )
-        world_size = rendezvous.world_size
-        group = {}
-    else:
-        group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    limit = timedelta(seconds=seconds + MARGIN_SECONDS)
+    _prepare_network(init_method if by_address else None, rendezvous, seconds, interface)
 
     def join() -> None:
-        allow_connections(world_size)
-        if rendezvous is not None:
-            store = _connect(rendezvous, seconds)
-            attempts = store_of_attempt(
-                store, rendezvous.rank, world_size, timedelta(seconds=seconds)
-            )
-            group.update(store=attempts, rank=rendezvous.rank, world_size=world_size)
+        allow_connections(size)
+        group: dict[str, Any] = (
+            {"init_method": init_method, "rank": rank, "world_size": world_size}
+            if by_address
+            else _group_by_store(rendezvous, seconds)
+        )
         # a communicator of one rank would take memory for nothing
-        bound = device_to_bind(backend, device) if world_size > 1 else None
+        bound = device_to_bind(backend, device) if size > 1 else None
+        limit = timedelta(seconds=seconds + MARGIN_SECONDS)
         dist.init_process_group(backend, timeout=limit, device_id=bound, **group)
         if bound is not None:  # torch's DeviceMesh splits all backends of a bound group
             name_ranks(bound)
             name_ranks(CPU)
 
-    _join(world_size, where, join)
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    _join(size, str(init_method) if by_address else where, join)
     if get_world_size() > 1:
         get_world_group().log.timeout = seconds
 
 
-def _converted(name: str, path: str, value: object) -> Any:
-    """Return the argument ``name`` as the key ``path`` of a configuration has it. Raises
-    ConfigError.
+def _prepare_network(
+    address: str | None, rendezvous: Place | None, seconds: float, interface: str | None
+) -> None:
+    """Wait until the name of the host resolves where the ranks meet, by ``address`` or by
+    ``rendezvous``, and choose the interface for it.
     """
-    value_type = KEYS[path].value_type
+    meeting: str | None = LOOPBACK
+    source = f"init_method={address}"
+    if rendezvous is not None:
+        meeting, source = rendezvous.master_addr, rendezvous.address_source
+    elif address is not None:
+        meeting = urlsplit(address).hostname
+    if meeting is not None and meeting != LOOPBACK:
+        wait_for_address(meeting, source, min(RESOLVE_SECONDS, seconds))
+    choose_interface(meeting, bool(rendezvous and rendezvous.several_hosts), interface)
+    if rendezvous is not None and rendezvous.launcher is not None:
+        log_rank0(
+            f"{rendezvous.world_size} ranks, started by {rendezvous.launcher}, meet at "
+            f"{rendezvous.master_addr}:{rendezvous.master_port}"
+        )
+
+
+def _group_by_store(rendezvous: Place | None, seconds: float) -> dict[str, Any]:
+    """Return the store, the rank and the world size of the group, as torch's arguments; without
+    a ``rendezvous``, those of a single process.
+    """
+    if rendezvous is None:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    rank, size, limit = rendezvous.rank, rendezvous.world_size, timedelta(seconds=seconds)
+    store = store_of_attempt(_connect(rendezvous, seconds), rank, size, limit)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def _converted(name: str, value_type: ValueType, value: object) -> Any:
+    """Return the argument ``name`` in the canonical form of ``value_type``. Raises ConfigError."""
     try:
         return value_type.convert(value)
     except ValueError:

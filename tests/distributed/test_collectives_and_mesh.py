@@ -100,6 +100,11 @@ def test_arguments_that_no_ranks_could_meet_by() -> None:
     for port in ("29500", 0, -1, 65536, 1.5):
         with pytest.raises(ConfigError, match=rf"init_distributed\(port={port!r}\)"):
             init.init_distributed(port=port)  # type: ignore[arg-type]
+    before = dict(os.environ)
+    for name, number in itertools.product(("rank", "world_size"), ("0", "", True, 1.5, None)):
+        with pytest.raises(ConfigError, match=rf"init_distributed\({name}={number!r}\)"):
+            init.init_distributed(**{name: number})  # type: ignore[arg-type]
+    assert os.environ == before
     ranks = {"rank": 0, "world_size": 2}
     for address, given in (
         ("garbage", ranks),
