@@ -140,23 +140,15 @@ def estimate(
 
     model = _model(job)
     per_host = ranks_per_host or min(ranks, kinds.device_count() or ranks)
-    described = {"--device-memory": free.device_memory, "--ram": free.ram, "--disk": free.disk}
     if not seq:
         refuse({"--sp": job.sp, "--cp": job.cp}, "it is about sequences; add --seq")
     if fit:
-        refuse({"--link": link}, "it goes with the estimate; leave --fit out")
-        placed = {
-            "--offload-optimizer": job.offload_optimizer,
-            "--offload-param": job.offload_param,
-            "--moments": moments,
-        }
-        refuse(placed, "--fit chooses it; leave it out, or put it into --config")
+        _refuse_beside_fit(job, moments, link)
         if out is not None:
             refuse_existing(out)
         _print_proposal(_propose(model, ranks, per_host, job, free, stage, seq), as_json, out)
         return
-    refuse({"--out": out and str(out)}, "it is for what --fit proposes; add --fit")
-    refuse(described, "it describes a machine for --fit; add --fit")
+    _refuse_without_fit(free, out)
     if link and job.pp > 1:
         refuse({"--link": link}, "it is not known of pipelines; leave it or --pp out")
     config = ZeroConfig.coerce(job.config, allow_auto=True) if job.config else None
@@ -190,6 +182,22 @@ def estimate(
     _print_estimate(result, per_host, marked)
     if link:
         print_table(link_table(rates, ranks, link))
+
+
+def _refuse_beside_fit(job: Job, moments: str | None, link: str | None) -> None:
+    refuse({"--link": link}, "it goes with the estimate; leave --fit out")
+    placed = {
+        "--offload-optimizer": job.offload_optimizer,
+        "--offload-param": job.offload_param,
+        "--moments": moments,
+    }
+    refuse(placed, "--fit chooses it; leave it out, or put it into --config")
+
+
+def _refuse_without_fit(free: FreeMemory, out: Path | None) -> None:
+    refuse({"--out": out and str(out)}, "it is for what --fit proposes; add --fit")
+    described = {"--device-memory": free.device_memory, "--ram": free.ram, "--disk": free.disk}
+    refuse(described, "it describes a machine for --fit; add --fit")
 
 
 def _propose(
