@@ -124,30 +124,15 @@ def save(
     rank_save = _RankSave(
         engine, target, client_state or {}, exclude_frozen_parameters, background, offered
     )
-    rank, job_ranks = rank_save.rank, engine.mesh.job
-    nothing_saved = NOTHING_SAVED.format(target.tag)
-    exchanged = _Exchanged.NOTHING
+    rank = rank_save.rank
     try:
-        plan, planned = collective_try(
-            job_ranks,
-            rank_save.prepare,
-            rank_save.path,
-            nothing_saved,
-            lambda plan: (plan.own.report, plan.not_staged),
-        )
-        exchanged = _Exchanged.PLANS
-        reports = [report for report, _ in planned]
-        plan_shared_files = partial(rank_save.plan_shared_files, plan, reports, save_latest)
-        shared, _ = collective_try(
-            job_ranks, plan_shared_files, rank_save.path.parent, nothing_saved
-        )
-        exchanged = _Exchanged.MANIFEST
+        own, shared, not_staged = rank_save.plan_on_all_ranks(save_latest)
         job = SaveJob(target, rank_save.path, rank, engine.mesh.dims.world, shared, keep)
-        not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
         if background is not None and not not_staged:
-            background.start(job, plan.own.file)
+            background.start(job, own.file)
             return target.final
-        exchanged = _Exchanged.NOTHING  # no thread depends on it: this rank writes in the call
+        # no thread depends on what was exchanged: this rank writes in the call
+        rank_save.exchanged = _Exchanged.NOTHING
         if background is not None:
             background.discard()
         if not_staged and rank == 0:
@@ -157,9 +142,9 @@ def save(
                 target.tag,
                 not_staged[0],
             )
-        failure, cause = job.run(partial(rank_save.write, plan.own), ByCollectives(job_ranks))
+        failure, cause = job.run(partial(rank_save.write, own), ByCollectives(engine.mesh.job))
     except BaseException as error:
-        rank_save.abort(error, exchanged)
+        rank_save.abort(error)
         raise
     if failure:
         raise CheckpointError(failure) from cause
@@ -202,6 +187,29 @@ class _RankSave:
         self._number = 0 if background is None else background.number + 1
         self._names = WholeNames(engine.module)
         self._elsewhere = buffers_of_other_stages(engine, self._names, exclude_frozen)
+        self.exchanged = _Exchanged.NOTHING
+
+    def plan_on_all_ranks(
+        self, save_latest: bool
+    ) -> tuple[SavePlan, SharedFiles | None, list[str]]:
+        """Return the plan of this rank's file, the files that rank 0 writes beside its own, and the
+        ranks whose state could not be staged, with the reason. Collective.
+        """
+        job_ranks, nothing_saved = self._engine.mesh.job, NOTHING_SAVED.format(self._target.tag)
+        plan, planned = collective_try(
+            job_ranks,
+            self.prepare,
+            self.path,
+            nothing_saved,
+            lambda plan: (plan.own.report, plan.not_staged),
+        )
+        self.exchanged = _Exchanged.PLANS
+        reports = [report for report, _ in planned]
+        plan_shared_files = partial(self.plan_shared_files, plan, reports, save_latest)
+        shared, _ = collective_try(job_ranks, plan_shared_files, self.path.parent, nothing_saved)
+        self.exchanged = _Exchanged.MANIFEST
+        not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
+        return plan.own, shared, not_staged
 
     def prepare(self) -> _RankPlan:
         """Plan this rank's file, and copy its state to host memory for a background save. On rank 0
@@ -241,14 +249,14 @@ class _RankSave:
         with progress_bar(shown, own.file.size, f"saving {self._target.directory}") as tick:
             return write_tensors(self.path, own.file, own.tensors, tick)
 
-    def abort(self, error: BaseException, exchanged: _Exchanged) -> None:
+    def abort(self, error: BaseException) -> None:
         """Abort the save after ``error``, by which time the ranks have ``exchanged`` something."""
         if self._background is not None:
             self._background.discard()
             # Any other error has ended the save on this rank alone: others may have started theirs.
             alone = not isinstance(error, CheckpointError)
-            if alone and exchanged is not _Exchanged.NOTHING:
-                others_started = exchanged is _Exchanged.MANIFEST
+            if alone and self.exchanged is not _Exchanged.NOTHING:
+                others_started = self.exchanged is _Exchanged.MANIFEST
                 self._background.report_not_started(
                     self._number, self._target, error, others_started
                 )
