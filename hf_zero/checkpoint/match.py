@@ -149,21 +149,7 @@ def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) 
             # The offset of nested scales is written as text, whose length differs with its value.
             beside = buffer in buffers and belongs(buffer, own)
             (other_scales if beside else differing).append(_shapes(buffer, shape, shapes[buffer]))
-    if differing:
-        raise CheckpointError(
-            f"{where} is of another model: shapes differ: {listed(differing)}; build the model "
-            "with the configuration it was saved with"
-        )
-    if recoded:
-        raise CheckpointError(
-            f"{where} has quantized weights of another kind, which are bytes and are not cast: "
-            f"{listed(recoded)}; quantize the model as it was at the save"
-        )
-    if other_scales:
-        raise CheckpointError(
-            f"{where} has quantized weights of other values or another kind: "
-            f"{listed(other_scales)}; load the base that it was saved over, quantized as it was"
-        )
+    _refuse_other_values(where, differing, recoded, other_scales)
     excluded = frozenset(strip_wrappers(name) for name in manifest.excluded)
     missing += [
         name for name in buffers if name not in kept and not belongs(strip_wrappers(name), excluded)
@@ -229,6 +215,29 @@ def _match_parameters(
 
 def _shapes(name: str, saved: Sequence[int], live: Sequence[int]) -> str:
     return f"{name} (checkpoint {list(saved)}, model {list(live)})"
+
+
+def _refuse_other_values(
+    where: str, differing: Sequence[str], recoded: Sequence[str], other_scales: Sequence[str]
+) -> None:
+    """Raise CheckpointError for ``differing`` shapes, for weights quantized in another way there,
+    which are ``recoded``, and for ``other_scales`` of quantized weights.
+    """
+    if differing:
+        raise CheckpointError(
+            f"{where} is of another model: shapes differ: {listed(differing)}; build the model "
+            "with the configuration it was saved with"
+        )
+    if recoded:
+        raise CheckpointError(
+            f"{where} has quantized weights of another kind, which are bytes and are not cast: "
+            f"{listed(recoded)}; quantize the model as it was at the save"
+        )
+    if other_scales:
+        raise CheckpointError(
+            f"{where} has quantized weights of other values or another kind: "
+            f"{listed(other_scales)}; load the base that it was saved over, quantized as it was"
+        )
 
 
 def _refuse_one_sided(
