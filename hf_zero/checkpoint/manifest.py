@@ -629,6 +629,54 @@ def _check_parts(name: str, slots: Sequence[Slot]) -> None:
             raise ValueError(f"parts of parameter {name!r} hold the same elements")
 
 
+def _check_chunks(flat: FlatEntry, files: int) -> None:
+    """Raise ValueError unless the chunks of ``flat`` cover it exactly once, in listed files, of
+    which there are ``files``.
+    """
+    at = 0
+    for chunk in flat.chunks:
+        if (
+            chunk.start != at
+            or chunk.stop < at
+            or chunk.file >= files
+            or flat.weights not in chunk.tensors
+        ):
+            raise ValueError(
+                f"chunk [{chunk.start}, {chunk.stop}) of flat {flat.key!r} does not continue "
+                f"at {at} in a listed file with weights"
+            )
+        at = chunk.stop
+    if at < flat.layout.end:
+        raise ValueError(
+            f"flat {flat.key!r} has {flat.layout.end} elements, its chunks end at {at}"
+        )
+
+
+def _check_tensor_names(manifest: Manifest) -> None:
+    """Raise ValueError for names that no tensor can have, or that two would have in an export."""
+    names, renamed = list(manifest.parts), manifest.export.names
+    for name in (*names, *manifest.buffers, *manifest.aliases, *renamed.values()):
+        if not name.isprintable() or name == "__metadata__":  # of safetensors' header
+            raise ValueError(f"{name!r} is not the name of a tensor")
+    exported = [name for name in (*names, *manifest.buffers) if name not in manifest.export.skip]
+    if len({renamed.get(name, name) for name in exported}) < len(exported):
+        raise ValueError("export.names gives two tensors one name")
+
+
+def _check_optimizer(manifest: Manifest) -> None:
+    """Raise ValueError for an optimizer whose groups or whole states refer to nothing."""
+    groups = manifest.optimizer.groups if manifest.optimizer else ()
+    all_names = {*manifest.parts, *manifest.excluded}
+    if unknown := {name for group in groups for name in group.parameters} - all_names:
+        raise ValueError(f"optimizer groups name {sorted(unknown)}, which no flat holds")
+    for name, of in manifest.optimizer.factors.items() if manifest.optimizer else ():
+        if of.file >= len(manifest.files) or name not in manifest.parameters:
+            raise ValueError(
+                f"state of the whole parameter {name!r} is promised in file {of.file}; there are "
+                f"{len(manifest.files)} files, and the parameters are others"
+            )
+
+
 def _check(manifest: Manifest) -> None:
     """Check the rules across fields: each name is held once, the chunks cover each flat
     exactly once, references resolve.
@@ -651,43 +699,12 @@ def _check(manifest: Manifest) -> None:
     if unknown := set(manifest.aliases.values()) - set(names) - set(manifest.excluded):
         raise ValueError(f"aliases name {sorted(unknown)}, which no flat holds")
     for flat in manifest.flats:
-        at = 0
-        for chunk in flat.chunks:
-            if (
-                chunk.start != at
-                or chunk.stop < at
-                or chunk.file >= len(manifest.files)
-                or flat.weights not in chunk.tensors
-            ):
-                raise ValueError(
-                    f"chunk [{chunk.start}, {chunk.stop}) of flat {flat.key!r} does not continue "
-                    f"at {at} in a listed file with weights"
-                )
-            at = chunk.stop
-        if at < flat.layout.end:
-            raise ValueError(
-                f"flat {flat.key!r} has {flat.layout.end} elements, its chunks end at {at}"
-            )
-    renamed = manifest.export.names
-    for name in (*names, *manifest.buffers, *manifest.aliases, *renamed.values()):
-        if not name.isprintable() or name == "__metadata__":  # of safetensors' header
-            raise ValueError(f"{name!r} is not the name of a tensor")
-    exported = [name for name in (*names, *manifest.buffers) if name not in manifest.export.skip]
-    if len({renamed.get(name, name) for name in exported}) < len(exported):
-        raise ValueError("export.names gives two tensors one name")
+        _check_chunks(flat, len(manifest.files))
+    _check_tensor_names(manifest)
     for name, value in manifest.counters.items():
         if not 0 <= value < 1 << 63:
             raise ValueError(f"{name} is {value:.3g}")
-    groups = manifest.optimizer.groups if manifest.optimizer else ()
-    all_names = {*names, *manifest.excluded}
-    if unknown := {name for group in groups for name in group.parameters} - all_names:
-        raise ValueError(f"optimizer groups name {sorted(unknown)}, which no flat holds")
-    for name, of in manifest.optimizer.factors.items() if manifest.optimizer else ():
-        if of.file >= len(manifest.files) or name not in manifest.parameters:
-            raise ValueError(
-                f"state of the whole parameter {name!r} is promised in file {of.file}; there are "
-                f"{len(manifest.files)} files, and the parameters are others"
-            )
+    _check_optimizer(manifest)
     if (
         manifest.client_state["objects"]
         or (manifest.lr_scheduler and manifest.lr_scheduler["state"]["objects"])
