@@ -18,7 +18,7 @@ from hf_zero.config.sections import MONITORS
 from hf_zero.device import spans
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import logger
+from hf_zero.logging import JsonObject, logger
 from hf_zero.measures.collectives import EngineCollectives
 from hf_zero.measures.comms_log import comms_logger, engine_lines
 from hf_zero.measures.figures import Figures, StepFigures, StepLine, tracked
@@ -105,14 +105,7 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         # an engine without an optimizer, such as TRL's reference model, takes no steps
         steps = plan is None or plan.optimizer is not None
         if config.metrics.enabled and rank == 0 and steps:
-            self.file = MetricsFile(config.metrics.rotate_bytes, header)
-            self._warnings = WarningRecords(self.file)
-            opened.callback(self._warnings.close)
-            # at destroy(), when nothing refers to the engine any more, or as the process ends
-            self._end = weakref.finalize(self, note_end, self.file, os.getpid())
-            engine.mesh.watchdog.records.add(self.file)
-            opened.callback(engine.mesh.watchdog.records.discard, self.file)
-            opened.callback(_files.discard, self.file)
+            self._open_file(engine, header, opened)
         folder = config.metrics.path or config.checkpoint.folder
         if folder is not None:
             self.keep_in(folder)
@@ -144,6 +137,18 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         if config.dump_state and rank == 0:
             logger.info("state of the engine:\n%s", layout(engine))
         self._trace_when_due(engine)
+
+    def _open_file(
+        self, engine: TrainingEngine, header: JsonObject | None, opened: ExitStack
+    ) -> None:
+        self.file = MetricsFile(engine.config.metrics.rotate_bytes, header)
+        self._warnings = WarningRecords(self.file)
+        opened.callback(self._warnings.close)
+        # at destroy(), when nothing refers to the engine any more, or as the process ends
+        self._end = weakref.finalize(self, note_end, self.file, os.getpid())
+        engine.mesh.watchdog.records.add(self.file)
+        opened.callback(engine.mesh.watchdog.records.discard, self.file)
+        opened.callback(_files.discard, self.file)
 
     # ---- within a step ----
 
