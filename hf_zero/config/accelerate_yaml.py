@@ -171,34 +171,7 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
                 f"remove the section {name}"
             )
             mistakes.append(NotBuiltError(text))
-    parallel = mapping.get("parallelism_config") or {}
-    if not isinstance(parallel, Mapping):
-        text = (
-            f"{label}: parallelism_config = {shown(parallel, label)} is not a section; write its "
-            f"keys, such as {next(iter(_SEQUENCES))}, below it"
-        )
-        mistakes.add(text)
-        parallel = {}
-    sizes = {name: parallel[name] for name in _SEQUENCES if (parallel.get(name) or 1) != 1}
-    if len(sizes) > 1:
-        mistakes.add(
-            f"{label}: parallelism_config has both {' and '.join(sizes)}, and Accelerate takes "
-            "one of them; write the other as "
-            f"{_SECTION}.{' or '.join(_SEQUENCES.values())}"
-        )
-    for name, size in parallel.items():
-        is_size = str(name).endswith("_size") and isinstance(size, int) and size > 1
-        if is_size and name not in _SEQUENCES:
-            if name.endswith(("dp_shard_size", "dp_replicate_size")) and sizes:
-                continue  # the values that Accelerate derives from them are recomputed
-            text = (
-                f"{label}: parallelism_config.{name} = {size} asks for a parallelism that "
-                f"hf-zero does not provide; {_INSTEAD.get(name, 'write 1 or remove it')}"
-            )
-            mistakes.append(NotBuiltError(text))
-    for name, size in sizes.items():
-        reading.put(_SEQUENCES[name], size, f"parallelism_config.{name}", label)
-
+    _read_parallelism(mapping, reading, label)
     for name, value in mapping.items():
         if name == "mixed_precision" and value is False:  # YAML parses a bare no as false
             value = "no"
@@ -230,6 +203,36 @@ def _unknown(name: str, key: object, label: str) -> ConfigError:
             f"{_SECTION}.deepspeed_config_file names"
         )
     return ConfigError(f"{label}: unknown key {key!r}{did_you_mean(name, TOP)}")
+
+
+def _read_parallelism(mapping: Mapping[str, object], reading: ConfigReading, label: str) -> None:
+    parallel = mapping.get("parallelism_config") or {}
+    if not isinstance(parallel, Mapping):
+        text = (
+            f"{label}: parallelism_config = {shown(parallel, label)} is not a section; write its "
+            f"keys, such as {next(iter(_SEQUENCES))}, below it"
+        )
+        reading.mistakes.add(text)
+        parallel = {}
+    sizes = {name: parallel[name] for name in _SEQUENCES if (parallel.get(name) or 1) != 1}
+    if len(sizes) > 1:
+        reading.mistakes.add(
+            f"{label}: parallelism_config has both {' and '.join(sizes)}, and Accelerate takes "
+            "one of them; write the other as "
+            f"{_SECTION}.{' or '.join(_SEQUENCES.values())}"
+        )
+    for name, size in parallel.items():
+        is_size = str(name).endswith("_size") and isinstance(size, int) and size > 1
+        if is_size and name not in _SEQUENCES:
+            if name.endswith(("dp_shard_size", "dp_replicate_size")) and sizes:
+                continue  # the values that Accelerate derives from them are recomputed
+            text = (
+                f"{label}: parallelism_config.{name} = {size} asks for a parallelism that "
+                f"hf-zero does not provide; {_INSTEAD.get(name, 'write 1 or remove it')}"
+            )
+            reading.mistakes.append(NotBuiltError(text))
+    for name, size in sizes.items():
+        reading.put(_SEQUENCES[name], size, f"parallelism_config.{name}", label)
 
 
 def _read_section(section: Mapping[str, object], reading: ConfigReading, label: str) -> None:
