@@ -157,9 +157,12 @@ class ModuleGuards:
         self._lengths: list[int] = []
         self._held: list[object] = []
         self._untrained: list[nn.Parameter] = []
+        self._install(units)
+
+    def _install(self, units: Sequence[Unit]) -> None:
         wraps = {module: unit for unit in units for module in unit.modules.values()}
         hooks_of: dict[tuple[Unit, ...], list[Attached]] = {}
-        for module in modules_of(model):
+        for module in modules_of(self._model):
             owned = {
                 name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)
             }
