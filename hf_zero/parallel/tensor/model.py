@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,12 +81,7 @@ def tensor_parallel(
             cannot run.
         NotBuiltError: a style that is not built.
     """
-    if not isinstance(model, nn.Module):
-        what = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
-        raise ConfigError(
-            f"tensor_parallel() got {what}, which is not a module; pass the model itself, as "
-            "AutoModelForCausalLM.from_pretrained(path)"
-        )
+    _check_module(model)
     check_size(size, TENSOR_SIZE)
     if size > 1:
         init.init_distributed()  # it says how many ranks the launcher has started
@@ -105,13 +100,7 @@ def tensor_parallel(
     unwrap(inner, rank, size)
     planned = _planned(path, inner, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for target in planned:
-        patched = target.style.runs is not None and "forward" in target.module.__dict__
-        if patched and not is_sharded(target.module):
-            raise ConfigError(
-                f"something has replaced the forward of {target.name}, which tensor parallelism "
-                "changes; undo that first (hf_zero.restore(model) for fused kernels)"
-            )
+    _check_forwards(planned)
     cuts = _with_partial_gradients(inner, plan, cuts_for(modules, planned, rank, size), rank, size)
     if verify:
         check_verifiable(model)
@@ -119,10 +108,7 @@ def tensor_parallel(
     whole = copied(inner) if verify and record is None else None
     groups = init_parallel(dims)  # also if cut already: another model may have reset the groups
     if record is None:
-        axis = TensorAxis(groups.along("tensor"))
-        draws = _draws(model)
-        random = OwnRandomNumbers(axis, process_group.default_device()) if draws else None
-        record = TensorParallel(axis, random, plan, _rotary_width(inner))
+        record = _new_record(model, plan, TensorAxis(groups.along("tensor")))
     cut_layers(modules, planned, cuts, record, is_of_family(inner), cut)
     if RECORD not in inner.__dict__:
         inner.__dict__[RECORD] = record
@@ -132,6 +118,35 @@ def tensor_parallel(
         record.verifies = True
         Verification(whole, record.axis).watch(inner)
     return model
+
+
+def _check_module(model: object) -> None:
+    """Raise ConfigError unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        what = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(
+            f"tensor_parallel() got {what}, which is not a module; pass the model itself, as "
+            "AutoModelForCausalLM.from_pretrained(path)"
+        )
+
+
+def _check_forwards(planned: Sequence[Target]) -> None:
+    """Raise ConfigError for a forward that is replaced already and that the plan changes."""
+    for target in planned:
+        patched = target.style.runs is not None and "forward" in target.module.__dict__
+        if patched and not is_sharded(target.module):
+            raise ConfigError(
+                f"something has replaced the forward of {target.name}, which tensor parallelism "
+                "changes; undo that first (hf_zero.restore(model) for fused kernels)"
+            )
+
+
+def _new_record(
+    model: nn.Module, plan: Mapping[str, str | None] | None, axis: TensorAxis
+) -> TensorParallel:
+    """Return the record of ``model``, which is cut along ``axis`` by ``plan``."""
+    random = OwnRandomNumbers(axis, process_group.default_device()) if _draws(model) else None
+    return TensorParallel(axis, random, plan, _rotary_width(transformers_model(model)[1]))
 
 
 def check_verifiable(model: nn.Module) -> None:
