@@ -205,10 +205,10 @@ class _RankSave:
         )
         self.exchanged = _Exchanged.PLANS
         reports = [report for report, _ in planned]
+        not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
         plan_shared_files = partial(self.plan_shared_files, plan, reports, save_latest)
         shared, _ = collective_try(job_ranks, plan_shared_files, self.path.parent, nothing_saved)
         self.exchanged = _Exchanged.MANIFEST
-        not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
         return plan.own, shared, not_staged
 
     def prepare(self) -> _RankPlan:
