@@ -18,9 +18,10 @@ from hf_zero.ops.moment_blocks import Blocks, Moment
 
 if TYPE_CHECKING:
     from hf_zero.optim.bf16_state import Bf16State
-    from hf_zero.optim.segments import Flat, Segment
+    from hf_zero.optim.segments import Segment
     from hf_zero.optim.sharded_tensors import ShardedTensors
     from hf_zero.optim.whole_tensor import TensorPlace
+    from hf_zero.zero.layout.training_state import OptimizerShard
 
 PREFETCHED_SUB_GROUPS = 8  # announced sub-groups to prefetch; there may be fewer buffers
 # returns memory for the new values of elements [start, stop), in the dtype of the parameters
@@ -83,10 +84,12 @@ class Counted:
 class SubGroupOptimizer(Protocol):
     """The interface of the bound optimizer that a step needs."""
 
-    def offloaded_segments(self, flat: Flat) -> Sequence[Segment]:
+    def offloaded_segments(self, flat: OptimizerShard) -> Sequence[Segment]:
         """Return the segments of ``flat``, whose state is offloaded."""
 
-    def count(self, flat: Flat, rules: Sequence[Rule | None]) -> Mapping[Segment, Counted]:
+    def count(
+        self, flat: OptimizerShard, rules: Sequence[Rule | None]
+    ) -> Mapping[Segment, Counted]:
         """Advance the step counters of ``flat`` and return its segments with their counts. Segments
         of unused parameters are left out of both.
         """
@@ -136,7 +139,7 @@ class SubGroupUpdate:
         """The number of rounds to prepare every announced flat buffer for before any is run."""
         return self._tensors.optimizer.ROUNDS if self._tensors is not None else 0
 
-    def announce(self, flat: Flat) -> None:
+    def announce(self, flat: OptimizerShard) -> None:
         """Announce that ``flat`` is to be run, usually after those announced before. Its step
         counters advance now.
 
@@ -149,7 +152,7 @@ class SubGroupUpdate:
                 (flat.storage, sub_group) for sub_group, _ in self._sub_groups(flat)
             )
 
-    def _sub_groups(self, flat: Flat) -> list[tuple[int, list[Segment]]]:
+    def _sub_groups(self, flat: OptimizerShard) -> list[tuple[int, list[Segment]]]:
         """Return the sub-groups of ``flat`` with their segments; none if all of its parameters are
         unused.
         """
@@ -161,7 +164,7 @@ class SubGroupUpdate:
             for sub_group, those in groupby(segments, key=lambda segment: segment.sub_group)
         ]
 
-    def run(self, flat: Flat, output_for: OutputFor, finish_output: FinishOutput) -> None:
+    def run(self, flat: OptimizerShard, output_for: OutputFor, finish_output: FinishOutput) -> None:
         """Update ``flat``, which was announced, sub-group by sub-group: write the new values to
         ``output_for(start, stop)``, then call ``finish_output`` with the range and these values.
         """
@@ -178,7 +181,7 @@ class SubGroupUpdate:
             storage.release(sub_group)
             finish_output(start, stop, out)
 
-    def prepare(self, flat: Flat, at: int) -> None:
+    def prepare(self, flat: OptimizerShard, at: int) -> None:
         """Run round ``at`` before the update of ``flat``, which was announced."""
         storage, grad = flat.storage, flat.gradient.shard
         assert grad is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,11 +32,14 @@ from hf_zero.optim.segment_table import (
     scalars_of_ranks,
     scaled_rates,
 )
-from hf_zero.optim.segments import Flat, ParamGroup, Segment, masters
+from hf_zero.optim.segments import ParamGroup, Segment, masters
 from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
 from hf_zero.optim.state import SegmentStateAccess
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_layout import Slot
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.training_state import OptimizerShard
 
 ParameterScalars = dict[str, float] | None
 """The scalar states of one parameter; None: it has made no step."""
@@ -82,7 +85,7 @@ class BoundOptimizer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        flats: Sequence[Flat],
+        flats: Sequence[OptimizerShard],
         group_of: Mapping[str, int],
         parameters: Mapping[str, Tensor],
         kernels: str | tuple[str, ...] = "auto",
@@ -200,7 +203,7 @@ class BoundOptimizer:
         found_inf: Tensor | None = None,
         shards: Mapping[str, Tensor] | None = None,
         steps_before: int = 0,
-        without: Collection[Flat] = (),
+        without: Collection[OptimizerShard] = (),
     ) -> set[str]:
         """Make one update from the gradients of the flat buffers.
 
@@ -247,7 +250,7 @@ class BoundOptimizer:
             self._own.stand_ins(table.offloaded_stand_ins)
         return written
 
-    def step_some(self, flats: Collection[Flat], steps_before: int) -> None:
+    def step_some(self, flats: Collection[OptimizerShard], steps_before: int) -> None:
         """Update ``flats`` alone, whose gradients share no memory with other gradients.
         :meth:`step` updates the rest, with the hooks of the optimizer.
         """
@@ -260,7 +263,7 @@ class BoundOptimizer:
     def _step(
         self,
         of_step: Callable[[], list[Segment]] | None,
-        flats: Collection[Flat],
+        flats: Collection[OptimizerShard],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
@@ -321,7 +324,7 @@ class BoundOptimizer:
         groups = [current_settings(group) for group in self.groups]
         return SubGroupUpdate(self, rules, groups, divisor, steps_before, self.sums, self._bf16)
 
-    def count(self, flat: Flat, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
+    def count(self, flat: OptimizerShard, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
         """Advance the step counters of ``flat`` and return its segments with their counts. Segments
         of unused parameters are left out of both.
         """
@@ -370,7 +373,7 @@ class BoundOptimizer:
 
     # ---- state, per flat and per group ----
 
-    def arrays(self, flat: Flat) -> Mapping[str, Tensor]:
+    def arrays(self, flat: OptimizerShard) -> Mapping[str, Tensor]:
         """Return ``"master"`` and each per-element state of ``flat`` that exists, 1-D over
         ``flat.owned``. On the device these are writable views; offloaded and 8-bit ones may be
         copies, made where they are read, to be changed with :meth:`load_tensor`.
@@ -378,7 +381,7 @@ class BoundOptimizer:
         table = self._table
         return table.offloaded.arrays(flat) if flat.offloaded else table.device.arrays(flat)
 
-    def tensors(self, flat: Flat) -> dict[str, Tensor]:
+    def tensors(self, flat: OptimizerShard) -> dict[str, Tensor]:
         """Return all :meth:`arrays` of ``flat``."""
         return dict(self.arrays(flat))
 
@@ -392,7 +395,7 @@ class BoundOptimizer:
                     names.setdefault(name, set()).update(kinds)
         return names
 
-    def load_tensor(self, flat: Flat, name: str, tensor: Tensor, first: int = 0) -> None:
+    def load_tensor(self, flat: OptimizerShard, name: str, tensor: Tensor, first: int = 0) -> None:
         """Copy ``tensor`` (1-D) into the masters or a state, from element ``first`` of
         ``flat.owned`` on; create state of these elements that does not exist yet.
 
@@ -411,7 +414,7 @@ class BoundOptimizer:
         else:
             _copy(masters(flat)[first : first + tensor.numel()], tensor)
 
-    def _load_state(self, flat: Flat, name: str, tensor: Tensor, first: int) -> None:
+    def _load_state(self, flat: OptimizerShard, name: str, tensor: Tensor, first: int) -> None:
         """Load state ``name`` as :meth:`load_tensor`."""
         self.group_scalars.writes += 1
         touched = self._table.parts_between(flat, first, first + tensor.numel())
@@ -448,7 +451,7 @@ class BoundOptimizer:
             elif keeps or bool(values.any()):
                 self._table.state_of(segment).put(segment, name, at, values)
 
-    def create_offloaded(self, flat: Flat) -> bool:
+    def create_offloaded(self, flat: OptimizerShard) -> bool:
         """Create the missing state of the offloaded ``flat``, with its values before a first step;
         return whether all of its segments already had state with such values. A load calls this
         first, because creation overwrites storage, and torch's ``load_state_dict`` has dropped
@@ -591,7 +594,7 @@ class BoundOptimizer:
         versions = tuple((id(tensor), tensor._version) for tensor in tensors)
         return self.group_scalars.loads, self.group_scalars.writes, versions
 
-    def keeps_errors(self, flat: Flat) -> bool:
+    def keeps_errors(self, flat: OptimizerShard) -> bool:
         """Return whether rounding errors of the master weights of ``flat`` are kept."""
         kahan = self._bf16 is not None and self._bf16.kahan
         trains = MASTER in flat.storage.names()

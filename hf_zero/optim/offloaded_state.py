@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.segments import (
     FetchedArrays,
-    Flat,
     MemoryRegion,
     ParamGroup,
     ParamState,
@@ -37,6 +37,9 @@ from hf_zero.optim.segments import (
 )
 from hf_zero.optim.state import SegmentStateAccess
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.training_state import OptimizerShard
 
 # classes whose first step sets the momentum to the gradient
 BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
@@ -127,7 +130,7 @@ class OffloadedState:
         """The region of each flat buffer."""
         return list(self._region_of.values())
 
-    def cut(self, flats: Sequence[Flat], group_of: Mapping[str, int]) -> None:
+    def cut(self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> None:
         """Cut ``flats``, whose state is offloaded, into bound segments."""
         self._made.clear()
         self._unstepped = set()
@@ -139,7 +142,7 @@ class OffloadedState:
     def _all(self) -> list[Segment]:
         return [segment for region in self._region_of.values() for segment in region.segments]
 
-    def segments(self, flat: Flat) -> list[Segment]:
+    def segments(self, flat: OptimizerShard) -> list[Segment]:
         """Return the segments of ``flat``."""
         return self._region_of[flat.key].segments
 
@@ -303,7 +306,7 @@ class OffloadedState:
 
     # ---- access for checkpoints ----
 
-    def arrays(self, flat: Flat) -> FetchedArrays:
+    def arrays(self, flat: OptimizerShard) -> FetchedArrays:
         """Return the master weights and each per-element state of ``flat``, 1-D over
         ``flat.owned``, that holds values; they may be copies.
         """
@@ -316,7 +319,7 @@ class OffloadedState:
         names = [MASTER] if begins else storage.names()
         return FetchedArrays({name: storage.dtype(name) for name in names}, storage.fetch)
 
-    def load_tensor(self, flat: Flat, name: str, tensor: Tensor, first: int) -> None:
+    def load_tensor(self, flat: OptimizerShard, name: str, tensor: Tensor, first: int) -> None:
         """Copy ``tensor`` (1-D) into an array of ``flat``, from element ``first`` on."""
         flat.wait_for_update()
         flat.storage.store(name, first, tensor)

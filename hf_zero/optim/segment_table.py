@@ -19,7 +19,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.own_step import choose_fused
 from hf_zero.optim.segments import (
-    Flat,
     ParamGroup,
     Segment,
     SegmentPart,
@@ -44,6 +43,9 @@ from hf_zero.optim.segments import (
 from hf_zero.optim.sharded_tensors import extent_of
 from hf_zero.optim.state import DeviceState, SegmentStateAccess
 from hf_zero.optim.whole_tensor import WHOLE_TENSOR_STATE, WholeTensorOptimizer
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.training_state import OptimizerShard
 
 
 class SegmentTable:
@@ -82,7 +84,9 @@ class SegmentTable:
         # far as this rank knows: it left parameters out of a step, or loaded their step counts
         self.diverged: set[int] = set()
 
-    def bind(self, flats: Sequence[Flat], group_of: Mapping[str, int], groups: set[int]) -> None:
+    def bind(
+        self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int], groups: set[int]
+    ) -> None:
         """Cut ``flats`` into segments without state and assign them to the optimizer's groups; each
         of ``groups`` gets at least a stand-in.
         """
@@ -115,7 +119,9 @@ class SegmentTable:
             choose_fused(self._base, live)
         self.offloaded.create_all()
 
-    def _divide_by_format(self, segments: Iterable[Segment], flats: Sequence[Flat]) -> None:
+    def _divide_by_format(
+        self, segments: Iterable[Segment], flats: Sequence[OptimizerShard]
+    ) -> None:
         """Split ``segments`` where parameters with moments in 8 bits begin and end, and between
         flat buffers, which are aligned to blocks each by itself.
         """
@@ -161,7 +167,7 @@ class SegmentTable:
         for tensor, segment in self._segment_of.items():
             self._optimizer.param_groups[segment.group]["params"].append(tensor)
 
-    def _parts_of(self, flat: Flat) -> list[tuple[Segment, SegmentPart]]:
+    def _parts_of(self, flat: OptimizerShard) -> list[tuple[Segment, SegmentPart]]:
         """Return the parts of ``flat`` in the order of its elements, each with its segment."""
         if not self._parts:
             for segment in self.segments:
@@ -171,13 +177,15 @@ class SegmentTable:
                 parts.sort(key=lambda found: found[1].start)
         return self._parts.get(flat.key, [])
 
-    def parts_between(self, flat: Flat, first: int, last: int) -> list[tuple[Segment, SegmentPart]]:
+    def parts_between(
+        self, flat: OptimizerShard, first: int, last: int
+    ) -> list[tuple[Segment, SegmentPart]]:
         """Return the parts of ``flat`` with elements ``[first, last)`` of its owned range."""
         parts = self._parts_of(flat)
         begin = bisect_right(parts, first, key=lambda found: found[1].stop)
         return parts[begin : bisect_left(parts, last, key=lambda found: found[1].start)]
 
-    def segments_of(self, flat: Flat) -> list[Segment]:
+    def segments_of(self, flat: OptimizerShard) -> list[Segment]:
         """Return the segments of ``flat``."""
         return [segment for segment, _ in self._parts_of(flat)]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 if TYPE_CHECKING:
-    from hf_zero.offload.storage import Storage
+    from hf_zero.zero.layout.training_state import OptimizerShard
 
 Group = TypeVar("Group", bound=Hashable)
 
@@ -35,54 +35,6 @@ in eight bits (``Blocks``), scalars.
 """
 StateArrays: TypeAlias = Mapping[str, Any]
 """The same for reading; a :class:`FetchedArrays` fetches what is read."""
-
-
-class Gradient(Protocol):
-    """This rank's part of the gradient of a flat buffer, 1-D over ``owned``."""
-
-    @property
-    def shard(self) -> Tensor | None: ...
-    @property
-    def unused(self) -> frozenset[str]:
-        """The parameters without a gradient on any rank: the next step changes neither them nor
-        their state.
-        """
-
-
-class Flat(Protocol):
-    """The interface of a flat buffer that the optimizer needs; ``master`` is 1-D over ``owned``."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def layout(self) -> FlatLayout: ...
-    @property
-    def owned(self) -> tuple[int, int]: ...
-    @property
-    def trainable(self) -> bool: ...
-    @property
-    def master(self) -> Tensor | None: ...
-    @property
-    def gradient(self) -> Gradient: ...
-    @property
-    def offloaded(self) -> bool:
-        """Return whether master weights and moments are stored elsewhere than on the device."""
-
-    @property
-    def storage(self) -> Storage:
-        """The :class:`hf_zero.offload.storage.Storage` of master weights, and of moments that are
-        offloaded.
-        """
-
-    @property
-    def tied_pp_stages(self) -> tuple[int, ...]:
-        """The pipeline stages that hold its parameters, if several do."""
-
-    def wait_for_update(self) -> None:
-        """Wait until no update of the flat buffer is running."""
-
-    def wait_for_copy(self) -> None:
-        """Wait until no save has yet to copy the flat buffer."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +52,7 @@ class Run(Generic[Group]):
 class SegmentPart:
     """Elements ``[start, stop)`` of the owned range of ``flat``, at ``offset`` of their segment."""
 
-    flat: Flat
+    flat: OptimizerShard
     start: int
     stop: int
     offset: int
@@ -153,7 +105,7 @@ class Segment:
         """Return whether it has elements of no parameter."""
         return not any(True for part in self.parts for _ in part.pieces())
 
-    def extend(self, flat: Flat, start: int, stop: int) -> None:
+    def extend(self, flat: OptimizerShard, start: int, stop: int) -> None:
         self.parts.append(SegmentPart(flat, start, stop, self.stop - self.start))
         self.stop += stop - start
 
@@ -201,7 +153,7 @@ class Segment:
 class MemoryRegion:
     """Flat buffers connected by segments, each with the place of its first owned element."""
 
-    flats: list[tuple[Flat, int]]
+    flats: list[tuple[OptimizerShard, int]]
     segments: list[Segment]
     numel: int
 
@@ -226,7 +178,7 @@ class FetchedArrays(Mapping[str, Tensor]):
         return len(self.dtypes)
 
 
-def masters(flat: Flat) -> Tensor:
+def masters(flat: OptimizerShard) -> Tensor:
     if flat.master is None:
         raise PartitionError(
             f"flat {flat.key!r} is trainable and has no master weights; allocate them before "
@@ -320,7 +272,7 @@ def sub_groups(
     return groups
 
 
-def offloaded_region(flat: Flat, group_of: Mapping[str, int]) -> MemoryRegion:
+def offloaded_region(flat: OptimizerShard, group_of: Mapping[str, int]) -> MemoryRegion:
     """Return the region of a flat buffer with offloaded states: each of their sub-groups is a
     segment, bound by the storage.
     """
@@ -334,7 +286,7 @@ def offloaded_region(flat: Flat, group_of: Mapping[str, int]) -> MemoryRegion:
     return region
 
 
-def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[MemoryRegion]:
+def cut(flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> list[MemoryRegion]:
     """Return the regions of ``flats`` on this rank, in the order of memory, with their segments
     bound to the masters.
     """
@@ -342,12 +294,12 @@ def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[MemoryRegion
     for flat in flats:
         storages.setdefault(masters(flat).untyped_storage()._cdata, len(storages))
 
-    def place(flat: Flat) -> tuple[int, int]:
+    def place(flat: OptimizerShard) -> tuple[int, int]:
         master = masters(flat)
         return storages[master.untyped_storage()._cdata], int(master.storage_offset())
 
     regions: list[MemoryRegion] = []
-    before: Flat | None = None
+    before: OptimizerShard | None = None
     last: Run[int] | None = None
     for flat in sorted(flats, key=place):
         runs = group_runs(flat.layout, flat.owned, group_of)

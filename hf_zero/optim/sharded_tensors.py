@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_zero.device.pinned import upload
-from hf_zero.optim.segments import Flat, Segment
+from hf_zero.optim.segments import Segment
 from hf_zero.optim.whole_tensor import TensorPlace, Tensors, WholeTensorOptimizer
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.training_state import OptimizerShard
 
 T = TypeVar("T")
 
@@ -70,7 +73,7 @@ class ShardedTensors(Tensors):
     def __init__(
         self,
         optimizer: WholeTensorOptimizer,
-        flats: Iterable[Flat],
+        flats: Iterable[OptimizerShard],
         group_of: Mapping[str, int],
         segments: Callable[[], Iterable[Segment]],
         ranks: ShardRanks,

@@ -5,17 +5,20 @@ whole flat buffers, equally on all ranks. ``hf_zero/zero/step/saved_segments.py`
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import StateDict
 
-from hf_zero.optim.segments import Flat, Segment
+from hf_zero.optim.segments import Segment
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.training_state import OptimizerShard
 
 KEY = "segments"  # the entry of a state dict
 Layout = dict[str, list[list[Any]]]
 
 
-def layout_of(flats: Iterable[Flat]) -> Layout:
+def layout_of(flats: Iterable[OptimizerShard]) -> Layout:
     """Return [name, offset, elements] of each parameter, by flat buffer. Equal on every rank."""
     return {
         flat.key: [[slot.name, slot.offset, slot.numel] for slot in flat.layout.slots]
@@ -32,7 +35,7 @@ def described(
     packed: StateDict,
     segments: Sequence[Segment],
     diverged: Iterable[int],
-    flats: Iterable[Flat],
+    flats: Iterable[OptimizerShard],
 ) -> StateDict:
     """Return ``packed``, a state dict over ``segments`` of ``flats``, with their positions added;
     ``diverged``: optimizer groups whose parameters have made different numbers of steps on any

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Number
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.segments import (
     FetchedArrays,
-    Flat,
     MemoryRegion,
     ParamGroup,
     ParamState,
@@ -34,6 +33,9 @@ from hf_zero.optim.segments import (
     masters,
 )
 from hf_zero.zero.layout.flat_layout import Slot
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.training_state import OptimizerShard
 
 # Numbers that torch.optim keeps beside the tensors, with their values before the first step.
 _SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 0.0}
@@ -452,7 +454,7 @@ class DeviceState:
             if is_elementwise(name, value, (1,))
         )
 
-    def cut(self, flats: Sequence[Flat], group_of: Mapping[str, int]) -> None:
+    def cut(self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> None:
         """Cut ``flats``, whose state is on the device, into bound segments without state."""
         self.together = False
         self.regions = cut(flats, group_of)
@@ -489,7 +491,7 @@ class DeviceState:
             return
         live[name][at : at + values.numel()].copy_(values)
 
-    def arrays(self, flat: Flat) -> Mapping[str, Tensor]:
+    def arrays(self, flat: OptimizerShard) -> Mapping[str, Tensor]:
         """Return the master weights and each per-element state of ``flat``, 1-D over
         ``flat.owned``: writable views, or states in new memory if its region has some in 8 bits.
         """
@@ -518,13 +520,13 @@ class DeviceState:
     def _has_blocks(self, region: MemoryRegion) -> bool:
         return any(self._entries.blocks(segment) for segment in region.segments)
 
-    def _parts(self, flat: Flat) -> Iterator[tuple[Segment, SegmentPart]]:
+    def _parts(self, flat: OptimizerShard) -> Iterator[tuple[Segment, SegmentPart]]:
         for segment in self._region_of[flat.key][0].segments:
             for part in segment.parts:
                 if part.flat is flat:
                     yield segment, part
 
-    def _dtypes(self, flat: Flat) -> dict[str, torch.dtype]:
+    def _dtypes(self, flat: OptimizerShard) -> dict[str, torch.dtype]:
         """Return the dtypes of the per-element states of ``flat`` by name; blocks count as
         decoded.
         """
@@ -536,7 +538,7 @@ class DeviceState:
         }
 
     def _states(
-        self, flat: Flat, names: Collection[str]
+        self, flat: OptimizerShard, names: Collection[str]
     ) -> list[tuple[SegmentPart, ParamState, ParamState]]:
         """Return each part of ``flat`` with the state of its segment, and with its initial state if
         it lacks some of ``names``.
@@ -554,7 +556,7 @@ class DeviceState:
     def _is_kept(self, segment: Segment, name: str, value: object) -> bool:
         return isinstance(value, Blocks) or is_elementwise(name, value, segment.tensor.shape)
 
-    def memory(self, flat: Flat) -> list[Tensor]:
+    def memory(self, flat: OptimizerShard) -> list[Tensor]:
         """Return the tensors that hold the per-element states of ``flat``."""
         if flat.key not in self._region_of:
             return []
@@ -572,7 +574,7 @@ class DeviceState:
                     tensors.append(value[part.offset : part.offset + numel])
         return tensors
 
-    def address(self, flat: Flat, name: str) -> int:
+    def address(self, flat: OptimizerShard, name: str) -> int:
         """Return the address of the first number of state ``name`` of ``flat``; 0 if missing.
         :meth:`arrays` may move it.
         """
