@@ -67,7 +67,9 @@ def offload_of(device: torch.device, section: ActivationOffload) -> Offload | No
 
 
 class ActivationPatches:
-    """Patches of ``config`` on one model; :class:`hf_zero.zero.extensions.Patches`."""
+    """Patches of ``config`` on one model, installed together with an engine; they know nothing of
+    sharding.
+    """
 
     def __init__(self, config: ZeroConfig):
         self._config = config
@@ -79,7 +81,9 @@ class ActivationPatches:
 
     def check(self, model: nn.Module, fixed_addresses: bool) -> None:
         """Raise ConfigError if ``model`` does not support the configured compilation or
-        checkpoints.
+        checkpoints, before it is changed.
+
+        ``fixed_addresses``: parameters keep their memory for the life of the engine.
         """
         check_compilation(self._config.compile, model, fixed_addresses)
         self._fixed_addresses = fixed_addresses
@@ -88,7 +92,9 @@ class ActivationPatches:
     def install(
         self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
     ) -> None:
-        """Install all patches on ``model``; ``logs``: whether this rank logs them."""
+        """Install all patches on ``model``, after the engine's hooks; ``logs``: whether this rank
+        logs them.
+        """
         self.activations = Activations(model, self._blocks, self._config, units, device, logs)
         self._installed.callback(self.activations.remove)
         # outside of checkpointing: one graph holds forward and recomputation
@@ -105,7 +111,9 @@ class ActivationPatches:
         self._installed.close()
 
     def end_forward(self) -> None:
-        """End the offload of a forward, if one is under way."""
+        """End the offload of a forward, if one is under way: an exception may bypass its hooks.
+        Idempotent.
+        """
         if self.activations is not None and self.activations.offload is not None:
             self.activations.offload.end()
 

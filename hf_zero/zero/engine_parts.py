@@ -21,7 +21,7 @@ from hf_zero.distributed.parallel_groups import dims_in_effect
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.own_step import reopen_fused
-from hf_zero.zero.extensions import Patches, Techniques
+from hf_zero.zero.extensions import Techniques
 from hf_zero.zero.gather.model_patches import Override, refuse_foreign_step
 from hf_zero.zero.layout import planner
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
@@ -37,6 +37,9 @@ from hf_zero.zero.step.optimizer_step import OptimizerStep, StateChanges, failed
 from hf_zero.zero.step.preemption import StopRequests
 from hf_zero.zero.step.step_reports import SanityChecks, StepMeasures
 from hf_zero.zero.transaction import on_rollback, transaction
+
+if TYPE_CHECKING:
+    from hf_zero.activations.policy import ActivationPatches
 
 # attributes of an OptimizerStep that a rebuild keeps
 KEPT_OF_STEP = ("max_norm", "lr_scale", "norm", "applied")
@@ -85,7 +88,7 @@ class EngineParts(AroundModel):
     elsewhere: frozenset[str] = frozenset()
     measures: StepMeasures[Any] = StepMeasures()
 
-    def __init__(self, plan: EnginePlan, patches: Patches, techniques: Techniques):
+    def __init__(self, plan: EnginePlan, patches: ActivationPatches, techniques: Techniques):
         super().__init__()
         self.module = plan.model
         self.config = config = plan.settings

@@ -1,6 +1,6 @@
 """Interfaces of what an engine installs: extensions, which replace parts of its step (rows of
-``hf_zero/compression/registry.py`` provide them), patches of its model (``hf_zero/activations``)
-and training techniques (``hf_zero/techniques``). The engine knows these interfaces alone.
+``hf_zero/compression/registry.py`` provide them), and training techniques
+(``hf_zero/techniques``). The engine knows these interfaces alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from hf_zero.zero.layout.engine_plan import EnginePlan, PlannedExtensions
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -95,41 +94,12 @@ class Extensions(PlannedExtensions):
     steps: tuple[Callable[[Any], StepExtension], ...] = ()
 
 
-class Patches(Protocol):
-    """Additions to a model that are installed together with an engine and know nothing of sharding:
-    activation checkpointing and offload, compiled blocks, an order of attention kernels.
-
-    The engine gets an object with this interface; it does not import them, because they import the
-    engine's layer.
-    """
-
-    def check(self, model: nn.Module, fixed_addresses: bool) -> None:
-        """Raise ConfigError for patches that cannot be installed, before the model is changed.
-
-        ``fixed_addresses``: parameters keep their memory for the life of the engine.
-        """
-
-    def install(
-        self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
-    ) -> None:
-        """Install everything on ``model``, after the engine's hooks.
-
-        ``logs``: whether this rank logs what it installs.
-        """
-
-    def remove(self) -> None:
-        """Remove everything that is installed. Idempotent."""
-
-    def end_forward(self) -> None:
-        """End a forward whose hooks an exception has bypassed. Idempotent."""
-
-    def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
-        """Compile each block's forward with these arguments of torch.compile."""
-
-
 class Techniques(Protocol):
     """Changes of the training itself that depend on the step: dropped layers, growing sequences,
-    weights in fewer bits. An interface, like :class:`Patches`.
+    weights in fewer bits.
+
+    The engine gets an object with this interface; it does not import them, because they import the
+    engine.
     """
 
     def check(self, plan: EnginePlan) -> None:
