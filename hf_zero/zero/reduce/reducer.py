@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,7 +29,6 @@ from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import IdleParameters, UsedParameters, zero_left_out
 from hf_zero.zero.reduce.reduction_order import (
     BackwardObservations,
-    GatherSchedule,
     ReductionOrder,
     RemainingForwards,
 )
@@ -41,6 +41,9 @@ from hf_zero.zero.reduce.reductions import (
     mark_present,
     wire_buffers,
 )
+
+if TYPE_CHECKING:
+    from hf_zero.zero.gather.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class Reducer:
         options: ReductionOptions,
         usage: UsedParameters,
         offload: GradientOffload | None,
-        schedule: GatherSchedule,
+        schedule: Schedule,
     ):
         self._units = list(units)
         self._order = ReductionOrder(units)

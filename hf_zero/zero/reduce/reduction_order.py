@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from hf_zero.zero.layout.unit import OutermostForward, Unit, UnitCall
 
@@ -66,27 +66,6 @@ def positions_in_plan(record: Sequence[T], plan: Sequence[T]) -> list[int]:
     for index in record:
         positions.append(plan.index(index, positions[-1]) + 1)
     return positions
-
-
-class GatherSchedule(Protocol):
-    """The gathers of the pass under way, as its reductions see them."""
-
-    @property
-    def recording(self) -> bool: ...
-
-    @property
-    def has_sharded_units(self) -> bool: ...
-
-    @property
-    def issued(self) -> int: ...
-
-    @property
-    def last_plan_positions(self) -> Sequence[int]: ...
-
-    @property
-    def last_plan(self) -> Sequence[Unit]: ...
-
-    def issue_through(self, count: int) -> None: ...
 
 
 @dataclass
