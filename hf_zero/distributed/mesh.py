@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,14 +54,11 @@ from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import EngineResources, RankGroup, get_world_group
 from hf_zero.logging import log_rank0
 
+if TYPE_CHECKING:
+    from hf_zero.distributed.rank_requests import Serving
+
 T = TypeVar("T")
 HOLDERS = "holders"  # ranks that have made the engine and not left it
-
-
-class Server(Protocol):
-    """A thread that answers other ranks."""
-
-    def end(self) -> None: ...
 
 
 class MeshResources:
@@ -74,7 +71,7 @@ class MeshResources:
     def __init__(self, rank_status: RankStatus | None, unreleased: list[EngineResources]):
         self._rank_status, self._unreleased = rank_status, unreleased
         self._store: dist.Store | None = None
-        self._server: Server | None = None
+        self._server: Serving | None = None
         self._dims: list[MeshDim] = []
         self._groups: list[RankGroup] = []
         self._logs: list[CollectiveLog] = []
@@ -89,7 +86,7 @@ class MeshResources:
         if holders:
             store.add(HOLDERS, holders)
 
-    def serve_by(self, server: Server) -> None:
+    def serve_by(self, server: Serving) -> None:
         """Hold the thread that uses the store."""
         self._server = server
 

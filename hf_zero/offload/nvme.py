@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,16 +24,6 @@ from hf_zero.ops.files import ALIGNMENT, Priority
 from hf_zero.ops.moment_blocks import BLOCK, Blocks, Moment
 
 
-class SubGroupOwner(Protocol):
-    """The storage that owns the sub-group in a buffer."""
-
-    def keep(self, sub_group: int, arrays: dict[str, Moment]) -> None:
-        """Keep a copy of ``arrays``, which could not be written."""
-
-    def drop_prefetched(self, sub_group: int) -> None:
-        """Release the buffer that ``sub_group`` was prefetched into."""
-
-
 @dataclass(eq=False)
 class BufferedSubGroup:
     """A buffer and the sub-group in it.
@@ -41,7 +31,7 @@ class BufferedSubGroup:
     ``tickets``: the tickets of its pending read, or of the write that has begun.
     """
 
-    owner: SubGroupOwner
+    owner: NvmeStorage
     sub_group: int
     memory: torch.Tensor
     arrays: dict[str, Moment]
@@ -175,7 +165,7 @@ class BufferPool:
             if not self._write_behind:
                 self._end_write(buffered)
 
-    def is_writing(self, owner: SubGroupOwner, sub_group: int) -> bool:
+    def is_writing(self, owner: NvmeStorage, sub_group: int) -> bool:
         """Return whether ``sub_group`` of ``owner`` is still being written."""
         with self.lock:
             self._reap()
@@ -184,7 +174,7 @@ class BufferPool:
                 for buffered in self._writing
             )
 
-    def end_writes(self, owner: SubGroupOwner, sub_group: int | None = None) -> None:
+    def end_writes(self, owner: NvmeStorage, sub_group: int | None = None) -> None:
         """Wait for the writes of ``owner``: of one sub-group, or of all."""
         with self.lock:
             for buffered in list(self._writing):
