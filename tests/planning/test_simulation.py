@@ -31,6 +31,7 @@ from hf_zero.zero.state_bytes import held_bytes
 from tests.helpers.cells import fast, in_one_item
 from tests.helpers.engines import start
 from tests.helpers.models import seeded
+from tests.helpers.paper import traffic
 from tests.helpers.processes import run_processes
 from tests.helpers.tensor_parallel import llama, mixtral
 
@@ -94,7 +95,7 @@ def test_traffic_is_that_of_the_paper(stage: int, micro_batches: int) -> None:
             for each in found.collectives
             if each.unit in still and each.phase == "forward"
         )
-    paper = POLICIES[stage].traffic(micro_batches) * elements
+    paper = traffic(stage, micro_batches) * elements
     assert paper < sum(moved.values()) + kept < 1.03 * paper  # padding
 
 

@@ -20,10 +20,10 @@ from hf_zero.planning.estimate import traffic
 from hf_zero.planning.needs import gathered_bytes
 from hf_zero.zero.layout import training_state
 from hf_zero.zero.layout.parameter import raw_grad
-from hf_zero.zero.layout.stage_policy import bytes_per_parameter
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
+from tests.helpers.paper import bytes_by_kind
 from tests.helpers.plans import planned
 from tests.helpers.stacks import on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd, sgd
@@ -96,7 +96,7 @@ def test_state_between_backward_and_step(stage, precision, optimizer_of, moments
     model = build()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rest = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    predicted = bytes_per_parameter(stage, RANKS, names[precision], moments) * trained
+    predicted = sum(bytes_by_kind(stage, RANKS, names[precision], moments).values()) * trained
     predicted += rest * 4 / (RANKS if stage == 3 else 1)
     assert state == pytest.approx(predicted, rel=0.05), (
         f"{state / trained:.3f} bytes a parameter, predicted {predicted / trained:.3f}"

@@ -21,8 +21,9 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.zero.layout.box import Box
 from hf_zero.zero.layout.flat_layout import ALIGNMENT, BLOCK, LARGE, FlatLayout
 from hf_zero.zero.layout.sharding import WHOLE, Sharding, set_sharding, sharding_of
-from hf_zero.zero.layout.stage_policy import POLICIES, bytes_per_parameter
+from hf_zero.zero.layout.stage_policy import POLICIES
 from tests.helpers.cells import in_one_item
+from tests.helpers.paper import bytes_by_kind, traffic
 from tests.helpers.plans import planned
 
 # Zeros and no dimensions are common on purpose: empty parameters share their offset with a
@@ -242,15 +243,14 @@ TABLE = {
 def test_bytes_and_traffic_of_each_stage(stage):
     """Figure 1, table 1 and section 7; the tables of table 1 are in planning/test_simulation.py."""
     eighths, one, four = TABLE[stage]
-    policy = POLICIES[stage]
     parts = dict(zip(("parameters", "gradients", "optimizer"), (each / 8 for each in eighths)))
-    assert policy.bytes_per_parameter(8) == parts
-    assert bytes_per_parameter(stage, 8) == pytest.approx(sum(parts.values()))
-    assert (policy.traffic(), policy.traffic(accumulation=4)) == (one, four)
+    assert bytes_by_kind(stage, 8) == parts
+    assert (traffic(stage), traffic(stage, accumulation=4)) == (one, four)
     for moments in (2, 1, 0):  # in fp32 the master is the parameter
-        assert bytes_per_parameter(stage, 1, "float32", moments) == 4 + 4 + 4 * moments
-    half = bytes_per_parameter(stage, 64, "float16", gradient="float16", keeps_shard=True)
+        fp32 = bytes_by_kind(stage, 1, "float32", moments)
+        assert sum(fp32.values()) == 4 + 4 + 4 * moments
+    half = bytes_by_kind(stage, 64, "float16", gradient="float16", keeps_shard=True)
     published = (120, 31.4, 16.6, 1.9)[stage]
-    assert 7.5 * half == pytest.approx(published, abs=0.05)
+    assert 7.5 * sum(half.values()) == pytest.approx(published, abs=0.05)
     with pytest.raises(ValueError, match="6 ranks cannot be split into 4 equal replicas"):
-        policy.num_shards(6, 4)
+        POLICIES[stage].num_shards(6, 4)
