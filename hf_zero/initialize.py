@@ -23,9 +23,9 @@ from hf_zero.logging import logger, set_level
 from hf_zero.parallel.pipeline.engine import PipelineTraining, pipelined
 from hf_zero.parallel.pipeline.staged import make_parallel_for
 from hf_zero.setup import providers as providers
-from hf_zero.setup.parallelize import apply
 from hf_zero.setup.plan import plan
 from hf_zero.setup.request import E, SetupRequest
+from hf_zero.setup.steps import apply
 from hf_zero.zero.transaction import on_rollback, restore_on_rollback, transaction
 
 if TYPE_CHECKING:

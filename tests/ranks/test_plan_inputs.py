@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.setup import parallelize
+from hf_zero.setup import steps
 from hf_zero.setup.plan_inputs import PlanInputs
 from hf_zero.zero.layout import planner
 from hf_zero.zero.layout.sharding import Sharding, set_sharding
@@ -95,7 +95,7 @@ def test_a_change_of_a_step_is_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> N
     def mark(setup: Any) -> None:
         setup.model.head._z3_leaf = True
 
-    monkeypatch.setattr(parallelize, "ORDER", (mark, *parallelize.ORDER))
+    monkeypatch.setattr(steps, "ORDER", (mark, *steps.ORDER))
     assert plans(monkeypatch) == (2, ["", "blocks.0", "blocks.1", "head"])
 
 

@@ -23,8 +23,8 @@ import hf_zero
 from hf_zero.distributed import process_group
 from hf_zero.errors import CheckpointError, HfZeroError, PartitionError, RankMismatchError
 from hf_zero.planning import check_on_all_ranks
-from hf_zero.setup import parallelize
-from hf_zero.setup.parallelize import ORDER
+from hf_zero.setup import steps
+from hf_zero.setup.steps import ORDER
 from tests.helpers import layer_drop, tensor_parallel
 from tests.helpers.engines import full_weights
 from tests.helpers.models import bert, llama, seeded, tokens
@@ -390,7 +390,7 @@ def saved_before_this_process(
 @pytest.mark.parametrize("name", [*FEATURES, *FURTHER])
 def test_an_exception_after_each_step_is_undone(name, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_zero.techniques.quantized_linears._torchao", stand_in_for_torchao)
-    monkeypatch.setattr(parallelize, "ORDER", tuple(map(broken_off_after_last, ORDER)))
+    monkeypatch.setattr(steps, "ORDER", tuple(map(broken_off_after_last, ORDER)))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "files").mkdir()
     feature = (FEATURES | FURTHER)[name]
@@ -442,7 +442,7 @@ def test_parameters_without_room_beside_the_engine_are_not_kept(monkeypatch):
 
     model, other = seeded(llama), seeded(llama)
     monkeypatch.setattr("hf_zero.setup.plan.check_on_all_ranks", without_room)
-    monkeypatch.setattr(parallelize, "ORDER", (*ORDER[:-1], broken_off(ORDER[-1])))
+    monkeypatch.setattr(steps, "ORDER", (*ORDER[:-1], broken_off(ORDER[-1])))
     memory = [p.data_ptr() for p in model.parameters()]
     config = configuration(FEATURES["plain"], {})
     with pytest.raises(Broken) as raised:

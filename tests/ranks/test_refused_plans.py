@@ -19,7 +19,7 @@ from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.distributed import process_group
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError
 from hf_zero.parallel.pipeline.module import PipelineModule
-from hf_zero.setup import parallelize
+from hf_zero.setup import steps
 from tests.helpers import tensor_parallel
 from tests.helpers.cells import in_turn
 from tests.helpers.models import llama, seeded
@@ -84,7 +84,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("build, keys, error", REFUSED)
 def test_what_a_feature_refuses_is_refused_before_anything_changes(build, keys, error, monkeypatch):
-    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
+    monkeypatch.setattr(steps, "ORDER", (lambda setup: 1 / 0,))
     model = build()
     make = Counts if "zero_allow_untested_optimizer" in keys else torch.optim.AdamW
     with pytest.raises(HfZeroError, match=error):
@@ -102,7 +102,7 @@ def test_what_a_feature_refuses_is_refused_before_anything_changes(build, keys, 
 def test_moments_in_fewer_bits_are_refused_before_anything_changes(
     make, error, stage, monkeypatch
 ) -> None:
-    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
+    monkeypatch.setattr(steps, "ORDER", (lambda setup: 1 / 0,))
     model, offload = llama(), {"device": "cpu", "moments": "bf16"}
     zero = {"zero_optimization": {"stage": stage, "offload_optimizer": offload}}
     with pytest.raises(ConfigError, match=f"state {error} is kept in fp32 only"):
@@ -132,7 +132,7 @@ def test_what_ranks_refuse_together_is_refused_before_anything_changes(
                 config=configuration(Feature(), keys),
             )
 
-    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
+    monkeypatch.setattr(steps, "ORDER", (lambda setup: 1 / 0,))
     models = [build(rank) for rank in range(2)]
     run_ranks(2, on_rank)
 
@@ -211,7 +211,7 @@ def test_another_checkpoint_is_refused_on_all_ranks_before_anything_changes(
     another_checkpoint(tmp_path / "run", kind, feature)
     if to:
         convert_checkpoint(tmp_path / "run", tmp_path / to, to=to)
-    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
+    monkeypatch.setattr(steps, "ORDER", (lambda setup: 1 / 0,))
     models = [seeded(feature.build) for _ in range(2)]
     refuse(models, feature, tmp_path / (to or "run"), error)
 
@@ -238,5 +238,5 @@ def test_stages_refuse_a_checkpoint_of_other_layers_before_anything_changes(tmp_
         assert before.changes_until(snapshot(objects, tmp_path, whole_process=False)) == []
 
     run_ranks(2, save)
-    monkeypatch.setattr(parallelize, "ORDER", (lambda setup: 1 / 0,))
+    monkeypatch.setattr(steps, "ORDER", (lambda setup: 1 / 0,))
     run_ranks(2, on_rank)
