@@ -5,11 +5,15 @@ changes; what the plan can know refuses a call here.
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Generic
 
 import torch
+from torch import nn
 
 from hf_zero.activations.policy import ActivationPatches
 from hf_zero.checkpoint.match import LoadTarget
@@ -35,7 +39,6 @@ from hf_zero.parallel.sequence import sequence_parallel
 from hf_zero.parallel.tensor.model import check_verifiable, dims_of, with_tensor_size
 from hf_zero.planning import PreflightReport, check_on_all_ranks
 from hf_zero.setup.capture_refusals import check_capture
-from hf_zero.setup.plan_inputs import PlanInputs
 from hf_zero.setup.request import E, SetupRequest
 from hf_zero.techniques.quantized_linears import check_linears
 from hf_zero.techniques.registry import TrainingTechniques, check_samples
@@ -45,17 +48,65 @@ from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
 from hf_zero.zero.layout.stage_policy import POLICIES
-from hf_zero.zero.layout.walk import parameters_of
+from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes
 from hf_zero.zero.step.captured_step import KEY as CAPTURE
 from hf_zero.zero.transaction import (
+    config_of_module,
     on_rollback,
     snapshot_of,
     snapshot_of_parameters,
     trial,
 )
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class PlanInputs:
+    """Modules, tensors and groups as a plan of an engine has read them.
+
+    All attributes count, whether a plan reads them or not. Objects are compared by identity. The
+    record keeps them alive, so that none of them can be mistaken for a later one at its address.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+        self._objects: list[object] = [optimizer]
+        self._values: list[object] = []
+        configs: dict[int, Any] = {}
+        for module in modules_of(model):
+            attributes = module.__dict__
+            self._add(module, attributes)
+            for table in _TABLES:
+                if attributes[table]:
+                    self._add(None, attributes[table])
+            if "config" in attributes:
+                config = config_of_module(module)
+                configs.setdefault(id(config), config)
+        for config in filter(None, configs.values()):
+            self._add(config, vars(config))
+        for tensor in itertools.chain(parameters_of(model), buffers_of(model)):
+            self._add(tensor, vars(tensor))
+            self._values.append((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device))
+        if optimizer is not None:
+            self._add(optimizer, vars(optimizer))
+            self._objects += optimizer.state
+            for group in optimizer.param_groups:
+                self._add(group, {**group, "params": None})
+                self._objects += group["params"]
+
+    def _add(self, owner: object, attributes: Mapping[str, object]) -> None:
+        self._objects += (owner, type(owner), *attributes.values())
+        self._values += attributes
+
+    def same(self, other: PlanInputs) -> bool:
+        """Return whether nothing has changed between both."""
+        return (
+            len(self._objects) == len(other._objects)
+            and all(map(is_, self._objects, other._objects))
+            and self._values == other._values
+        )
 
 
 @dataclass(frozen=True, eq=False)
