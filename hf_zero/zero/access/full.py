@@ -5,8 +5,9 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -224,22 +225,17 @@ def _owned(parameter: torch.Tensor, what: str) -> FlatBuffer:
     return flat
 
 
-def _trains(parameter: torch.Tensor, what: str) -> FlatBuffer:
+def _writes(parameter: torch.Tensor, what: str) -> FlatBuffer:
+    """Return the flat buffer of ``parameter``, for a write by ``what``.
+
+    Raises PartitionError for a frozen one, and where a backward has updated a part of the model.
+    """
     flat = _owned(parameter, what)
     if not flat.optimizer_shard.has_master:
         raise PartitionError(
             f"{what}: parameter {name_of(parameter)} is frozen and has no gradient or optimizer "
             "state; unfreeze it before initialize"
         )
-    return flat
-
-
-def _writes(parameter: torch.Tensor, what: str) -> FlatBuffer:
-    """Return the flat buffer of ``parameter``, for a write by ``what``.
-
-    Raises PartitionError for a frozen one, and where a backward has updated a part of the model.
-    """
-    flat = _trains(parameter, what)
     refuse_pending_update(_engine_of(flat).updater, what)
     return flat
 
@@ -314,8 +310,27 @@ def _check_shape(parameter: torch.Tensor, value: torch.Tensor, what: str) -> Non
         )
 
 
+def write_master(flat: FlatBuffer, put: Callable[[torch.Tensor], None]) -> None:
+    """Let ``put`` change this rank's master weights of ``flat``, and renew the working weights from
+    them (collective).
+    """
+    flat.unit.take_user_writes()
+    engine, master = _engine_of(flat), flat.optimizer_shard.master
+    assert master is not None
+    with engine.schedule.shards.writing():
+        put(master)
+        flat.optimizer_shard.store_master(master)
+    engine.refresh_params([flat])
+
+
+def write_state(flat: FlatBuffer, parameter: torch.Tensor, kind: str, held: torch.Tensor) -> None:
+    """Write the elements of ``parameter`` in ``held`` [owned] to the state ``kind`` of ``flat``."""
+    _, start, stop = flat.spec.own_range(name_of(parameter))
+    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, kind, held[start:stop], start)
+
+
 def _write(
-    flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str
+    flat: FlatBuffer, parameter: torch.Tensor, value: torch.Tensor, what: str, own: torch.Tensor
 ) -> None:
     _check_shape(parameter, value, what)
     flat.optimizer_shard.wait_for_copy()
@@ -348,13 +363,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         param.copy_(value)
         return
     flat = _writes(param, "safe_set_full_fp32_param")
-    flat.unit.take_user_writes()
-    engine, master = _engine_of(flat), flat.optimizer_shard.master
-    assert master is not None
-    with engine.schedule.shards.writing():
-        _write(flat, param, master, value, "safe_set_full_fp32_param")
-        flat.optimizer_shard.store_master(master)
-    engine.refresh_params([flat])
+    write_master(flat, partial(_write, flat, param, value, "safe_set_full_fp32_param"))
 
 
 @torch.no_grad()
@@ -425,8 +434,5 @@ def safe_set_full_optimizer_state(
     """
     flat = _writes(param, "safe_set_full_optimizer_state")
     held = _state(flat, param, optim_state_key, "safe_set_full_optimizer_state")
-    _write(flat, param, held, value, "safe_set_full_optimizer_state")
-    _, start, stop = flat.spec.own_range(name_of(param))
-    _engine_of(flat).bound.load_tensor(
-        flat.optimizer_shard, optim_state_key, held[start:stop], start
-    )
+    _write(flat, param, value, "safe_set_full_optimizer_state", held)
+    write_state(flat, param, optim_state_key, held)

@@ -8,6 +8,7 @@ and may be 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
@@ -19,24 +20,26 @@ from hf_zero.zero.access.full import (
     _reads,
     _reduced_gradient,
     _state,
-    _trains,
     _writes,
     safe_get_full_grad,
     safe_set_full_grad,
+    write_master,
+    write_state,
 )
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import name_of, owner_of
 
 
-def _part(parameter: torch.Tensor, own: torch.Tensor, what: str) -> torch.Tensor:
-    _, start, stop = _trains(parameter, what).spec.own_range(name_of(parameter))
+def _part(flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    _, start, stop = flat.spec.own_range(name_of(parameter))
     return own[start:stop]
 
 
 def _check_numel(
-    parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str
+    flat: FlatBuffer, parameter: torch.Tensor, value: torch.Tensor, what: str, own: torch.Tensor
 ) -> torch.Tensor:
     """Return this rank's part of ``own``; raise PartitionError unless ``value`` fits."""
-    part = _part(parameter, own, what)
+    part = _part(flat, parameter, own)
     if value.numel() != part.numel():
         raise PartitionError(
             f"{what}: {value.numel()} values for the {part.numel()} elements of "
@@ -45,9 +48,11 @@ def _check_numel(
     return part
 
 
-def _put(parameter: torch.Tensor, own: torch.Tensor, value: torch.Tensor, what: str) -> None:
-    part = _check_numel(parameter, own, value, what)
-    _trains(parameter, what).optimizer_shard.wait_for_copy()
+def _put(
+    flat: FlatBuffer, parameter: torch.Tensor, value: torch.Tensor, what: str, own: torch.Tensor
+) -> None:
+    part = _check_numel(flat, parameter, value, what, own)
+    flat.optimizer_shard.wait_for_copy()
     part.copy_(value.reshape(-1))
 
 
@@ -60,7 +65,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     flat.unit.take_user_writes()
     master = flat.optimizer_shard.master
     assert master is not None
-    part = _part(param, master, "safe_get_local_fp32_param")
+    part = _part(flat, param, master)
     return part.to(step_dtype(part.dtype), copy=True)
 
 
@@ -70,13 +75,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     (collective).
     """
     flat = _writes(param, "safe_set_local_fp32_param")
-    flat.unit.take_user_writes()
-    engine, master = _engine_of(flat), flat.optimizer_shard.master
-    assert master is not None
-    with engine.schedule.shards.writing():
-        _put(param, master, value, "safe_set_local_fp32_param")
-        flat.optimizer_shard.store_master(master)
-    engine.refresh_params([flat])
+    write_master(flat, partial(_put, flat, param, value, "safe_set_local_fp32_param"))
 
 
 @torch.no_grad()
@@ -91,7 +90,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     engine, own = _reduced_gradient(flat)
     if own is None:
         return None
-    part = _part(param, own, "safe_get_local_grad")
+    part = _part(flat, param, own)
     return part.to(step_dtype(part.dtype)) / engine.scaler.scale
 
 
@@ -100,7 +99,7 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's part of the gradient for the next step (collective)."""
     flat = _writes(param, "safe_set_local_grad")
     engine, own = _gradient_to_replace(flat, param, "safe_set_local_grad")
-    _check_numel(param, own, value, "safe_set_local_grad")
+    _check_numel(flat, param, value, "safe_set_local_grad", own)
     flat.gradient.write_own(name_of(param), value.reshape(-1) * engine.scaler.scale)
 
 
@@ -116,7 +115,7 @@ def safe_get_local_optimizer_state(
         return None
     with _engine_of(flat).optimizer_step.counted_state():
         held = _state(flat, param, optim_state_key, "safe_get_local_optimizer_state")
-        return _part(param, held, "safe_get_local_optimizer_state").clone()
+        return _part(flat, param, held).clone()
 
 
 @torch.no_grad()
@@ -126,11 +125,8 @@ def safe_set_local_optimizer_state(
     """Overwrite this rank's part of the optimizer state ``optim_state_key`` of ``param``."""
     flat = _writes(param, "safe_set_local_optimizer_state")
     held = _state(flat, param, optim_state_key, "safe_set_local_optimizer_state")
-    _put(param, held, value, "safe_set_local_optimizer_state")
-    _, start, stop = flat.spec.own_range(name_of(param))
-    _engine_of(flat).bound.load_tensor(
-        flat.optimizer_shard, optim_state_key, held[start:stop], start
-    )
+    _put(flat, param, value, "safe_set_local_optimizer_state", held)
+    write_state(flat, param, optim_state_key, held)
 
 
 @torch.no_grad()
