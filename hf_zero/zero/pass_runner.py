@@ -26,7 +26,7 @@ from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.reduce.losses import Fp16LossScaler, Losses, Scaling
-from hf_zero.zero.reduce.reducer import Reducer, ReductionOptions
+from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.reduce.reductions import BackwardSettings
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.captured_step import CapturedStep
@@ -151,23 +151,21 @@ class PassRunner:
             model.units,
             model.mesh,
             model.policy,
-            ReductionOptions(
-                Scaling.over(
-                    model.mesh.pp_stage_ranks,
-                    config.precision,
-                    config.prescale_gradients,
-                    config.gradient_predivide_factor,
-                    wire,
-                    config.gradient_allreduce_op == "mean",
-                ),
-                COMPUTE[wire] if wire else None,
-                config.kernels,
-                model.packed_elements,
-                config.zero.keep_step_buffers,
-            ),
             update.usage,
             update.gradient_offload,
             model.schedule,
+            scaling=Scaling.over(
+                model.mesh.pp_stage_ranks,
+                config.precision,
+                config.prescale_gradients,
+                config.gradient_predivide_factor,
+                wire,
+                config.gradient_allreduce_op == "mean",
+            ),
+            wire_dtype=COMPUTE[wire] if wire else None,
+            kernels=config.kernels,
+            packed=model.packed_elements,
+            keeps_buffers=config.zero.keep_step_buffers,
         )
         self._model = model
         self._update = update

@@ -46,22 +46,6 @@ if TYPE_CHECKING:
     from hf_zero.zero.gather.schedule import Schedule
 
 
-@dataclass(frozen=True)
-class ReductionOptions:
-    """Scaling and wire format of gradients.
-
-    wire_dtype: dtype of messages; None: the parameters' own. kernels: the configuration's.
-    packed: maximum number of elements of consecutive units in one message. keeps_buffers: buffers
-    of messages are kept between steps.
-    """
-
-    scaling: Scaling
-    wire_dtype: torch.dtype | None = None
-    kernels: str | tuple[str, ...] = "off"
-    packed: int = 0
-    keeps_buffers: bool = False
-
-
 @dataclass(eq=False)
 class BackwardProgress:
     """One backward. ``key`` identifies its kind, equal on all ranks."""
@@ -86,6 +70,9 @@ class Reducer:
     """Takes gradients in as units become ready, and reduces them in order.
 
     ``offload`` copies offloaded gradients from a GPU to the host; None without such.
+    ``wire_dtype``: dtype of messages; None: the parameters' own. ``kernels``: the configuration's.
+    ``packed``: maximum number of elements of consecutive units in one message. ``keeps_buffers``:
+    buffers of messages are kept between steps.
     """
 
     def __init__(
@@ -93,10 +80,15 @@ class Reducer:
         units: Sequence[Unit],
         mesh: Mesh,
         policy: Policy,
-        options: ReductionOptions,
         usage: UsedParameters,
         offload: GradientOffload | None,
         schedule: Schedule,
+        *,
+        scaling: Scaling,
+        wire_dtype: torch.dtype | None,
+        kernels: str | tuple[str, ...],
+        packed: int,
+        keeps_buffers: bool,
     ):
         self._units = list(units)
         self._order = ReductionOrder(units)
@@ -105,22 +97,22 @@ class Reducer:
         self._frozen = [
             p for unit in units for flat in unit.flats if not flat.trainable for p in flat.members
         ]
-        self._wire_dtype = options.wire_dtype
+        self._wire_dtype = wire_dtype
         self._usage = usage
         self._offload = offload
         self._buffers = wire_buffers(flat for unit in units for flat in unit.trainable_flats)
         meshes = dict.fromkeys(flat.mesh for unit in units for flat in unit.trainable_flats)
         axes = [axis for mesh in meshes for axis in (mesh.shard, mesh.replicate)]
         # freed before the update, which does not need them
-        self._freed = [] if options.keeps_buffers else [self._buffers, *(a.spare for a in axes)]
-        self._intake = GradientIntake(options.scaling, self._buffers, offload)
+        self._freed = [] if keeps_buffers else [self._buffers, *(a.spare for a in axes)]
+        self._intake = GradientIntake(scaling, self._buffers, offload)
         self._reductions = Reductions(
             mesh,
             self._intake,
             self._buffers,
             offload,
-            options.kernels,
-            options.packed,
+            kernels,
+            packed,
             self._issue_gathers,
         )
         self._known: set[Hashable] = set()  # kinds of backward whose order is known
