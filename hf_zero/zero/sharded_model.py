@@ -101,8 +101,8 @@ class ShardedModel:
 
     def attach(self, engine: Callable[[], object | None]) -> None:
         """Set ``engine``, a weak reference, as the engine of these parameters."""
-        for flat in self.flats[:1]:
-            flat.engine_flats.attach(engine)
+        if self.flats:
+            self.flats[0].engine_flats.engine = engine
 
     @contextmanager
     def gathered(self, unit: Unit) -> Iterator[None]:

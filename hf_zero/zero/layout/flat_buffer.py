@@ -61,17 +61,6 @@ class EngineFlats:
         # whether requires_grad of a frozen parameter has been switched since the engine looked
         self.switched = False
 
-    def add(self, flat: FlatBuffer) -> None:
-        """Add ``flat``."""
-        flat.engine = self.engine
-        self.flats.append(flat)
-
-    def attach(self, engine: Callable[[], object | None]) -> None:
-        """Set ``engine``, a weak reference, as the engine of the flat buffers."""
-        self.engine = engine
-        for flat in self.flats:
-            flat.engine = engine
-
 
 class FlatBuffer:
     """The values of the parameters of one flat buffer: whole in ``full`` [padded] while gathered;
@@ -103,13 +92,12 @@ class FlatBuffer:
         # changes of the values, other than updates of steps; also where this rank owns none of them
         self.other_changes = 0
         self.unit: Any  # the Unit it belongs to, whose module imports this one
-        self.engine: Callable[[], Any | None]  # a weak reference
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # storage of the parameter shard
         self.shard_offloaded = False  # that storage is not on the compute device
         self.computing: Computing | None = None
-        engine_flats.add(self)
+        engine_flats.flats.append(self)
 
     def __repr__(self) -> str:
         return f"FlatBuffer({self.key}, {self.layout.numel} elements, owned {self.owned})"
@@ -117,6 +105,11 @@ class FlatBuffer:
     def join(self, unit: Any) -> None:
         """Set the unit that gathers and releases this flat buffer."""
         self.unit = unit
+
+    @property
+    def engine(self) -> Callable[[], Any | None]:
+        """A weak reference to the engine of this flat buffer."""
+        return self.engine_flats.engine
 
     @property
     def live_engine(self) -> Any | None:
