@@ -40,7 +40,7 @@ STEP = 0.05  # proposed offload ratios are multiples of this
 
 
 @dataclass(frozen=True)
-class Row:
+class TierVerdict:
     """One tier: the bytes needed, made up of ``parts``, and the free bytes.
 
     ``limited_by`` names the source of the limit.
@@ -64,7 +64,7 @@ class MemoryVerdict:
     ``notes`` are remarks that refuse nothing.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[TierVerdict, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -72,50 +72,54 @@ class MemoryVerdict:
         return all(row.fits for row in self.rows)
 
     @property
-    def short(self) -> tuple[Row, ...]:
+    def short(self) -> tuple[TierVerdict, ...]:
         """The tiers that are too small."""
         return tuple(row for row in self.rows if not row.fits)
 
 
-def judge(needs: Needs, free: Free, margin: float = 0.0) -> MemoryVerdict:
-    """Return whether ``needs`` fit into ``free``, both of one rank, row by row. ``margin`` is the
+def judge(needed: Needs, free: Free, margin: float = 0.0) -> MemoryVerdict:
+    """Return whether ``needed`` fits into ``free``, both of one rank, row by row. ``margin`` is the
     share of the device that is left free.
 
     If the device computes in host memory, both are one tier. A folder with unknown free bytes is
     not judged.
     """
-    return MemoryVerdict(tuple(_rows(needs, free, margin)), tuple(_notes(needs, free)))
+    return MemoryVerdict(tuple(_rows(needed, free, margin)), tuple(_notes(needed, free)))
 
 
-def _rows(needs: Needs, free: Free, margin: float) -> Iterator[Row]:
+def _rows(needed: Needs, free: Free, margin: float) -> Iterator[TierVerdict]:
     ram = int(free.ram * RAM_SHARE)
     reserve = f"{1 - RAM_SHARE:.0%} reserved for the rest of the process"
     why = f"{free.limited_by}; {reserve}" if free.limited_by else reserve
     if free.host_device:
-        parts = tuple(NamedBytes(f"{part.what} (device)", part.nbytes) for part in needs.device)
-        yield Row("memory", needs.device_bytes + needs.ram_bytes, ram, (*parts, *needs.ram), why)
+        parts = tuple(NamedBytes(f"{part.what} (device)", part.nbytes) for part in needed.device)
+        yield TierVerdict(
+            "memory", needed.device_bytes + needed.ram_bytes, ram, (*parts, *needed.ram), why
+        )
     else:
         note = f"{margin:.0%} reserved for activations" if margin else ""
-        yield Row("device", needs.device_bytes, int(free.device * (1 - margin)), needs.device, note)
-        if needs.ram:
-            yield Row("RAM", needs.ram_bytes, ram, needs.ram, why)
-    written = dict(needs.files)
+        yield TierVerdict(
+            "device", needed.device_bytes, int(free.device * (1 - margin)), needed.device, note
+        )
+        if needed.ram:
+            yield TierVerdict("RAM", needed.ram_bytes, ram, needed.ram, why)
+    written = dict(needed.files)
     for number in dict.fromkeys(disk.disk for disk in free.disks):
         shared = [disk for disk in free.disks if disk.disk == number]
-        needed = sum(written.get(disk.path, 0) for disk in shared)
-        if needed:
-            yield Row(
+        nbytes = sum(written.get(disk.path, 0) for disk in shared)
+        if nbytes:
+            yield TierVerdict(
                 f"disk of {', '.join(disk.path for disk in shared)}",
-                needed,
+                nbytes,
                 min(disk.nbytes for disk in shared),
-                needs.disk,
+                needed.disk,
             )
 
 
-def _notes(needs: Needs, free: Free) -> Iterator[str]:
-    if free.memlock is not None and needs.pinned > free.memlock:
+def _notes(needed: Needs, free: Free) -> Iterator[str]:
+    if free.memlock is not None and needed.pinned > free.memlock:
         yield (
-            f"ulimit -l is {in_units(free.memlock)}, below the {in_units(needs.pinned)} to be "
+            f"ulimit -l is {in_units(free.memlock)}, below the {in_units(needed.pinned)} to be "
             "pinned: NVIDIA's driver is not bound by it; where "
             "pinning is refused all the same, transfers go through memory that is not "
             "pinned, and are slower"
@@ -268,15 +272,16 @@ def _candidates(
     # If the plan already has small moments, larger ones are not tried.
     if now.on and now.moments in kinds:
         kinds = kinds[kinds.index(now.moments) :]
-    own_optimizer = replace(now, ratio=1.0)
+    own_optimizer, on_device = replace(now, ratio=1.0), OffloadParam()
 
-    def at(
-        stage: int, optimizer: OffloadOptimizer, param: OffloadParam
-    ) -> Callable[[], EnginePlan]:
-        return lambda: replan(plan, plan.settings.placed(stage, optimizer, param))
+    def candidate(
+        stage: int, name: str, optimizer: OffloadOptimizer, param: OffloadParam = on_device
+    ) -> tuple[str, Callable[[], EnginePlan]]:
+        placed = partial(plan.settings.placed, stage, optimizer, param)
+        return f"stage {stage}, {name}", lambda: replan(plan, placed())
 
     for stage in stages:
-        yield f"stage {stage}, all on the device", at(stage, OffloadOptimizer(), OffloadParam())
+        yield candidate(stage, "all on the device", OffloadOptimizer())
     # a step with several micro-batches adds up all gradients in any case
     if plan.settings.gradient_accumulation_steps == 1:
         for stage in stages:
@@ -285,44 +290,29 @@ def _candidates(
                 partial(_updating_in_backward, plan, stage),
             )
     for kind in kinds:
+        on_cpu = replace(own_optimizer, device="cpu", moments=kind)
         for stage in away:
-            yield (
-                f"stage {stage}, optimizer on the CPU, {kind} moments",
-                at(stage, replace(own_optimizer, device="cpu", moments=kind), OffloadParam()),
-            )
+            yield candidate(stage, f"optimizer on the CPU, {kind} moments", on_cpu)
     if 3 in stages:
+        param_on_cpu = replace(own_param, device="cpu")
         for kind in kinds:
-            optimizer = replace(own_optimizer, device="cpu", moments=kind)
-            yield (
-                f"stage 3, optimizer and parameters on the CPU, {kind} moments",
-                at(3, optimizer, replace(own_param, device="cpu")),
-            )
+            on_cpu = replace(own_optimizer, device="cpu", moments=kind)
+            name = f"optimizer and parameters on the CPU, {kind} moments"
+            yield candidate(3, name, on_cpu, param_on_cpu)
     if not folders:
         return
     for kind in kinds:
         in_files = replace(own_optimizer, device="nvme", nvme_path=folders, moments=kind)
         for stage in away:
-            yield (
-                f"stage {stage}, optimizer in files, {kind} moments",
-                at(stage, in_files, OffloadParam()),
-            )
+            yield candidate(stage, f"optimizer in files, {kind} moments", in_files)
         if 3 in stages:
-            on_cpu, parameters = (
-                replace(own_param, device="cpu"),
-                replace(own_param, device="nvme", nvme_path=folders),
-            )
-            yield (
-                f"stage 3, optimizer in files, parameters on the CPU, {kind} moments",
-                at(3, in_files, on_cpu),
-            )
-            yield (
-                f"stage 3, optimizer and parameters in files, {kind} moments",
-                at(3, in_files, parameters),
-            )
-            yield (
-                f"stage 3, optimizer and parameters in files alone, {kind} moments",
-                at(3, in_files, replace(parameters, max_in_cpu=0)),
-            )
+            param_in_files = replace(own_param, device="nvme", nvme_path=folders)
+            for name, param in (
+                ("optimizer in files, parameters on the CPU", param_on_cpu),
+                ("optimizer and parameters in files", param_in_files),
+                ("optimizer and parameters in files alone", replace(param_in_files, max_in_cpu=0)),
+            ):
+                yield candidate(3, f"{name}, {kind} moments", in_files, param)
 
 
 def _updating_in_backward(plan: EnginePlan, stage: int) -> EnginePlan | None:
