@@ -26,13 +26,12 @@ from hf_zero.optim.segment_table import (
     GroupScalars,
     SegmentTable,
     WholeTensorState,
-    current_settings,
     load_settings,
     plain_settings,
     scalars_of_ranks,
     scaled_rates,
 )
-from hf_zero.optim.segments import ParamGroup, Segment, masters
+from hf_zero.optim.segments import ParamGroup, Segment, current_settings, masters
 from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
 from hf_zero.optim.state import SegmentStateAccess
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer

@@ -31,7 +31,7 @@ from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
 from hf_zero.optim.one_bit_lamb import OneBitLamb
 from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.schedules import SCHEDULES
-from hf_zero.optim.segment_table import current_settings
+from hf_zero.optim.segments import current_settings
 from hf_zero.optim.trust_ratio import LARS, Lamb
 
 if TYPE_CHECKING:

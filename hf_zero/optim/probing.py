@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.device import kinds
-from hf_zero.optim.segments import ParamGroup
+from hf_zero.optim.segments import ParamGroup, current_settings
 
 # what a twin has anew
 _REPLACED = ("state", "param_groups", "step")
@@ -114,11 +114,8 @@ def _distinct(groups: Iterable[ParamGroup]) -> list[dict[str, object]]:
     """Return the different options of ``groups``, with a learning rate that moves something."""
     distinct: dict[str, dict[str, object]] = {}
     for group in groups:
-        options = {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name not in ("params", "param_names")
-        }
+        options = current_settings(group)
+        options.pop("param_names", None)
         if isinstance(options.get("lr"), (int, float)) and not options["lr"]:
             options["lr"] = 1e-3  # the first step of a warmup
         distinct.setdefault(repr(sorted(options.items())), options)

@@ -474,17 +474,6 @@ _MISSING = object()
 FROZEN_AT, ALL_FROZEN_AT, NORM_RATIO = NOTES = ("frozen_at", "all_frozen_at", "norm_ratio")
 
 
-def current_settings(group: ParamGroup) -> dict[str, object]:
-    """Return a snapshot of the settings of ``group`` for an update on another thread: a scheduler
-    writes a rate that is a tensor in place.
-    """
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
 @contextmanager
 def scaled_rates(groups: Sequence[MutableMapping[str, Any]], factor: float) -> Iterator[None]:
     """Multiply the learning rate of each group by ``factor`` inside this context. Schedules, which

@@ -178,6 +178,17 @@ class FetchedArrays(Mapping[str, Tensor]):
         return len(self.dtypes)
 
 
+def current_settings(group: ParamGroup) -> dict[str, Any]:
+    """Return a snapshot of the settings of ``group``: a scheduler writes a rate that is a tensor in
+    place, also while an update on another thread reads it.
+    """
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
 def masters(flat: OptimizerShard) -> Tensor:
     if flat.master is None:
         raise PartitionError(

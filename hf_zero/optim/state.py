@@ -29,6 +29,7 @@ from hf_zero.optim.segments import (
     Segment,
     SegmentPart,
     StateArrays,
+    current_settings,
     cut,
     masters,
 )
@@ -134,11 +135,7 @@ def _stepped_twin(
     begin = torch.zeros(1, dtype=step_dtype(like.dtype), device=like.device)
     probe = torch.nn.Parameter(begin, requires_grad=False)
     probe.grad = torch.zeros_like(probe)
-    settings = {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
+    settings = current_settings(group)
     if kinds.is_host(like.device) and settings.get("capturable"):
         settings["capturable"] = False  # counters on the device: torch refuses others
     twin = bare_twin(optimizer, [{**settings, "params": [probe]}])
