@@ -90,12 +90,7 @@ class CPUAdam(CPUOptimizer):
                 param.shape, dtype=torch.float32, device=param.device
             )
         state["step"] += 1
-        adam(
-            self.arrays(state, master),
-            grad,
-            None,
-            Call(group, int(state["step"]), 1.0, seed, False),
-        )
+        adam(self.arrays(state, master), grad, None, _call(group, int(state["step"]), seed))
 
 
 class CPULion(CPUOptimizer):
@@ -152,12 +147,7 @@ class CPULion(CPUOptimizer):
         # The update does not use the count; it seeds stochastic rounding.
         state["step"] = state.get("step", torch.tensor(0.0, dtype=torch.float32, device="cpu")) + 1
         step = int(state["step"])
-        lion(
-            self.arrays(state, master),
-            grad,
-            None,
-            Call(group, step, 1.0, (seed << 32) + step, False),
-        )
+        lion(self.arrays(state, master), grad, None, _call(group, step, (seed << 32) + step))
 
 
 class CPUAdagrad(CPUOptimizer):
@@ -210,12 +200,7 @@ class CPUAdagrad(CPUOptimizer):
                 device=param.device,
             )
         state["step"] += 1
-        adagrad(
-            self.arrays(state, master),
-            grad,
-            None,
-            Call(group, int(state["step"]), 1.0, seed, False),
-        )
+        adagrad(self.arrays(state, master), grad, None, _call(group, int(state["step"]), seed))
 
 
 class CPUSGD(CPUOptimizer):
@@ -269,7 +254,12 @@ class CPUSGD(CPUOptimizer):
         first = moving and state.get("momentum_buffer") is None
         if first:
             state["momentum_buffer"] = self.new_moment(group, "momentum_buffer", param)
-        sgd(self.arrays(state, master), grad, None, Call(group, 0, 1.0, seed, first))
+        sgd(self.arrays(state, master), grad, None, _call(group, 0, seed, first))
+
+
+def _call(group: ParamGroup, step: int, seed: int, first: bool = False) -> Call:
+    """Return the arguments of an update by the optimizer itself, whose gradients have no scale."""
+    return Call(group, step, 1.0, seed, first)
 
 
 def _shared(out: Tensor | None, call: Call) -> dict[str, Any]:
