@@ -4,8 +4,13 @@ generator for each level of the model and compose names.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
 import torch
 from torch import nn
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -40,19 +45,14 @@ def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """Return ``[*model.parameters()]``."""
-    parameters: dict[int, nn.Parameter] = {}
-    for module in modules_of(model):
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                parameters[id(parameter)] = parameter
-    return [*parameters.values()]
+    return _distinct(module._parameters for module in modules_of(model))
 
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:
     """Return ``[*model.buffers()]``."""
-    buffers: dict[int, torch.Tensor] = {}
-    for module in modules_of(model):
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                buffers[id(buffer)] = buffer
-    return [*buffers.values()]
+    return _distinct(module._buffers for module in modules_of(model))
+
+
+def _distinct(tables: Iterable[Mapping[str, T | None]]) -> list[T]:
+    """Return the tensors of ``tables`` by their first appearance."""
+    return list({id(t): t for table in tables for t in table.values() if t is not None}.values())
