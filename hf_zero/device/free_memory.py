@@ -30,8 +30,8 @@ class Free:
     """Bytes that one rank may still take in each tier.
 
     ``host_device``: the device computes in the host's memory, so that both are one tier, ``ram``.
-    ``pinned`` equals ``ram``: NVIDIA's driver pins without regard to ``ulimit -l``, which is
-    ``memlock``, None if unlimited. ``limited_by`` names the limit that determines ``ram``.
+    ``memlock`` is ``ulimit -l``, None if unlimited, without regard to which NVIDIA's driver pins.
+    ``limited_by`` names the limit that determines ``ram``.
     ``held``: bytes of ``device`` and ``ram`` that the caller holds now and will free. Quotas of
     disks are not known.
     """
@@ -43,11 +43,6 @@ class Free:
     memlock: int | None = None
     limited_by: str = ""
     held: tuple[int, int] = (0, 0)
-
-    @property
-    def pinned(self) -> int:
-        """Bytes that may be pinned, read by the name of the tier."""
-        return self.ram
 
     def numbers(self) -> list[int]:
         """Return the numbers for a minimum over ranks: equally many on every rank that names the

@@ -236,15 +236,18 @@ class _Places:
     dims: ParallelDims
     rank: int
     num_shards: int
+    _found: dict[tuple[str, ...], tuple[int, int, int]] = field(default_factory=dict)
 
     def along(self, axes: tuple[str, ...]) -> tuple[int, int, int]:
         """Return, for flat buffers that ``axes`` cut besides ZeRO: the number of their shards, the
         index of this rank's shard, and the index of its replica.
         """
-        sharing = self.dims.ranks_sharing(self.rank, axes)
-        num_shards = len(sharing) if axes and self.num_shards > 1 else self.num_shards
-        position = sharing.index(self.rank)
-        return num_shards, position % num_shards, position // num_shards
+        if axes not in self._found:
+            sharing = self.dims.ranks_sharing(self.rank, axes)
+            num_shards = len(sharing) if axes and self.num_shards > 1 else self.num_shards
+            position = sharing.index(self.rank)
+            self._found[axes] = num_shards, position % num_shards, position // num_shards
+        return self._found[axes]
 
 
 class FlatKind(NamedTuple):
@@ -279,7 +282,6 @@ class _FlatLayouts:
     cuts: Cuts
     places: _Places
     bf16_masters: bool
-    _places_of: dict[tuple[str, ...], tuple[int, int, int]] = field(default_factory=dict)
 
     def flats_of(
         self, unit: UnitSpec, held: Collection[str] | None
@@ -302,7 +304,7 @@ class _FlatLayouts:
             compressed = not raw and self.codecs.takes(parameter, trains)
             moments = "+".join(self.moments[self.group_of[name]]) if trains and differ else ""
             sharding = sharding_under(parameter, self.cuts).kind
-            gathers = policy.shards_parameters and self._place(sharding.axes)[0] > 1
+            gathers = policy.shards_parameters and self.places.along(sharding.axes)[0] > 1
             float8 = gathers and self.codecs.sends_float8(parameter, dtype)
             kind = FlatKind(trains, dtype, raw, policy, compressed, float8, moments, sharding)
             kinds.setdefault(kind, {})[name] = parameter
@@ -313,7 +315,7 @@ class _FlatLayouts:
         self, unit: UnitSpec, kind: FlatKind, parameters: dict[str, nn.Parameter]
     ) -> FlatSpec:
         trainable, dtype, policy, sharding = kind.trainable, kind.dtype, kind.policy, kind.sharding
-        num_shards, shard, replica = self._place(sharding.axes)
+        num_shards, shard, replica = self.places.along(sharding.axes)
         # A frozen persistent flat buffer is unsharded, so every rank owns all of it, and shard 0 of
         # replica 0 saves it.
         num_shards = num_shards if trainable else policy.num_parameter_shards(num_shards)
@@ -358,12 +360,6 @@ class _FlatLayouts:
             sharding=sharding,
             wide=self._wide(dtype),
         )
-
-    def _place(self, axes: tuple[str, ...]) -> tuple[int, int, int]:
-        """Return :meth:`_Places.along` of ``axes``."""
-        if axes not in self._places_of:
-            self._places_of[axes] = self.places.along(axes)
-        return self._places_of[axes]
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of master weights, and of sums of gradients, of parameters that compute

@@ -246,9 +246,7 @@ class Reductions:
         flat, gradient = reduction.flat, reduction.flat.gradient
         if flat.optimizer_shard.finish_update is not None:
             flat.optimizer_shard.finish_update()
-        state = gradient.state
-        adds = state is not GradState.EMPTY and state is not GradState.UNREDUCED
-        adds = adds and gradient.adds_to_shard
+        adds = gradient.adds_to_shard
         if adds:
             self._intake.upcast(flat)
         if part is not None:
