@@ -37,14 +37,14 @@ from hf_zero.checkpoint.save_plan import stored_width
 from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.device import kinds
 from hf_zero.offload.nvme import pool_size
-from hf_zero.optim.bf16_state import WIDENED, Bf16State
+from hf_zero.offload.update import STAGED
+from hf_zero.optim.bf16_state import WIDENED
 from hf_zero.optim.one_bit import OneBit, one_bit_of
 from hf_zero.zero.gather.schedule import MOST_PREFETCHED_UNITS
 from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan, FlatPlan
 from hf_zero.zero.layout.wrap import names_in_blocks
 from hf_zero.zero.reduce.reductions import IN_FLIGHT
 
-STAGING = 3  # pieces of parameters in transit to the GPU
 ROOT = "(root)"
 SECONDARY, ROUNDED = "secondary shards in the node", "rounded weights"
 ERRORS, STATE, ONE_BIT = "errors of gradients", "master weights and moments", "momenta in 1 bit"
@@ -106,7 +106,7 @@ def needs(plan: EnginePlan) -> Needs:
     if gpu and away:
         largest = max(flat.spec.owned_numel for flat in away)
         wide = max(flat.spec.dtype.itemsize for flat in plan.trainable)
-        staging = STAGING * min(optimizer.buffer_size, largest) * wide
+        staging = STAGED * min(optimizer.buffer_size, largest) * wide
     gradients, parameters = parts["gradients", "ram"], parts["parameters", "ram"]
     by_folder: Counter[str] = Counter()
     for folders, nbytes in plan.file_bytes().items():
@@ -315,7 +315,7 @@ def widened_bytes(plan: EnginePlan) -> int:
     """Return the bytes in fp32 of the largest batch of gradients, master weights and moments that
     a step on the device widens from bf16.
     """
-    bf16 = Bf16State.of(plan.settings, plan.optimizer)
+    bf16 = plan.bf16
     flats = [flat for flat in plan.trainable if flat.sub_groups is None]
     if bf16 is None or not flats:
         return 0

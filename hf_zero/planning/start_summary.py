@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.logging import counted, in_units, logger
-from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.elementwise import updates_in_parts
 from hf_zero.planning.checking import PreflightReport
 from hf_zero.zero.layout.attributes import attached, elements_of
@@ -59,7 +58,7 @@ def summary(report: PreflightReport) -> str:
             )
     elif settings.stage:
         lines.append(f"nothing is sharded on one rank{_more_ranks()}")
-    bf16 = Bf16State.of(settings, plan.optimizer)
+    bf16 = plan.bf16
     if bf16 is not None:
         parts = [("master weights", bf16.masters), ("moments", bf16.moments)]
         rounds = " and ".join(what for what, narrow in parts if narrow)

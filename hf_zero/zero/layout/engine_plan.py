@@ -257,6 +257,11 @@ class EnginePlan:
         )
         return updates_in_parts(optimizer) and not awaited
 
+    @property
+    def bf16(self) -> Bf16State | None:
+        """The state to keep in bf16; None: none."""
+        return Bf16State.of(self.settings, self.optimizer)
+
     @cached_property
     def moments(self) -> int:
         """Numbers that the optimizer keeps for an element, in the group that keeps most."""
@@ -278,7 +283,7 @@ class EnginePlan:
     def _entries(self) -> SegmentStateAccess:
         """The state of the optimizer, as an engine makes it."""
         assert self.optimizer is not None
-        return SegmentStateAccess(self.optimizer, Bf16State.of(self.settings, self.optimizer))
+        return SegmentStateAccess(self.optimizer, self.bf16)
 
     def _kept(self, group: int, dtype: torch.dtype) -> dict[str, KeptState]:
         """Return by name what the optimizer keeps for an element of ``group`` with master weights
