@@ -192,8 +192,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def save_whole(
     engine: TrainingEngine,
     directory: str | os.PathLike[str],
-    filename: str = "model.safetensors",
-    exclude_frozen_parameters: bool = False,
+    filename: str,
+    exclude_frozen_parameters: bool,
 ) -> Path:
     """Write parameters and buffers to ``directory/filename`` from rank 0, and return that path.
     Collective.

@@ -51,7 +51,7 @@ def make_group(
     device: torch.device,
     backend: str,
     limit: timedelta,
-    options: dist.ProcessGroupNCCL.Options | None = None,
+    options: dist.ProcessGroupNCCL.Options | None,
 ) -> dist.ProcessGroup | None:
     """Return the process group of the set in ``sets`` that contains ``rank``, this rank, for
     tensors on ``device``; None if no set does. Collective over all ranks of the job, with the same

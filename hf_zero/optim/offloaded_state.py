@@ -79,7 +79,7 @@ def stored_format(
     group: int,
     name: str,
     dtype: torch.dtype,
-    unquantized_sub_groups: frozenset[int] | None = None,
+    unquantized_sub_groups: frozenset[int] | None,
 ) -> StorageFormat:
     """Return the storage format of state ``name``, of ``dtype`` on the device, of group ``group``
     under the configured ``moments``. ``unquantized_sub_groups``: indices of the sub-groups none of

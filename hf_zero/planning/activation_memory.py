@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -120,22 +120,21 @@ class Sequences:
 def activation_bytes(
     model: nn.Module,
     sequences: Sequences,
-    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
-    saving: Saving | None = None,
-    device: torch.device | None = None,
+    dtypes: Mapping[str, torch.dtype],
+    saving: Saving,
+    device: torch.device,
 ) -> ActivationBytes:
     """Return the bytes that a rank holds for one micro-batch in addition to parameters and
     gradients.
 
     ``model``: a language model on any device, left unchanged. ``dtypes``: those in which its
     parameters compute, by name, as the plan of an engine has them; others keep theirs. ``device``:
-    where it would compute; None: a GPU. The gradient of a parameter counts until it is complete.
+    where it would compute. The gradient of a parameter counts until it is complete.
     Raises ConfigError for a model that cannot run without memory, and for sequences that it cannot
     process.
     """
     sequences.check(model)
     copied = copy_on_meta(model, dtypes).train()
-    saving = saving or Saving()
     inputs = torch.zeros(
         sequences.rows, sequences.length // sequences.division.ranks, dtype=torch.int64, device=META
     )
@@ -145,9 +144,7 @@ def activation_bytes(
         for parameter in copied.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop)
-        counted = stack.enter_context(
-            _Counted(copied, inputs, device or kinds.device_for_estimate(gpu=True))
-        )
+        counted = stack.enter_context(_Counted(copied, inputs, device))
         try:
             loss = copied(input_ids=inputs, labels=inputs, return_dict=False)[0]
             saved = counted.live.now

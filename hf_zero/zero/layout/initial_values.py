@@ -181,7 +181,7 @@ def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Stagin
 
 @torch.no_grad()
 def place_buffers(
-    model: nn.Module, device: torch.device, mesh: Mesh, dtype: torch.dtype | None = None
+    model: nn.Module, device: torch.device, mesh: Mesh, dtype: torch.dtype | None
 ) -> None:
     """Move buffers, which stay whole, to the device and broadcast the values of the first rank that
     holds them. Floating-point ones are cast to ``dtype``; None keeps their dtypes.

@@ -98,7 +98,7 @@ class ParameterHandles:
             for parameter, slot in zip(self.members, self._spec.layout.slots):
                 _set_data(parameter, views[slot.name])
 
-    def point_at_full(self, kind: type[OwnedParameter] = LiveParameter) -> None:
+    def point_at_full(self, kind: type[OwnedParameter]) -> None:
         """Set each parameter's data to its view of the gathered buffer, its class to ``kind``."""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, handle_class, view in zip(
@@ -213,7 +213,7 @@ class ParameterGuard:
             _become(LiveParameter, WatchedParameter, self._own[module])
         self._bare.clear()
 
-    def module_runs(self, module: nn.Module | None = None) -> None:
+    def module_runs(self, module: nn.Module | None) -> None:
         """Stop watching the parameters of ``module`` while it runs; None: the module of a unit that
         has only one.
         """

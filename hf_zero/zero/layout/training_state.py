@@ -168,7 +168,7 @@ class GradientBuffer:
             assert self.shard is not None
             self.earlier_reduced_grad = self.shard.clone()
 
-    def mark_accumulated(self, used: int = 0) -> None:
+    def mark_accumulated(self, used: int) -> None:
         """Record that gradients of the parameters in the bits ``used`` were added to
         ``accumulated_grad``.
         """
@@ -417,7 +417,7 @@ Piece = tuple[int, torch.dtype, Hashable]
 
 
 def gradient_memories(
-    pieces: Sequence[Piece], device: torch.device, keeps: bool = False
+    pieces: Sequence[Piece], device: torch.device, keeps: bool
 ) -> Iterator[GradientMemory]:
     """Yield the memory of each of ``pieces``: consecutive ones of a dtype that are freed together
     share one, up to :data:`LARGEST` bytes.

@@ -300,9 +300,9 @@ def persistence(most: int | None) -> int:
 
 def persistent_names(
     model: nn.Module,
-    most: int | None = None,
-    in_all: int | None = None,
-    sizes: Sizes = OWN,
+    most: int | None,
+    in_all: int | None,
+    sizes: Sizes,
 ) -> frozenset[str]:
     """Return first names of the parameters of ``model`` that stay whole between steps where
     parameters are sharded: parameters of at most ``most`` elements (None: :data:`PERSISTENCE`), in

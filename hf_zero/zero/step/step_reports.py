@@ -77,7 +77,7 @@ class SanityChecks:
         if self._warns:
             self._loss = loss.detach()
 
-    def on_step(self, counts_only: bool = False) -> None:
+    def on_step(self, counts_only: bool) -> None:
         """Handle a call of ``step()`` or ``zero_grad()``; ``counts_only``: it only counts a
         micro-batch of an open window.
         """
