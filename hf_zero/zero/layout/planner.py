@@ -91,18 +91,13 @@ def plan(
     """
     axes = _axes(model, dims, cuts)
     extensions = extensions_of(settings, optimizer)
-    if dims.splits_model and extensions.needs_one_mesh:
-        raise ConfigError(
-            f"{', '.join(extensions.needs_one_mesh)} does not go with a model that is split over "
-            "ranks by tensor, expert or pipeline parallelism; remove the key"
-        )
+    _refuse_split(dims, extensions)
     policy, zero = POLICIES[settings.stage], settings.zero
     sizes = {p: math.prod(shape_of(p, cuts)) for p in parameters_of(model)}
     # an update in host memory cannot reach the state of parameters that stay whole on the device
-    in_host = optimizer is not None and updates_in_host_memory(optimizer, device)
     persistent = (
         frozenset[str]()
-        if in_host
+        if optimizer is not None and updates_in_host_memory(optimizer, device)
         else persistent_names(
             model, zero.param_persistence_threshold, zero.model_persistence_threshold, sizes
         )
@@ -129,12 +124,7 @@ def plan(
     assert len({spec.key for _, spec, _ in flat_specs}) == len(flat_specs), (
         "two flat buffers have one key"
     )
-    slots = {slot.name: slot for _, spec, _ in flat_specs for slot in spec.layout.slots}
-    parameters = {
-        name: parameter for _, _, named in flat_specs for name, parameter in named.items()
-    }
-    coded = () if optimizer is None else names_in_8_bits(optimizer, parameters, slots, group_of)
-    formats = {name: (group, name in coded) for name, group in group_of.items()}
+    formats = _moment_formats(flat_specs, optimizer, group_of)
     return EnginePlan(
         model=model,
         settings=settings,
@@ -172,6 +162,28 @@ def replan(planned: EnginePlan, settings: ZeroConfig, rank: int | None = None) -
         held=planned.held,
         keeps_dtypes=planned.keeps_dtypes,
     )
+
+
+def _refuse_split(dims: ParallelDims, extensions: PlannedExtensions) -> None:
+    if dims.splits_model and extensions.needs_one_mesh:
+        raise ConfigError(
+            f"{', '.join(extensions.needs_one_mesh)} does not go with a model that is split over "
+            "ranks by tensor, expert or pipeline parallelism; remove the key"
+        )
+
+
+def _moment_formats(
+    flat_specs: Sequence[PlannedSpec],
+    optimizer: torch.optim.Optimizer | None,
+    group_of: Mapping[str, int],
+) -> dict[str, tuple[int, bool]]:
+    """Return :attr:`EnginePlan.formats`."""
+    slots = {slot.name: slot for _, spec, _ in flat_specs for slot in spec.layout.slots}
+    parameters = {
+        name: parameter for _, _, named in flat_specs for name, parameter in named.items()
+    }
+    coded = () if optimizer is None else names_in_8_bits(optimizer, parameters, slots, group_of)
+    return {name: (group, name in coded) for name, group in group_of.items()}
 
 
 def _uncut_vectors(model: nn.Module, persistent: Collection[str], cuts: Cuts) -> frozenset[int]:
@@ -225,6 +237,9 @@ def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[s
                     "the model is cut"
                 )
     return frozenset(combinations)
+
+
+PlannedSpec = tuple[UnitSpec, FlatSpec, dict[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -371,7 +386,7 @@ class _FlatLayouts:
 
 
 def _flat_plans(
-    flat_specs: Sequence[tuple[UnitSpec, FlatSpec, dict[str, nn.Parameter]]],
+    flat_specs: Sequence[PlannedSpec],
     settings: ZeroConfig,
     dims: ParallelDims,
     optimizer: torch.optim.Optimizer | None,
@@ -383,8 +398,6 @@ def _flat_plans(
     specs = [shard_spec(spec) for _, spec, _ in flat_specs]
     away = rules.offloaded([s for s, (_, spec, _) in zip(specs, flat_specs) if not spec.persistent])
     tiers = rules.shard_tiers([s for s, (_, spec, _) in zip(specs, flat_specs) if spec.sharded])
-    accumulate = settings.gradient_accumulation_dtype
-    wire = settings.communication_data_type
     # gloo sums what ranks send in 16 bits in the dtype of a sharded gradient
     sums_wide = policy.shards_gradients and is_host(device) and dims.pp_stage_ranks > 1
     narrow = (
@@ -392,48 +405,60 @@ def _flat_plans(
         and not sums_wide
         and reads_16_bits(optimizer, settings.kernels, device)
     )
-
-    def gradient_dtype(shard: ShardSpec) -> torch.dtype:
-        if accumulate:
-            return COMPUTE[accumulate]
-        # an update in host memory, or by a fused kernel, reads 16-bit gradients; torch's would copy
-        # them to fp32 first
-        if shard.key in away or narrow:
-            return rules.gradient_dtype(shard, COMPUTE[wire] if wire else shard.dtype)
-        return shard.wide
-
-    def casts_master(shard: ShardSpec, spec: FlatSpec) -> bool:
-        # messages in blocks are encoded from the shard, also where steps send differences
-        whole = spec.gather_codec is None or isinstance(spec.gather_codec, Float8Weights)
-        plain = whole and spec.momentum_blocks is None
-        return (
-            spec.sharded
-            and spec.trainable
-            and spec.dtype.itemsize < spec.wide.itemsize
-            and plain
-            and not spec.sends_differences
-            and shard.key not in away
-            and tiers.get(shard.key, "device") == "device"
-            and not settings.zero.keep_parameter_shards
-        )
-
-    def pieces(spec: FlatSpec) -> tuple[SubGroup, ...]:
-        limit = rules.sub_group_size
-        # moments of a piece have one format, and pieces end with blocks
-        if any(formats[slot.name][1] for slot in spec.layout.slots):
-            limit = max(limit // BLOCK, 1) * BLOCK
-        return tuple(sub_groups(spec.layout, spec.owned, formats, limit))
-
     return tuple(
         FlatPlan(
             replace(spec, index=index),
             unit,
             parameters,
             tiers.get(shard.key, "device"),
-            pieces(spec) if shard.key in away else None,
-            gradient_dtype(shard),
+            _pieces(spec, rules, formats) if shard.key in away else None,
+            _gradient_dtype(shard, settings, rules, narrow or shard.key in away),
             not policy.shards_gradients,
-            casts_master(shard, spec),
+            shard.key not in away
+            and tiers.get(shard.key, "device") == "device"
+            and not settings.zero.keep_parameter_shards
+            and _casts_master(spec),
         )
         for index, (shard, (unit, spec, parameters)) in enumerate(zip(specs, flat_specs))
     )
+
+
+def _gradient_dtype(
+    shard: ShardSpec, settings: ZeroConfig, rules: PlacementRules, narrow: bool
+) -> torch.dtype:
+    """Return the dtype of the gradient of ``shard``. ``narrow``: its update reads 16-bit gradients,
+    in host memory or by a fused kernel; torch's would copy them to fp32 first.
+    """
+    if settings.gradient_accumulation_dtype:
+        return COMPUTE[settings.gradient_accumulation_dtype]
+    if narrow:
+        wire = settings.communication_data_type
+        return rules.gradient_dtype(shard, COMPUTE[wire] if wire else shard.dtype)
+    return shard.wide
+
+
+def _casts_master(spec: FlatSpec) -> bool:
+    """Return whether the master weights of ``spec`` can be cast in place of a parameter shard.
+    Messages in blocks are encoded from the shard, also where steps send differences.
+    """
+    whole = spec.gather_codec is None or isinstance(spec.gather_codec, Float8Weights)
+    return (
+        spec.sharded
+        and spec.trainable
+        and spec.dtype.itemsize < spec.wide.itemsize
+        and whole
+        and spec.momentum_blocks is None
+        and not spec.sends_differences
+    )
+
+
+def _pieces(
+    spec: FlatSpec, rules: PlacementRules, formats: Mapping[str, tuple[int, bool]]
+) -> tuple[SubGroup, ...]:
+    """Return the sub-groups of the offloaded state of ``spec``. The moments of one have one format,
+    and it ends with a block.
+    """
+    limit = rules.sub_group_size
+    if any(formats[slot.name][1] for slot in spec.layout.slots):
+        limit = max(limit // BLOCK, 1) * BLOCK
+    return tuple(sub_groups(spec.layout, spec.owned, formats, limit))
