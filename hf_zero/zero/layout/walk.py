@@ -45,12 +45,12 @@ def named_modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """Return ``[*model.parameters()]``."""
-    return _distinct(module._parameters for module in modules_of(model))
+    return _distinct([module._parameters for module in modules_of(model)])
 
 
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:
     """Return ``[*model.buffers()]``."""
-    return _distinct(module._buffers for module in modules_of(model))
+    return _distinct([module._buffers for module in modules_of(model)])
 
 
 def _distinct(tables: Iterable[Mapping[str, T | None]]) -> list[T]:
