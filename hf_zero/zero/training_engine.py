@@ -349,17 +349,6 @@ class TrainingEngine(EngineParts):
                 self._count_micro_batches(window.take_count())
             return
         self._refuse_update()
-        self._reduce_for_step()
-        with self.changes.change(f"step {self.counters.global_steps + 1}"):
-            self._count_micro_batches(window.take_count(restart=True))
-            failure = self._update()
-        if failure is not None:
-            raise failure
-
-    def _reduce_for_step(self) -> None:
-        """Reduce the gradients that the step reads; refuse parameters without one, if the
-        configuration asks for it.
-        """
         try:
             self.pass_runner.reduce_for_step()
         except BaseException as error:
@@ -368,6 +357,11 @@ class TrainingEngine(EngineParts):
             raise
         if not self.config.zero.ignore_unused_parameters:
             self.pass_runner.refuse_unused()
+        with self.changes.change(f"step {self.counters.global_steps + 1}"):
+            self._count_micro_batches(window.take_count(restart=True))
+            failure = self._update()
+        if failure is not None:
+            raise failure
 
     def _update(self) -> Exception | None:
         """Update the weights and end the step. Return the error of a post hook of the optimizer:
