@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_zero.checkpoint.manifest import GroupEntry, Manifest, pair_names, strip_wrappers
-from hf_zero.checkpoint.save_plan import class_name, model_order
+from hf_zero.checkpoint.save_plan import class_name
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, listed, log_rank0
 from hf_zero.optim.bf16_state import COMPENSATION
@@ -50,7 +50,8 @@ class LoadMatch:
 class LoadTarget:
     """The parts of an engine, or of a planned one, that a checkpoint must fit: its module, the
     properties of its flat buffers, other names of tied parameters, names ``elsewhere`` in a
-    pipeline; the optimizer with the group of each parameter that it trains, and the scheduler.
+    pipeline; the optimizer with the group of each parameter that it trains, in its order, and the
+    scheduler.
     """
 
     module: nn.Module
@@ -77,14 +78,14 @@ class LoadTarget:
         return cls(plan.model, specs, plan.aliases, *live)
 
     def grouped(self) -> list[list[str]]:
-        """Return the parameter names in each optimizer group, in the model's order; [] without an
-        optimizer.
+        """Return the parameter names in each optimizer group, in the optimizer's order, in which
+        torch numbers states; [] without an optimizer.
         """
         groups = () if self.optimizer is None else self.optimizer.param_groups
-        names: list[list[str]] = [[] for _ in groups]
-        for name in model_order(self.module, self.aliases, self.group_of) if names else ():
-            names[self.group_of[name]].append(name)
-        return names
+        return [
+            [name for name, group in self.group_of.items() if group == index]
+            for index in range(len(groups))
+        ]
 
 
 def match(
@@ -274,7 +275,8 @@ def check_optimizer(
     remedy = "or pass load_optimizer_states=False to start with a fresh optimizer state"
     if saved is None:
         raise CheckpointError(
-            f"{where} was saved without an optimizer; load it with load_module_only=True, {remedy}"
+            f"{where} was saved without an optimizer, or does not say which parameters its state "
+            f"belongs to; load it with load_module_only=True, {remedy}"
         )
     live, groups = class_name(optimizer), optimizer.param_groups
     if saved.class_name and _kind(live) != _kind(saved.class_name):  # others do not record it

@@ -33,6 +33,7 @@ from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import offload, opened, same
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.parts import whole
+from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_ranks, run_steps
 
 # ---- parts ----
@@ -208,6 +209,70 @@ def test_a_plain_process_loads_a_converted_run(kind, tmp_path):
         for name, want in kept[1]["state"].items():
             compare_tensors(name, states["state"][name], want, 1e-4)
         assert states["param_groups"] == kept[1]["param_groups"]
+
+
+class Pair(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)).square().mean()
+
+
+def last_first(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([model.b.weight, model.a.weight], 1e-2)
+
+
+def write_with_torch(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def write_as_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    content = {"module": model.state_dict(), "optimizer": optimizer.state_dict()}
+    more = {"buffer_names": [], "ds_version": "0.19.8", "dp_world_size": 1, "mp_world_size": 1}
+    folder.mkdir()
+    torch.save(content | more, folder / "mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize("write", [write_with_torch, write_as_deepspeed])
+@pytest.mark.parametrize("outputs", [4, 3])
+def test_states_without_names_are_numbered_as_the_optimizer_has_them(write, outputs, tmp_path):
+    """Steps after the load, and after a further conversion, are those of a plain process."""
+    model = seeded(lambda: Pair(outputs))
+    optimizer, x = last_first(model), torch.linspace(-1, 1, 12).view(3, 4)
+
+    def steps_by_hand() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+
+    steps_by_hand()
+    write(model, optimizer, tmp_path / "plain")
+    states = get_state_dict(model, optimizer)[1]["state"]
+    moments = {name: {k: v.clone() for k, v in state.items()} for name, state in states.items()}
+    steps_by_hand()
+
+    def run(rank: int, given: nn.Module) -> None:
+        engine = start(given, last_first(given), config_of(1))
+        engine.load_checkpoint(tmp_path, tag="plain")
+        engine.save_checkpoint(tmp_path, tag="own")
+        for _ in range(3):
+            engine.backward(engine(x))
+            engine.step()
+        compare_tensors("weights", full_weights(engine), dict(model.named_parameters()))
+
+    run_ranks(1, run, seeded(lambda: Pair(outputs)))
+    hf_zero.convert_checkpoint(tmp_path / "own", tmp_path / "dcp", to="dcp")
+    asked = {
+        "optimizer": {"state": {n: {k: v.clone().zero_() for k, v in s.items()}
+                                for n, s in moments.items()}}
+    }  # fmt: skip
+    dcp.load(asked, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    for name, want in moments.items():
+        compare_tensors(name, asked["optimizer"]["state"][name], want)
 
 
 # ---- torch's functions ----

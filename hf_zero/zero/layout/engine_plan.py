@@ -141,11 +141,11 @@ class EnginePlan:
     extensions_of.
 
     units: the partition of the model, the root first. aliases: other names of tied parameters, each
-    with the first name. group_of: the optimizer group of each trainable parameter, by name.
-    formats: the same with whether moments of the parameter are in bitsandbytes' 8 bits. flats: the
-    flat buffers of all units, in order. axes: the combinations of axes, besides ZeRO, along which
-    parameters and buffers are cut; () if some are not cut. extensions: what ``extensions_of``
-    returned.
+    with the first name. group_of: the optimizer group of each trainable parameter, by name, in the
+    optimizer's order. formats: the same with whether moments of the parameter are in bitsandbytes'
+    8 bits. flats: the flat buffers of all units, in order. axes: the combinations of axes, besides
+    ZeRO, along which parameters and buffers are cut; () if some are not cut. extensions: what
+    ``extensions_of`` returned.
     """
 
     model: nn.Module

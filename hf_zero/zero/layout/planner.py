@@ -199,11 +199,11 @@ def _uncut_vectors(model: nn.Module, persistent: Collection[str], cuts: Cuts) ->
 
 
 def _group_of(units: Sequence[UnitSpec], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Return the optimizer group of each trainable parameter, by name."""
+    """Return the optimizer group of each trainable parameter, by name, in the optimizer's order."""
     groups = [] if optimizer is None else optimizer.param_groups
-    index_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-    parameters = (item for unit in units for item in unit.parameters)
-    return {n: index_of[id(p)] for n, p in parameters if id(p) in index_of and p.requires_grad}
+    name_of = {id(p): n for unit in units for n, p in unit.parameters if p.requires_grad}
+    given = ((index, id(p)) for index, group in enumerate(groups) for p in group["params"])
+    return {name_of[key]: index for index, key in given if key in name_of}
 
 
 def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[str, ...]]:
