@@ -210,20 +210,25 @@ def strip_wrappers(name: str) -> str:
 
 
 def pair_names(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:
-    """Map each of ``names`` to its name in ``others``: an equal one, else the only one that is
-    equal without wrappers. Names without one are left out.
+    """Map each of ``names`` to its name in ``others``: an equal one, else the one that is equal
+    without wrappers, if it is the only one and no other of ``names`` equals either. Names without
+    one are left out.
     """
-    candidates_all = list(others)
-    exact = set(candidates_all)
-    within: dict[str, list[str]] = {}
-    for name in candidates_all:
-        within.setdefault(_innermost(name), []).append(name)
-    pairs = {}
-    for name in names:
-        candidates = [name] if name in exact else within.get(_innermost(name), [])
-        if len(candidates) == 1:
+    own, exact = dict.fromkeys(names), dict.fromkeys(others)
+    pairs = {name: name for name in own if name in exact}
+    within = _by_innermost(exact)
+    for inner, (name, *rivals) in _by_innermost(own).items():
+        candidates = within.get(inner, [])
+        if not rivals and len(candidates) == 1:
             pairs[name] = candidates[0]
     return pairs
+
+
+def _by_innermost(names: Iterable[str]) -> dict[str, list[str]]:
+    result: dict[str, list[str]] = {}
+    for name in names:
+        result.setdefault(_innermost(name), []).append(name)
+    return result
 
 
 def _innermost(name: str) -> str:

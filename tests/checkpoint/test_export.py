@@ -315,6 +315,9 @@ def wider(module):
 
 OTHERS = {
     "lacks third.weight, third.bias": lambda m: m.add_module("third", torch.nn.Linear(1, 1)),
+    "lacks module.second.weight, module.second.bias": lambda m: m.add_module(
+        "module", torch.nn.ModuleDict({"second": torch.nn.Linear(13, 6)})
+    ),
     "in excess second.weight, second.bias": lambda m: delattr(m, "second"),
     "in another shape second.weight, second.bias": wider,
 }

@@ -228,6 +228,12 @@ def wider_norm():
     return module
 
 
+def doubled():
+    module = other()
+    module.module = torch.nn.ModuleDict({"second": copy.deepcopy(module.second)})
+    return module
+
+
 def one_group(groups):
     return torch.optim.AdamW(groups[:1], lr=0.1)
 
@@ -240,6 +246,7 @@ OTHERS: dict[str, tuple[Job, Any, dict[str, Any], list[str]]] = {
     "other shapes": (TWO, widened, {}, ["second.weight (checkpoint [6, 13], model [7, 13])"]),
     "other shapes, what both have": (TWO, widened, LOOSE, ["shapes differ"]),
     "other names": (TWO, renamed, {}, ["it lacks third.", "the model lacks second.weight"]),
+    "names that DDP's prefix tells apart": (TWO, doubled, {}, ["it lacks module.second.weight"]),
     "other buffers": (TWO, wider_norm, {}, ["norm.running_mean (checkpoint [13], model [14])"]),
     "another optimizer": (SGD, other, {}, ["torch.optim.adamw.AdamW", "torch.optim.sgd.SGD"]),
     "one group": (FEWER, other, {}, ["2 optimizer groups, this engine 1"]),
