@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import hf_zero
 from hf_zero.checkpoint import torch_state_dict
+from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.checkpoint.tensor_part import TensorPart
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import Box
@@ -273,6 +274,76 @@ def test_states_without_names_are_numbered_as_the_optimizer_has_them(write, outp
     dcp.load(asked, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     for name, want in moments.items():
         compare_tensors(name, asked["optimizer"]["state"][name], want)
+
+
+class Inner(Pair):
+    """With ``model.b``, of which ``b`` has the name in one form of a folder."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.model = Pair(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.model(x)
+
+
+class Numbered(nn.Module):
+    """With parameters called as groups are numbered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "012":
+            self.register_parameter(name, nn.Parameter(torch.ones(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for parameter in self.parameters():
+            x = x * parameter
+        return x.square().mean()
+
+
+def a_group_each(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p], "lr": 0.1 / (n + 1)} for n, p in enumerate(reversed([*model.parameters()]))
+    ]
+    return torch.optim.AdamW(groups)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [(Inner, "model.a.weight, model.b.weight"), (Numbered, "optimizer.param_groups.2.lr")],
+)
+def test_names_of_one_form_do_not_replace_those_of_another(build, said, tmp_path, heard):
+    model, x = seeded(build), torch.linspace(-1, 1, 12).view(3, 4)
+    optimizer = a_group_each(model)
+    model(x).backward()
+    optimizer.step()
+
+    def run(rank: int, given: nn.Module) -> None:
+        engine = start(given, a_group_each(given), config_of(1))
+        engine.backward(engine(x))
+        engine.step()
+        engine.save_checkpoint(tmp_path, tag="own")
+
+    run_ranks(1, run, seeded(build))
+    hf_zero.convert_checkpoint(tmp_path / "own", tmp_path / "dcp", to="dcp")
+    assert said in heard[-1]
+    want = get_state_dict(model, optimizer)
+    other = seeded(build)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    groups = [{"params": [p], "lr": 9.0} for p in reversed([*other.parameters()])]
+    resumed = torch.optim.AdamW(groups)
+    asked = dict(zip(("model", "optimizer"), get_state_dict(other, resumed)))
+    dcp.load(asked, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    given = {"model_state_dict": asked["model"], "optim_state_dict": asked["optimizer"]}
+    set_state_dict(other, resumed, **given)
+    weights, states = get_state_dict(other, resumed)
+    compare_tensors("weights", weights, want[0])
+    assert states["param_groups"] == want[1]["param_groups"]
+    with open_checkpoint(tmp_path / "dcp") as opened:
+        assert opened.manifest.parameters.keys() == want[0].keys()
+        rates = [group.hyperparameters["lr"] for group in opened.manifest.optimizer.groups]
+    assert rates == [group["lr"] for group in optimizer.param_groups]
 
 
 # ---- torch's functions ----

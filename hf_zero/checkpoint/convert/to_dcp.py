@@ -5,7 +5,7 @@ A folder answers to each of the forms in which they ask. Weights are ``model.<pa
 same bytes, ``<parameter>``; optimizer state is ``optimizer.state.<parameter>.<state>``. Settings of
 groups are ``optimizer.param_groups.<n>.<setting>`` and, the same bytes again,
 ``optimizer.param_groups.<parameter>.<setting>``, for ``flatten_optimizer_state_dict``. The engine's
-counters are beside them.
+counters are beside them. A form whose names other tensors have is left out whole, with a warning.
 
 torch writes the files; a planner fills one tensor at a time from the chunks of the checkpoint.
 """
@@ -31,9 +31,14 @@ from hf_zero.checkpoint.foreign.dcp import COUNTERS
 from hf_zero.checkpoint.manifest import GroupEntry, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.errors import CheckpointError
+from hf_zero.logging import listed, logger
 
 STEP = "step"
 METADATA = ".metadata"
+# forms of further names, as a warning describes them
+TIED, BARE = "the further names of tied weights", "the weights as <parameter>"
+SETTINGS = "settings of groups as optimizer.param_groups.<parameter>.<setting>"
+FORMS = (TIED, BARE, SETTINGS)
 
 Fill = Callable[[torch.Tensor], None]  # copies a whole tensor into one, contiguous
 
@@ -59,14 +64,15 @@ class _State:
     def __init__(self, checkpoint: Checkpoint, tensors: list[OutputTensor]):
         self._checkpoint = checkpoint
         self.fills: dict[str, Fill] = {}
-        # the path of each further name in the dict that a program asks with, and the name it equals
-        self.further: dict[tuple[str, ...], str] = {}
+        # by form, the path of each further name in the dict that a program asks with, and the name
+        # it equals
+        self.further: dict[str, dict[tuple[str, ...], str]] = {form: {} for form in FORMS}
         self.tree: dict[str, Any] = {"model": {t.name: self._weights(t) for t in tensors}}
         names = {tensor.name for tensor in tensors}
         for tied, of in tied_names(checkpoint.manifest).items():
             if of in names:
-                self.further[("model", tied)] = f"model.{of}"
-                self.further[(tied,)] = f"model.{of}"
+                self.further[TIED][("model", tied)] = f"model.{of}"
+                self.further[BARE][(tied,)] = f"model.{of}"
         manifest = checkpoint.manifest
         if manifest.optimizer is not None:
             self.tree["optimizer"] = {"state": {}, "param_groups": []}
@@ -80,7 +86,7 @@ class _State:
         self.tree[COUNTERS] = dict(manifest.counters)
 
     def _weights(self, output: OutputTensor) -> torch.Tensor:
-        self.further[(output.name,)] = f"model.{output.name}"
+        self.further[BARE][(output.name,)] = f"model.{output.name}"
         self.fills[f"model.{output.name}"] = partial(output.fill, self._checkpoint)
         return torch.empty(output.shape, dtype=output.dtype, device="meta")
 
@@ -99,7 +105,7 @@ class _State:
         for name in {*names, *others}:
             # torch flattens a setting that is a dict, into other names
             for key in (key for key, value in settings.items() if not isinstance(value, dict)):
-                self.further[("optimizer", f"param_groups.{name}.{key}")] = (
+                self.further[SETTINGS][("optimizer", f"param_groups.{name}.{key}")] = (
                     f"optimizer.param_groups.{number}.{key}"
                 )
 
@@ -173,18 +179,31 @@ def write_dcp(
     return tensors
 
 
-def _name_again(path: Path, further: dict[tuple[str, ...], str]) -> None:
-    """Add the names ``further`` to a folder's metadata, each for the bytes of an existing name."""
+def _name_again(path: Path, further: dict[str, dict[tuple[str, ...], str]]) -> None:
+    """Add the names ``further``, by form, to a folder's metadata, each for the bytes of an existing
+    name. A form with a name that is taken is left out whole, with a warning: a program that asks
+    with it gets an error, not other values.
+    """
     metadata = dcp.FileSystemReader(path.parent).read_metadata()
     places: dict[str, list[tuple[MetadataIndex, object]]] = {}
     for index, info in metadata.storage_data.items():
         places.setdefault(index.fqn, []).append((index, info))
-    for keys, name in further.items():
-        fqn = ".".join(keys)
-        metadata.state_dict_metadata[fqn] = metadata.state_dict_metadata[name]
-        metadata.planner_data[fqn] = keys
-        for index, info in places[name]:
-            metadata.storage_data[MetadataIndex(fqn, index.offset, index.index)] = info
+    for form, names in further.items():
+        entries = {".".join(keys): (keys, name) for keys, name in names.items()}
+        entries = {fqn: entry for fqn, entry in entries.items() if fqn != entry[1]}
+        if taken := [fqn for fqn in entries if fqn in metadata.state_dict_metadata]:
+            logger.warning(
+                "the converted folder is without %s: other values have the names %s; load it as "
+                "torch's get_state_dict has it",
+                form,
+                listed(taken, 3),
+            )
+            continue
+        for fqn, (keys, name) in entries.items():
+            metadata.state_dict_metadata[fqn] = metadata.state_dict_metadata[name]
+            metadata.planner_data[fqn] = keys
+            for index, info in places[name]:
+                metadata.storage_data[MetadataIndex(fqn, index.offset, index.index)] = info
     new = path.with_name(f"{path.name}-new")
     new.write_bytes(pickle.dumps(metadata))
     os.replace(new, path)
