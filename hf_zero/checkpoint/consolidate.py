@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from hf_zero.checkpoint import find, save_plan, storage
 from hf_zero.checkpoint.convert.export import convert_checkpoint
@@ -117,15 +118,25 @@ def load_state_dict_from_zero_checkpoint(
     """Copy a checkpoint into ``model``, a plain module on any device, tensor by tensor, and return
     ``model``. ``verify`` as in :func:`iterate_state_dict`.
 
-    Raises CheckpointError, before anything is copied, for names that only one side has and for
-    shapes that differ.
+    Extra state of modules (``get_extra_state``) keeps its values: no checkpoint has it. Raises
+    CheckpointError, before anything is copied, for names that only one side has, for shapes that
+    differ, and for a model on the meta device.
     """
     with open_checkpoint(find_checkpoint(checkpoint_dir, tag), hashes=verify) as checkpoint:
         manifest = checkpoint.manifest
         saved = {output.name: output for output in outputs(manifest)}
         tied = tied_names(manifest)
         saved |= {name: saved[other] for name, other in tied.items() if other in saved}
-        values = model.state_dict()
+        values = {
+            name: value
+            for name, value in model.state_dict().items()
+            if name.rpartition(".")[2] != EXTRA_STATE
+        }
+        if empty := [name for name, value in values.items() if value.is_meta]:
+            raise CheckpointError(
+                f"the model has no memory for {listed(empty)}, on the meta device; call "
+                'model.to_empty(device="cpu") before the load'
+            )
         pairs = pair_names(values, saved)
         excluded = {strip_wrappers(name) for name in manifest.excluded}
         excluded |= {name for name, other in tied.items() if other in excluded}
@@ -150,15 +161,14 @@ def load_state_dict_from_zero_checkpoint(
         with torch.no_grad():
             for name, key in pairs.items():
                 output = saved[key]
-                # A non-contiguous tensor is filled through a contiguous copy. It is not written
-                # where the values are equal: an expanded constant cannot be.
-                contiguous = values[name].is_contiguous()
-                tensor = (
-                    values[name] if contiguous else torch.empty(output.shape, dtype=output.dtype)
-                )
+                # A tensor whose memory is not its values in order is filled through a copy. It is
+                # not written where the values are equal: an expanded constant cannot be.
+                value = values[name]
+                direct = value.is_contiguous() and not (value.is_conj() or value.is_neg())
+                tensor = value if direct else torch.empty(output.shape, dtype=output.dtype)
                 output.fill(checkpoint, tensor)
-                if not contiguous and not torch.equal(values[name].cpu(), tensor):
-                    values[name].copy_(tensor)
+                if not direct and not torch.equal(value.cpu(), tensor):
+                    value.copy_(tensor)
     return model
 
 

@@ -342,6 +342,34 @@ def test_into_a_model(of_small):
         assert not model.first.weight.any()
 
 
+class Extra(torch.nn.Linear):
+    """With a buffer that is a view of conjugates, and state that is no tensor."""
+
+    def __init__(self, seen: int, phase: complex) -> None:
+        super().__init__(2, 2)
+        self.seen = seen
+        self.register_buffer("phase", torch.tensor([phase, 1j]).conj())
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_into_a_model_with_views_of_conjugates_and_extra_state(tmp_path):
+    run(Job(1, 1), lambda: Extra(3, 2 + 1j), lambda engine: checkpoint.save(engine, tmp_path))
+    model = checkpoint.load_state_dict_from_zero_checkpoint(Extra(7, 0j), tmp_path)
+    assert model.seen == 7 and model.phase.tolist() == [2 - 1j, -1j]
+
+
+def test_into_a_model_without_memory(of_small):
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"weight, bias.*to_empty"):
+        checkpoint.load_state_dict_from_zero_checkpoint(model, of_small[0])
+
+
 # ---- the whole model of an engine ----
 
 
