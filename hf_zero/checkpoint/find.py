@@ -17,6 +17,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger, parse_json
 
 LATEST = "latest"
+SCRIPT = "zero_to_fp32.py"
 MODEL = "huggingface"  # name of the reader for folders with weights and no training state
 OBJECTS_NAME = "objects.pt"
 RANK_PATTERN = "rank-*-of-*.safetensors"
@@ -37,13 +38,13 @@ def check_tag(tag: object) -> str:
     if (
         not name
         or name.startswith(".")
-        or name == LATEST
+        or name in (LATEST, SCRIPT)
         or Path(name).name != name
         or "\0" in name
     ):
         raise CheckpointError(
             f"{name!r} cannot be a tag; pass one path component that does not start with a dot "
-            f"and is not {LATEST!r}"
+            f"and is neither {LATEST!r} nor {SCRIPT!r}"
         )
     if name != name.strip():
         raise CheckpointError(

@@ -56,8 +56,6 @@ from hf_zero.zero.layout.sharding import WholeNames
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
-SCRIPT = "zero_to_fp32.py"
-
 
 class _Exchanged(Enum):
     """The progress of a background save on all ranks: after PLANS another rank may have started its
@@ -312,7 +310,7 @@ def shared_files(
     if objects is not None:
         manifest = replace(manifest, objects=objects[0])
         files[objects[0].name] = objects[1]
-    above = {SCRIPT: Path(__file__).with_name(SCRIPT).read_bytes()}
+    above = {find.SCRIPT: Path(__file__).with_name(find.SCRIPT).read_bytes()}
     if save_latest:
         above[find.LATEST] = target.tag.encode()
     return SharedFiles(manifest, files, above)

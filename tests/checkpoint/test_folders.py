@@ -56,7 +56,18 @@ def made(path: Path, content: str = "{}") -> Path:
 
 # ---- names ----
 
-NO_TAGS = ["", ".", "..", "a/b", "/a", ".hidden", "latest", "a\0b", ".hf-zero-saving-x"]
+NO_TAGS = [
+    "",
+    ".",
+    "..",
+    "a/b",
+    "/a",
+    ".hidden",
+    "latest",
+    "zero_to_fp32.py",
+    "a\0b",
+    ".hf-zero-saving-x",
+]
 NO_TAGS += [" a", "a\n", "x" * 231, "é" * 116, "a\udc80"]
 ODD_TAGS = ["ünï 漢字", "a  b", "x" * 230, "é" * 115, "100%", "-rf", "a\\b", "'\"", "best model"]
 
