@@ -97,11 +97,11 @@ def match(
     warns: bool = False,
 ) -> LoadMatch:
     """Match ``checkpoint`` with ``target``, with the state of its ``optimizer`` and ``schedule``;
-    ``strict`` as for :func:`match_names`; ``warns``: of a schedule that only one of both has.
+    ``strict`` as for :func:`match_names`; ``warns``: of names and a schedule that only one has.
     Raises CheckpointError for what does not fit.
     """
     manifest, where = checkpoint.manifest, str(checkpoint.folder)
-    names = match_names(target, manifest, where, strict)
+    names = match_names(target, manifest, where, strict, warns)
     groups: Sequence[int] = ()
     if optimizer and target.optimizer is not None:
         groups = check_optimizer(
@@ -115,8 +115,11 @@ def match(
     return replace(names, groups=groups, schedule=reorder_schedule(state, groups))
 
 
-def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) -> LoadMatch:
-    """Pair the names of the model with the checkpoint's.
+def match_names(
+    live: LoadTarget, manifest: Manifest, where: str, strict: bool, warns: bool = False
+) -> LoadMatch:
+    """Pair the names of the model with the checkpoint's. ``warns``: of names that only one side
+    has, unless ``strict``.
 
     Raises CheckpointError for shapes that differ, for weights quantized in another way and, if
     ``strict``, for names that only one side has. Frozen parameters that the checkpoint left out on
@@ -155,16 +158,15 @@ def match_names(live: LoadTarget, manifest: Manifest, where: str, strict: bool) 
     missing += [
         name for name in buffers if name not in kept and not belongs(strip_wrappers(name), excluded)
     ]
-    if strict:
+    if strict or warns:
         tied = {
             there[tied]
             for tied, first in live.aliases.items()
             if first in saved_names and tied in there
         }
         elsewhere = {*live.elsewhere, *others, *other_buffers}
-        _refuse_one_sided(
-            manifest, where, missing, {*saved_names.values(), *tied, *kept.values(), *elsewhere}
-        )
+        used = {*saved_names.values(), *tied, *kept.values(), *elsewhere}
+        _report_one_sided(manifest, where, missing, used, strict)
     return LoadMatch(saved_names, kept)
 
 
@@ -241,21 +243,24 @@ def _refuse_other_values(
         )
 
 
-def _refuse_one_sided(
-    manifest: Manifest, where: str, missing: Sequence[str], used: Collection[str]
+def _report_one_sided(
+    manifest: Manifest, where: str, missing: Sequence[str], used: Collection[str], strict: bool
 ) -> None:
     """Raise CheckpointError for names that are ``missing`` in the checkpoint, and for those of the
-    checkpoint that are not ``used``.
+    checkpoint that are not ``used``; log a warning of them unless ``strict``.
     """
     unexpected = [name for name in (*manifest.parameters, *manifest.buffers) if name not in used]
-    if missing or unexpected:
-        said = [f"it lacks {listed(missing)}"] if missing else []
-        said += [f"the model lacks {listed(unexpected)}"] if unexpected else []
+    if not missing and not unexpected:
+        return
+    said = [f"it lacks {listed(missing)}"] if missing else []
+    said += [f"the model lacks {listed(unexpected)}"] if unexpected else []
+    text = f"{where} is of another model ({manifest.export.model_class}): {'; '.join(said)}; "
+    if strict:
         raise CheckpointError(
-            f"{where} is of another model ({manifest.export.model_class}): {'; '.join(said)}; "
-            "build the model it was saved from, "
+            f"{text}build the model it was saved from, "
             "or pass load_module_strict=False to load what both have"
         )
+    log_rank0(f"{text}what both have is loaded", logging.WARNING)
 
 
 def check_optimizer(

@@ -25,6 +25,7 @@ from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError, RankMismatchError
 from hf_zero.zero.layout.sharding import Sharding, set_sharding
 from tests.checkpoint.jobs import (
+    ONE,
     RANK1,
     TWO,
     Engine,
@@ -265,7 +266,7 @@ def refused(folder: Path, parts: list[str], job: Job = TWO, make: Any = other, *
     fails([*parts, "Nothing was loaded"], run, job, make, action)
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_what_does_not_fit_is_refused(tmp_path, heard):
     expected = state_of(saved(tmp_path))
     for job, make, options, said in OTHERS.values():
         refused(tmp_path, said, job, make, **options)
@@ -275,7 +276,10 @@ def test_what_does_not_fit_is_refused(tmp_path):
     run(Job(2, 3, optimizer=None), small, lambda engine: checkpoint.save(engine, tmp_path / "no"))
     refused(tmp_path / "no", ["was saved without an optimizer"])
     load(tmp_path, SGD, load_optimizer_states=False)
-    loaded = state_of(load(tmp_path, make=renamed, **LOOSE))
+    heard.clear()
+    loaded = state_of(load(tmp_path, ONE, renamed, **LOOSE))
+    (warning,) = [text for text in heard if "another model" in text]
+    assert "third.weight, third.bias" in warning and "second.weight, second.bias" in warning
     for kind in ("weights", "exp_avg"):
         assert torch.equal(loaded["first.weight"][kind], expected["first.weight"][kind])
     assert not loaded["third.weight"]["exp_avg"].any()
