@@ -31,7 +31,7 @@ from hf_zero.checkpoint.find import NEW
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.jobs import Engine, Job, other, run, same, small, state_of, train_some
 from tests.checkpoint.setups import Setup, train
-from tests.helpers.engines import full_weights
+from tests.helpers.engines import config_of, full_weights, start
 
 MODEL = "model.safetensors"
 
@@ -271,6 +271,15 @@ def test_what_another_format_has_no_place_for_is_named(tmp_path, heard):
             == [line for line in heard if f"{names} in " in line]
             != []
         )
+
+
+def test_a_universal_folder_of_float64_is_announced_as_rounded(tmp_path, heard):
+    model = torch.nn.Linear(3, 2).double()
+    engine = start(model, torch.optim.AdamW(model.parameters()), config_of(1))
+    engine.save_checkpoint(tmp_path, tag="run")
+    engine.destroy()
+    convert_checkpoint(tmp_path / "run", tmp_path / "out", to="universal")
+    assert any("fp32" in line and "weight, bias" in line for line in heard)
 
 
 # ---- the names that scripts for DeepSpeed call ----

@@ -35,6 +35,14 @@ def write_universal(checkpoint: Checkpoint, folder: Path) -> list[OutputTensor]:
     tensors (Adafactor's), and for numbers beside the step count (NAdam's, ASGD's).
     """
     _refuse_unwritten(checkpoint)
+    manifest = checkpoint.manifest
+    wide = [name for name, (flat, _) in manifest.slots.items() if flat.dtype == torch.float64]
+    if wide:
+        log_rank0(
+            f"a universal folder has fp32 alone: {listed(wide)}, which {checkpoint.folder} has in "
+            "fp64, and their optimizer state are rounded; load the checkpoint itself to keep them",
+            logging.WARNING,
+        )
     log_left_out(checkpoint, {"the loss scale": checkpoint.manifest.scaler})
     (folder / FOLDER).mkdir()
     _write_states(checkpoint, folder / FOLDER)
