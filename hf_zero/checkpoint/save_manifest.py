@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -50,6 +51,11 @@ class NonTensorState:
 
 def non_tensor_state(engine: TrainingEngine, client_state: Mapping[str, object]) -> NonTensorState:
     """Return the current state other than tensors. Raises CheckpointError if it cannot be saved."""
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(
+            f"client_state={client_state!r:.80} is of type {type(client_state).__name__}; pass a "
+            "dictionary"
+        )
     client, objects_of_client = split("client_state", client_state)
     scheduler: dict[str, object] | None = None
     objects_of_scheduler: dict[str, object] = {}
@@ -227,7 +233,15 @@ def split(what: str, state: Mapping[str, object]) -> tuple[dict[str, object], di
             raise CheckpointError(
                 f"{what} has the key {key!r} of type {type(key).__name__}; keys must be strings"
             )
-        if is_json(value):
+        try:
+            plain_value = is_json(value)
+            json.dumps(value if plain_value else None)
+        except (RecursionError, ValueError) as error:  # of cycles, depth, and digits of an integer
+            raise CheckpointError(
+                f"{what}[{key!r}] cannot be saved ({error}); store values that are not nested in "
+                "themselves or thousands deep, and long integers as strings"
+            ) from error
+        if plain_value:
             plain[key] = value
         else:
             _check_loadable(f"{what}[{key!r}]", value)

@@ -171,6 +171,12 @@ def test_saves_that_are_refused_write_nothing(tmp_path):
     bad = {"model": object()}
     fails(["rank 0: client_state['model'] of type object"], saved, tmp_path, client_state=bad)
     fails(["client_state has the key 3 of type int"], saved, tmp_path, client_state={3: 1})
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    for value in (cyclic, 10**5000, [10**5000]):
+        fails(["client_state['x']"], saved, tmp_path, client_state={"x": value})
+    for state in ([1, 2], "abc"):
+        fails(["pass a dictionary"], saved, tmp_path, client_state=state)
     tags = each_saves(lambda engine: (tmp_path, f"t{engine.global_rank}"))
     fails(["different tags ['t0', 't1']"], tags)
     assert list(tmp_path.iterdir()) == []

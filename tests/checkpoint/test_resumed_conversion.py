@@ -183,6 +183,9 @@ def test_only_what_fits_a_pattern(tmp_path):
             convert_checkpoint(tmp_path / "run", tmp_path / "none", only=only)
         with pytest.raises(ConfigError, match=said):
             dict(iterate_state_dict(tmp_path / "run", only=only))
+    for options in ({"only": 5}, {"only": [5]}, {"workers": "2"}, {"workers": None}):
+        with pytest.raises(ConfigError, match=f"^{next(iter(options))}="):
+            convert_checkpoint(tmp_path / "run", tmp_path / "none", **options)
     assert not (tmp_path / "none").exists()
 
 

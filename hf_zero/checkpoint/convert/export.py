@@ -180,8 +180,8 @@ def convert_checkpoint(
             format does not take, or a pattern that matches no tensor.
     """
     dtype_chosen, target = dtype_option(dtype), local_path(dst, "a converted model")
-    if workers < 1:
-        raise ConfigError(f"workers={workers} convert nothing; pass 1 or more")
+    if type(workers) is not int or workers < 1:
+        raise ConfigError(f"workers={workers!r} convert nothing; pass 1 or more")
     options = {
         "dtype": dtype is not None,
         "only": only is not None,

@@ -148,7 +148,12 @@ def choose(
     """
     if only is None:
         return list(tensors)
-    patterns = [only] if isinstance(only, str) else list(only)
+    given: object = [only] if isinstance(only, str) else only
+    patterns = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(
+            f"only={only!r} is no pattern; pass strings such as '*.embed_tokens.*', or none at all"
+        )
     if not patterns:
         raise ConfigError(
             "only=[] chooses nothing; pass patterns over the names of tensors, or none at all"
