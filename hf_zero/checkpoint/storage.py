@@ -59,8 +59,8 @@ def as_path(where: object) -> AnyPath:
     """Return the path for a place that a user names: a path, a URL that fsspec knows
     (``s3://bucket/run``, ``file:///…``), or a ``UPath``.
 
-    Raises CheckpointError for a URL that no installed package opens, and for one that was turned
-    into a ``Path``.
+    Raises CheckpointError for a URL that no installed package opens, for one that was turned into
+    a ``Path``, and for a path that no file system can have.
     """
     if not isinstance(where, (str, os.PathLike)):
         if hasattr(where, "fs") and hasattr(where, "storage_options"):
@@ -73,6 +73,15 @@ def as_path(where: object) -> AnyPath:
     if isinstance(text, str) and _URL.match(text):
         return _of_url(text)
     path = Path(os.fsdecode(text))
+    try:
+        is_name = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be the name of a folder; pass one without NUL that can be "
+            "written as UTF-8"
+        )
     if _CUT_URL.match(str(path)) and not path.exists():
         raise CheckpointError(
             f"{path} looks like a URL that was made a path, which lost a slash; "

@@ -177,6 +177,8 @@ def test_saves_that_are_refused_write_nothing(tmp_path):
         fails(["client_state['x']"], saved, tmp_path, client_state={"x": value})
     for state in ([1, 2], "abc"):
         fails(["pass a dictionary"], saved, tmp_path, client_state=state)
+    for name in ("a\0b", "a\ud800"):
+        fails([repr(name)[1:-1], "cannot be the name"], saved, tmp_path / name)
     tags = each_saves(lambda engine: (tmp_path, f"t{engine.global_rank}"))
     fails(["different tags ['t0', 't1']"], tags)
     assert list(tmp_path.iterdir()) == []
