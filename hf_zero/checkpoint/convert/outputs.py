@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -148,7 +148,7 @@ def choose(
     """
     if only is None:
         return list(tensors)
-    given: object = [only] if isinstance(only, str) else only
+    given: Any = [only] if isinstance(only, str) else only
     patterns = list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise ConfigError(
