@@ -16,7 +16,13 @@ from typing import TypeVar
 import torch
 
 from hf_zero.checkpoint.storage import AnyPath, store_errors
-from hf_zero.checkpoint.tensorfile import DEFAULT_HASH, BlockHashes, algorithm_of, hash_of
+from hf_zero.checkpoint.tensorfile import (
+    DEFAULT_HASH,
+    METADATA_KEY,
+    BlockHashes,
+    algorithm_of,
+    hash_of,
+)
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject, parse_json
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
@@ -487,6 +493,11 @@ def is_plain(name: str) -> bool:
     return Path(name).name == name and name[:1] not in ("", ".") and name.isprintable()
 
 
+def is_tensor_name(name: str) -> bool:
+    """Return whether a parameter or buffer can be saved under ``name``."""
+    return name.isprintable() and name != METADATA_KEY
+
+
 def read_file_entry(
     data: dict[str, object], version: int = VERSION, rank: int | None = None
 ) -> FileEntry:
@@ -661,7 +672,7 @@ def _check_tensor_names(manifest: Manifest) -> None:
     """Raise ValueError for names that no tensor can have, or that two would have in an export."""
     names, renamed = list(manifest.parts), manifest.export.names
     for name in (*names, *manifest.buffers, *manifest.aliases, *renamed.values()):
-        if not name.isprintable() or name == "__metadata__":  # of safetensors' header
+        if not is_tensor_name(name):
             raise ValueError(f"{name!r} is not the name of a tensor")
     exported = [name for name in (*names, *manifest.buffers) if name not in manifest.export.skip]
     if len({renamed.get(name, name) for name in exported}) < len(exported):

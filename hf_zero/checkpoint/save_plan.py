@@ -29,6 +29,7 @@ from hf_zero.checkpoint.manifest import (
     FlatEntry,
     dtype_of,
     factor_key,
+    is_tensor_name,
     strip_wrappers,
 )
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
@@ -511,6 +512,12 @@ def plan_save(
         for parameter, of in factors.items()
         for name, each in of.items()
     }
+    for name in (*params_saved_here, *(buffers if rank == 0 else ())):
+        if not is_tensor_name(name):
+            raise CheckpointError(
+                f"{name!r} cannot be the name of a tensor in a checkpoint; rename the parameter or "
+                "buffer, without control characters"
+            )
     plan = plan_file(
         [(name, each.dtype, [each.numel()]) for name, each in tensors.items()],
         {"format": FORMAT, "save_id": save_id, "rank": str(rank)},

@@ -202,6 +202,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items() if code != "F8_E8M0"}
 UNREAD = ("F4", "F6_E2M3", "F6_E3M2")  # dtypes of safetensors with parts of bytes
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 MOST_ELEMENTS = 1 << 63  # of a tensor, also one that is empty along another dimension
+METADATA_KEY = "__metadata__"  # of safetensors' header, and no name of a tensor
 DATA_ALIGNMENT = 4096  # of the data in a rank file, for direct I/O
 
 
@@ -258,12 +259,18 @@ def plan_file(
     """Place ``tensors`` (name, dtype, shape) one after another, wide dtypes first so that each is
     aligned.
 
-    Raises CheckpointError for a dtype that safetensors does not have.
+    Raises CheckpointError for a dtype that safetensors does not have, and for the name of its
+    metadata.
     """
     entries: list[TensorEntry] = []
     at = 0
-    header: JsonObject = {"__metadata__": dict(metadata)}
+    header: JsonObject = {METADATA_KEY: dict(metadata)}
     for name, dtype, shape in sorted(tensors, key=lambda item: -item[1].itemsize):
+        if name == METADATA_KEY:
+            raise CheckpointError(
+                f"{name!r} cannot be the name of a tensor in a safetensors file; rename the "
+                "parameter or buffer"
+            )
         if dtype not in CODES:
             raise CheckpointError(
                 f"{name!r} is of {dtype}, which safetensors files cannot hold; keep it as another "
@@ -335,7 +342,7 @@ class TensorFile(ClosedAtExit):
         self._header = start + content
         try:
             header = parse_json(content)
-            metadata = header.pop("__metadata__", {})
+            metadata = header.pop(METADATA_KEY, {})
             if not isinstance(metadata, dict):
                 raise TypeError("__metadata__ is not an object")
             for name, spec in header.items():

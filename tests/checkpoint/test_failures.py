@@ -49,6 +49,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.split import Split, config_of_split, split
 from tests.helpers.training import adamw
 
+TWO_WHOLE = Job(2, 1)
+
 # ---- saving ----
 
 
@@ -184,6 +186,24 @@ def test_saves_that_are_refused_write_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
     folders = each_saves(lambda engine: (tmp_path / str(engine.global_rank),))
     fails(["rank 1: ", "storage that all ranks share"], folders)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "x\ny"])
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_names_that_no_file_can_hold_are_refused_before_the_write(tmp_path, name, is_buffer):
+    def make() -> torch.nn.Module:
+        module = torch.nn.Linear(2, 2)
+        if is_buffer:
+            module.register_buffer(name, torch.ones(2))
+        else:
+            module.register_parameter(name, torch.nn.Parameter(torch.ones(2)))
+        return module
+
+    for text in errors(run, TWO_WHOLE, make, lambda engine: checkpoint.save(engine, tmp_path)):
+        assert f"{name!r} cannot be the name" in text
+    assert list(tmp_path.iterdir()) == []
+    if name == "__metadata__":
+        fails([repr(name)], run, TWO_WHOLE, make, lambda e: e.save_16bit_model(tmp_path))
 
 
 def test_an_engine_that_was_destroyed(tmp_path):
