@@ -14,6 +14,7 @@ returns.
 from __future__ import annotations
 
 import heapq
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from hf_zero.device.spans import span
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import OffloadError
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.storage import Allocator
 from hf_zero.offload.sub_group_update import SubGroupUpdate
@@ -70,6 +72,7 @@ class Updater:
         self._pending: dict[Unit, tuple[Future[streams.Event | None], Gather | None]] = {}
         self._uses: list[Unit] = []  # units in the order of their first use since the last step
         self._queue = UpdateQueue(device)
+        self._process = os.getpid()
         # update begun in the backward under way, before its step, and the units it has updated
         self.backward_update: SubGroupUpdate | None = None
         self.units_updated_in_backward: list[Unit] = []
@@ -222,6 +225,11 @@ class Updater:
         for updated in [unit] if unit is not None else list(self._pending):
             if updated not in self._pending:
                 continue
+            if os.getpid() != self._process:  # a forked child has no such thread
+                raise OffloadError(
+                    f"{updated.label} is being updated in process {self._process}, whose forked "
+                    "child cannot wait for it; read weights in the process that trains"
+                )
             future, gather = self._pending[updated]
             # Only this wait is watched, not the waits of the threads: a rank waits for one thing.
             needs = self._gathers.other_ranks if self._gathers is not None else ()

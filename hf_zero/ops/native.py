@@ -46,7 +46,7 @@ def _loaded() -> tuple[ModuleType | None, str]:
     forced = os.environ.get(INSTRUCTION_SET)
     if forced:
         _force(core, forced)
-    if not hasattr(core, "round_stochastically"):
+    if not (hasattr(core, "round_stochastically") and hasattr(core, "quantize")):
         return None, "it was built from other sources: install hf-zero again"
     for signed in (False, True):
         tables = (dynamic_map.values(signed), *dynamic_map.regions(signed))

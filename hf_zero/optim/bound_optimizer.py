@@ -336,6 +336,7 @@ class BoundOptimizer:
         for segment in self._table.offloaded.segments(flat):
             if segment in left_out:
                 continue
+            self._table.offloaded.renew_removed(segment)
             count = self.optimizer.state[segment.tensor].get("step")
             if count is not None and rules[segment.group] is not None:
                 count += 1

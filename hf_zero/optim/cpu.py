@@ -180,7 +180,7 @@ class CPUAdagrad(CPUOptimizer):
         super().__init__(params, {**settings, "maximize": maximize})
 
     def leaves_zeros(self, group: ParamGroup) -> bool:
-        return not group["weight_decay"]
+        return not group["weight_decay"] and group["eps"] > 0
 
     def update(
         self,

@@ -117,6 +117,9 @@ class CPUOptimizer(torch.optim.Optimizer):
             group.update(settings)
             for param in group["params"]:
                 state = self.state.get(param, {})
+                for name, value in state.items():
+                    if isinstance(value, Tensor):  # kernels take the elements in their order
+                        state[name] = value.contiguous()
                 for name, signed in self.moment_names.items():
                     if isinstance(state.get(name), Tensor):
                         form = self.format_of(group, param)

@@ -265,6 +265,13 @@ class OffloadedState:
         for segment in self._all:
             self._renew(segment)
 
+    def renew_removed(self, segment: Segment) -> None:
+        """Reset ``segment`` if a script has removed its entry of ``optimizer.state``."""
+        if self._entries.optimizer.state.get(segment.tensor) or segment in self._unstepped:
+            return
+        if self.arrays(segment.parts[0].flat).dtypes.keys() - {MASTER}:
+            self._renew(segment)
+
     def _renew(self, segment: Segment) -> None:
         storage = segment.parts[0].flat.storage
         for name, value in self._initial_state(segment).items():
@@ -361,7 +368,9 @@ class OffloadedState:
                 if segment in self._unstepped or not entry:
                     continue
                 entries[index] = {
-                    name: arrays[name][segment.start : segment.stop] if name in arrays else value
+                    name: arrays[name][segment.start : segment.stop]
+                    if name in arrays
+                    else state.copied(value)
                     for name, value in entry.items()
                 }
         return {**packed, "state": entries}

@@ -188,6 +188,39 @@ def test_adagrad_takes_sparse_gradients():
         torch.testing.assert_close(ours, plain)
 
 
+def test_adagrad_without_eps_takes_no_sparse_gradients():
+    """The dense kernel would divide 0 by 0 in rows without a gradient."""
+    rows = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = CPUAdagrad(rows.parameters(), eps=0.0)
+    rows(torch.tensor([1, 3])).sum().backward()
+    with pytest.raises(UnsupportedOptimizerError, match="CPUAdagrad"):
+        optimizer.step()
+
+
+LOADED = [
+    (CPUAdam, torch.optim.AdamW, {"weight_decay": 0.1, "amsgrad": True}),
+    (CPUAdagrad, torch.optim.Adagrad, {}),
+    (CPUSGD, torch.optim.SGD, {"momentum": 0.9}),
+]
+
+
+@pytest.mark.parametrize("ours, theirs, settings", LOADED)
+def test_state_of_weights_in_channels_last_is_loaded(ours, theirs, settings):
+    models = [torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    images = torch.randn(2, 3, 8, 8)
+    plain = theirs(models[0].parameters(), lr=0.1, **settings)
+    models[0](images).square().mean().backward()
+    plain.step()
+    models[1].load_state_dict(models[0].state_dict())
+    optimizer = ours(models[1].parameters(), lr=0.1, **settings)
+    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    for model, each in zip(models, (plain, optimizer)):
+        each.zero_grad()
+        model(images).square().mean().backward()
+        each.step()
+    torch.testing.assert_close(models[1].weight, models[0].weight)
+
+
 def test_state_is_known_before_a_step():
     """One number per element under an engine; of capturable ones before there is a device."""
     for cls in (CPUAdam, CPULion, CPUAdagrad, CPUSGD):

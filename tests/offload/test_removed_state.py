@@ -1,0 +1,94 @@
+"""Offloaded state that a script removes from ``optimizer.state``, a state dict that it keeps, and
+reads of weights in another process than the one that updates them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.errors import OffloadError
+
+ROWS = torch.randn(6, 4, 16, generator=torch.Generator().manual_seed(1))
+
+
+def build() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def started(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tier: dict[str, Any]) -> Any:
+    zero = {"stage": 2, "offload_optimizer": tier}
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
+    return hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def tier_of(device: str, folder: Path) -> dict[str, Any]:
+    return {"device": device} | ({"nvme_path": str(folder)} if device == "nvme" else {})
+
+
+def assign(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def delete(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in list(optimizer.state):
+        del optimizer.state[parameter]
+
+
+MAKERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-6),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("remove", [assign, delete])
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_begins_anew(name: str, remove: Any, device: str, tmp_path: Path) -> None:
+    plain, model = build(), build()
+    torchs, given = MAKERS[name](plain.parameters()), MAKERS[name](model.parameters())
+    engine = started(model, given, tier_of(device, tmp_path))
+    for number, rows in enumerate(ROWS):
+        if number == 3:
+            remove(torchs)
+            remove(engine.optimizer)
+        plain(rows).square().mean().backward()
+        torchs.step()
+        torchs.zero_grad()
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    engine.destroy()
+
+
+def test_a_kept_state_dict_has_the_steps_of_its_moments() -> None:
+    model = build()
+    engine = started(model, MAKERS["AdamW"](model.parameters()), {"device": "cpu"})
+    for number, rows in enumerate(ROWS):
+        if number == 2:
+            kept = engine.optimizer.state_dict()
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+    assert {int(state["step"]) for state in kept["state"].values()} == {2}
+    engine.destroy()
+
+
+def test_a_forked_process_does_not_wait_for_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    engine = started(model, MAKERS["AdamW"](model.parameters()), {"device": "cpu"})
+    engine.backward(engine(ROWS[0]).square().mean())
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.updater, "_process", -1)
+        with pytest.raises(OffloadError, match="forked child"):
+            model[0].weight.sum()
+    assert model[0].weight.sum().isfinite()
+    engine.destroy()
