@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hf_zero.config.reading import AUTO
-from hf_zero.config.resolving import MICRO, TOTAL
+from hf_zero.config.resolving import ACCUMULATION, BATCH, MICRO, TOTAL
 from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 CLIPPING = "gradient_clipping"
 FILLED_LIMIT = "_hf_zero_filled_limit"  # attribute of a plugin
+FILLED_SIZES = "_hf_zero_filled_sizes"  # also
 
 
 def keep_the_optimizer(original: Original, optimizer: object) -> object:
@@ -62,6 +63,7 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
     config = self.deepspeed_plugin.deepspeed_config
     with (
         _limit_left_open(self.deepspeed_plugin) as limit_left_open,
+        _sizes_left_open(self.deepspeed_plugin, args),
         _batch_size_left_open(config, args),
         _counting_data_parallel_ranks(self, args),
     ):
@@ -97,6 +99,27 @@ def _limit_left_open(plugin: DeepSpeedPlugin) -> Iterator[bool]:
     finally:
         if left_open:
             setattr(plugin, FILLED_LIMIT, plugin.deepspeed_config.get(CLIPPING, AUTO))
+
+
+@contextmanager
+def _sizes_left_open(plugin: DeepSpeedPlugin, args: tuple[object, ...]) -> Iterator[None]:
+    """Write "auto" again for batch sizes of the configuration that have the value that an earlier
+    ``prepare`` filled in: a later engine has those of its loader and of the accelerator then.
+    """
+    config, filled = plugin.deepspeed_config, vars(plugin).setdefault(FILLED_SIZES, {})
+    refilled = {ACCUMULATION}
+    if any(isinstance(value, nn.Module) for value in args):
+        refilled.add(TOTAL)
+        if any(isinstance(value, DataLoader) for value in args):
+            refilled.add(MICRO)
+    for key in refilled & filled.keys():
+        if filled.pop(key) == config.get(key):
+            config[key] = AUTO
+    left_open = [key for key in BATCH if config.get(key) == AUTO]
+    try:
+        yield
+    finally:
+        filled.update({key: config[key] for key in left_open if config.get(key, AUTO) != AUTO})
 
 
 def _split_layers_first(size: int, args: Sequence[object]) -> None:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_zero.config.resolving import ACCUMULATION
 from hf_zero.engine import Engine
-from hf_zero.errors import PartitionError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
 from hf_zero.logging import log_rank0
@@ -33,6 +34,7 @@ from hf_zero.zero.layout.parameter import owner_of
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import GradientState
     from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
     from torch import nn
 
@@ -43,13 +45,43 @@ _limited_by_script: weakref.WeakSet[Engine] = weakref.WeakSet()
 SMALLEST_LIMIT = 1e-30  # max_norm = 0 means no clipping to an engine
 
 
+class AccumulationOfScript:
+    """The ``gradient_accumulation_steps`` of an Accelerator, which a script may set after
+    ``prepare``.
+    """
+
+    def __init__(self, state: GradientState):
+        self._state, self._last = state, state.num_steps
+
+    def pass_on(self, engines: Iterable[Engine]) -> None:
+        """Set the number of micro-batches per step of ``engines`` if the script has changed its
+        own. Raises ConfigError inside a window, whose earlier micro-batches have another weight.
+        """
+        steps = self._state.num_steps
+        if steps == self._last:
+            return
+        for engine in engines:
+            before = engine.gradient_accumulation_steps()
+            if steps == before:
+                continue
+            if engine.window_is_open:
+                raise ConfigError(
+                    f"accelerator.{ACCUMULATION} = {steps} is set inside an accumulation window of "
+                    f"{before} micro-batches; set it after the optimizer.step() that ends the "
+                    "window"
+                )
+            engine.set_batches(engine.train_micro_batch_size_per_gpu(), steps)
+        self._last = steps
+
+
 class MultipleEngines:
     """Replacement of the single engine that ``accelerator.backward`` uses: all trained engines of
     this Accelerator.
     """
 
-    def __init__(self, engines: list[Engine]):
+    def __init__(self, engines: list[Engine], accumulation: AccumulationOfScript):
         self.engines = engines
+        self._accumulation = accumulation
 
     @property
     def engine(self) -> MultipleEngines:
@@ -60,6 +92,7 @@ class MultipleEngines:
         """Accumulate the gradients of ``loss`` in the engines it passes through; no engine
         steps.
         """
+        self._accumulation.pass_on(self.engines)
         for engine in self.engines:
             engine.set_gradient_accumulation_boundary(sync_gradients)
         self.engines[0].backward(loss, **kwargs)
@@ -80,6 +113,7 @@ def register_engines(accelerator: Accelerator, limited_by_script: Iterable[Engin
     from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
     engines = [m for m in accelerator._models if isinstance(m, Engine) and m.bound is not None]
+    accumulation = AccumulationOfScript(accelerator.gradient_state)
     if len(engines) == 1:  # an engine prepared before it, such as a teacher's, cannot step
         if (
             engines[0] in _training
@@ -87,9 +121,9 @@ def register_engines(accelerator: Accelerator, limited_by_script: Iterable[Engin
         ):
             return  # a later prepare of a data loader or scheduler
         accelerator.deepspeed_engine_wrapped = wrapped = DeepSpeedEngineWrapper(engines[0])
-        _take_steps(wrapped, accelerator)
+        _take_steps(wrapped, accelerator, accumulation)
     elif engines:
-        accelerator.deepspeed_engine_wrapped = MultipleEngines(engines)
+        accelerator.deepspeed_engine_wrapped = MultipleEngines(engines, accumulation)
     _training.update(engines)
     _optimizers.update(accelerator._optimizers)
     if sum(engine.bound is not None for engine in _training) > 1:
@@ -109,8 +143,9 @@ class SingleEngine:
     it is made before the next forward, or before ``save_state``, and from then on in the backward.
     """
 
-    def __init__(self, wrapped: DeepSpeedEngineWrapper):
+    def __init__(self, wrapped: DeepSpeedEngineWrapper, accumulation: AccumulationOfScript):
         self.engine: Engine = wrapped.engine
+        self._accumulation = accumulation
         self._backward = wrapped.backward
         self._waits = self.engine in _limited_by_script
         self.due = False  # whether a step is deferred
@@ -126,6 +161,7 @@ class SingleEngine:
         accumulates.
         """
         self._make_overdue_step()
+        self._accumulation.pass_on([self.engine])
         self._backwards += 1
         ends = bool(sync_gradients) and not self.engine.in_no_sync
         if self._waits:
@@ -223,9 +259,11 @@ class SingleEngine:
         return step
 
 
-def _take_steps(wrapped: DeepSpeedEngineWrapper, accelerator: Accelerator) -> None:
+def _take_steps(
+    wrapped: DeepSpeedEngineWrapper, accelerator: Accelerator, accumulation: AccumulationOfScript
+) -> None:
     """Let a :class:`SingleEngine` make the steps of ``wrapped``."""
-    wrapped.single = single = SingleEngine(wrapped)
+    wrapped.single = single = SingleEngine(wrapped, accumulation)
     wrapped.backward = single.backward
     for optimizer in accelerator._optimizers:
         # bound, as in _at_window_end

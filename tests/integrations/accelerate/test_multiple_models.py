@@ -194,6 +194,55 @@ def plain_with_limits(limits: list[float]) -> tuple[nn.Module, list[Any]]:
     return plain, with_limits(plain, lambda loss: (loss / 2).backward(), clip, optimizer, limits)
 
 
+@in_turn(("stage", "numbers"), [(s, n) for s in (1, 3) for n in ([3] * 6, [2, 2, 3, 3, 3, 3])])
+def test_an_accumulation_that_the_script_sets(stage: int, numbers: list[int]) -> None:
+    """Before the ``prepare`` of a second engine, or after a step."""
+    forget()
+    accelerator = accelerator_with(0.0, stage)
+    prepared(accelerator)
+    accelerator.free_memory()
+    accelerator.gradient_accumulation_steps = numbers[0]
+    engine, optimizer = prepared(accelerator)
+    assert accelerator.gradient_accumulation_steps == numbers[0]
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    steps = 0
+    for micro_batch, number in enumerate(numbers):
+        accelerator.gradient_accumulation_steps = number
+        with accelerator.accumulate(engine):
+            accelerator.backward(squared(engine, micro_batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        (squared(plain, micro_batch) / number).backward()
+        if (micro_batch + 1) % number == 0:
+            theirs.step()
+            theirs.zero_grad()
+            steps += 1
+    assert engine.global_steps == steps
+    engine.destroy(gather=True)
+    assert_same_weights(engine.module, plain)
+
+
+def test_an_accumulation_that_the_script_sets_for_two_models() -> None:
+    forget()
+    accelerator = accelerator_with()
+    engines = [prepared(accelerator)[0] for _ in range(2)]
+    accelerator.gradient_accumulation_steps = 4
+    accelerator.backward(loss_of(*engines))
+    assert [engine.gradient_accumulation_steps() for engine in engines] == [4, 4]
+
+
+def test_an_accumulation_that_the_script_sets_inside_a_window_is_refused() -> None:
+    forget()
+    accelerator = accelerator_with()
+    engine, _ = prepared(accelerator)
+    with accelerator.accumulate(engine):
+        accelerator.backward(squared(engine))
+    accelerator.gradient_accumulation_steps = 4
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps = 4"):
+        accelerator.backward(squared(engine))
+
+
 @in_turn(
     ("stage", "written", "limits"),
     [(3, {"gradient_clipping": "auto"}, [0.05, 0.3, 0.1]), (0, {}, [float("inf")] * 3)],

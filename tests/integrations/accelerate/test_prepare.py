@@ -261,6 +261,21 @@ def test_a_model_that_is_prepared_again_has_one_engine(tmp_path: Path) -> None:
     assert engines_of(ours) == []
 
 
+def test_batch_sizes_of_auto_are_those_of_each_prepare() -> None:
+    ours, loaders = accelerator(), [DataLoader(ROWS, batch_size=size) for size in (4, 2)]  # type: ignore[arg-type]
+    prepared(ours, loaders[0])
+    ours.free_memory()
+    ours.gradient_accumulation_steps = 3
+    ours.prepare(loaders[0])
+    assert ours.gradient_accumulation_steps == 3
+    for written in (3, 5):
+        ours.deepspeed_plugin.deepspeed_config["gradient_accumulation_steps"] = written
+        engine, _ = prepared(ours, loaders[1])
+        assert engine.train_micro_batch_size_per_gpu() == 2
+        assert engine.train_batch_size() == 2 * written
+        assert ours.gradient_accumulation_steps == written
+
+
 def test_a_scheduler_without_its_model_is_told(heard: list[str]) -> None:
     ours, model = accelerator(), stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
