@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -140,7 +140,8 @@ class SingleEngine:
     A backward that ends a window is a step, as with DeepSpeed, even in a script that never calls
     ``optimizer.step()``. If the script sets the clipping norm (:data:`_limited_by_script`), the
     step is deferred to ``clip_grad_norm_`` or ``optimizer.step()``; in a script that calls neither,
-    it is made before the next forward, or before ``save_state``, and from then on in the backward.
+    it is made before the next forward with gradients, or before ``save_state``, and from then on in
+    the backward.
     """
 
     def __init__(self, wrapped: DeepSpeedEngineWrapper, accumulation: AccumulationOfScript):
@@ -153,6 +154,7 @@ class SingleEngine:
         self._applied = self._backwards = 0
         self._held = 0  # micro-batches at the last ``optimizer.step()``
         self._limit_given = self._claimed = False  # whether the script names a limit; calls step()
+        self._trained = False  # whether the model was in training mode at the last backward
         if self._waits:
             self.engine.register_forward_pre_hook(self._before_forward)
 
@@ -160,7 +162,12 @@ class SingleEngine:
         """Replaces ``DeepSpeedEngineWrapper.backward``. Inside ``accelerator.no_sync`` it only
         accumulates.
         """
+        if self.due and self._claimed:  # the forward had the weights before that step
+            self.make_step()
+            self._applied = self._backwards = 0
+            _refuse_backwards(2)
         self._make_overdue_step()
+        self._trained = self.engine.training
         self._accumulation.pass_on([self.engine])
         self._backwards += 1
         ends = bool(sync_gradients) and not self.engine.in_no_sync
@@ -174,7 +181,9 @@ class SingleEngine:
     def _before_forward(self, *_: object) -> None:
         # one for a metric may precede the script's clip_grad_norm_, unless a part of the model has
         # been updated
-        if torch.is_grad_enabled() or self.engine.sharded_model.updates_in_backward:
+        evaluates = self._trained and not self.engine.training
+        trains = torch.is_grad_enabled() and not (self._claimed or evaluates)
+        if trains or self.engine.sharded_model.updates_in_backward:
             self._make_overdue_step()
 
     def make_unclaimed_step(self) -> None:
@@ -246,17 +255,21 @@ class SingleEngine:
                     "accelerator.backward(loss) in place of loss.backward()"
                 )
             if steps > 1:
-                raise PartitionError(
-                    f"{steps} calls of accelerator.backward() came before this optimizer.step(): "
-                    "under ZeRO each of them has been a step of its "
-                    "own. For one step of several losses add them and call accelerator.backward() "
-                    "once; to accumulate micro-batches put each "
-                    "inside `with accelerator.accumulate(model):` (or all but the last inside "
-                    "`with accelerator.no_sync(model):`)"
-                )
+                _refuse_backwards(steps)
             return method(*args, **kwargs)
 
         return step
+
+
+def _refuse_backwards(number: int) -> NoReturn:
+    """Raise PartitionError for ``number`` backwards without an ``optimizer.step()`` between."""
+    raise PartitionError(
+        f"{number} calls of accelerator.backward() came before an optimizer.step(): under ZeRO "
+        "each of them is a step of its own, which zero_grad() does not discard. For one step of "
+        "several losses add them and call accelerator.backward() once; to accumulate micro-batches put "
+        "each inside `with accelerator.accumulate(model):` (or all but the last inside "
+        "`with accelerator.no_sync(model):`); to leave out a batch, decide before its backward"
+    )
 
 
 def _take_steps(

@@ -294,26 +294,50 @@ def test_a_limit_that_is_written_between_engines_is_that_of_the_later_ones(
     assert any("write gradient_clipping: 0.3" in message for message in heard)
 
 
-@in_turn("gradients", [False, True])
-def test_a_forward_between_a_backward_and_its_limit(gradients: bool) -> None:
-    """Without gradients it changes nothing; otherwise the step is made before it, and the limit
-    is that of the next ones.
+@in_turn(
+    ("stage", "gradients", "mode"),
+    [(s, g, m) for s in (1, 3) for g, m in ((False, True), (True, False), (True, True))],
+)
+def test_a_forward_between_a_backward_and_its_limit(
+    stage: int, gradients: bool, mode: bool
+) -> None:
+    """It changes nothing, unless it has gradients, in training mode, before the script has first
+    called ``optimizer.step()``: that step is made before it, with Accelerate's limit.
     """
     forget()
-    accelerator = accelerator_with(None)
+    accelerator = accelerator_with(None, stage)
     engine, optimizer = prepared(accelerator)
 
     def backward(loss: torch.Tensor) -> None:
         accelerator.backward(loss)
+        engine.train(mode)
         with torch.set_grad_enabled(gradients):
             engine(features(0, 0, 0))
+        engine.train()
 
     limits = [0.05, 0.3, 0.1]
-    plain, want = plain_with_limits([1.0, *limits[:2]] if gradients else limits)
+    plain, want = plain_with_limits([1.0, *limits[1:]] if gradients and mode else limits)
     found = with_limits(engine, backward, accelerator.clip_grad_norm_, optimizer, limits)
     assert found == pytest.approx(want, rel=1e-5)
     assert engine.global_steps == 3
+    engine.destroy(gather=True)
     assert_same_weights(engine.module, plain)
+
+
+def test_a_backward_whose_step_the_script_leaves_out_is_refused() -> None:
+    """By the next backward, once the script has called ``optimizer.step()``."""
+    forget()
+    accelerator = accelerator_with(None)
+    engine, optimizer = prepared(accelerator)
+    accelerator.backward(squared(engine))
+    optimizer.step()
+    accelerator.backward(squared(engine))
+    loss = squared(engine)
+    with pytest.raises(PartitionError, match="2 calls"):
+        accelerator.backward(loss)
+    accelerator.backward(squared(engine))
+    optimizer.step()
+    assert engine.global_steps == 3
 
 
 def test_a_script_that_clips_only_sometimes_loses_no_last_step() -> None:
@@ -366,10 +390,10 @@ def test_limits_act_on_their_steps_again_after_one_forward_too_many() -> None:
     for step, limit in enumerate(limits):
         accelerator.backward(squared(engine, step))
         if step == 1:
-            squared(engine, step)  # with a graph: the step is made before it, with the former limit
+            squared(engine, step)  # with a graph
         accelerator.clip_grad_norm_(engine.parameters(), limit)
         optimizer.step()
-    assert used == [0.5, 0.5, 0.3, 0.2, 0.1]
+    assert used == limits
 
 
 def test_a_metric_after_a_backward_that_updates() -> None:
