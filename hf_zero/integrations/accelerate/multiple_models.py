@@ -266,8 +266,8 @@ def _refuse_backwards(number: int) -> NoReturn:
     raise PartitionError(
         f"{number} calls of accelerator.backward() came before an optimizer.step(): under ZeRO "
         "each of them is a step of its own, which zero_grad() does not discard. For one step of "
-        "several losses add them and call accelerator.backward() once; to accumulate micro-batches put "
-        "each inside `with accelerator.accumulate(model):` (or all but the last inside "
+        "several losses add them and call accelerator.backward() once; to accumulate micro-batches "
+        "put each inside `with accelerator.accumulate(model):` (or all but the last inside "
         "`with accelerator.no_sync(model):`); to leave out a batch, decide before its backward"
     )
 
