@@ -350,14 +350,15 @@ def _refuse_switched_weights(optimizer: torch.optim.Optimizer, flats: Sequence[F
     """
     for flat in flats:
         spec = flat.spec
-        copied = spec.needs_master and not flat.casts_master
+        copied = (spec.needs_master or flat.shard_tier != "device") and not flat.casts_master
         gathered = spec.owned_numel < spec.layout.padded and not spec.sharded
         if copied or gathered or flat.sub_groups is not None:
             raise UnsupportedOptimizerError(
-                f"optimizer {type(optimizer).__name__} writes the weights in its own train() and "
-                "eval() as well, which other ranks and copies of the weights in 16 bits would "
-                "miss; train it in fp32 at stage 0, or at stage 3 with "
-                "stage3_param_persistence_threshold 0, without offload"
+                f"optimizer {type(optimizer).__name__} has its own train() and eval(), with which "
+                "schedule-free optimizers write the weights; other ranks, and copies of the "
+                "weights, would miss that. Train it in fp32 at stage 0, or at stage 3 with "
+                "stage3_param_persistence_threshold 0, without offload; without such methods it "
+                "trains at every stage"
             )
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -275,6 +276,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "length of '8' is not a number of tokens": {"sequence_length": "8"},
     "Linear cannot be trained without memory": {"model": torch.nn.Linear(4, 4), "params": None},
 }
+
+
+def test_a_number_of_numpy_is_a_rank() -> None:
+    assert hf_zero.simulate(params=2e6, ranks=4, rank=np.int64(1)).rank == 1  # type: ignore[arg-type]
 
 
 @in_one_item(REFUSED)

@@ -36,13 +36,18 @@ class Injected(Exception):
     """The exception of the test."""
 
 
-def leaves_a_with(frame: FrameType) -> bool:
-    """Return whether ``frame`` is about to call ``__exit__(None, None, None)``: a signal raises
-    after a call, where the ``with`` still catches it; here the lock of one would stay locked.
+def unlike_a_signal(frame: FrameType) -> bool:
+    """Return whether no signal raises at the instruction that ``frame`` is about to run, as signals
+    raise after calls: the call of ``__exit__(None, None, None)``, below a value that is returned,
+    and the no-operation of a ``try``. No ``with`` covers these, and its lock would stay locked.
     """
     code, at, constants = frame.f_code.co_code, frame.f_lasti, frame.f_code.co_consts
+    if opcode.opname[code[at]] == "NOP":
+        return True
+    while opcode.opname[code[at]] in ("SWAP", "EXTENDED_ARG"):
+        at += 2
     operations = [
-        (opcode.opname[code[n]], code[n + 1]) for n in range(at, min(at + 6, len(code)), 2)
+        (opcode.opname[code[n]], code[n + 1]) for n in range(at, at + 6, 2) if n < len(code)
     ]
     passed = [constants[index] for name, index in operations if name == "LOAD_CONST"]
     return len(passed) == 3 and not any(each is not None for each in passed)
@@ -61,7 +66,7 @@ class Lines:
 
     def line(self, frame: FrameType, event: str, arg: Any) -> Any:
         line = (frame.f_code.co_filename, frame.f_lineno)
-        if event != "line" or (self._once and line in self._seen) or leaves_a_with(frame):
+        if event != "line" or (self._once and line in self._seen) or unlike_a_signal(frame):
             return self.line
         self._seen.add(line)
         self.count += 1

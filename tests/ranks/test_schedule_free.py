@@ -11,6 +11,7 @@ import torch
 
 import hf_zero
 from hf_zero.errors import UnsupportedOptimizerError
+from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks
 
 ROWS = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(1))
@@ -53,8 +54,9 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 def build() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    return seeded(
+        lambda: torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    )
 
 
 def evaluated(
@@ -115,7 +117,15 @@ def test_evaluations_are_those_of_plain_torch(stage: int) -> None:
 
 
 PERSISTENT = {"zero": {"stage3_param_persistence_threshold": 1000}}
-REFUSED = [(1, {}), (2, {}), (3, PERSISTENT), (0, {"bf16": {"enabled": True}})]
+HOST = {"device": "cpu"}
+REFUSED = [
+    (1, {}),
+    (2, {}),
+    (3, PERSISTENT),
+    (0, {"bf16": {"enabled": True}}),
+    (3, {"zero": {"offload_optimizer": HOST}}),
+    (3, {"zero": {"offload_param": HOST}}),
+]
 
 
 @pytest.mark.parametrize("stage, keys", REFUSED)

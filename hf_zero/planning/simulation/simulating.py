@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Unpack
 
 import torch
@@ -325,7 +326,7 @@ def plans_of_stages(
     if stage is not None:
         check_stage(stage)
     job_asked = asked_for(ranks, precision, optimizer, device, **job)
-    if not isinstance(rank, int) or not 0 <= rank < ranks:
+    if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < ranks:
         raise ConfigError(f"rank {rank!r} is none of {ranks} ranks; choose 0 to {ranks - 1}")
     if stage is None:
         default = 3 if job_asked.dims.pipeline == 1 else 1
