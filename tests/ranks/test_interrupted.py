@@ -5,6 +5,7 @@ all of them.
 
 from __future__ import annotations
 
+import gc
 import opcode
 import os
 import random
@@ -79,8 +80,11 @@ class Lines:
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """Trace this thread, and catch what the exception becomes."""
+        """Trace this thread, and catch what the exception becomes. Without garbage collections: in
+        the finalizer of an earlier engine the exception would reach nobody.
+        """
         before = sys.gettrace()
+        gc.disable()
         sys.settrace(self)
         try:
             yield
@@ -88,6 +92,7 @@ class Lines:
             assert isinstance(error, Injected) or "injected" in str(error), error
         finally:
             sys.settrace(before)
+            gc.enable()
 
 
 def batch(step: int) -> torch.Tensor:
