@@ -82,10 +82,10 @@ class LoadTarget:
         torch numbers states; [] without an optimizer.
         """
         groups = () if self.optimizer is None else self.optimizer.param_groups
-        return [
-            [name for name, group in self.group_of.items() if group == index]
-            for index in range(len(groups))
-        ]
+        names: list[list[str]] = [[] for _ in groups]
+        for name, index in self.group_of.items() if names else ():
+            names[index].append(name)
+        return names
 
 
 def match(
