@@ -350,7 +350,7 @@ def _refuse_switched_weights(optimizer: torch.optim.Optimizer, flats: Sequence[F
     """
     for flat in flats:
         spec = flat.spec
-        copied = (spec.needs_master or flat.shard_tier != "device") and not flat.casts_master
+        copied = flat.needs_master and not flat.casts_master
         gathered = spec.owned_numel < spec.layout.padded and not spec.sharded
         if copied or gathered or flat.sub_groups is not None:
             raise UnsupportedOptimizerError(

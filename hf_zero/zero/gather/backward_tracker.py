@@ -64,9 +64,8 @@ class BackwardTracker:
         # forwards since the last backward, by kind; None: those that may have run on one rank only
         self._forwards: Counter[Hashable] = Counter()
         self._first = False  # until the backward under way reaches its first call
-        self._with_graph: weakref.WeakSet[OutermostForward] = (
-            weakref.WeakSet()
-        )  # the newest included
+        # the newest included
+        self._with_graph: weakref.WeakSet[OutermostForward] = weakref.WeakSet()
         # forwards reached by the backward under way
         self._roots_reached: set[OutermostForward] = set()
         # The forward that the backward has reached last.

@@ -94,6 +94,13 @@ class FlatPlan:
     casts_master: bool
 
     @property
+    def needs_master(self) -> bool:
+        """Return whether an update on the device needs master weights besides the parameter shard:
+        this has another dtype, or is elsewhere.
+        """
+        return self.spec.needs_master or self.shard_tier != "device"
+
+    @property
     def device_gradient_numel(self) -> int:
         """Number of elements of the sum of its gradients on the device."""
         if self.sub_groups is not None and not self.sums_whole:
@@ -322,8 +329,7 @@ class EnginePlan:
             return Counter()
         if flat.sub_groups is None:
             numel = flat.spec.owned_numel
-            needs_master = flat.spec.needs_master or flat.shard_tier != "device"
-            master_size = flat.spec.wide.itemsize if needs_master else 0
+            master_size = flat.spec.wide.itemsize if flat.needs_master else 0
             return Counter({"device": numel * master_size + self._moment_bytes(flat)})
         in_files = self.settings.offload_optimizer.device == "nvme"
         return Counter({"disk" if in_files else "ram": sum(self.piece_bytes(flat))})
