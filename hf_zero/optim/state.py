@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -287,10 +287,42 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         if self.wait is not None:
             self.wait()
 
+    def __getitem__(self, key: object) -> dict[str, object]:
+        self._wait()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[object]:
+        self._wait()
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._wait()
+        return super().items()
+
+    def values(self) -> Any:
+        self._wait()
+        return super().values()
+
+    def keys(self) -> Any:
+        self._wait()
+        return super().keys()
+
+    def __len__(self) -> int:
+        self._wait()
+        return super().__len__()
+
+    def __contains__(self, key: object) -> bool:
+        self._wait()
+        return super().__contains__(key)
+
     def pop(self, key: object, *default: object) -> Any:
         self._refuse(key)
         self._wait()
         return super().pop(key, *default)
+
+    def popitem(self) -> tuple[object, dict[str, object]]:
+        self._wait()
+        return super().popitem()
 
     def clear(self) -> None:
         if self.restart is not None:
@@ -306,23 +338,6 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         self._refuse(key)
         self._wait()
         return super().get(key, default)
-
-
-def _waiting(name: str) -> Callable[..., Any]:
-    """Return the method ``name`` of a dictionary, which first waits for the update under way."""
-    method = getattr(defaultdict, name)
-
-    @wraps(method)
-    def waiting(states: SegmentStates, *args: object) -> Any:
-        states._wait()
-        return method(states, *args)
-
-    return waiting
-
-
-WAITS = ("__getitem__", "__iter__", "items", "values", "keys", "__len__", "__contains__", "popitem")
-for _name in WAITS:
-    setattr(SegmentStates, _name, _waiting(_name))
 
 
 class NarrowStates(Protocol):
