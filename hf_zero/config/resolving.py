@@ -18,6 +18,7 @@ from functools import partial
 from hf_zero.config.reading import ConfigReading
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.config.spelling import did_you_mean
+from hf_zero.config.variables import local_world_size
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.logging import JsonObject, log_rank0
 
@@ -242,7 +243,7 @@ def _check_storage(reading: ConfigReading, ranks: int) -> None:
         return
     # in a pipeline ``ranks`` are those of a stage
     world = max(ranks, int(os.environ.get("WORLD_SIZE", ranks)))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    local_ranks = local_world_size(world)
     if local_ranks < world:
         raise NotBuiltError(
             f"{NODE_LOCAL} ({reading.sources[NODE_LOCAL]}) over several machines, {local_ranks} of "

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from hf_zero.config.spelling import closest
+from hf_zero.errors import ConfigError
 from hf_zero.logging import LEVELS, STEPS, WARNED, listed, log_rank0
 
 PREFIXES = ("HF_ZERO_", "HFZERO_")  # the first, and a misspelling of it
@@ -45,6 +46,32 @@ SAID_BY_LOG = ("HF_ZERO_LOG_LEVEL",)  # hf_zero.logging warns about its value wh
 def is_off(name: str) -> bool:
     """Return whether the variable ``name``, a switch, is off; one that is not set is not."""
     return os.environ.get(name, "").strip().lower() in OFF
+
+
+def positive_number(
+    name: str, environ: Mapping[str, str] = os.environ, most: int | None = None
+) -> int | None:
+    """Return the whole number that the variable ``name`` holds, or None if it is unset or empty.
+
+    Raises:
+        ConfigError: it holds something else, or a number below 1 or above ``most``.
+    """
+    value = environ.get(name, "").strip()
+    if not value:
+        return None
+    if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= (most or int(value)):
+        limit = "of at least 1" if most is None else f"from 1 to {most:,}"
+        raise ConfigError(f"{name} is {value!r}; write a number {limit}, or unset it")
+    return int(value)
+
+
+def local_world_size(default: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks on this host as the launcher states it, else ``default``.
+
+    Raises:
+        ConfigError: LOCAL_WORLD_SIZE is not a number of at least 1.
+    """
+    return positive_number("LOCAL_WORLD_SIZE", environ) or default
 
 
 def faults(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

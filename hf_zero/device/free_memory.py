@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from hf_zero.config.variables import local_world_size
 from hf_zero.device import kinds
 from hf_zero.device.host_limits import free_ram, memlock
 
@@ -84,7 +85,11 @@ def free_bytes(device: torch.device) -> int:
     """Return the bytes free on ``device`` for this rank: on a GPU including torch's unused cache,
     on the CPU this rank's share of the machine's memory.
     """
-    return free_ram(ranks=_ranks_here()).nbytes if kinds.is_host(device) else free_on_device(device)
+    return (
+        free_ram(ranks=local_world_size(1)).nbytes
+        if kinds.is_host(device)
+        else free_on_device(device)
+    )
 
 
 def measure(device: torch.device, folders: Sequence[str] = (), ranks: int | None = None) -> Free:
@@ -93,7 +98,7 @@ def measure(device: torch.device, folders: Sequence[str] = (), ranks: int | None
 
     ``ranks``: ranks of this host that share them; None: the launcher's number.
     """
-    ranks = ranks or _ranks_here()
+    ranks = ranks or local_world_size(1)
     ram = free_ram(ranks=ranks)
     on_host = kinds.is_host(device)
     return Free(
@@ -120,10 +125,6 @@ def nearest(folder: str) -> Path:
     """Return ``folder``, or its nearest parent that exists."""
     path = Path(folder).absolute()
     return next(parent for parent in (path, *path.parents) if os.path.exists(parent))
-
-
-def _ranks_here() -> int:
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def allocated(device: torch.device) -> int:

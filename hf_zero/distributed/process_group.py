@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from hf_zero.config.variables import local_world_size
 from hf_zero.device import kinds
 from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.errors import ConfigError
@@ -168,7 +169,7 @@ def add_host_backend(timeout: timedelta) -> dist.ProcessGroupGloo | None:
     group = dist.group.WORLD
     assert group is not None
     address = os.environ.get("MASTER_ADDR")
-    choose_interface(address, get_world_size() > int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    choose_interface(address, get_world_size() > local_world_size(1))
     store = dist.PrefixStore("hf_zero/host", default_store())
     gloo = dist.ProcessGroupGloo(store, get_rank(), get_world_size(), timeout=timeout)
     gloo._set_sequence_number_for_group()

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from hf_zero.config.variables import local_world_size
 from hf_zero.device import kinds, pinned
 from hf_zero.device.host_limits import free_ram
 from hf_zero.errors import HostMemoryError
@@ -87,7 +88,7 @@ def _bring_in(address: int, nbytes: int) -> int:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = max(1, cores // local_world_size(1))
     chunk = min(_CHUNK, -(-nbytes // (threads * _HUGE_PAGE)) * _HUGE_PAGE)
 
     def populate(start: int) -> int:

@@ -20,7 +20,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hf_zero.config.variables import is_off
+from hf_zero.config.variables import is_off, local_world_size, positive_number
 from hf_zero.errors import ConfigError, KernelError
 from hf_zero.ops import dynamic_map
 
@@ -128,11 +128,11 @@ def set_threads(count: int) -> None:
     """Run kernels on ``count`` threads from now on. Results do not depend on it.
 
     Raises:
-        KernelError: a count below 1, or no native core: torch's operations run on torch's own
-            threads.
+        KernelError: a count below 1 or above :data:`MOST_THREADS`, or no native core: torch's
+            operations run on torch's own threads.
     """
-    if count < 1:
-        raise KernelError(f"set_threads({count}): give a number of at least 1")
+    if not 1 <= count <= MOST_THREADS:
+        raise KernelError(f"set_threads({count}): give a number from 1 to {MOST_THREADS:,}")
     _needed("set_threads, use torch.set_num_threads:").set_threads(count)
 
 
@@ -167,6 +167,7 @@ def _needed(what: str) -> ModuleType:
 # ---- the threads of this rank ----
 
 VARIABLE = "HF_ZERO_THREADS"
+MOST_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -185,11 +186,12 @@ def share_of_this_rank(environ: Mapping[str, str] = os.environ) -> Share:
     cgroup's cpu quota, divided by ``LOCAL_WORLD_SIZE``; at least 1.
 
     Raises:
-        ConfigError: one of the two variables is not a number of at least 1.
+        ConfigError: one of the two variables is not a number of at least 1, or ``HF_ZERO_THREADS``
+            is above :data:`MOST_THREADS`.
     """
-    if environ.get(VARIABLE):
-        return Share(_at_least_one(environ, VARIABLE), VARIABLE)
-    ranks = _at_least_one(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else 1
+    if (threads := positive_number(VARIABLE, environ, MOST_THREADS)) is not None:
+        return Share(threads, VARIABLE)
+    ranks = local_world_size(1, environ)
     mine = _affinity(0)
     cores, bound = len(mine), mine < _affinity(os.getppid())
     among = f" among {ranks} local ranks" if ranks > 1 else ""
@@ -264,13 +266,6 @@ def _affinity(pid: int) -> set[int]:
         return os.sched_getaffinity(pid)
     except OSError:  # the parent has ended or is another user's: compare with the machine
         return set(range(os.cpu_count() or 1))
-
-
-def _at_least_one(environ: Mapping[str, str], name: str) -> int:
-    value = environ[name]
-    if not value.strip().isdecimal() or int(value) < 1:
-        raise ConfigError(f"{name} is {value!r}; write a number of at least 1, or unset it")
-    return int(value)
 
 
 # ---- checks of tensors before a kernel gets raw pointers to them ----

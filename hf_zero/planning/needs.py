@@ -26,7 +26,6 @@ between files and their use. Activations are not part of this model.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass
 
@@ -35,6 +34,7 @@ import torch
 from hf_zero.checkpoint.memory.folders import SLOTS, bases, is_in_memory
 from hf_zero.checkpoint.save_plan import stored_width
 from hf_zero.compression.error_feedback import ErrorCodec
+from hf_zero.config.variables import local_world_size
 from hf_zero.device import kinds
 from hf_zero.offload.nvme import pool_size
 from hf_zero.offload.update import STAGED
@@ -145,8 +145,8 @@ def memory_checkpoints(plan: EnginePlan) -> int:
     settings = plan.settings.memory_checkpoints
     if not settings.every or not is_in_memory(bases(settings.folder)[0]):
         return 0
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world))
-    hosts = -(-plan.dims.world // max(1, local_ranks))
+    local_ranks = local_world_size(plan.dims.world)
+    hosts = -(-plan.dims.world // local_ranks)
     return len(SLOTS) * min(settings.copies, hosts) * _share_of_files(plan)
 
 

@@ -45,6 +45,8 @@ def test_variables_choose_the_set(loaded_anew, monkeypatch):
         assert (native.available(), native.instruction_set()) == (True, name)
     with pytest.raises(KernelError, match=r"set_threads\(0\)"):
         native.set_threads(0)
+    with pytest.raises(KernelError, match="4097"):
+        native.set_threads(4097)
     with pytest.raises(ConfigError, match="instruction set 'mmx'"):
         native.set_instruction_set("mmx")
     loaded_anew(HF_ZERO_ISA="avx1024")
@@ -154,9 +156,13 @@ def test_the_share_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "cpu_quota", lambda quota=quota: quota)
         assert share_of_this_rank(environ) == expected
     for name in ("HF_ZERO_THREADS", "LOCAL_WORLD_SIZE"):
-        for value in ("0", "many", "-1", "1.5"):
+        for value in ("0", "many", "-1", "1.5", "²"):
             with pytest.raises(ConfigError, match=f"{name} is '{value}'"):
                 share_of_this_rank({name: value})
+    assert share_of_this_rank({"LOCAL_WORLD_SIZE": "", "HF_ZERO_THREADS": " "}).threads == 6
+    for value in ("4097", "99999999999"):
+        with pytest.raises(ConfigError, match=f"HF_ZERO_THREADS is '{value}'"):
+            share_of_this_rank({"HF_ZERO_THREADS": value})
 
 
 def test_quotas_of_cgroups(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from hf_zero.config.variables import local_world_size
 from hf_zero.device import kinds
 from hf_zero.device.host_limits import release_freed
 from hf_zero.distributed.flat_mesh import MeshOptions
@@ -73,7 +73,7 @@ def _ranks_of_a_host(shards: int, key: str) -> int:
     (collective over all ranks of the job); ``key`` asks for it.
     """
     world = get_world_group()
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+    size = local_world_size(get_world_size())
     sizes = set(world.all_gather_object(size, "ranks of each host"))
     if shards <= min(sizes):
         return 1
