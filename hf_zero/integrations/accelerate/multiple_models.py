@@ -242,7 +242,9 @@ class SingleEngine:
         ``loss.backward()``, with which no step is made.
         """
 
-        def step(_: object, *args: object, **kwargs: object) -> object:
+        def step(wrapped: AcceleratedOptimizer, *closure: object, **kwargs: object) -> object:
+            if closure or kwargs:
+                wrapped.optimizer.step(*closure, **kwargs)  # the engine's, which takes no closure
             self.make_step()
             self._claimed, self._waits = True, self.engine in _limited_by_script
             steps, self._applied = self._applied, 0
@@ -256,7 +258,7 @@ class SingleEngine:
                 )
             if steps > 1:
                 _refuse_backwards(steps)
-            return method(*args, **kwargs)
+            return method()
 
         return step
 
@@ -311,7 +313,7 @@ def _at_window_end(wrapped: AcceleratedOptimizer, name: str) -> MethodType:
 
     def method(_: object, *args: object, **kwargs: object) -> None:
         if state.sync_gradients:
-            getattr(optimizer, name)()
+            getattr(optimizer, name)(*args, **kwargs)
 
     return MethodType(method, wrapped)
 

@@ -439,12 +439,20 @@ def test_scripts_that_leave_out_a_call_train_all_the_same(
 def test_what_is_refused() -> None:
     accelerator = accelerator_with(None)
     assert accelerator.clip_grad_norm_(stack().parameters(), 0.5) is None  # of no engine
-    engine, _ = prepared(accelerator)
+    engine, optimizer = prepared(accelerator)
     accelerator.backward(loss_of(engine))
     with pytest.raises(PartitionError, match=r"without \d+ of the \d+ that the engine trains"):
         accelerator.clip_grad_norm_(list(engine.parameters())[1:], 0.5)
     with pytest.raises(PartitionError, match=r"clip_grad_norm_\(norm_type=inf\)"):
         accelerator.clip_grad_norm_(engine.parameters(), 1.0, norm_type=float("inf"))
+    with pytest.raises(PartitionError, match=r"step\(closure\)"):
+        optimizer.step(lambda: torch.zeros(()))
+    optimizer.step()
+    assert engine.global_steps == 1  # the refused call has left the step to this one
+    (_, of_one), (_, of_two) = prepared(accelerator), prepared(accelerator)
+    for optimizer in (of_one, of_two):
+        with pytest.raises(PartitionError, match=r"step\(closure\)"):
+            optimizer.step(lambda: torch.zeros(()))
     forget()
     model = stack()
     optimizers = [kind(model.parameters(), lr=0.1) for kind in (torch.optim.AdamW, torch.optim.SGD)]
