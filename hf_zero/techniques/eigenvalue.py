@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from hf_zero.config.techniques import EIGENVALUE, EigenvalueSection
+from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.techniques.blocks import layers_at
@@ -106,7 +107,18 @@ class HessianEigenvalues:
     def measure(self) -> list[float]:
         """Return the magnitude of each layer's eigenvalue divided by the largest of all, from 0 to
         1; 1 where the curvature is 0 or not finite.
+
+        Raises:
+            ConfigError: this rank has had no forward of the model in training mode; another rank
+                raises RankMismatchError.
         """
+        with raise_on_all_ranks("measure eigenvalues"):
+            if self._call is None:
+                raise ConfigError(
+                    f"{EIGENVALUE} computes the last loss again, and the engine has had no "
+                    "forward in training mode: call engine.train() and engine(...), not a part "
+                    "of its model, or switch eigenvalue off"
+                )
         with self._evaluating():
             eigenvalues = [self._of_layer(number) for number in range(len(self._places))]
         largest = max((abs(value) for value in eigenvalues), default=0.0)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.techniques.eigenvalue import direction_of
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
@@ -138,6 +138,10 @@ def test_refuses(rank, model):
     engine = engine_of(seeded(Stack), 1, {})
     with pytest.raises(ConfigError, match="returns its loss"):
         run_steps(engine, rank, range(2))
+    engine = engine_of(seeded(lambda: Losing(0.0)), 1, {})
+    engine.train(rank == 0)
+    with pytest.raises(RankMismatchError if rank == 0 else ConfigError, match="in training mode"):
+        train(engine, rank, range(2))
 
 
 def test_batches_that_phases_have_cut(tmp_path):
