@@ -150,10 +150,10 @@ def _on_meta(
 
 def _cell(model: Any, gpus: int) -> str:
     """What ``hf-zero estimate --fit`` proposes for GPUs of 80 GB, where RAM is no limit."""
-    from hf_zero.device.free_memory import Free
+    from hf_zero.device.free_memory import FreeBytes
     from hf_zero.planning.estimate import propose
 
-    found = propose(model, gpus, Free(device=GPU_BYTES, ram=RAM_BYTES)).fit.chosen
+    found = propose(model, gpus, FreeBytes(device=GPU_BYTES, ram=RAM_BYTES)).fit.chosen
     if found is None:
         return "more GPUs"
     settings, needs = found.plan.settings, found.needs

@@ -22,7 +22,7 @@ from hf_zero.logging import JsonObject, counted, parse_rate, parse_size, rate_in
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from hf_zero.device.free_memory import Free
+    from hf_zero.device.free_memory import FreeBytes
     from hf_zero.planning.activation_memory import LengthEstimate
     from hf_zero.planning.estimate import MemoryEstimate, Proposal
     from hf_zero.planning.traffic import Traffic
@@ -47,7 +47,7 @@ class FreeMemory:
         typer.Option(help="For --fit: a folder on an NVMe disk that may be used. Repeatable."),
     ] = None
 
-    def on_rank(self, ranks_per_host: int) -> Free:
+    def on_rank(self, ranks_per_host: int) -> FreeBytes:
         """Return the free bytes for each of the ranks that share a host."""
         import torch
 

@@ -41,7 +41,7 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim.one_bit import OneBit
 from hf_zero.zero.layout.codecs import FLOATS
-from hf_zero.zero.layout.compute_copy import ComputedValues
+from hf_zero.zero.layout.compute_copy import ChangedValues
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 LIMIT_OF_MEANS = 1.0
@@ -146,7 +146,7 @@ class LocalSteps:
         flats: Sequence[FlatBuffer],
         bound: object,
         one_bit: OneBit,
-        computed: ComputedValues,
+        computed: ChangedValues,
     ) -> None:
         self.interval = 1
         self.others: list[FlatMomentum] = []  # never compressed to bits

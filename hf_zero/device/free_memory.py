@@ -27,7 +27,7 @@ class DiskFree:
 
 
 @dataclass(frozen=True)
-class Free:
+class FreeBytes:
     """Bytes that one rank may still take in each tier.
 
     ``host_device``: the device computes in the host's memory, so that both are one tier, ``ram``.
@@ -55,7 +55,7 @@ class Free:
             *(number for disk in self.disks for number in (disk.nbytes, disk.disk)),
         ]
 
-    def with_numbers(self, numbers: Sequence[int]) -> Free:
+    def with_numbers(self, numbers: Sequence[int]) -> FreeBytes:
         """Return a copy with the ``numbers`` that the ranks have agreed on."""
         pairs = zip(self.disks, numbers[2::2], numbers[3::2], strict=True)
         return replace(
@@ -67,7 +67,7 @@ class Free:
             ),
         )
 
-    def plus(self, device: int = 0, ram: int = 0) -> Free:
+    def plus(self, device: int = 0, ram: int = 0) -> FreeBytes:
         """Return a copy with additional bytes that the caller holds now and will free."""
         return replace(
             self,
@@ -75,7 +75,7 @@ class Free:
             ram=self.ram + ram + (device if self.host_device else 0),
         )
 
-    def without_held(self) -> Free:
+    def without_held(self) -> FreeBytes:
         """Return a copy without the bytes that the caller holds now."""
         device, ram = self.held
         return replace(self.plus(-device, -ram), held=(0, 0))
@@ -92,7 +92,9 @@ def free_bytes(device: torch.device) -> int:
     )
 
 
-def measure(device: torch.device, folders: Sequence[str] = (), ranks: int | None = None) -> Free:
+def measure(
+    device: torch.device, folders: Sequence[str] = (), ranks: int | None = None
+) -> FreeBytes:
     """Return the bytes free for this rank now on its ``device``, on this host and below
     ``folders``, which need not exist yet.
 
@@ -101,7 +103,7 @@ def measure(device: torch.device, folders: Sequence[str] = (), ranks: int | None
     ranks = ranks or local_world_size(1)
     ram = free_ram(ranks=ranks)
     on_host = kinds.is_host(device)
-    return Free(
+    return FreeBytes(
         device=ram.nbytes if on_host else free_bytes(device),
         ram=ram.nbytes,
         disks=_disks(list(dict.fromkeys(folders)), ranks),

@@ -156,7 +156,7 @@ class Placement(PlacementRules):
         self._files: dict[tuple[str, ...], NvmeFiles] = {}
         self._pools: dict[str, BufferPool] = {}  # by kind of content
         # whether a first step must still measure how much of the offloaded state fits on the device
-        self.measures = self._optimizer.on and self._optimizer.ratio == "auto"
+        self.awaits_first_step = self._optimizer.on and self._optimizer.ratio == "auto"
 
     def write_error(self) -> OSError | None:
         """Return the error of a failed write, if any; the data is still in memory.

@@ -17,7 +17,7 @@ from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
 from hf_zero.optim.segments import ParamState, Segment, StateArrays
-from hf_zero.optim.state import bare_step, present, step_dtype
+from hf_zero.optim.state import bare_step, step_dtype, without_none
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
 _OPS: dict[type, str] = {
@@ -287,7 +287,7 @@ class OwnStep:
 
     def _has_state(self, tensor: Tensor) -> bool:
         entries: StateArrays = self._optimizer.state.get(tensor, {})
-        return bool(present(entries))
+        return bool(without_none(entries))
 
     def _begin_with_zeros(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:

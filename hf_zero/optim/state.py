@@ -66,7 +66,7 @@ def is_elementwise(name: str, value: object, shape: Sequence[int]) -> bool:
     )
 
 
-def present(state: StateArrays) -> ParamState:
+def without_none(state: StateArrays) -> ParamState:
     """Return the entries of one parameter's state that hold a value (SGD may keep
     ``momentum_buffer: None``).
     """
@@ -96,7 +96,7 @@ def initial_state(
     ``step`` attribute of the user's object (the engine's own, a scheduler's wrapper) nor its hooks.
     """
     twin, probe = _stepped_twin(optimizer, group, like)
-    state = present(twin.state[probe])
+    state = without_none(twin.state[probe])
     for name, value in [*state.items()]:
         if isinstance(value, Mapping):  # of the whole tensor: created by the first step
             del state[name]
@@ -238,7 +238,7 @@ def collect(
         # needed.
         is_tensor = isinstance(owner, Tensor)
         if not (
-            is_tensor and (id(owner) in known or not owner.requires_grad or not present(entry))
+            is_tensor and (id(owner) in known or not owner.requires_grad or not without_none(entry))
         ):
             what = f"a tensor of shape {tuple(owner.shape)}" if is_tensor else repr(owner)
             raise UnsupportedOptimizerError(
@@ -249,7 +249,7 @@ def collect(
     carried = Carried()
     for name in slots.keys() & group_of.keys() if optimizer.state else ():
         shape, parameter = slots[name].shape, parameters[name]
-        state = present(optimizer.state[parameter]) if parameter in optimizer.state else {}
+        state = without_none(optimizer.state[parameter]) if parameter in optimizer.state else {}
         scalars, per_element = dict[str, float](), dict[str, Tensor]()
         for key, value in state.items():
             if isinstance(value, Blocks):
@@ -366,7 +366,7 @@ class SegmentStateAccess:
         """Return the state of ``segment`` by name; empty if it has none."""
         tensor, states = segment.tensor, self.optimizer.state
         # an engine's states wait for the update under way at each look: one look is enough
-        return present(dict.__getitem__(states, tensor)) if tensor in states else {}
+        return without_none(dict.__getitem__(states, tensor)) if tensor in states else {}
 
     def elementwise(self, segment: Segment) -> dict[str, Tensor]:
         """Return the per-element states of ``segment`` that are tensors."""

@@ -17,7 +17,7 @@ from torch import nn
 from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from hf_zero.config.variables import is_off
 from hf_zero.device import kinds
-from hf_zero.device.free_memory import Free, measure
+from hf_zero.device.free_memory import FreeBytes, measure
 from hf_zero.distributed.rank_hosts import own_host
 from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
 from hf_zero.errors import DoesNotFitError
@@ -44,7 +44,7 @@ class PreflightReport:
 
     plan: EnginePlan
     needs: Needs
-    free: Free
+    free: FreeBytes
     verdict: MemoryVerdict
     note: str = ""
     warning: str = ""
@@ -83,13 +83,13 @@ def check_on_all_ranks(plan: EnginePlan, freed: tuple[int, int] = (0, 0)) -> Pre
     return replace(report, hosts=len(hosts), spare=spare)
 
 
-def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:
+def check(plan: EnginePlan, free: FreeBytes | None = None) -> PreflightReport:
     """Check whether a model can train by ``plan`` in the free memory. Allocates none itself.
 
     Args:
         plan: the plan of this rank's engine.
-        free: free memory of this rank, agreed over the ranks by :meth:`Free.numbers`, so that all
-            ranks reach the same verdict. None measures this rank's own and adds what the model
+        free: free memory of this rank, agreed over the ranks by :meth:`FreeBytes.numbers`, so that
+            all ranks reach the same verdict. None measures this rank's own and adds what the model
             itself occupies, which is given back.
 
     Raises:
@@ -120,7 +120,7 @@ def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:
     raise DoesNotFitError(f"{reason}\n{last}")
 
 
-def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> Free:
+def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> FreeBytes:
     """Return the free memory of this rank plus what ``module`` occupies now, which the engine gives
     back as it takes the parameters over.
     """
@@ -206,7 +206,7 @@ def table(verdict: MemoryVerdict) -> list[str]:
     ]
 
 
-def _slower(plan: EnginePlan, free: Free) -> list[str]:
+def _slower(plan: EnginePlan, free: FreeBytes) -> list[str]:
     """Return a note if the offload only costs time, because everything fits on the device."""
     settings = plan.settings
     offloads = settings.offload_optimizer.on or settings.offload_param.on
@@ -224,7 +224,7 @@ def _slower(plan: EnginePlan, free: Free) -> list[str]:
     ]
 
 
-def _of_communicators(plan: EnginePlan, needed: Needs, free: Free) -> list[str]:
+def _of_communicators(plan: EnginePlan, needed: Needs, free: FreeBytes) -> list[str]:
     """Return a note on communicators if the device may be too small for them."""
     if kinds.is_host(plan.device) or free.host_device or plan.dims.world == 1:
         return []

@@ -22,7 +22,7 @@ from hf_zero.compression.registry import extensions_of
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.config.sections import AUTOEP_SIZE, TENSOR_SIZE
 from hf_zero.device import kinds
-from hf_zero.device.free_memory import Free
+from hf_zero.device.free_memory import FreeBytes
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
@@ -176,7 +176,7 @@ class Proposal:
     model: str
     config: JsonObject | None
     fit: Fit
-    free: Free
+    free: FreeBytes
     cut: str = ""
 
     def to_dict(self) -> JsonObject:
@@ -343,7 +343,7 @@ def traffic(
 def propose(
     model: object,
     ranks: int,
-    free: Free,
+    free: FreeBytes,
     precision: Precision = "bf16",
     optimizer: str | OptimizerConfig = "AdamW",
     stage: int | None = None,
@@ -361,9 +361,9 @@ def propose(
     only ``stage`` if it is given, the stage of ``config`` and higher ones if that is given, and
     otherwise stages 1 to 3.
     """
-    if not isinstance(free, Free):
+    if not isinstance(free, FreeBytes):
         raise ConfigError(
-            f"free = {free!r:.40} is not the free memory of a rank; pass a Free, or what "
+            f"free = {free!r:.40} is not the free memory of a rank; pass a FreeBytes, or what "
             "hf_zero.device.free_memory.measure(device) returns"
         )
     if margin is not None and not (isinstance(margin, (int, float)) and 0 <= margin < 1):

@@ -20,7 +20,7 @@ from typing import Literal
 from hf_zero.config import OffloadOptimizer, OffloadParam
 from hf_zero.config.capture import capture_conflicts
 from hf_zero.config.offload import Moments
-from hf_zero.device.free_memory import Free
+from hf_zero.device.free_memory import FreeBytes
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject, in_units
 from hf_zero.optim.one_bit import one_bit_at_one
@@ -77,7 +77,7 @@ class MemoryVerdict:
         return tuple(row for row in self.rows if not row.fits)
 
 
-def judge(needed: Needs, free: Free, margin: float = 0.0) -> MemoryVerdict:
+def judge(needed: Needs, free: FreeBytes, margin: float = 0.0) -> MemoryVerdict:
     """Return whether ``needed`` fits into ``free``, both of one rank, row by row. ``margin`` is the
     share of the device that is left free.
 
@@ -87,7 +87,7 @@ def judge(needed: Needs, free: Free, margin: float = 0.0) -> MemoryVerdict:
     return MemoryVerdict(tuple(_rows(needed, free, margin)), tuple(_notes(needed, free)))
 
 
-def _rows(needed: Needs, free: Free, margin: float) -> Iterator[TierVerdict]:
+def _rows(needed: Needs, free: FreeBytes, margin: float) -> Iterator[TierVerdict]:
     ram = int(free.ram * RAM_SHARE)
     reserve = f"{1 - RAM_SHARE:.0%} reserved for the rest of the process"
     why = f"{free.limited_by}; {reserve}" if free.limited_by else reserve
@@ -116,7 +116,7 @@ def _rows(needed: Needs, free: Free, margin: float) -> Iterator[TierVerdict]:
             )
 
 
-def _notes(needed: Needs, free: Free) -> Iterator[str]:
+def _notes(needed: Needs, free: FreeBytes) -> Iterator[str]:
     if free.memlock is not None and needed.pinned > free.memlock:
         yield (
             f"ulimit -l is {in_units(free.memlock)}, below the {in_units(needed.pinned)} to be "
@@ -201,7 +201,7 @@ class Fit:
 
 def fit(
     plan: EnginePlan,
-    free: Free,
+    free: FreeBytes,
     margin: float = ACTIVATIONS,
     stages: Sequence[int] | None = None,
     activations: Sequence[ActivationOption] = (ActivationOption(),),
@@ -257,7 +257,7 @@ def _with_activations(needed: Needs, way: ActivationOption) -> Needs:
 
 
 def _candidates(
-    plan: EnginePlan, free: Free, stages: Sequence[int]
+    plan: EnginePlan, free: FreeBytes, stages: Sequence[int]
 ) -> Iterator[tuple[str, Callable[[], EnginePlan | None]]]:
     """Yield the names of candidates, with functions that return their plans, or None where a
     candidate changes nothing. They raise ConfigError for a placement that no engine has.
@@ -328,7 +328,7 @@ def _updating_in_backward(plan: EnginePlan, stage: int) -> EnginePlan | None:
     return early if early.updates_in_backward else None
 
 
-def _ratios(plan: EnginePlan, free: Free, margin: float) -> Iterator[tuple[str, EnginePlan]]:
+def _ratios(plan: EnginePlan, free: FreeBytes, margin: float) -> Iterator[tuple[str, EnginePlan]]:
     """Yield ``plan`` with the optimizer fully offloaded (ratio "auto", which training then tunes),
     and with only as much offloaded as does not fit on the device.
     """
@@ -344,7 +344,7 @@ def _ratios(plan: EnginePlan, free: Free, margin: float) -> Iterator[tuple[str, 
         yield f", ratio {least:g}", _offloading(plan, least)
 
 
-def _least_ratio(plan: EnginePlan, free: Free, margin: float) -> float:
+def _least_ratio(plan: EnginePlan, free: FreeBytes, margin: float) -> float:
     """Return the smallest offload ratio, a multiple of STEP, with which the device has enough room.
     Device bytes fall as the ratio grows, so this is a binary search.
     """

@@ -25,7 +25,7 @@ from hf_zero.zero.gather.hooks import Hooks
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
-from hf_zero.zero.reduce.losses import Fp16LossScaler, Losses, Scaling
+from hf_zero.zero.reduce.losses import Fp16LossScaler, LossScaling, Scaling
 from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.reduce.reductions import BackwardSettings
 from hf_zero.zero.sharded_model import ShardedModel
@@ -62,7 +62,7 @@ class AccumulationWindow:
         self.syncs = True  # False inside no_sync
         # Backwards since the last step() or zero_grad(): each that was announced not to end the
         # window is a micro-batch, the others together are one.
-        self.announced, self.others = 0, False
+        self.announced, self.unannounced = 0, False
         # these counts before the last backward
         self.counts_before = (0, 0, False)
 
@@ -91,8 +91,8 @@ class AccumulationWindow:
         1; without managed accumulation, the backwards of the window. ``restart``: the next
         micro-batch is the first of a window.
         """
-        count = max(1, self.announced + self.others) if self.managed else self.micro_batches
-        self.announced, self.others = 0, False
+        count = max(1, self.announced + self.unannounced) if self.managed else self.micro_batches
+        self.announced, self.unannounced = 0, False
         if restart:
             self.micro_batches = 0
         return count
@@ -103,7 +103,7 @@ class AccumulationWindow:
 
     def uncount(self) -> None:
         """Take the last backward out of the counts: an exception has broken it."""
-        self.micro_batches, self.announced, self.others = self.counts_before
+        self.micro_batches, self.announced, self.unannounced = self.counts_before
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Set whether the next backward ends the window; raises as :meth:`refuse_unmanaged`."""
@@ -135,7 +135,7 @@ class PassRunner:
 
     tracker: BackwardTracker
     hooks: Hooks
-    losses: Losses
+    losses: LossScaling
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class PassRunner:
         )
         self._removable.callback(self.hooks.remove)
         trains = bool(model.trainable) or model.mesh.dims.pipeline > 1
-        self.losses = Losses(
+        self.losses = LossScaling(
             model.mesh.rank,
             scaler,
             self._fp16 and trains,
@@ -302,12 +302,12 @@ class PassRunner:
             refuse_switched(self._model.flats)
             refuse_pending_update(update.updater, "another backward")
             self._sanity.on_backward(window.managed and closes)
-        window.counts_before = window.micro_batches, window.announced, window.others
+        window.counts_before = window.micro_batches, window.announced, window.unannounced
         alone = not any(window.counts_before)
         if not window.managed:
             window.micro_batches += 1
         elif closes:
-            window.others = True
+            window.unannounced = True
         else:
             window.announced += 1
         weight, unscale = self.losses.begin(1.0 / window.accumulation_steps)

@@ -159,7 +159,9 @@ class TrainingEngine(EngineParts):
     def held_micro_batches(self) -> int:
         """Number of micro-batches whose gradients the next update will use."""
         window = self.accumulation
-        return window.micro_batches + (window.announced + window.others if window.managed else 0)
+        return window.micro_batches + (
+            window.announced + window.unannounced if window.managed else 0
+        )
 
     def reduce_gradients(self) -> None:
         """Reduce the unreduced gradients of earlier backwards (collective); a step does this by
@@ -421,7 +423,7 @@ class TrainingEngine(EngineParts):
             self.optimizer.overflow = overflow
         if self.scaler.dynamic:
             self.publish_scale()
-        if self.sharded_model.placement.measures and not overflow:
+        if self.sharded_model.placement.awaits_first_step and not overflow:
             optimizer_step.bring_back_what_fits()
         self.counters.global_steps += 1
         self.counters.skipped_steps += overflow

@@ -14,7 +14,7 @@ import transformers
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.device.free_memory import Free
+from hf_zero.device.free_memory import FreeBytes
 from hf_zero.errors import ConfigError
 from tests.cli.invoked import invoke, refusal
 from tests.helpers.cells import fast, in_one_item
@@ -108,7 +108,7 @@ def test_bad_input_is_named(case: tuple[Any, dict[str, Any], str]) -> None:
 
 
 def proposed(device: int, **given: Any) -> Any:
-    free = Free(device=device, ram=0)
+    free = FreeBytes(device=device, ram=0)
     return hf_zero.propose(LLAMA, 1, free, "fp32", stage=1, margin=0.0, **given)
 
 

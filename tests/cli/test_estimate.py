@@ -14,7 +14,7 @@ import pytest
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig
 
 import hf_zero
-from hf_zero.device.free_memory import Free
+from hf_zero.device.free_memory import FreeBytes
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers import meta_model
 from hf_zero.planning.estimate import asked_for, traffic
@@ -74,7 +74,7 @@ def test_a_model_without_its_head_is_named(heard: list[str], tmp_path: Path) -> 
         with pytest.raises(ConfigError, match=match):
             hf_zero.estimate(str(path), 2, sequence_lengths=[8])
         with pytest.raises(ConfigError, match=match):
-            hf_zero.propose(str(path), 1, Free(1 << 30, 1 << 30), sequence_length=8)
+            hf_zero.propose(str(path), 1, FreeBytes(1 << 30, 1 << 30), sequence_length=8)
 
 
 def test_a_config_decides_precision_optimizer_and_replicas() -> None:
@@ -143,7 +143,7 @@ def test_bad_input_of_traffic_and_of_proposals_is_named() -> None:
         traffic(TINY, 2, optimizer="Shampoo")
     with pytest.raises(ConfigError, match="free = None"):
         hf_zero.propose(TINY, 2, None)
-    free = Free(1 << 30, 1 << 30)
+    free = FreeBytes(1 << 30, 1 << 30)
     for margin in ("a", -1, 2, 1.0, float("nan"), [0.1]):
         with pytest.raises(ConfigError, match=re.escape(f"margin = {margin!r}")):
             hf_zero.propose(TINY, 2, free, margin=margin)
@@ -225,14 +225,14 @@ def test_a_proposal_keeps_what_the_configuration_says() -> None:
         "optimizer": {"type": "Lion", "params": {"lr": "auto"}},
         "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_param": NONE},
     }
-    found = hf_zero.propose(TINY, 2, Free(1 << 30, 1 << 30), config=config)
+    found = hf_zero.propose(TINY, 2, FreeBytes(1 << 30, 1 << 30), config=config)
     assert found.config == {**config, "zero_optimization": {"stage": 2, "overlap_comm": True}}
-    only = hf_zero.propose(TINY, 2, Free(1 << 30, 1 << 30), stage=3, config=config)
+    only = hf_zero.propose(TINY, 2, FreeBytes(1 << 30, 1 << 30), stage=3, config=config)
     assert only.config is not None and only.config["zero_optimization"]["stage"] == 3
 
 
 def test_a_momentum_in_one_bit_is_proposed_at_the_stage_of_its_runs() -> None:
-    free = Free(1 << 30, 1 << 30)
+    free = FreeBytes(1 << 30, 1 << 30)
     for stage in (1, 2):
         config = {
             "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 10}},

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import hf_zero
 from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
-from hf_zero.device.free_memory import Free
+from hf_zero.device.free_memory import FreeBytes
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, DoesNotFitError, PipelineError, RankMismatchError
@@ -241,7 +241,7 @@ def test_a_row_is_that_of_the_stage_that_needs_most(as_rank):
 
 
 def free(device):
-    return Free(device=parse_size(device), ram=parse_size("1TB"), host_device=False)
+    return FreeBytes(device=parse_size(device), ram=parse_size("1TB"), host_device=False)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.device.free_memory import DiskFree, Free
+from hf_zero.device.free_memory import DiskFree, FreeBytes
 from hf_zero.errors import DoesNotFitError, RankMismatchError
 from hf_zero.integrations.transformers.meta_model import build_on_meta
 from hf_zero.planning import (
@@ -43,7 +43,7 @@ from tests.helpers.ranks import run_ranks
 
 GIB = 1 << 30
 GPU = torch.device("cuda")
-H200 = Free(device=139 * GIB, ram=118 * GIB)  # one of them, in a host of 125 GiB
+H200 = FreeBytes(device=139 * GIB, ram=118 * GIB)  # one of them, in a host of 125 GiB
 
 
 def llama(
@@ -73,7 +73,7 @@ def check(
     ranks: int,
     *,
     device: torch.device,
-    free: Free | None = None,
+    free: FreeBytes | None = None,
     optimizer: Any = adamw_of,
 ) -> PreflightReport:
     gpu = device.type == "cuda"
@@ -92,7 +92,7 @@ def offloading(stage: int = 2, accumulation: int = 1, **optimizer: Any) -> ZeroC
 # -- the models that a host of 125 GiB must run ----------------------------------------------------
 
 
-def verdict_of(model: nn.Module, config: ZeroConfig, ranks: int = 1, free: Free = H200) -> Any:
+def verdict_of(model: nn.Module, config: ZeroConfig, ranks: int = 1, free: FreeBytes = H200) -> Any:
     own = needs(planned(model, config, ranks, gpu=True))
     return judge(own, free), own
 
@@ -127,23 +127,25 @@ def need(device: int = 0, ram: int = 0, disk: int = 0, **files: int) -> Needs:
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
 def test_each_tier_by_itself(device: int, ram: int, free_device: int, free_ram: int) -> None:
     """Of a CPU the device and the memory are one."""
-    verdict = judge(need(device, ram), Free(free_device, free_ram))
+    verdict = judge(need(device, ram), FreeBytes(free_device, free_ram))
     assert verdict.fits == (device <= free_device and (ram <= int(free_ram * RAM_SHARE) or not ram))
     assert {row.tier for row in verdict.short} <= {"device", "RAM"}
-    verdict = judge(need(device, ram), Free(free_ram, free_ram, host_device=True))
+    verdict = judge(need(device, ram), FreeBytes(free_ram, free_ram, host_device=True))
     (row,) = verdict.rows
     assert row.tier == "memory" and verdict.fits == (device + ram <= int(free_ram * RAM_SHARE))
 
 
 def test_margins_and_limits() -> None:
     """The margin is the device's; a limit on locked memory is said, and refuses nothing."""
-    assert judge(need(80, 80), Free(100, 100), 0.2).fits
-    assert [row.tier for row in judge(need(81, 80), Free(100, 100), 0.2).short] == ["device"]
+    assert judge(need(80, 80), FreeBytes(100, 100), 0.2).fits
+    assert [row.tier for row in judge(need(81, 80), FreeBytes(100, 100), 0.2).short] == ["device"]
     own = replace(need(1, 10), pinned=10)
-    verdict = judge(own, Free(9, 99, memlock=9))
+    verdict = judge(own, FreeBytes(9, 99, memlock=9))
     assert verdict.fits and "ulimit -l is 9 B, below the 10 B to be pinned" in verdict.notes[0]
-    assert judge(own, Free(9, 99, memlock=10)).notes == judge(own, Free(9, 99)).notes == ()
-    row = judge(need(1, 100), Free(9, 10, limited_by="left by the control group /x")).rows[1]
+    assert (
+        judge(own, FreeBytes(9, 99, memlock=10)).notes == judge(own, FreeBytes(9, 99)).notes == ()
+    )
+    row = judge(need(1, 100), FreeBytes(9, 10, limited_by="left by the control group /x")).rows[1]
     assert row.limited_by == "left by the control group /x; 4% reserved for the rest of the process"
 
 
@@ -151,12 +153,12 @@ def test_folders_on_one_disk_share_it() -> None:
     own = need(1, 0, 100, a=60, b=40)
     apart = (DiskFree("a", 60, 0), DiskFree("b", 40, 1))
     together = (DiskFree("a", 99, 0), DiskFree("b", 99, 0))
-    assert judge(own, Free(9, 9, apart)).fits
-    assert not judge(own, Free(9, 9, (apart[0], DiskFree("b", 39, 1)))).fits
-    (row,) = judge(own, Free(9, 9, together)).short
+    assert judge(own, FreeBytes(9, 9, apart)).fits
+    assert not judge(own, FreeBytes(9, 9, (apart[0], DiskFree("b", 39, 1)))).fits
+    (row,) = judge(own, FreeBytes(9, 9, together)).short
     assert (row.tier, row.needed, row.free) == ("disk of a, b", 100, 99)
-    assert judge(own, Free(9, 9, (DiskFree("a", 100, 0), DiskFree("b", 100, 0)))).fits
-    assert judge(need(1), Free(9, 9, (DiskFree("a", 0, 0),))).fits
+    assert judge(own, FreeBytes(9, 9, (DiskFree("a", 100, 0), DiskFree("b", 100, 0)))).fits
+    assert judge(need(1), FreeBytes(9, 9, (DiskFree("a", 0, 0),))).fits
 
 
 # -- the check -------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ SMALL = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
 
 def test_refusal_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
-    report = check(SMALL, offloading(), 1, device=GPU, free=Free(1000, 1000))
+    report = check(SMALL, offloading(), 1, device=GPU, free=FreeBytes(1000, 1000))
     assert (
         not report.verdict.fits
         and "does not fit on this machine (bytes for the one rank" in report.warning
@@ -174,15 +176,15 @@ def test_refusal_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setenv(SWITCH, "1")
     with pytest.raises(DoesNotFitError) as refused:
-        check(SMALL, offloading(), 1, device=GPU, free=Free(1000, 1000))
+        check(SMALL, offloading(), 1, device=GPU, free=FreeBytes(1000, 1000))
     assert str(refused.value).startswith(report.warning)
 
 
 def test_ranks_go_by_the_least_free_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank refuses, in the same words, what does not fit on one of them."""
 
-    def rooms(model: nn.Module, config: ZeroConfig, device: torch.device) -> Free:
-        return Free(GIB, GIB) if torch.distributed.get_rank() == 0 else Free(1000, 1000)
+    def rooms(model: nn.Module, config: ZeroConfig, device: torch.device) -> FreeBytes:
+        return FreeBytes(GIB, GIB) if torch.distributed.get_rank() == 0 else FreeBytes(1000, 1000)
 
     monkeypatch.setattr("hf_zero.planning.checking.room_for", rooms)
 
@@ -202,7 +204,7 @@ def test_ranks_go_by_the_least_free_memory_of_all(monkeypatch: pytest.MonkeyPatc
 ])  # fmt: skip
 def test_ranks_whose_needs_differ(own, results, monkeypatch) -> None:  # type: ignore
     """What does not fit on one rank is refused on all, and all have room for the model, or none."""
-    room = Free(GIB, GIB, held=(GIB // 2, 0))
+    room = FreeBytes(GIB, GIB, held=(GIB // 2, 0))
     monkeypatch.setattr("hf_zero.planning.checking.room_for", lambda *_: room)
     needed = lambda plan: need(device=own * plan.rank)  # noqa: E731
     monkeypatch.setattr("hf_zero.planning.checking.needs", needed)
@@ -231,11 +233,11 @@ def test_the_model_s_own_memory_is_room(monkeypatch: pytest.MonkeyPatch) -> None
     )
     tied[1].weight = tied[0].weight
     for device, host in ((GPU, False), (torch.device("cpu"), True)):
-        measured = Free(50, 50, host_device=host)
+        measured = FreeBytes(50, 50, host_device=host)
         monkeypatch.setattr("hf_zero.planning.checking.measure", lambda *_, m=measured: m)
         room = room_for(tied, ZeroConfig(3), device)
         assert (room.ram, room.device) == (50 + 4 * 64 * 64, room.ram if host else 50)
-    monkeypatch.setattr("hf_zero.planning.checking.measure", lambda *_: Free(0, 0))
+    monkeypatch.setattr("hf_zero.planning.checking.measure", lambda *_: FreeBytes(0, 0))
     shards = 2 * sum(parameter.numel() for parameter in model.parameters())
     assert room_for(model, config, GPU).ram == 0  # the shards are cast from master weights
     with hf_zero.GatheredParameters(list(model.parameters())):
@@ -249,7 +251,7 @@ def test_shards_in_host_memory_are_no_room_on_the_device(monkeypatch: pytest.Mon
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
     config = ZeroConfig(3, bf16=True, offload_param={"device": "cpu"}, optimizer=optimizer)
     engine = hf_zero.initialize(model=model, config=config)[0]
-    monkeypatch.setattr("hf_zero.planning.checking.measure", lambda *_: Free(0, 0))
+    monkeypatch.setattr("hf_zero.planning.checking.measure", lambda *_: FreeBytes(0, 0))
     flat = owner_of(model.weight)
     assert flat is not None
     empty = torch.empty(0).untyped_storage()
@@ -295,7 +297,7 @@ def found(
     disks = (DiskFree("/nvme", int(disk * 1e6), 0),) if disk is not None else ()
     return fit(
         searched() if plan is None else plan,
-        Free(int(device * 1e6 / 0.8) + 1, int(ram * 1e6 / RAM_SHARE) + 1, disks),
+        FreeBytes(int(device * 1e6 / 0.8) + 1, int(ram * 1e6 / RAM_SHARE) + 1, disks),
         **more,
     )
 
@@ -358,7 +360,7 @@ def test_what_does_not_fit_is_told_before_what_no_candidate_may_have(case: Any) 
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **keys}
     plan = planned(SMALL, {**config, "gradient_accumulation_steps": 1}, 1, gpu=True)
     with pytest.raises(DoesNotFitError, match="training as configured does not fit"):
-        check_plan(plan, Free(1000, 1000))
+        check_plan(plan, FreeBytes(1000, 1000))
 
 
 def test_candidates_are_those_that_a_run_takes() -> None:
@@ -367,7 +369,7 @@ def test_candidates_are_those_that_a_run_takes() -> None:
     def tried(stage: int, keys: dict[str, Any], *ways: ActivationOption) -> list[str]:
         zero = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
         plan = planned(SMALL, {"bf16": {"enabled": True}, **zero, **keys}, 1, gpu=True)
-        trials = fit(plan, Free(1000, 1000), activations=(ActivationOption(), *ways)).trials
+        trials = fit(plan, FreeBytes(1000, 1000), activations=(ActivationOption(), *ways)).trials
         assert all(trial.plan.settings.stage == int(trial.name[6]) for trial in trials)
         return [trial.name for trial in trials]
 
@@ -396,11 +398,11 @@ def test_communicators_that_may_not_fit_are_told_of() -> None:
     """
     config = ZeroConfig(3, bf16=True).resolve(2)
     words = "3 NCCL communicators of a GPU's rank are not counted: users report 0.5 to 0.7 GB each"
-    roomy, tight = Free(3_000_000_000, GIB), Free(2_000_000_000, GIB)
+    roomy, tight = FreeBytes(3_000_000_000, GIB), FreeBytes(2_000_000_000, GIB)
     assert check(SMALL, config, 2, device=GPU, free=roomy).note == ""
     assert words in check(SMALL, config, 2, device=GPU, free=tight).note
     with pytest.raises(DoesNotFitError, match=re.escape(words)):
-        check(SMALL, config, 2, device=GPU, free=Free(1000, GIB))
+        check(SMALL, config, 2, device=GPU, free=FreeBytes(1000, GIB))
     alone = check(SMALL, ZeroConfig(3, bf16=True).resolve(1), 1, device=GPU, free=tight)
     assert alone.note == ""
 
@@ -419,7 +421,7 @@ def test_other_quantized_bases_are_said_not_to_be_counted(monkeypatch: pytest.Mo
 
 
 def test_an_offload_that_only_costs_time_is_said() -> None:
-    plenty = Free(GIB, GIB)
+    plenty = FreeBytes(GIB, GIB)
     slow = check(SMALL, offloading(), 1, device=GPU, free=plenty)
     assert "offload is slower than no offload here: all of it fits on the device (1" in slow.note
     host = replace(plenty, host_device=True)
@@ -427,14 +429,16 @@ def test_an_offload_that_only_costs_time_is_said() -> None:
     # without offload it would fill more than the margin leaves
     on_device = ZeroConfig(2, bf16=True).resolve(1)
     filled = needs(planned(SMALL, on_device, gpu=True)).device_bytes / (1 - ACTIVATIONS)
-    assert check(SMALL, offloading(), 1, device=GPU, free=Free(int(filled) - 8, GIB)).note == ""
+    assert (
+        check(SMALL, offloading(), 1, device=GPU, free=FreeBytes(int(filled) - 8, GIB)).note == ""
+    )
 
 
 def test_an_engine_that_only_evaluates_needs_its_parameters_and_room_for_the_model() -> None:
     config = ZeroConfig(0, bf16=True).resolve(1, training=False)
     nbytes = 2 * sum(parameter.numel() for parameter in SMALL.parameters())
     for held, spare in ((0, True), (10, True), (11, False)):
-        free = Free(nbytes + 10, GIB, held=(held, 0))
+        free = FreeBytes(nbytes + 10, GIB, held=(held, 0))
         report = check(SMALL, config, 1, device=GPU, free=free, optimizer=None)
         assert report.needs.device == (NamedBytes("parameters", nbytes),)
         assert report.verdict.fits and report.spare is spare

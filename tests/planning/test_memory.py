@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_zero.device import host_limits
-from hf_zero.device.free_memory import DiskFree, Free, free_bytes, measure
+from hf_zero.device.free_memory import DiskFree, FreeBytes, free_bytes, measure
 from tests.helpers.commands import completed
 
 GIB = 1 << 30
@@ -132,12 +132,12 @@ def test_ranks_share_the_cpu_and_their_disk(
 
 
 def test_ranks_agree_on_the_least_of_each_number() -> None:
-    one = Free(10, 20, (DiskFree("/a", 5, 0), DiskFree("/b", 9, 1)), limited_by="x")
-    other = Free(12, 15, (DiskFree("/a", 7, 0), DiskFree("/b", 7, 0)), limited_by="y")
+    one = FreeBytes(10, 20, (DiskFree("/a", 5, 0), DiskFree("/b", 9, 1)), limited_by="x")
+    other = FreeBytes(12, 15, (DiskFree("/a", 7, 0), DiskFree("/b", 7, 0)), limited_by="y")
     least = [min(pair) for pair in zip(one.numbers(), other.numbers(), strict=True)]
     agreed = one.with_numbers(least)
-    assert agreed == Free(10, 15, (DiskFree("/a", 5, 0), DiskFree("/b", 7, 0)), limited_by="x")
+    assert agreed == FreeBytes(10, 15, (DiskFree("/a", 5, 0), DiskFree("/b", 7, 0)), limited_by="x")
     assert agreed.numbers() == other.with_numbers(least).numbers()
-    assert Free(1, 2).with_numbers([3, 4]) == Free(3, 4)
-    assert Free(1, 2).plus(device=10, ram=5) == Free(11, 7)
-    assert Free(1, 2, host_device=True).plus(device=10) == Free(11, 12, host_device=True)
+    assert FreeBytes(1, 2).with_numbers([3, 4]) == FreeBytes(3, 4)
+    assert FreeBytes(1, 2).plus(device=10, ram=5) == FreeBytes(11, 7)
+    assert FreeBytes(1, 2, host_device=True).plus(device=10) == FreeBytes(11, 12, host_device=True)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.device.free_memory import Free
+from hf_zero.device.free_memory import FreeBytes
 from hf_zero.errors import PartitionError
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_tiles import Tiles
@@ -192,7 +192,9 @@ def test_it_is_proposed_where_it_makes_a_configuration_fit(more, proposed):
         needs(planned(model, keys, 2, gpu=True)).device_bytes for keys in (config, early)
     )
     assert (least < whole) is proposed
-    free = Free(device=round((least + whole) / 2 / 0.8) if proposed else whole - 1, ram=1 << 30)
+    free = FreeBytes(
+        device=round((least + whole) / 2 / 0.8) if proposed else whole - 1, ram=1 << 30
+    )
     zero = hf_zero.propose(model, 2, free, config=config, stage=3).config["zero_optimization"]
     assert zero.get(EARLY, False) is proposed and ("offload_optimizer" in zero) is not proposed
 

@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.zero.layout.compute_copy import ComputedValues
+from hf_zero.zero.layout.compute_copy import ChangedValues
 from hf_zero.zero.layout.unit import GatherState, SharedShards, Unit
 from hf_zero.zero.reduce.reduction_order import merged, positions_in_plan
 
@@ -90,7 +90,7 @@ class Schedule:
         self._sharded = [unit for unit in units if unit.sharded_flats]
         self._mesh = mesh
         self._limits = Limits(ahead_bytes, reads_ahead)
-        self.computed = ComputedValues()
+        self.computed = ChangedValues()
         self.has_sharded_units = bool(self._sharded)
         self.shards = SharedShards(self._units, mesh)
         self._plans: dict[Hashable, list[Unit]] = {}

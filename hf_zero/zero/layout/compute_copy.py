@@ -118,7 +118,7 @@ class Computing:
         self._unchanged = False
 
 
-class ComputedValues:
+class ChangedValues:
     """The flat buffers of an engine whose modules compute with changed values, pass by pass."""
 
     def __init__(self) -> None:

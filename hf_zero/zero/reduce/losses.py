@@ -182,18 +182,18 @@ class _Rank:
     """State of the backward under way that the engines of one rank share."""
 
     def __init__(self) -> None:
-        self.engines: weakref.WeakSet[Losses] = weakref.WeakSet()
-        self.scale_owner: Losses | None = None  # the engine whose scale is applied
+        self.engines: weakref.WeakSet[LossScaling] = weakref.WeakSet()
+        self.scale_owner: LossScaling | None = None  # the engine whose scale is applied
         self.scale = 1.0
         self.weight: float | None = None  # of the micro-batch, if given by the caller
         # end callback of the backward that was scaled at outputs; an exception drops it
         self._task: weakref.ref[object] | None = None
 
-    def put(self, scale_owner: Losses, scale: float, weight: float | None) -> None:
+    def put(self, scale_owner: LossScaling, scale: float, weight: float | None) -> None:
         """Set the factors at the root of the next backward's loss."""
         self.scale_owner, self.scale, self.weight, self._task = scale_owner, scale, weight, None
 
-    def put_at_outputs(self, scale_owner: Losses, scale: float) -> None:
+    def put_at_outputs(self, scale_owner: LossScaling, scale: float) -> None:
         """Set the scale of ``scale_owner`` for the backward under way, from here to its end."""
         callback = partial(self.clear)
         self.scale_owner, self.scale, self.weight, self._task = (
@@ -218,7 +218,7 @@ class _Rank:
 _ranks: dict[int, _Rank] = {}  # by rank, because ranks may be threads of one process
 
 
-class Losses:
+class LossScaling:
     """Loss scaling of one engine.
 
     ``scales``: losses are multiplied by the scale of ``scaler``, in a pipeline also if all
@@ -244,7 +244,7 @@ class Losses:
         self._in_backward = in_backward
         self._awaits_backward = awaits_backward
         # the engine whose scale the gradients held here have carried, if not this one
-        self._scale_owner: Losses | None = None
+        self._scale_owner: LossScaling | None = None
         self._borrowed_scale = 1.0  # that scale
         # a gradient with this engine's scale has overflowed in another engine
         self._overflow_reported = False

@@ -353,7 +353,7 @@ class OptimizerStep:
         first step (collective).
         """
         model = self.model
-        model.placement.measures = False
+        model.placement.awaits_first_step = False
         if updates_in_host_memory(self.bound.optimizer, model.mesh.device):
             return
         self.updater.finish()
