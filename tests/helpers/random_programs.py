@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import isfinite
@@ -19,6 +20,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
+from hf_zero.parallel.tensor import agreement
 from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers.causal_zoo import VOCAB, model_types, tiny
 from tests.helpers.engines import start
@@ -431,13 +433,26 @@ def on_ranks(
             continue
         models = [copy.deepcopy(whole) for _ in range(mesh.world)]
         try:
-            records = run(mesh.world, _on_rank, program, mesh, part, models, folder)
+            with _generators_of_their_own(run):
+                records = run(mesh.world, _on_rank, program, mesh, part, models, folder)
         except RankFailed as failed:
             if not left or not isinstance(failed.__cause__, MeshRefused):
                 raise
             continue
         done.append((mesh, part, records))
     return done
+
+
+@contextmanager
+def _generators_of_their_own(run: Callable[..., list[Record]]) -> Iterator[None]:
+    """Let ranks that are threads compare a state that stays: they share one generator, from which
+    another rank may draw (Phi-MoE does) between the comparison and the end of a forward.
+    """
+    state = torch.get_rng_state()
+    with pytest.MonkeyPatch.context() as patch:
+        if run is run_ranks:
+            patch.setattr(agreement, "generator_states", lambda device: [state])
+        yield
 
 
 def _has_experts(model: Any) -> bool:
