@@ -337,8 +337,6 @@ class Engine(TrainingEngine):
             self.measures.saving(self, save_dir)
             in_background = self.config.checkpoint.async_save if blocking is None else not blocking
             writer = self.async_saves.get_writer() if in_background else None
-            if self.memory_checkpoints is not None and client_state is not None:
-                self.memory_checkpoints.client_state = dict(client_state)
             offered = None
             if writer is not None and self.memory_checkpoints is not None:
                 offered = self.memory_checkpoints.offer(self, writer.is_writing)
@@ -353,6 +351,9 @@ class Engine(TrainingEngine):
                 writer,
                 offered,
             )
+            # not before: each generation in memory would be refused like this save
+            if self.memory_checkpoints is not None and isinstance(client_state, Mapping):
+                self.memory_checkpoints.client_state = dict(client_state)
         return True
 
     def load_checkpoint(

@@ -330,7 +330,15 @@ class ShardFetches:
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
             self.serving.thread = threading.Thread(
                 target=_serve,
-                args=(weakref.ref(self), store, self._rank, weakref.WeakMethod(read), begin),
+                # ``serving``, so that the thread is awaited at exit though the engine is gone
+                args=(
+                    self.serving,
+                    weakref.ref(self),
+                    store,
+                    self._rank,
+                    weakref.WeakMethod(read),
+                    begin,
+                ),
                 name="hf_zero-serve",
                 daemon=True,
             )
@@ -490,6 +498,7 @@ def _end_threads() -> None:
 
 
 def _serve(
+    serving: Serving,
     owner: weakref.ref[ShardFetches],
     store: dist.Store,
     rank: int,
@@ -499,12 +508,9 @@ def _serve(
     bell = Bell(store, rank)
     try:
         begin()
-        fetches = owner()
-        if fetches is not None:
-            ending, fetches.serving.rung = fetches.serving.ending, bell.rung
-            del fetches
-            bell.rung.set()  # requests may have come before
-            _serve_until_closed(owner, store, read, ending, bell.rung)
+        serving.rung = bell.rung
+        bell.rung.set()  # requests may have come before
+        _serve_until_closed(owner, store, read, serving.ending, bell.rung)
     finally:
         bell.end(store, BELL_SECONDS)
         fetches = owner()

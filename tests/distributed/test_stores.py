@@ -291,6 +291,40 @@ def test_serving_ends_with_what_is_served(quick: None) -> None:
     assert not thread.is_alive() and gone() is None
 
 
+class Held:
+    """A store in which a ``set`` waits to be let go."""
+
+    def __init__(self) -> None:
+        self._store, self.reached, self.go = dist.HashStore(), threading.Event(), threading.Event()
+
+    def clone(self) -> Held:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.reached.set()
+        self.go.wait(60)
+        self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_thread_of_an_engine_that_is_gone_is_awaited_at_exit(quick: None) -> None:
+    """It would return from the store into an interpreter that shuts down, which aborts."""
+    store, chunks = Held(), Chunks(0, 4)
+    events: Any = SimpleNamespace(asked=set())
+    fetches = rank_requests.ShardFetches(store, 0, range(1), events, events, list)  # type: ignore
+    fetches.serve(chunks.of)
+    thread = fetches.serving.thread
+    assert thread is not None
+    del fetches
+    assert store.reached.wait(60)
+    awaited = [serving.thread for serving in rank_requests._serving]
+    store.go.set()
+    assert thread in awaited
+    thread.join(60)
+
+
 # ---- requests ----
 
 

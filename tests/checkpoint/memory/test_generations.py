@@ -156,6 +156,23 @@ def test_the_branch_that_was_left_is_not_resumed(tmp_path, monkeypatch):
     assert firsts(attempt(setup, range(2), tmp_path / "none")) == {1}
 
 
+def test_generations_follow_a_save_that_was_refused(tmp_path: Path) -> None:
+    """Its client state is not that of the generations."""
+    setup = TWO.at(tmp_path)
+
+    def is_refused(engine: Any, rank: int) -> None:
+        engine.save_checkpoint(setup.folder, client_state={"epoch": 3})
+        states: list[Any] = [{"model": object()}, [1]]
+        for state in states:
+            with pytest.raises(CheckpointError, match="client_state"):
+                engine.save_checkpoint(setup.folder, client_state=state)
+
+    attempt(setup, range(1), before=is_refused)
+    resumed = attempt(setup, range(2), tmp_path / "none", before=lambda engine, _: engine)
+    assert firsts(resumed) == {1}
+    assert resumed[0][-1].memory_checkpoints.client_state == {"epoch": 3}
+
+
 def kept_aside(setup: Kept, host: str, tmp_path: Path, other: Any) -> list[Any]:
     """After an attempt and, elsewhere, ``other``, ``host`` comes back with what the first left."""
     attempt(setup, range(SAVED))
