@@ -5,7 +5,9 @@ them into their own gradient in place, two GEMMs consume it.
 Gradients are those of the *sum* of the losses: in 16 bits a division by the number of tokens would
 underflow, and the number is not known here. They are summed over chunks in fp32, by GEMMs that
 write fp32 where torch has them (CUDA), and stay fp32 until backward, which multiplies by the
-incoming gradient and rounds once. The logits are rounded to the compute dtype, as everywhere else.
+incoming gradient and rounds once. On CPUs in bf16 the products of several chunks round, too: the
+error of the weight's gradient is up to 1.4 times that of one rounding. The logits are rounded to
+the compute dtype, as everywhere else.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from hf_zero.ops.dispatch import Kernel
 # bytes of a chunk's logits: 5,120 rows of 128,256 in bf16, enough for every GEMM to fill a large
 # GPU
 DEVICE_BYTES = 5 << 28
-# 166 rows of 50,257 in fp32: the products are as with 512 rows, and memory is saved
+# 166 rows of 50,257 in fp32: the products are as with 512 rows, and memory is saved; 16 bits take
+# twice the bytes, since each chunk adds a product of the weight's size
 HOST_BYTES = 32 << 20
 ALIGNED = 64  # columns: 128 bytes in 16 bits
 
@@ -88,9 +91,10 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def rows_of_a_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.device) -> int:
     """Return the rows of even chunks whose logits fit the limit of the device."""
-    limit = HOST_BYTES if device.type == "cpu" else DEVICE_BYTES
+    on_host = device.type == "cpu"
+    limit = (HOST_BYTES << (itemsize == 2)) if on_host else DEVICE_BYTES
     # lower bound: 1,024 rows, which the GEMMs of a GPU need whatever the vocabulary; 128 on a CPU
-    most = max(limit // (vocabulary * itemsize), 128 if device.type == "cpu" else 1024)
+    most = max(limit // (vocabulary * itemsize), 128 if on_host else 1024)
     chunks = max(1, math.ceil(tokens / most))
     return max(1, -(-math.ceil(tokens / chunks) // 16) * 16)
 
@@ -106,8 +110,10 @@ class Gradients:
         self.weight = hidden.new_empty(weight.shape if needs.weight else 0, dtype=dtype)
         self.bias = hidden.new_zeros(weight.shape[0] if needs.bias else 0, dtype=dtype)
         # Without a GEMM from 16 to 32 bits, which cuBLAS has and hipBLAS has not, everything is
-        # computed in 32: a product rounded to 16 is no better for being added in 32.
-        self._widens = dtype != hidden.dtype and not kinds.is_nvidia(hidden.device)
+        # computed in 32. On CPUs bf16, whose products take a quarter of the time, rounds the
+        # product of each chunk; fp16 could overflow in a sum over tokens.
+        rounds = hidden.dtype == torch.bfloat16 and kinds.is_host(hidden.device)
+        self._widens = dtype != hidden.dtype and not (rounds or kinds.is_nvidia(hidden.device))
         self._wanted, self._head, self._begun = (
             needs,
             weight.to(dtype) if self._widens and needs.hidden else weight,
@@ -124,7 +130,7 @@ class Gradients:
             if isinstance(rows, slice):
                 _product(self.hidden[rows], grad, self._head, add=False)
             else:
-                self.hidden[rows] = grad @ self._head
+                self.hidden[rows] = (grad @ self._head).to(self.hidden.dtype)
         if self._wanted.weight:
             _product(self.weight, grad.t(), hidden, add=self._begun)
         if self._wanted.bias:
@@ -141,6 +147,8 @@ def _product(into: torch.Tensor, a: torch.Tensor, right: torch.Tensor, add: bool
     """Compute ``into`` = or += left @ right; ``into`` may be wider than its operands."""
     if into.dtype == a.dtype:
         torch.addmm(into, a, right, beta=1 if add else 0, out=into)
+    elif kinds.is_host(into.device):
+        into.add_(a @ right) if add else into.copy_(a @ right)
     else:
         torch.ops.aten.addmm.dtype_out(into, a, right, into.dtype, beta=1 if add else 0, out=into)
 

@@ -1,9 +1,10 @@
 """Each fused operation, forward and backward, beside eager torch, torch.compile and Liger:
-correctness first, then time, on one GPU.
+correctness first, then time, on one GPU, or on a CPU for heads with their losses.
 
     python scripts/bench/kernels.py [--only rms_norm,swiglu] [--repeats 30] [--out
-    scripts/bench/results] python scripts/bench/kernels.py --device cpu --small          # does it
-    run?
+    scripts/bench/results]
+    python scripts/bench/kernels.py --device cpu --only losses
+    python scripts/bench/kernels.py --device cpu --small          # does it run?
 
 An operation's floor is the larger of its fewest bytes over a measured copy and its fewest FLOPs
 over a measured bf16 matrix product, both taken in the same run; "of the floor" is that time over
@@ -161,7 +162,9 @@ def losses(device: str, small: bool) -> list[Work]:
     from hf_zero.ops.chunked_head import rows_of_a_chunk
     from hf_zero.ops.deferred.chunks import SummedLoss
 
-    rows, width, words = (64, 32, 500) if small else (16384, 2048, 128256)
+    rows, width, words = (16384, 2048, 128256) if device == "cuda" else (4096, 512, 32000)
+    if small:
+        rows, width, words = 64, 32, 500
     hidden, weight = tensor(device, rows, width), tensor(device, words, width, scale=0.02)
     labels = torch.randint(0, words, (rows,), device=device)
 
@@ -250,8 +253,8 @@ def exact(work: Work) -> tuple[tuple[list[Tensor], list[Tensor]], list[Tensor]]:
 
 
 class Clock:
-    """Seconds of a call: CUDA events on a GPU, the wall clock elsewhere; a flush of the cache
-    before each.
+    """Seconds of a call, after a flush of the cache: CUDA events on a GPU, the CPU time of all
+    threads elsewhere.
     """
 
     def __init__(self, device: str) -> None:
@@ -261,9 +264,9 @@ class Clock:
     def __call__(self, call: Callable[[], Any]) -> float:
         self.scratch.zero_()
         if not self.on_gpu:
-            begun = time.perf_counter()
+            begun = time.process_time()
             call()
-            return time.perf_counter() - begun
+            return time.process_time() - begun
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(BUSY)  # the host launches all of it meanwhile
         begin.record()

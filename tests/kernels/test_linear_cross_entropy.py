@@ -120,7 +120,9 @@ def test_where_no_label_counts_the_loss_is_nan_and_the_gradients_are_zero(form: 
 
 
 def test_in_16_bits_the_error_is_no_larger_than_torchs(form: str) -> None:
-    """And a small gradient does not underflow in fp16."""
+    """But for the gradient of a weight in bf16 on a CPU, whose every chunk rounds a product: twice
+    torch's variance. And a small gradient does not underflow in fp16.
+    """
     tokens, vocabulary = 64, 128
     for dtype, spread in ((torch.bfloat16, 0.02), (torch.float16, 0.3)):
         wide = [torch.randn(tokens, WIDTH), torch.randn(vocabulary, WIDTH) * spread]
@@ -128,12 +130,16 @@ def test_in_16_bits_the_error_is_no_larger_than_torchs(form: str) -> None:
         narrow = [each.to(dtype).requires_grad_() for each in wide]
         exact = [each.detach().double().requires_grad_() for each in narrow]
         truth = plain_loss(*exact, labels)
-        ours = chunked_loss(*narrow, labels, chunk=16)
         torchs = plain_loss(*narrow, labels)
-        losses = ((truth, exact), (ours, narrow), (torchs, narrow))
-        for true, our, their in zip(*([loss, *grads(loss, given)] for loss, given in losses)):
-            error, bound = (float((x - true).norm() / true.norm()) for x in (our, their))
-            assert error <= 1.1 * bound + 1e-6, (dtype, error, bound)
+        for chunk in (16, tokens):
+            ours = chunked_loss(*narrow, labels, chunk=chunk)
+            losses = ((truth, exact), (ours, narrow), (torchs, narrow))
+            values = ([loss, *grads(loss, given, retain_graph=True)] for loss, given in losses)
+            for number, (true, our, their) in enumerate(zip(*values)):
+                error, bound = (float((x - true).norm() / true.norm()) for x in (our, their))
+                rounds = dtype == torch.bfloat16 and number == 2 and chunk < tokens
+                most = 2**0.5 if rounds else 1.1
+                assert error <= most * bound + 1e-6, (dtype, chunk, number, error, bound)
     given, labels = operands(torch.float16)
     wide, many = [each.double() for each in given[:2]], torch.tensor(10_000_000)
     loss = chunked_loss(*given[:2], labels, num_items=many)
