@@ -9,6 +9,7 @@ Python process: standard library only, and the costly parts of it late.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from importlib import import_module
@@ -138,8 +139,13 @@ def facade_spec(fullname: str = NAME) -> ModuleSpec:
 
 
 def is_ours(module: ModuleType) -> bool:
-    """Return whether a module named ``deepspeed`` is hf-zero's facade."""
-    return os.path.dirname(os.path.abspath(getattr(module, "__file__", None) or "")) == FOLDER
+    """Return whether a module named ``deepspeed`` is hf-zero's facade. Asked many times a step."""
+    return _is_in_folder(getattr(module, "__file__", None) or "")
+
+
+@functools.cache
+def _is_in_folder(file: str) -> bool:
+    return os.path.dirname(os.path.abspath(file)) == FOLDER
 
 
 def _api() -> dict[str, Module]:
