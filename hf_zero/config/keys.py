@@ -120,6 +120,21 @@ OWN_AUTOS: frozenset[str] = frozenset(
     ("kernels", "attention_backend", "zero_optimization.offload_optimizer.ratio")
 )
 
+# Keys and sections of the features whose pages are marked experimental.
+EXPERIMENTAL = (
+    *("tensor_parallel", "sequence_parallel_size", "context_parallel_size", "tiled_mlp"),
+    *("expert_parallel", "pipeline", "compressed_communication", "zero_optimization.zeropp"),
+    *("zero_optimization.zero_quantized", "zero_optimization.zero_hpz", "zero_optimization.mics"),
+    *("replicate_size", "progressive_layer_drop", "quantize_training", "compression_training"),
+    *("quantization_aware_training", "training_phases", "curriculum_learning", "data_efficiency"),
+)
+
+
+def is_experimental(path: str) -> bool:
+    """Return whether any version may change the key ``path``."""
+    return path.startswith(EXPERIMENTAL) and KEYS[path].status is Status.ACTIVE
+
+
 _STAGE3_FIELDS = (
     "prefetch_bucket_size param_persistence_threshold model_persistence_threshold "
     "max_live_parameters max_reuse_distance "

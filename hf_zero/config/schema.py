@@ -9,7 +9,7 @@ from dataclasses import fields
 from textwrap import wrap
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, PASSED_ON, TRANSLATED
-from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS
+from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS, is_experimental
 from hf_zero.config.reading import SWITCHES
 from hf_zero.config.settings import Settings
 from hf_zero.config.value_types import DTYPE, Key, Status
@@ -175,6 +175,8 @@ def _item(key: Key) -> str:
         if key.default not in (None, ()):
             default = f" Default: `{_json(key.default)}`."
     ending = "" if meaning.endswith(".") else "."
+    if is_experimental(key.path):
+        default += " Experimental."
     text = f"- **`{key.path.rpartition('.')[2]}`**: {value}{_sentence(meaning)}{ending}{default}"
     return "\n".join(wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False))
 

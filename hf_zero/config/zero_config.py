@@ -18,7 +18,7 @@ from hf_zero.config import explaining, kernels, resolving
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, read_any
 from hf_zero.config.explaining import ExplainRow, Unset
 from hf_zero.config.files import SourcedDict, load_file, load_text
-from hf_zero.config.keys import ANSWERS, KEYS
+from hf_zero.config.keys import ANSWERS, KEYS, is_experimental
 from hf_zero.config.offload import OffloadOptimizer, OffloadParam
 from hf_zero.config.reading import SWITCHES, ConfigReading
 from hf_zero.config.refusals import Check, check_reading, complete, refusals
@@ -268,6 +268,15 @@ class ZeroConfig(Settings):
         key, or "computed: …".
         """
         return explaining.sources(self._reading)
+
+    @property
+    def experimental(self) -> list[str]:
+        """Return the keys with an effect here that any version may change."""
+        return sorted(
+            path
+            for path, value in self._reading.values.items()
+            if is_experimental(path) and value not in (None, KEYS[path].default)
+        )
 
     def to_dict(self, unset: Unset = "omit") -> SourcedDict:
         """Return the configuration in DeepSpeed's dialect, serializable as JSON; :meth:`from_dict`

@@ -21,6 +21,11 @@ def describe(report: PreflightReport) -> None:
     logger.info("%s\n%s", summary(report), _shown(report.plan.settings))
     _tell_of_idle_offload(report.plan)
     _tell_of_idle_updates(report.plan)
+    if experimental := report.plan.settings.experimental:
+        logger.warning(
+            "experimental keys, which any version may change: %s (`hf-zero docs compatibility`)",
+            ", ".join(experimental),
+        )
 
 
 def summary(report: PreflightReport) -> str:

@@ -7,12 +7,14 @@ from __future__ import annotations
 import json
 import sys
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.config.keys import KEYS
+from hf_zero.config.keys import EXPERIMENTAL, KEYS, is_experimental
 from hf_zero.config.value_types import Key, Status
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.config.samples import VALUES
@@ -121,3 +123,19 @@ def test_the_configuration_needs_neither_torch_nor_hugging_face() -> None:
     )
     done = completed([sys.executable, "-c", code], timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_experimental_keys_are_those_of_pages_marked_so() -> None:
+    docs = Path(hf_zero.__file__).with_name("docs")
+    pages = [page.read_text() for page in docs.glob("*.md")]
+    marked = "".join(page for page in pages if "**Stability:** experimental" in page)
+    for prefix in EXPERIMENTAL:
+        assert any(is_experimental(path) for path in KEYS if path.startswith(prefix)), prefix
+        assert prefix.rpartition(".")[2] in marked, prefix
+
+
+def test_a_configuration_names_its_experimental_keys() -> None:
+    config = ZeroConfig(2, replicate_size=2, compressed_communication={"bits": 4}, timeout=9.0)
+    assert config.experimental == ["compressed_communication.bits", "replicate_size"]
+    for plain in (ZeroConfig(2), ZeroConfig(2, replicate_size=1)):
+        assert plain.experimental == []

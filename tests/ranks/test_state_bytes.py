@@ -341,3 +341,13 @@ def test_large_memory_on_the_host_has_huge_pages():
             elif here and line.startswith("VmFlags"):
                 flags = line
         assert " hg" in flags, flags
+
+
+@pytest.mark.parametrize("keys", [{}, {"replicate_size": 2}])
+def test_a_run_warns_of_the_experimental_keys_that_it_uses(keys, heard):
+    def run(rank, model):
+        start(model, adamw(model), {**config_of(1), **keys}).destroy()
+
+    on_ranks(RANKS, run)
+    warned = [line for line in heard if "experimental" in line]
+    assert len(warned) == len(keys) and all("replicate_size" in line for line in warned)
