@@ -292,7 +292,7 @@ class TrainingEngine(EngineParts):
         must be in the model, train from the next step on. Collective, after a step.
         """
         params = group["params"]
-        if not isinstance(params, torch.Tensor):
+        if not isinstance(params, (torch.Tensor, set)):  # torch refuses a set
             params = list(params)
         optimizer, added = self.optimizer, {**group, "params": params}
         rebuild(

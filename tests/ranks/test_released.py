@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+import hf_zero
 from hf_zero.errors import HfZeroError, PartitionError, ReleasedParameterError
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import seeded
-from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, adamw, plain_sgd
 
 RANKS = 2
@@ -70,17 +71,24 @@ def test_what_a_released_parameter_answers_and_what_is_refused(rank, model):
 @in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_casts_further_groups_and_clipping_by_hand_are_refused(rank, model, stage):
-    """The Trainer calls model.to(device) on a model that is there already."""
+    """The Trainer calls model.to(device) on a model that is there already. A refused cast changes
+    no buffer, either.
+    """
+    model = nn.ModuleDict({"statistics": nn.BatchNorm1d(3, affine=False), "model": model})
+    model.forward = model.model.forward
     optimizer = adamw(model)
     engine = start(model, optimizer, config_of(stage))
     for cast in (model.half, model.double, lambda: model.to(torch.bfloat16)):
         with pytest.raises(HfZeroError, match=r"dtype|cast|precision|sharded"):
             cast()
+    assert model.statistics.running_mean.dtype == torch.float32
     assert model.to("cpu") is model
     model.cpu()
     groups = len(optimizer.param_groups)
     with pytest.raises(PartitionError, match="initialize"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(TypeError, match="ordered collections"):
+        optimizer.add_param_group({"params": {torch.nn.Parameter(torch.zeros(2))}})
     assert len(optimizer.param_groups) == groups
     engine.backward(squared(engine, At(0, 0, rank)))
     for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
@@ -153,6 +161,35 @@ def test_a_new_module_around_a_parameter_is_moved_to_where_that_is(rank, model, 
         with pytest.raises(ReleasedParameterError, match=NAME):
             Adapter(weight).half()
     run_steps(engine, rank, [0])
+
+
+@in_turn("stage", (0, 2, 3))
+@on_each_rank(RANKS)
+def test_arrays_of_weights_and_gradients_may_be_taken(rank, model, stage):
+    """Memory that ``numpy()`` has made an array's cannot be freed by resizing it."""
+    engine = start(model, adamw(model), config_of(stage))
+    weight, arrays = model.blocks[0].up.weight, []
+    model.blocks[0].register_forward_hook(lambda *_: arrays.append(weight.detach().numpy()))
+
+    def look(optimizer, *_):
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        arrays.extend(p.grad.numpy() for p in tensors if p.grad is not None)
+
+    engine.optimizer.register_step_pre_hook(look)
+    run_steps(engine, rank, range(2))
+    with hf_zero.GatheredParameters([weight]):
+        array = weight.detach().cpu().numpy()
+    before = array.copy()
+    run_steps(engine, rank, [2])
+    assert stage < 3 or (array == before).all()
+    plain = stack()
+    optimizer = adamw(plain)
+    for step in range(3):
+        optimizer.zero_grad()
+        sum(squared(plain, At(step, 0, each)) / RANKS for each in range(RANKS)).backward()
+        optimizer.step()
+    for name, value in full_weights(engine).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=2e-5, atol=1e-6)
 
 
 WIDTH = 8

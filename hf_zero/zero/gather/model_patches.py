@@ -149,6 +149,7 @@ class ModuleGuards:
         self._part = False  # the state_dict call under way is for a part of the model
         self._whole_source: WholeSource | None = None  # of whole parameters, in place of gathers
         self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
+        self._applies = False  # a call of ``_apply`` is under way
         # load_state_dict calls under way, by module
         self._loads: dict[nn.Module, _LoadCall] = {}
         # Result of the last walk: modules, their numbers of parameters and children, all of these
@@ -196,6 +197,10 @@ class ModuleGuards:
             ]
             if owned:
                 self._own[module] = owned
+        holding = set(self._own)  # and the modules that contain these
+        for module in reversed(list(modules_of(self._model))):
+            if module in holding or not holding.isdisjoint(module._modules.values()):
+                holding.add(module)
                 module.__dict__["_apply"] = Override(partial(self._apply, module), module, "_apply")
                 self._patched.append(module)
 
@@ -419,24 +424,39 @@ class ModuleGuards:
     def _apply(
         self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
-        for child in module.children() if recurse else ():
-            child._apply(fn)
-        for parameter in module._parameters.values():
-            if isinstance(parameter, OwnedParameter):
-                # scales of quantized weights keep their dtype in a cast of their module
-                dtype = torch.uint8 if is_attached(parameter) else parameter.dtype
-                probe = fn(torch.empty(0, dtype=dtype, device=parameter.device))
-                if probe.dtype != dtype or probe.device != parameter.device:
-                    raise PartitionError(
-                        f"{name_of(parameter)} is {parameter.dtype} on {parameter.device} and "
-                        f"cannot become {probe.dtype} on {probe.device} now that an "
-                        "engine owns it; move or cast the model before, load it with dtype=, and "
-                        "choose bf16 or fp16 in the config"
-                    )
+        outermost, self._applies = not self._applies, True
+        try:
+            if outermost:  # before any module is changed
+                for part in module.modules() if recurse else (module,):
+                    _refuse_change(part, fn)
+            if module not in self._own:
+                return type(module)._apply(module, fn, recurse)
+            for child in module.children() if recurse else ():
+                child._apply(fn)
+        finally:
+            self._applies = not outermost
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = fn(buffer)
         return module
+
+
+def _refuse_change(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise PartitionError if ``fn`` changes the dtype or the device of an owned parameter of
+    ``module``.
+    """
+    for parameter in module._parameters.values():
+        if not isinstance(parameter, OwnedParameter):
+            continue
+        # scales of quantized weights keep their dtype in a cast of their module
+        dtype = torch.uint8 if is_attached(parameter) else parameter.dtype
+        probe = fn(torch.empty(0, dtype=dtype, device=parameter.device))
+        if probe.dtype != dtype or probe.device != parameter.device:
+            raise PartitionError(
+                f"{name_of(parameter)} is {parameter.dtype} on {parameter.device} and cannot "
+                f"become {probe.dtype} on {probe.device} now that an engine owns it; move or cast "
+                "the model before, load it with dtype=, and choose bf16 or fp16 in the config"
+            )
 
 
 def refuse_switched(flats: Sequence[FlatBuffer]) -> None:

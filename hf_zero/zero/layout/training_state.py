@@ -362,6 +362,8 @@ class GradientMemory:
         none of the gradients is needed any more.
         """
         current = streams.current_stream(self._whole.device) if self._on_streams else None
+        if not (allocated or self._keeps):  # tensor.numpy() has made it an array's, too
+            self._keeps = self.is_allocated and not self._whole.untyped_storage().resizable()
         if allocated == self.is_allocated or self._keeps:
             if allocated and current is not None and self._origin and current != self._origin[0]:
                 # torch's allocator may have reused memory that work on that stream still reads

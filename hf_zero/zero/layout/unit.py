@@ -470,6 +470,8 @@ class Unit:
         ):
             for flat in self.sharded_flats:
                 references = (keep_views or self._aliased) and flat.references
+                # tensor.numpy() has made it an array's, too
+                references = references or not flat.full.untyped_storage().resizable()
                 flat.user_writes.drop_aliases()
                 flat.handles.point_at_nothing()
                 if references:
