@@ -49,14 +49,15 @@ def is_off(name: str) -> bool:
 
 
 def positive_number(
-    name: str, environ: Mapping[str, str] = os.environ, most: int | None = None
+    name: str, environ: Mapping[str, str] | None = None, most: int | None = None
 ) -> int | None:
-    """Return the whole number that the variable ``name`` holds, or None if it is unset or empty.
+    """Return the whole number that the variable ``name`` of ``environ`` (None: of this process)
+    holds, or None if it is unset or empty.
 
     Raises:
         ConfigError: it holds something else, or a number below 1 or above ``most``.
     """
-    value = environ.get(name, "").strip()
+    value = (os.environ if environ is None else environ).get(name, "").strip()
     if not value:
         return None
     if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= (most or int(value)):
@@ -65,7 +66,7 @@ def positive_number(
     return int(value)
 
 
-def local_world_size(default: int, environ: Mapping[str, str] = os.environ) -> int:
+def local_world_size(default: int, environ: Mapping[str, str] | None = None) -> int:
     """Return the number of ranks on this host as the launcher states it, else ``default``.
 
     Raises:

@@ -178,8 +178,8 @@ class Share:
     source: str
 
 
-def share_of_this_rank(environ: Mapping[str, str] = os.environ) -> Share:
-    """Return the threads for this rank.
+def share_of_this_rank(environ: Mapping[str, str] | None = None) -> Share:
+    """Return the threads for this rank, by the variables of ``environ`` (None: of this process).
 
     ``HF_ZERO_THREADS`` if it is set. Else the cores of the affinity mask, divided by
     ``LOCAL_WORLD_SIZE`` unless the launcher has bound this rank to a part of its own; at most the
