@@ -16,10 +16,11 @@ from torch.optim import lr_scheduler as schedules
 import hf_zero
 from hf_zero.optim import Lion
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import config_of, start
+from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import layers
+from tests.helpers.stacks import layers, on_ranks, squared, stack
+from tests.helpers.training import At, adamw
 
 Make = Callable[[Any], torch.optim.Optimizer]
 ROWS = 4
@@ -450,3 +451,53 @@ def test_a_partial_state_dict_changes_what_it_names(stage: int, precision: str) 
         engine.destroy()
 
     run_ranks(2, over)
+
+
+def without_first_moments(optimizer, state):
+    state = deepcopy(state)
+    for entries in state["state"].values():
+        entries["exp_avg"].zero_()
+    return state
+
+
+def zero_first_moments(optimizer):
+    for entries in optimizer.state.values():
+        entries["exp_avg"].zero_()
+
+
+@in_turn(
+    "hook, stage, offloads",
+    [("load pre", 2, False), ("load post", 3, True), ("state_dict post", 2, True)],
+    long=[("load pre", 3, True), ("load post", 2, False), ("state_dict post", 3, False)],
+)
+def test_hooks_of_an_optimizers_state_dict_change_state(hook, stage, offloads):
+    """As in plain torch: each register_... hook sees the state, and what it changes counts."""
+
+    def train(optimizer, loss_of, backward):
+        register, change = {
+            "load pre": (optimizer.register_load_state_dict_pre_hook, without_first_moments),
+            "load post": (optimizer.register_load_state_dict_post_hook, zero_first_moments),
+            "state_dict post": (optimizer.register_state_dict_post_hook, without_first_moments),
+        }[hook]
+        register(change)
+        for step in range(4):
+            if step == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+            backward(loss_of(step))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(rank, model):
+        zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offloads else {})
+        engine = start(model, adamw(model), config_of(stage, zero_optimization=zero))
+        train(engine.optimizer, lambda step: squared(engine, At(step, 0, rank)), engine.backward)
+        return full_weights(engine)
+
+    plain = stack()
+
+    def mean(step):
+        return sum(squared(plain, At(step, 0, each)) / 2 for each in range(2))
+
+    train(adamw(plain), mean, lambda loss: loss.backward())
+    for name, value in on_ranks(2, run)[0].items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=2e-5, atol=1e-6)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -114,9 +114,13 @@ class _EngineMethods:
         if alive is None:
             return type(self._optimizer).state_dict(self._optimizer)
         alive.changes.refuse("optimizer.state_dict()")
-        with alive.optimizer_step.counted_state() as changed:
+        with (
+            alive.optimizer_step.counted_state() as changed,
+            _taken_hooks(self._optimizer, "_optimizer_state_dict_post_hooks") as hooks,
+        ):
             packed = alive.bound.packed(type(self._optimizer).state_dict(self._optimizer))
-            return deepcopy(packed) if changed else packed
+            packed = deepcopy(packed) if changed else packed
+        return _through(hooks, self._optimizer, packed)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         alive = self._engine()
@@ -127,11 +131,20 @@ class _EngineMethods:
         alive.changes.refuse_pending_update("optimizer.load_state_dict()")
         alive.updater.finish()
         alive.train_unfrozen(loads=True)
-        state_dict = alive.bound.with_positions(state_dict)
-        source = SavedSegments(state_dict, alive)
-        type(self._optimizer).load_state_dict(self._optimizer, alive.bound.settings_of(state_dict))
-        self.watch_state()
-        transfer(source, alive, weights=False)
+        names = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
+        with (
+            _taken_hooks(self._optimizer, names[0]) as before,
+            _taken_hooks(self._optimizer, names[1]) as after,
+        ):
+            state_dict = _through(before, self._optimizer, dict(state_dict))
+            state_dict = alive.bound.with_positions(state_dict)
+            source = SavedSegments(state_dict, alive)
+            settings = alive.bound.settings_of(state_dict)
+            type(self._optimizer).load_state_dict(self._optimizer, settings)
+            self.watch_state()
+            transfer(source, alive, weights=False)
+        for hook in after:
+            hook(self._optimizer)
 
     def _wait(self) -> None:
         alive = self._engine()
@@ -147,6 +160,29 @@ class _EngineMethods:
         state = self._optimizer.state = SegmentStates(dict, self._optimizer.state)
         state.refuse, state.restart = _refuse_parameter, self._restart
         state.wait = self._wait if self._offloads else None
+
+
+@contextmanager
+def _taken_hooks(optimizer: torch.optim.Optimizer, name: str) -> Iterator[list[Callable[..., Any]]]:
+    """Yield the hooks ``name`` of ``optimizer``, which torch does not call meanwhile: they belong
+    before or after what the engine adds to torch's method.
+    """
+    hooks = vars(optimizer).get(name, _MISSING)
+    setattr(optimizer, name, OrderedDict())
+    try:
+        yield list(hooks.values()) if isinstance(hooks, Mapping) else []
+    finally:
+        _set_attribute(optimizer, name, hooks)
+
+
+def _through(
+    hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer, state_dict: Any
+) -> Any:
+    """Return ``state_dict`` as ``hooks`` change or replace it."""
+    for hook in hooks:
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    return state_dict
 
 
 def _set_attribute(optimizer: torch.optim.Optimizer, name: str, value: object) -> None:
