@@ -18,9 +18,9 @@ counter-based); with ``per_rank`` also of the rank. So ranks agree without commu
 extra forwards one of them runs, and a resumed run makes the same decisions as an uninterrupted one.
 All forwards before the backward of a micro-batch skip the same blocks: a loss over several of them
 (a comparison of two answers, say) is a loss of one network. Where only blocks train (adapters,
-say), one trainable block is always kept, so that the loss has a gradient. Recomputation in a
-backward reuses the decisions of its forward. Blocks that a script calls directly, outside a forward
-of a larger module, are kept.
+say), p is 1 for the trainable block with the largest one, so that the loss always has a gradient.
+Recomputation in a backward reuses the decisions of its forward. Blocks that a script calls
+directly, outside a forward of a larger module, are kept.
 
 [Note: skipped units]
 Units whose blocks all ranks skip are neither gathered nor reduced (``Hooks.left_out_by``), and
@@ -146,11 +146,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
     def _left_out(self, micro_batch: int, p: Sequence[float], rank: int) -> list[bool]:
         """Return, for each block, whether ``rank`` skips it, given keep probabilities ``p``."""
         drawn = draw(self._seed, self._engine.global_steps, micro_batch, len(p), rank)
-        skipped = [u >= bound for u, bound in zip(drawn, p)]
-        if self._training and all(skipped[at] for at in self._training):
-            # otherwise the loss would have no gradient at all
-            skipped[min(self._training, key=lambda at: drawn[at] - p[at])] = False
-        return skipped
+        return [u >= bound for u, bound in zip(drawn, p)]
 
     def _draw(self, forward: OutermostForward) -> Collection[nn.Module]:
         """Decide for ``forward``; return the blocks that all ranks skip."""
@@ -163,6 +159,8 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
             else keep_probability(layer.place, layer.of, theta)
             for layer in self._layers
         ]  # fmt: skip
+        if self._training:
+            p[max(self._training, key=lambda at: p[at])] = 1.0  # or the loss may have no gradient
         ranks = range(engine.world_size) if section.per_rank else (0,)
         left_out = [self._left_out(micro_batch, p, rank) for rank in ranks]
         dropped = left_out[engine.global_rank if section.per_rank else 0]

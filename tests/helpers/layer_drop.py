@@ -135,7 +135,11 @@ class LayerDropJob(Job):
         p = probabilities(at.step, [len(stack) for stack in stacks], self.family == "t5")
         out = left_out(at.step, p, at.micro, at.rank if self.per_rank else 0)
         self.left_out[at.step, at.micro, at.rank] = out
-        blocks = [block for stack in stacks for block in stack]
+        self.leave_out(model, out, p)
+
+    def leave_out(self, model: nn.Module, out: list[bool], p: list[float]) -> None:
+        """Let the plain ``model`` skip the blocks that ``out`` names, and scale the others."""
+        blocks = [block for stack in self.blocks(model) for block in stack]
         for block, gone, each in zip(blocks, out, p):
             block.forward = _switched(block, gone, each)  # type: ignore[method-assign]
 

@@ -263,16 +263,41 @@ def test_a_backward_through_forwards_that_have_left_out_other_blocks(losses, sta
 # ---- what it leaves as it is ----
 
 
+def only_training(model, *blocks):
+    model.requires_grad_(False)
+    for at in blocks:
+        model.blocks[at].requires_grad_(True)
+    return model
+
+
 @in_turn("per_rank", [False, True])
 def test_a_block_that_trains_is_kept_where_nothing_else_does(per_rank):
     section = {"enabled": True, "theta": 0.05, "gamma": 1.0, "per_rank": per_rank}
 
     def run(rank, model):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith((f"blocks.{DEPTH - 1}.", "blocks.0.")))
+        only_training(model, 0, DEPTH - 1)
         run_steps(opened(model, progressive_layer_drop=section), rank, range(8))
 
     on_ranks(2, run, build=small)
+
+
+@in_turn("blocks", [(DEPTH - 1,), (1, 3)])
+@on_each_rank(1, build=small)
+def test_the_block_that_is_always_kept_is_not_scaled(rank, model, blocks):
+    """Its p is 1, so the expectation of its output is that of evaluation."""
+    job, plain = LayerDropJob("stack"), small()
+    engine = opened(only_training(model, *blocks), 0)
+    others = 0
+    for step in range(LATE, LATE + 8):
+        p = probabilities(step, [DEPTH])
+        p[blocks[0]] = 1.0
+        job.leave_out(plain, left_out(step, p), p)
+        others += sum(left_out(step, p))
+        engine.counters.global_steps = step
+        x = features(step, 0, rank)
+        torch.testing.assert_close(engine(x), plain(x))
+    assert others > 8
+    engine.destroy()
 
 
 def late(family, stage):
