@@ -18,7 +18,8 @@ from hf_zero.config.accelerate_yaml import is_accelerate
 from hf_zero.config.files import DICT, SourcedDict, flattened, load_file, load_text, merge
 from hf_zero.config.keys import KEYS, OWN_AUTOS
 from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, launch_command
-from hf_zero.config.reading import SWITCHES
+from hf_zero.config.reading import AUTO, SWITCHES
+from hf_zero.config.resolving import ACCUMULATION
 from hf_zero.deepspeed.zero_init import forced_config
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import name_the_size
@@ -44,14 +45,24 @@ def read_strictly(original: Original, self: HfDeepSpeedConfig, config_file_or_di
 
 def add_written_keys(original: Original, self: DeepSpeedPlugin) -> None:
     """Wraps ``DeepSpeedPlugin.__post_init__``: adds the launcher file's keys that Accelerate does
-    not pass on to the ranks, records the source of each, and keeps a written ``steps_per_print``,
-    which Accelerate replaces by infinity.
+    not pass on to the ranks, records the source of each, keeps a written ``steps_per_print``,
+    which Accelerate replaces by infinity, and leaves accumulation to the Accelerator where the
+    configuration has no key of it, for which Accelerate would write 1.
     """
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
     from_launcher = (
         self.hf_ds_config is None
         and os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none"
     )
     value = self.hf_ds_config
+    if finder.chosen() and not from_launcher:
+        given = os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] if value is None else value
+        if isinstance(given, (dict, str)) and given != "none":
+            given = HfDeepSpeedConfig(given)
+        if isinstance(given, HfDeepSpeedConfig):
+            given.config.setdefault(ACCUMULATION, AUTO)
+            self.hf_ds_config = given
     original(self)
     if not (finder.chosen() and isinstance(self.deepspeed_config, SourcedDict)):
         return

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from hf_zero.config import OffloadOptimizer, ZeroConfig
 from hf_zero.config.explaining import written
@@ -119,6 +120,47 @@ def test_a_file_a_dict_or_a_preset_of_the_plugin(
     ):
         with pytest.raises(ConfigError, match=says):
             plugin(monkeypatch, given)
+
+
+LOOP = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+
+
+@in_turn("by", ["preset", "dict", "object", "variable"])
+def test_an_accumulation_that_the_configuration_leaves_to_the_accelerator(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget()
+    (tmp_path / "loop.json").write_text(json.dumps(LOOP))
+    if by == "variable":
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "loop.json"))
+    given = {"preset": "zero3", "dict": {**LOOP}, "object": HfDeepSpeedConfig({**LOOP})}
+    ours = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=3,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=given.get(by)),
+    )
+    reference, model = small(), small()
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    engine, optimizer, data = ours.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader(6)
+    )
+    found, expected = [], []
+    for micro_batch, (batch, other) in enumerate(zip(data, loader(6), strict=True)):
+        with ours.accumulate(engine):
+            loss = engine(**batch).loss
+            ours.backward(loss)
+            ours.clip_grad_norm_(engine.parameters(), float("inf"))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(loss.item())
+        loss = reference(**other).loss
+        (loss / 3).backward()
+        if micro_batch % 3 == 2:
+            theirs.step()
+            theirs.zero_grad()
+        expected.append(loss.item())
+    assert engine.global_steps == 2
+    assert_close(found, expected)
 
 
 # -- offload --------------------------------------------------------------------------------------

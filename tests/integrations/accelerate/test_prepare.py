@@ -129,7 +129,7 @@ def test_the_ranks_of_a_ring_are_counted_as_sequence_parallel(case: str) -> None
     sizes, keys, division = RINGS[case]
     forget()
     parallelism = ParallelismConfig(**sizes)  # type: ignore[arg-type]
-    named = DeepSpeedPlugin(hf_ds_config=ZERO3 | keys)
+    named = DeepSpeedPlugin(hf_ds_config=ZERO3 | {"gradient_accumulation_steps": 1} | keys)
     found = Accelerator(deepspeed_plugin=named, parallelism_config=parallelism)
     assert "auto" not in named.deepspeed_config.values()
     assert is_sharded(found)
