@@ -110,23 +110,31 @@ def train_anew(
     trial: object = None,
     ignore_keys_for_eval: object = None,
 ) -> object:
-    """Wraps ``Trainer.train``: a second ``train()`` continues with the model of the first, and
-    resuming uses the last complete checkpoint. Signals that save are handled until it ends.
+    """Wraps ``Trainer.train``: a second ``train()`` continues with the model of the first, unless
+    ``model_init`` makes another, and resuming uses the last complete checkpoint. Signals that save
+    are handled until it ends. Raises ConfigError for a trial whose arguments have no configuration.
     """
     if finder.chosen():
         verify_state(self)
     if under_zero(self):
         from hf_zero.engine import Engine
 
+        searches = self.hp_search_backend is not None and trial is not None
+        if searches and self.args.deepspeed is None:
+            raise ConfigError(
+                "hyperparameter_search fills the ZeRO configuration anew from the arguments of "
+                "each trial, and these have none; pass "
+                "args=hf_zero.TrainingArguments(zero_config=...) to the Trainer, in place of a "
+                "ZeroCallback or the launcher's configuration"
+            )
         engine: object = self.deepspeed
         if isinstance(engine, Engine):
             from hf_zero.integrations.engine_teardown import destroy_and_restore
 
             if not engine.destroyed:  # by accelerator.free_memory(), or for a smaller batch
                 destroy_and_restore(engine)
-            assert self.model is not None
             self.model_wrapped, self.deepspeed = self.model, None
-            if resume_from_checkpoint in (None, False):
+            if resume_from_checkpoint in (None, False) and self.model_init is None:
                 log_rank0(
                     "another train() goes on with the weights and with a new optimizer, as the "
                     "Trainer has it under ZeRO"

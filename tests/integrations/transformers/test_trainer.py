@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import peft
@@ -175,6 +178,61 @@ def test_a_second_train_goes_on_with_a_new_optimizer(
         assert_same_training(run, plain)
         said = "another train() goes on with the weights and with a new optimizer"
         assert sum(said in text for text in heard_in_full) == 1
+
+
+class Trial(SimpleNamespace):
+    """One of a study of optuna."""
+
+    def report(self, objective: float, step: int) -> None: ...
+
+    def should_prune(self) -> bool:
+        return False
+
+
+class Study:
+    def __init__(self) -> None:
+        self.objectives: list[float] = []
+
+    def optimize(self, objective: Any, n_trials: int, **_: Any) -> None:
+        self.objectives += [objective(Trial(number=n, params={})) for n in range(n_trials)]
+        best = min(self.objectives)
+        at = self.objectives.index(best)
+        self.best_trial = SimpleNamespace(number=at, value=best, params={})
+
+    def _is_multi_objective(self) -> bool:
+        return False
+
+
+def test_a_search_trains_a_model_of_its_own_in_each_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard_in_full: list[str]
+) -> None:
+    """With a stand-in for optuna."""
+    optuna = ModuleType("optuna")
+    optuna.__spec__ = ModuleSpec("optuna", None)
+    vars(optuna).update(Trial=Trial, trial=SimpleNamespace(BaseTrial=Trial))
+    monkeypatch.setitem(sys.modules, "optuna", optuna)
+    chosen = [
+        {"learning_rate": 1e-3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+        {"learning_rate": 3e-2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    ]
+
+    def search(route: str) -> list[float]:
+        forget()
+        study = Study()
+        vars(optuna)["create_study"] = lambda **_: study
+        run = routed(route, 3, tmp_path / route, model=None, model_init=lambda: model())
+        run.hyperparameter_search(
+            hp_space=lambda trial: chosen[trial.number], n_trials=2, backend="optuna"
+        )
+        return study.objectives
+
+    expected = search("plain")
+    for route in ("ours", "stock"):
+        assert search(route) == pytest.approx(expected, rel=1e-5)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-2)
+    assert not any("goes on with the weights" in text for text in heard_in_full)
+    with pytest.raises(ConfigError, match=r"TrainingArguments\(zero_config"):
+        search("callback")
 
 
 def test_the_engine_has_the_batch_that_fits(tmp_path: Path) -> None:
