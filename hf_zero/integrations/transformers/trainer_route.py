@@ -19,6 +19,7 @@ contradictions are reported with both values.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -51,9 +52,11 @@ ZeroConfigLike = ZeroConfig | Mapping[str, object] | str | os.PathLike[str]
 
 SAVE_WEIGHTS = "stage3_gather_16bit_weights_on_model_save"
 
+CLIPPING = "gradient_clipping"
+
 FROM_ARGUMENTS = (
     *BATCH,
-    "gradient_clipping",
+    CLIPPING,
 )
 
 # Hyper-parameters filled from the arguments, by optimizer and by schedule; others keep the defaults
@@ -326,7 +329,10 @@ def fill_from_arguments(
     open_left_out(self.config)
     if auto_find_batch_size:  # the sizes are those of an attempt with a larger batch
         self.config[MICRO] = self.config[TOTAL] = AUTO
+    filled = self.config[CLIPPING] == AUTO
     original(self, args, auto_find_batch_size)
+    if filled and args.max_grad_norm is not None and not 0.0 < args.max_grad_norm < math.inf:
+        self.config[CLIPPING] = 0.0  # limits with which the plain Trainer does not clip
     if not any((args.fp16, args.bf16, args.fp16_full_eval, args.bf16_full_eval)):
         # The flags are off unless given, and --bf16 is refused on a CPU: a precision in the
         # config alone is not a contradiction.

@@ -24,6 +24,7 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.models import VOCAB
 from tests.helpers.offloads import offload
 from tests.helpers.plain_process import forget
@@ -233,6 +234,14 @@ def test_a_search_trains_a_model_of_its_own_in_each_trial(
     assert not any("goes on with the weights" in text for text in heard_in_full)
     with pytest.raises(ConfigError, match=r"TrainingArguments\(zero_config"):
         search("callback")
+
+
+@in_turn("limit", [float("inf"), -1.0])
+def test_a_limit_with_which_the_trainer_does_not_clip(limit: float, tmp_path: Path) -> None:
+    chosen = {"max_grad_norm": limit, "max_steps": 2, "optim": "sgd", "learning_rate": 0.1}
+    expected = trained("plain", 0, tmp_path, **chosen)
+    forget()
+    assert_same_training(trained("ours", 3, tmp_path, **chosen), expected)
 
 
 def test_the_engine_has_the_batch_that_fits(tmp_path: Path) -> None:
