@@ -64,14 +64,18 @@ _told: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose checkpoints 
 
 
 def find_zero_callback(original: Original, self: Trainer, *args: object, **kwargs: object) -> None:
-    """Wraps ``Trainer.__init__``: a ZeroCallback among the callbacks routes this Trainer."""
+    """Wraps ``Trainer.__init__``: a ZeroCallback among the callbacks routes this Trainer. Raises
+    ConfigError for a scheduler without its optimizer.
+    """
     callback = find_callback(original, self, args, kwargs)
     if callback is None:
         original(self, *args, **kwargs)
+        _refuse_scheduler_alone(self)
         return
     setattr(self, CALLBACK, callback)
     vars(callback)["trainer"] = weakref.ref(self)  # whose batches it counts
     original(self, *args, **kwargs)
+    _refuse_scheduler_alone(self)
     # First, before the reporters, so that its additions to the logs reach them.
     callbacks = self.callback_handler.callbacks
     callbacks.remove(callback)
@@ -87,6 +91,17 @@ def route_accelerator(original: Original, self: Trainer) -> None:
     if expected or under_zero(self):
         verify(self)
         _refuse_shared_completions(self)
+
+
+def _refuse_scheduler_alone(trainer: Trainer) -> None:
+    """Raise ConfigError for a scheduler whose optimizer is not given: another one would train."""
+    if under_zero(trainer) and trainer.optimizer is None and trainer.lr_scheduler is not None:
+        name = type(trainer.lr_scheduler).__name__
+        raise ConfigError(
+            f"Trainer(optimizers=(None, {name})) gives a scheduler without its optimizer, and it "
+            "would not set the rates of the one that the Trainer makes; pass both, "
+            f"optimizers=(optimizer, {name}), or choose a schedule by lr_scheduler_type"
+        )
 
 
 def _refuse_shared_completions(trainer: Trainer) -> None:

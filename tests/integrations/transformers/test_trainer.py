@@ -123,12 +123,20 @@ def test_names_of_bitsandbytes_train_in_8_bits_without_it(
         trained("ours", 1, tmp_path, "gpt2", model=wide(), optim="ademamix_8bit")
 
 
-def test_two_optimizers_and_a_wrapped_model_are_refused(tmp_path: Path) -> None:
+def test_two_optimizers_a_scheduler_alone_and_a_wrapped_model_are_refused(tmp_path: Path) -> None:
     made = model()
-    given = {"model": made, "optimizers": (torch.optim.SGD(made.parameters(), lr=0.05), None)}
+    given: dict[str, Any] = {"model": made}
+    given["optimizers"] = (torch.optim.SGD(made.parameters(), lr=0.05), None)
     run = routed("ours", 2, tmp_path, config={"optimizer": {"type": "AdamW"}}, **given)
     with pytest.raises(ConfigError, match=r"gives SGD and the ZeRO config gives 'AdamW'"):
         run.train()
+    forget()
+    schedule = torch.optim.lr_scheduler.ConstantLR(given["optimizers"][0])
+    for route in ("ours", "callback"):
+        with pytest.raises(ConfigError, match="ConstantLR"):
+            routed(route, 2, tmp_path, model=made, optimizers=(None, schedule))
+        forget()
+    assert routed("plain", 0, tmp_path, model=made, optimizers=(None, schedule)).optimizer is None
     forget()
 
     class Wrapped(transformers.Trainer):
