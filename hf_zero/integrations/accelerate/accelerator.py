@@ -50,10 +50,16 @@ def keep_the_optimizer(original: Original, optimizer: object) -> object:
 
 def prepare_engines(original: Original, self: Accelerator, *args: object) -> tuple[object, ...]:
     """Wraps ``Accelerator._prepare_deepspeed``: gives new engines the attributes that TRL uses, and
-    registers them so that several models of one script can train.
+    registers them so that several models of one script can train. Returns what this accelerator has
+    prepared before as it is.
     """
     if not finder.chosen():
         return original(self, *args)
+    known = _known(self, args)
+    if any(known):
+        others = [value for value, before in zip(args, known) if not before]
+        rest = iter(prepare_engines(original, self, *others) if others else ())
+        return tuple(value if before else next(rest) for value, before in zip(args, known))
     _refuse_optimizer_alone(args)
     _refuse_second_optimizer(args)
     _refuse_pipelines(args)
@@ -85,6 +91,27 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
     if engines:
         save_by_loop(self)
     return result
+
+
+def _known(accelerator: Accelerator, args: Sequence[object]) -> list[bool]:
+    """Return for each of ``args`` whether it is an engine, optimizer or scheduler that
+    ``accelerator`` has prepared: an engine without an optimizer is not if one comes with it.
+    """
+    from accelerate.utils import DummyOptim
+
+    from hf_zero.engine import Engine
+
+    prepared = {*map(id, (*accelerator._optimizers, *accelerator._schedulers))}
+    optimizers = [value for value in args if isinstance(value, (torch.optim.Optimizer, DummyOptim))]
+    binds = any(id(optimizer) not in prepared for optimizer in optimizers)
+    prepared |= {
+        id(model)
+        for model in accelerator._models
+        if isinstance(model, Engine)
+        and not model.destroyed
+        and (model.bound is not None or not binds)
+    }
+    return [id(value) in prepared for value in args]
 
 
 @contextmanager

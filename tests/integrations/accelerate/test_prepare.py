@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
-from accelerate.utils import DeepSpeedPlugin, DistributedType, DummyScheduler
+from accelerate.utils import DeepSpeedPlugin, DistributedType, DummyOptim, DummyScheduler
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaModel
 
@@ -245,11 +245,17 @@ def test_an_optimizer_apart_from_its_model_is_refused() -> None:
         prepare(of, optimizer)
 
 
-def test_a_model_that_is_prepared_again_has_one_engine(tmp_path: Path) -> None:
+@in_turn("configured", [False, True])
+def test_a_model_that_is_prepared_again_has_one_engine(configured: bool, tmp_path: Path) -> None:
     """The state that is saved is that of the engine that trains."""
+    forget()
     ours = accelerator()
     first = ours.prepare(stack())
-    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    optimizer: Any = torch.optim.SGD(first.parameters(), lr=0.1)
+    if configured:
+        written = {"type": "SGD", "params": {"lr": 0.1}}
+        ours.deepspeed_plugin.deepspeed_config["optimizer"] = written
+        optimizer = DummyOptim(first.parameters())
     engine, optimizer = ours.prepare(first, optimizer)
     assert first.destroyed and ours._models == [engine]
     ours.backward(engine(ROWS).pow(2).mean())
@@ -259,6 +265,24 @@ def test_a_model_that_is_prepared_again_has_one_engine(tmp_path: Path) -> None:
     assert engine.global_steps == 1
     engine.destroy()
     assert engines_of(ours) == []
+
+
+def test_what_is_prepared_already_is_returned_as_it_is() -> None:
+    """As without ZeRO; beside it something new is prepared."""
+    ours, model = accelerator(), stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    given = ours.prepare(model, optimizer, schedule)
+    again = ours.prepare(*given, DataLoader(ROWS, batch_size=4))  # type: ignore[arg-type]
+    assert all(now is before for now, before in zip(again[:3], given, strict=True))
+    assert ours._dataloaders == [again[3]]
+    assert ours.prepare(given[0]) is given[0] and ours.prepare(*given[:2]) == given[:2]
+    assert (ours._models, ours._optimizers, ours._schedulers) == tuple([one] for one in given)
+    ours.backward(given[0](ROWS).pow(2).mean())
+    given[1].step()
+    assert given[0].global_steps == 1
+    with pytest.raises(PartitionError, match="SGD"):
+        ours.prepare(given[0], torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_batch_sizes_of_auto_are_those_of_each_prepare() -> None:
