@@ -169,7 +169,14 @@ class DifficultySchedule:
                 f"{section}.min_difficulty = {self.min_difficulty} is above max_difficulty = "
                 f"{self.max_difficulty}; exchange them"
             )
-        schedule_config = settings.get("schedule_config") or {}
+        schedule_config = settings.get("schedule_config")
+        if schedule_config is None:
+            schedule_config = {}
+        if not isinstance(schedule_config, Mapping):
+            raise ConfigError(
+                f"{section}.schedule_config = {schedule_config!r} is not a section of keys; write "
+                "its keys there, or remove it"
+            )
         for name in _NEEDS[self.schedule_type]:
             if schedule_config.get(name) is None:
                 raise ConfigError(

@@ -332,11 +332,20 @@ class CurriculumLearning:
 
 
 def metrics_of(config: ZeroConfig) -> dict[str, dict[str, object]]:
-    """Return the settings of each active metric; none if a switch is off."""
+    """Return the settings of each active metric; none if a switch is off. Raises ConfigError for a
+    metric without settings.
+    """
     switches = (config.data_efficiency.enabled, config.data_sampling.enabled)
     if not config.metric_curricula.enabled or False in switches:
         return {}
-    return dict(config.metric_curricula.curriculum_metrics or {})
+    metrics = dict(config.metric_curricula.curriculum_metrics or {})
+    for name, settings in metrics.items():
+        if not isinstance(settings, Mapping):
+            raise ConfigError(
+                f"{METRICS}.{name} = {settings!r} is not a section of keys; write min_difficulty, "
+                "max_difficulty and schedule_type there, or remove it"
+            )
+    return metrics
 
 
 def from_config(config: ZeroConfig) -> CurriculumLearning | None:

@@ -171,6 +171,9 @@ def test_configurations_and_data_that_are_refused(tmp_path):
     ):
         with pytest.raises(error, match=said):
             next(iter(started(configured(index, 1, 1, **changes))[1]))
+    for name, settings in (("hard", 5), ("seqlen", None)):
+        with pytest.raises(ConfigError, match=f"metrics.{name} = {settings} is not a section"):
+            started(config_of(1) | sampled.section(**{name: settings}))
     config = configured(index, 1, 1)
     grows = {"training_phases": {"phases": [{"steps": 2}, {"train_batch_size": 16}]}}
     for made, data, error, said in (

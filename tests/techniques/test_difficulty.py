@@ -128,6 +128,8 @@ NO_SCHEDULES = {
     r"max_step = \[5, 5\]": (1, 9, "fixed_discrete", {**DISCRETE, "max_step": [5, 5]}),
     r"max_step = \[0, 5\]": (1, 9, "fixed_discrete", {**DISCRETE, "max_step": [0, 5]}),
     r"max_step = \[5, 5\.5\]": (1, 9, "fixed_discrete", {**DISCRETE, "max_step": [5, 5.5]}),
+    r"schedule_config = \[1\]": (1, 9, "fixed_linear", [1]),
+    r"schedule_config = 0 is": (1, 9, "custom", 0),
     "= 9 is not a list": (1, 9, "fixed_discrete", {"difficulty": 9, "max_step": [1]}),
 }
 
