@@ -436,6 +436,86 @@ def test_scripts_that_leave_out_a_call_train_all_the_same(
     assert_same_weights(engine.module, plain)
 
 
+@in_turn(
+    ("stage", "configured", "clips"),
+    [(1, None, True), (3, None, True), (2, None, False), (1, 0.3, True), (3, 0.3, False)],
+)
+def test_settings_that_are_written_before_a_step_are_those_of_the_step(
+    stage: int, configured: float | None, clips: bool, heard: list[str]
+) -> None:
+    """Only the first step of a configured limit is made in the backward: with those before."""
+    forget()
+    heard.clear()
+    accelerator = accelerator_with(configured, stage)
+    engine, optimizer = prepared(accelerator)
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    limit = configured or (0.3 if clips else 1.0)
+    for step in range(4):
+        accelerator.backward(squared(engine, step))
+        (squared(plain, step) / 2).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
+        if clips:
+            found = accelerator.clip_grad_norm_(engine.parameters(), limit)
+            assert float(found) == pytest.approx(float(norm), rel=1e-5)
+        missed = configured is not None and step == 0
+        for group, other in zip(optimizer.param_groups, theirs.param_groups):
+            group["lr"], group["weight_decay"] = 0.4 / (1 + step), 0.1 * step
+            if not missed:
+                other |= {key: group[key] for key in ("lr", "weight_decay")}
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    engine.destroy(gather=True)
+    assert_same_weights(engine.module, plain)
+    told = [message for message in heard if "a new lr" in message]
+    assert len(told) == (configured is not None)
+
+
+@in_turn("begins", [0, 2])
+def test_a_second_limit_in_one_step(begins: int, heard: list[str]) -> None:
+    """The smaller one counts; the first that comes after other steps comes too late."""
+    forget()
+    heard.clear()
+    accelerator = accelerator_with(None)
+    engine, optimizer = prepared(accelerator)
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(5):
+        accelerator.backward(squared(engine, step))
+        (squared(plain, step) / 2).backward()
+        for limit in (0.3, 0.05, float("inf")) if step >= begins else (0.3,):
+            accelerator.clip_grad_norm_(engine.parameters(), limit)
+            if not (limit == 0.05 and step == begins > 0):
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    assert_same_weights(engine.module, plain)
+    assert len([each for each in heard if "second clip_grad_norm_" in each]) == (begins > 0)
+
+
+def test_rates_of_a_script_that_never_calls_the_step() -> None:
+    """Its scheduler's first rate is that of its first step."""
+    forget()
+    accelerator = accelerator_with(None)
+    model, plain = stack(), stack()
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    falls = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.1) for each in (ours, theirs)]
+    engine, _, schedule = accelerator.prepare(model, ours, falls[0])
+    for step in range(3):
+        accelerator.backward(squared(engine, step))
+        accelerator.clip_grad_norm_(engine.parameters(), 0.3)
+        schedule.step()
+        (squared(plain, step) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        theirs.step()
+        theirs.zero_grad()
+        falls[1].step()
+    assert engine.global_steps == 3
+    assert_same_weights(engine.module, plain)
+
+
 def test_what_is_refused() -> None:
     accelerator = accelerator_with(None)
     assert accelerator.clip_grad_norm_(stack().parameters(), 0.5) is None  # of no engine
