@@ -383,9 +383,15 @@ def hooks_warned_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in caplog.messages if "find no gradients of the parameters" in text]
 
 
-def test_hooks_of_the_optimizer_run_once_a_step(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_of_the_optimizer_run_once_a_step(
+    early: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an update in the backward it is the offload that takes their gradients."""
+    zero = {} if early else {"offload_optimizer": {"device": "cpu"}}
+
     def run(rank: int, model: nn.Module) -> list[int]:
-        engine, calls = opened(model, 2, True), [0, 0]
+        engine, calls = opened(model, 2, early, zero=zero), [0, 0]
 
         def count(at: int) -> Any:
             def hook(*args: Any) -> None:

@@ -150,21 +150,27 @@ class OptimizerStep:
                 self.bound.step_some({flat.optimizer_shard}, steps_before)
             flat.gradient.mark_applied(norm)
 
+    def _warn_of_hooks(self) -> None:
+        """Warn once of hooks before the optimizer's step that do not see all gradients."""
+        apart = "update_in_backward has updated" if self.model.updates_in_backward else ""
+        if not apart and self.updater.units:
+            apart = "offload_optimizer updates"
+        if apart and self.bound.has_pre_hooks and not self._warned_of_hooks:
+            self._warned_of_hooks = True
+            key = apart.partition(" ")[0]
+            log_rank0(
+                "hooks before the optimizer's step find no gradients of the parameters that "
+                f"zero_optimization.{apart}, and change nothing of their update; if they change "
+                f"gradients, switch {key} off",
+                logging.WARNING,
+            )
+
     def _apply_rest(self, divisor: torch.Tensor | None, steps_before: int) -> set[OptimizerShard]:
         """Update each flat buffer on the device that the backward has not updated, unless pre-step
         hooks or a divisor need all gradients at once. Return those updated, there or here.
         """
         applied = set()
-        hooks = self.bound.has_pre_hooks
-        if hooks and not self._warned_of_hooks:
-            self._warned_of_hooks = True
-            log_rank0(
-                "hooks before the optimizer's step find no gradients of the parameters that "
-                "zero_optimization.update_in_backward has updated, and change nothing of their "
-                "update; if they change gradients, switch it off",
-                logging.WARNING,
-            )
-        one_by_one = divisor is None and not hooks
+        one_by_one = divisor is None and not self.bound.has_pre_hooks
         for flat in self.model.trainable:
             if one_by_one and flat.gradient.has_reduced and not flat.optimizer_shard.offloaded:
                 self._apply([flat], steps_before)
@@ -244,6 +250,7 @@ class OptimizerStep:
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
             for extension in self.extensions:
                 extension.before_update()
+            self._warn_of_hooks()
             applied = self._apply_rest(divisor, steps_before) if model.updates_in_backward else ()
             hooks = self.bound.optimizer._optimizer_step_post_hooks
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
