@@ -155,7 +155,7 @@ class OptimizerStep:
         apart = "update_in_backward has updated" if self.model.updates_in_backward else ""
         if not apart and self.updater.units:
             apart = "offload_optimizer updates"
-        if apart and self.bound.has_pre_hooks and not self._warned_of_hooks:
+        if apart and not self._warned_of_hooks:
             self._warned_of_hooks = True
             key = apart.partition(" ")[0]
             log_rank0(
@@ -250,7 +250,8 @@ class OptimizerStep:
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
             for extension in self.extensions:
                 extension.before_update()
-            self._warn_of_hooks()
+            if self.bound.optimizer._optimizer_step_pre_hooks:
+                self._warn_of_hooks()
             applied = self._apply_rest(divisor, steps_before) if model.updates_in_backward else ()
             hooks = self.bound.optimizer._optimizer_step_post_hooks
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
