@@ -73,7 +73,7 @@ def _copied(undo: Callable[[], None], memo: dict[int, object]) -> Callable[[], N
 
 def optimize(
     model: nn.Module,
-    kernels: str | Iterable[str] = "auto",
+    kernels: str | bool | Iterable[str] | None = "auto",
     sparse_attention: SparsityConfig | Mapping[str, object] | None = None,
     *,
     pre_layer_norm: bool = False,
@@ -87,9 +87,10 @@ def optimize(
     Args:
         model: a model of transformers, also inside adapters of PEFT; in any other model only
             LayerNorms are replaced.
-        kernels: "auto" (those that help on this device: :data:`hf_zero.config.kernels.AUTO`),
-            "off", or names of ``NAMES`` there. Without a GPU, norms, activations, rotary, qkv and
-            residual run slow references, whose results are correct.
+        kernels: "auto" or True (those that help on this device:
+            :data:`hf_zero.config.kernels.AUTO`), "off", None or False, or names of ``NAMES`` there.
+            Without a GPU, norms, activations, rotary, qkv and residual run slow references, whose
+            results are correct.
         sparse_attention: a SparsityConfig, DeepSpeed's section as a dict, or None for dense
             attention.
         pre_layer_norm: norms before attention and MLP instead of after them, for BERT-like models
@@ -99,11 +100,12 @@ def optimize(
         ``model``.
 
     Raises:
-        KernelError: an unknown kernel, or a model that ``sparse_attention`` or ``pre_layer_norm``
-            does not support.
+        KernelError: no model, an unknown kernel, or a model that ``sparse_attention`` or
+            ``pre_layer_norm`` does not support.
     """
-    kind = kind_for_auto(kinds.accelerator() or "cpu") if kernels == "auto" else "cpu"
+    kind = kind_for_auto(kinds.accelerator() or "cpu") if kernels in ("auto", True) else "cpu"
     names = _names(kernels, kind)
+    _refuse_no_model(model)
     with torch.inference_mode(False):  # parameters move, and train later
         prepare(model, names, sparse_attention, pre_layer_norm, engine=False)
     return model
@@ -114,14 +116,22 @@ def restore(model: nn.Module) -> nn.Module:
     unchanged.
 
     Raises:
-        KernelError: another replacement of a forward was made since; undo that first.
+        KernelError: no model, or another replacement of a forward was made since; undo that first.
     """
+    _refuse_no_model(model)
     record = model.__dict__.get(RECORD)
     if record is not None:
         with torch.inference_mode(False):
             _undo(record.replacements)
         del model.__dict__[RECORD]
     return model
+
+
+def _refuse_no_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise KernelError(
+            f"{model!r:.60} is of type {type(model).__name__}; pass a torch.nn.Module"
+        )
 
 
 def _undo(replacements: list[Replacement]) -> None:
@@ -136,11 +146,13 @@ def report(model: nn.Module) -> Report:
     return Report(()) if record is None else record.report
 
 
-def _names(kernels: str | Iterable[str], device: str) -> tuple[str, ...]:
-    if kernels == "auto":
+def _names(kernels: object, device: str) -> tuple[str, ...]:
+    if kernels in ("auto", True):
         return auto(device)
-    if kernels == "off":
+    if kernels in ("off", None, False):
         return ()
+    if not isinstance(kernels, Iterable):
+        raise KernelError(f"kernels={kernels!r}; give 'auto', 'off', or names: {', '.join(NAMES)}")
     names = (kernels,) if isinstance(kernels, str) else tuple(kernels)
     try:
         return in_order(names)

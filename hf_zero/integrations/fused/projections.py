@@ -21,8 +21,8 @@ from hf_zero.integrations.fused.sublayers import plain, takes, whole
 from hf_zero.ops.dispatch import version_of
 
 GROUP = "_hf_zero_group"
-Held = tuple[torch.Tensor | None, tuple[int | None, bool], dict[int, torch.Tensor]]
-NOTHING: Held = (None, (0, False), {})
+Held = tuple[torch.Tensor | None, tuple[object, ...], dict[int, torch.Tensor]]
+NOTHING: Held = (None, (), {})
 
 
 class Projections:
@@ -41,7 +41,7 @@ class Projections:
     def output(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         number = next(i for i, layer in enumerate(self.linears) if layer is linear)
         # read once, because another thread may call the same layers
-        now, (source, then, outputs) = (_version(x), torch.is_grad_enabled()), self.held
+        now, (source, then, outputs) = self._state(x), self.held
         if source is x and then == now and number in outputs:
             out = outputs.pop(number)
             if not outputs:
@@ -51,13 +51,19 @@ class Projections:
         together = whole(x, self.linears) if takes(x, linear.weight) else None
         if together is None:
             return F.linear(x, linear.weight, linear.bias)
-        parts = together.split([layer.weight.shape[0] for layer in self.linears], dim=-1)
+        # no views, which a wrapper of one layer might not write into
+        sizes = [layer.weight.shape[0] for layer in self.linears]
+        parts = torch.unsafe_split_with_sizes(together, sizes, -1)
         self.held = x, now, {i: part for i, part in enumerate(parts) if i != number}
         return parts[number]
 
-
-def _version(x: torch.Tensor) -> int | None:
-    return None if torch.compiler.is_compiling() else version_of(x)
+    def _state(self, x: torch.Tensor) -> tuple[object, ...]:
+        """Return what the outputs for ``x`` depend on, as far as it can change."""
+        if torch.compiler.is_compiling():
+            return (torch.is_grad_enabled(),)
+        tensors = [x, *(t for layer in self.linears for t in (layer.weight, layer.bias))]
+        known = [(id(t), version_of(t)) for t in tensors if t is not None]
+        return (torch.is_grad_enabled(), *known)
 
 
 def _project(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:

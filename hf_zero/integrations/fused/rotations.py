@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -132,14 +133,15 @@ def _agrees(function: Function, rotation: Rotation, width: int) -> bool:
     return True
 
 
-def _fused(original: Function) -> Function:
+def _fused(original: Function, name: str, names: Mapping[str, Any]) -> Function:
+    """Return ``original`` with the kernel, while ``name`` in ``names`` is that function."""
     rotation = rotation_of(original)
     assert rotation is not None
 
     @functools.wraps(original)
     def rotate(*args: torch.Tensor, **kwargs: object) -> object:
-        if len(args) != 4 or kwargs or not rotation.fits(*args):
-            return original(*args, **kwargs)
+        if len(args) != 4 or kwargs or not rotation.fits(*args) or names[name] is not original:
+            return names[name](*args, **kwargs)
         return rotation.apply(*args)
 
     return rotate
@@ -169,7 +171,7 @@ def _rebound(forward: types.FunctionType, rotations: tuple[tuple[str, Function],
         for name, original in rotations:
             if name in code.co_names and names.get(name) is original:
                 ours = f"_hf_zero_{name}"
-                names[ours] = _fused(original)
+                names[ours] = _fused(original, name, names)
                 code = code.replace(co_names=tuple(ours if n == name else n for n in code.co_names))
         new = types.FunctionType(
             code, names, function.__name__, function.__defaults__, cells or None

@@ -92,18 +92,18 @@ def while_unchanged(
     fused: Forward, module: nn.Module, expression: Expression, dims: Collection[int]
 ) -> Forward:
     """Return a forward that calls ``fused`` while the numbers, flags and functions among the
-    attributes of ``module``, and the submodules that ``fused`` does not call, are those of now.
-    Otherwise, and for inputs of other than ``dims`` dimensions, keywords and further arguments, it
-    calls the module's own code.
+    attributes of ``module``, its class's forward, and the submodules that ``fused`` does not call,
+    are those of now. Otherwise, and for inputs of other than ``dims`` dimensions, keywords and
+    further arguments, it calls the module's own code.
     """
     arity = 2 if isinstance(expression, Sum) and expression.norm else 1
     skipped = expression.skipped if isinstance(expression, Mlp) else ()
-    constants_of_module = _constants(module)
+    constants_of_module, own = _constants(module), type(module).forward
     parts = [(name, type(part := getattr(module, name)), _constants(part)) for name in skipped]
 
     def forward(module: torch.nn.Module, *args: torch.Tensor, **kwargs: object) -> torch.Tensor:
         proved = len(args) == arity and not kwargs and args[0].dim() in dims
-        if proved and _has(module, constants_of_module):
+        if proved and type(module).forward is own and _has(module, constants_of_module):
             for name, kind, constants in parts:
                 part = getattr(module, name)
                 if not plain(part, kind) or not _has(part, constants):

@@ -380,7 +380,7 @@ class DeferredOutput(torch.Tensor):
         _check(self.program)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._records):
             flat = programs.run(self.program, body, plain_rows)
-            return flat.reshape(*lead, *flat.shape[1:])
+            return flat.reshape((*lead, *flat.shape[1:]))
 
     def rows(self, select: Select) -> torch.Tensor:
         """Return the values [n, width] of the rows that ``select`` takes, and compute no others."""

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 import hf_zero
 from hf_zero.integrations.fused import candidates, recognition, report
 from hf_zero.ops import norms
 from tests.helpers.cells import in_one_item
-from tests.integrations.fused.animals import BLOCKS, build
+from tests.integrations.fused.animals import BLOCKS, build, inputs
 
 
 def active(model: nn.Module) -> set[tuple[str, tuple[str, ...]]]:
@@ -326,6 +327,26 @@ def test_a_module_that_changes_later_computes_what_it_says(
     dtype = next(module.parameters()).dtype
     given = [torch.randn(2, 3, 8, dtype=dtype)] * (2 if isinstance(module, Added) else 1)
     torch.testing.assert_close(module(*given), right(*given))
+
+
+def test_what_a_script_patches_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the classes of transformers and their modules, after kernels are installed."""
+    model, called = hf_zero.optimize(build("llama"), BLOCKS), list[str]()
+
+    def count(holder: object, name: str, label: str) -> None:
+        own = getattr(holder, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            called.append(label)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(holder, name, counted)
+
+    count(modeling_llama.LlamaMLP, "forward", "mlp")
+    count(modeling_llama.LlamaRMSNorm, "forward", "norm")
+    count(modeling_llama, "apply_rotary_pos_emb", "rotary")
+    model(**inputs("llama"))
+    assert {*called} == {"mlp", "norm", "rotary"}
 
 
 def test_calls_by_keyword_and_sums_that_broadcast() -> None:

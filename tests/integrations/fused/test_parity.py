@@ -117,6 +117,31 @@ def test_adapters_are_called(case: tuple[str, bool]) -> None:
     assert_equal(model, with_adapters(build(name)), inputs(name))
 
 
+def with_adalora(model: nn.Module) -> nn.Module:
+    """Adapters that write into the output of the layer they are around."""
+    torch.manual_seed(4)
+    settings = peft.AdaLoraConfig(
+        total_step=9, init_r=2, target_r=2, target_modules=["q_proj", "k_proj"]
+    )
+    return peft.get_peft_model(model, settings)
+
+
+def test_layers_of_one_product_are_layers() -> None:
+    """A weight that changes between the calls of two counts, and an output may be written into."""
+    model, right = hf_zero.optimize(build("llama"), ["qkv"]), build("llama")
+    x, outputs = torch.randn(1, 5, 32), []
+    for each in (model, right):
+        attention = each.model.layers[0].self_attn
+        for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+            with torch.no_grad():
+                layer.weight.mul_(2.0)
+            outputs.append(layer(x))
+    for ours, plain in zip(outputs[:3], outputs[3:], strict=True):
+        torch.testing.assert_close(ours, plain)
+    fused = with_adalora(hf_zero.optimize(build("llama"), ["qkv"]))
+    assert_equal(fused, with_adalora(build("llama")), inputs("llama"))
+
+
 @pytest.mark.parametrize("name", fast(["bert", "llama", "t5"], lambda name: name != "t5"))
 def test_a_compiled_block_is_one_graph(name: str) -> None:
     """A forward asks of its modules nothing that Dynamo stops at."""

@@ -171,6 +171,15 @@ def test_the_table_and_the_names_of_kernels(
     for given in ("norm", ["norms", "norm"]):
         with pytest.raises(KernelError, match=r"norm is not a fused kernel.*norms"):
             hf_zero.optimize(build("bert"), given)
+    for off in (None, False):
+        assert not report(hf_zero.optimize(build("bert"), off)).lines
+    assert report(hf_zero.optimize(build("bert"), True)).lines
+    wrong: Any = 3
+    with pytest.raises(KernelError, match="kernels=3"):
+        hf_zero.optimize(build("bert"), wrong)
+    for call in (hf_zero.optimize, hf_zero.restore):
+        with pytest.raises(KernelError, match="of type str"):
+            call("bert")
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -140,6 +140,8 @@ uses(
         "of no label, smoothed": lambda x: F.cross_entropy(
             shifted(x), NO_LABEL, label_smoothing=0.1
         ).square(),
+        "of one token": lambda x: -(x[0, 3].softmax(-1) * x[0, 3].log_softmax(-1)).sum(-1),
+        "largest of one token": lambda x: x[0, -1].max(-1)[0] + x[0, -1].argmax(-1),
         "z-loss": lambda x: ce(x) + 1e-2 * x.logsumexp(-1).square().mean(),
     },
 )
