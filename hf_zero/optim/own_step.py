@@ -17,7 +17,7 @@ from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
 from hf_zero.optim.segments import ParamState, Segment, StateArrays
-from hf_zero.optim.state import bare_step, step_dtype, without_none
+from hf_zero.optim.state import MADE_BY_CONSTRUCTORS, bare_step, step_dtype, without_none
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
 _OPS: dict[type, str] = {
@@ -102,6 +102,10 @@ class OwnStep:
         self._optimizer = optimizer
         self._base = base
         self._bf16 = bf16
+        # the first step of a segment makes its state: only the user's class knows how that begins
+        self._begins_state = base in BEGIN_WITH_GRADIENT or (
+            base is None and not isinstance(optimizer, MADE_BY_CONSTRUCTORS)
+        )
         self.step = optimizer.step  # with the wrappers LR schedulers have put on the object
 
     def update_rounded(
@@ -185,9 +189,10 @@ class OwnStep:
         placeholder = segment.tensor.data
         placeholders = {name: entries[name] for name in arrays if name in entries}
         segment.tensor.data = arrays[MASTER]
-        entries.update({name: arrays[name] for name in placeholders})
-        if is_first_step and self._base in BEGIN_WITH_GRADIENT:
-            entries.pop("momentum_buffer", None)
+        if is_first_step and self._begins_state:
+            entries.clear()
+        else:
+            entries.update({name: arrays[name] for name in placeholders})
         gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
         scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
         self._over([segment], [gradient], scale, None, self._takes_scale(None), self.bare)

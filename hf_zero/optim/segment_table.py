@@ -214,7 +214,7 @@ class SegmentTable:
         bf16 state has a nonzero initial value, which is then rounded as in offloaded state, or if
         torch creates state in the constructor (Adagrad).
         """
-        rounded = self._widens and self.device.begins_rounded
+        rounded = self._widens and self._base is not None and self.device.begins_rounded
         for segment in segments if rounded or self.by_constructor else ():
             if self.is_unstepped(segment):
                 self.device.create(segment)
@@ -380,7 +380,7 @@ class GroupScalars:
                 continue
             store = self._table.state_of(segment)
             store.create(segment)
-            if store is self._table.offloaded and values.get("step"):
+            if store is self._table.offloaded and values.get("step", 1):
                 self._table.offloaded.mark_stepped(segment)
             saved_state = self._entries.of(segment)
             for name, scalar in values.items():

@@ -4,6 +4,8 @@ that goes back; groups of which a rank owns nothing.
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from hf_zero.optim import CPUSGD, CPUAdam, Lion
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.offloads import DEVICE, PLACES, ended, offload, opened, same, train, trained
-from tests.helpers.stacks import on_ranks, run_steps, stack
+from tests.helpers.stacks import by_hand, on_ranks, run_steps, stack
 from tests.helpers.training import adamw
 
 
@@ -77,6 +79,64 @@ def own(model):
     return Own(halves(model, {}, {}))
 
 
+def counted(kept, p, rate):
+    kept["n"] = kept.get("n", 0) + 1
+    p.sub_(p.grad * rate / kept["n"])
+
+
+def anchored(kept, p, rate):
+    kept.setdefault("begin", p.clone())
+    p.sub_((p.grad + 0.1 * (p - kept["begin"])) * rate)
+
+
+def from_the_gradient(kept, p, rate):
+    kept.setdefault("momentum", p.grad.clone()).lerp_(p.grad, 0.1)
+    p.sub_(kept["momentum"] * rate)
+
+
+def from_ones(kept, p, rate):
+    kept.setdefault("scale", torch.ones_like(p)).mul_(0.5)
+    kept["decay"] = kept.get("decay", 1.0) * 0.5
+    p.sub_(kept["scale"] * rate / (1 - kept["decay"]))
+
+
+BEGINS = [counted, anchored, from_the_gradient, from_ones]
+
+
+class Begun(torch.optim.Optimizer):
+    """``update`` begins its state, with what no probe can know."""
+
+    def __init__(self, params, update):
+        super().__init__(params, {"lr": 0.1})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                self.update(self.state[p], p, group["lr"])
+
+
+class Sums(torch.optim.Adagrad):
+    """An Adagrad of one's own: the constructor makes its state."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                total = self.state[p]["sum"].addcmul_(p.grad, p.grad)
+                p.addcdiv_(p.grad, total.sqrt(), value=-group["lr"])
+
+
+def sums(model):
+    return Sums(model.parameters(), lr=0.01, initial_accumulator_value=0.5)
+
+
+def cleared(step, optimizer):
+    if step == 1:
+        optimizer.state.clear()
+
+
 # made after the state, and sets the rate of the first step
 WARMUP = {
     "type": "WarmupLR",
@@ -96,6 +156,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "momentum of torch": {"make": momentum(torch.optim.SGD), "told": switched_on},
     "momentum of ours": {"make": momentum(CPUSGD), "told": switched_on},
     "one of one's own": {"make": own, "elementwise_optimizers": ["Own"], "ranks": 2},
+    "one of one's own whose constructor makes state": {
+        "make": sums,
+        "told": cleared,
+        "elementwise_optimizers": ["Sums"],
+    },
 }
 
 
@@ -111,6 +176,87 @@ def test_it_trains_as_on_the_device(kind, core, tmp_path, monkeypatch):
             same(got, want)
     finally:
         native._loaded.cache_clear()
+
+
+@in_turn(
+    "update, way",
+    [*((each, PLACES[0]) for each in BEGINS), *((each, PLACES[1]) for each in BEGINS[:2])],
+)
+def test_a_class_of_ones_own_begins_its_state(update, way, tmp_path):
+    """As in plain torch, also after a load of a state dict, and after a reset."""
+
+    def make(model):
+        return Begun(model.parameters(), update)
+
+    def change():
+        taken = {}
+
+        def told(step, optimizer):
+            if step in (0, 1):
+                taken[id(optimizer)] = copy.deepcopy(optimizer.state_dict())
+            if step in (1, 2):
+                optimizer.load_state_dict(copy.deepcopy(taken[id(optimizer)]))
+            if step == 4:
+                optimizer.state.clear()
+
+        return told
+
+    told, windows = change(), [[(1.0, 0)]] * 6
+    want = by_hand(make, windows, 2, after_step=lambda step, _, optimizer: told(step, optimizer))[0]
+    section = offload(way, 2, tmp_path)
+    keys = {"elementwise_optimizers": ["Begun"]}
+    same(trained(section, make, change(), ranks=2, steps=6, **keys), want)
+
+
+@in_turn("way", [DEVICE, *PLACES])
+def test_a_class_of_ones_own_begins_its_state_in_bf16(way, tmp_path):
+    def run(rank, model):
+        precision = {"enabled": True, "bf16_optimizer_states": True}
+        engine = opened(
+            model,
+            offload(way, 1, tmp_path),
+            lambda model: Begun(model.parameters(), from_ones),
+            bf16=precision,
+            elementwise_optimizers=["Begun"],
+        )
+        train(engine, rank, range(1))
+        return ended(engine)
+
+    want = {name: p.detach() - 0.1 for name, p in stack().named_parameters()}
+    same(on_ranks(2, run)[0], want)
+
+
+def test_a_checkpoint_of_a_class_of_ones_own_resumes_offloaded_and_on_the_device(tmp_path):
+    """Also one from before the first step."""
+
+    def run(rank, model, update, first):
+        make = partial(Begun, update=update)
+        ways, keys = (DEVICE, PLACES[0]), {"elementwise_optimizers": ["Begun"]}
+        for way in ways:
+            engine = opened(
+                stack(), offload(way, 1, tmp_path), lambda m: make(m.parameters()), **keys
+            )
+            train(engine, rank, range(first))
+            engine.save_checkpoint(str(tmp_path / way))
+            engine.destroy()
+        found = []
+        for way in ways:
+            for other in ways:
+                section = offload(other, 3, tmp_path)
+                engine = opened(stack(), section, lambda m: make(m.parameters()), **keys)
+                train(engine, rank, range(7, 8))
+                engine.load_checkpoint(str(tmp_path / way))
+                train(engine, rank, range(first, 4))
+                found.append(ended(engine))
+        return found
+
+    for update in BEGINS:
+        make = partial(Begun, update=update)
+        want = by_hand(lambda model, make=make: make(model.parameters()), [[(1.0, 0)]] * 4, 2)[0]
+        for first in (0, 2):
+            for found in on_ranks(2, run, update, first):
+                for got in found:
+                    same(got, want)
 
 
 def test_parameters_of_64_bits(tmp_path):
