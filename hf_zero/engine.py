@@ -320,6 +320,8 @@ class Engine(TrainingEngine):
         save_dir = self._run_folder(save_dir, "save_checkpoint")
         self.changes.refuse_within("save_checkpoint()")
         self.changes.refuse("save_checkpoint()")
+        if self.bound is not None:
+            self.bound.check_groups()
         self.take_user_writes()
         if keep is None and tag is None:
             keep = self.config.checkpoint.keep
@@ -387,6 +389,8 @@ class Engine(TrainingEngine):
                 f"load_checkpoint does not know {sorted(unused)}; drop these arguments"
             )
         self.changes.refuse_within("load_checkpoint()")
+        if self.bound is not None:
+            self.bound.check_groups()
         self.wait_for_checkpoint(f"the load of {load_dir}")
         if self.flats and self.flats[0].engine_flats.switched:
             self.changes.drop_pending_update(self.updater)

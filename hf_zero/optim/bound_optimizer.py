@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.sub_group_update import Counted, Rule, SubGroupUpdate
 from hf_zero.ops.moment_blocks import Blocks
@@ -146,6 +146,21 @@ class BoundOptimizer:
         """(group index, tensor) of every segment of this rank, stand-ins included."""
         return [(segment.group, segment.tensor) for segment in self._table.segments]
 
+    def check_groups(self) -> None:
+        """Raise PartitionError if the optimizer's groups are others, in another order or with other
+        members than those that have the segments: groups are found by their place.
+        """
+        identities: list[int] = []
+        for group in self.optimizer.param_groups:
+            identities += id(group["params"]), *map(id, group["params"])
+        if identities != self._table.identities:
+            raise PartitionError(
+                f"optimizer.param_groups of {type(self.optimizer).__name__} was reordered, or "
+                "groups or members were added, removed or moved, and an engine finds groups by "
+                "their place; undo that, and call optimizer.add_param_group, engine.replace or "
+                "parameter.requires_grad_(False), or change the settings of a group (lr) instead"
+            )
+
     # ---- stepping ----
 
     def scaled_rates(self, factor: float) -> AbstractContextManager[None]:
@@ -275,9 +290,9 @@ class BoundOptimizer:
         """
         table, fused = self._table, self._fused
         segments = table.stepped if of_step is None else of_step()
-        unused = frozenset[str]().union(
-            *(flat.gradient.unused for flat in flats if flat.gradient.unused)
-        )
+        unused = frozenset[str]()
+        for flat in flats:
+            unused |= flat.gradient.unused
         if unused:
             left_out = table.leave_out([s for s in segments if s.parts], unused)
             segments = table.stepped if of_step is None else of_step()
@@ -317,6 +332,7 @@ class BoundOptimizer:
 
         ``steps_before``, the number of earlier steps, is equal on all ranks: it seeds rounding.
         """
+        self.check_groups()  # before a step, a backward may begin the update
         self._table.offloaded.start_momentum()
         self._table.offloaded.begin_first_steps()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]

@@ -70,6 +70,8 @@ class SegmentTable:
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.segments: list[Segment] = []
         self._segment_of: dict[Tensor, Segment] = {}
+        self.group_lists: list[list[Tensor]] = []  # ``group["params"]`` of each group
+        self.identities: list[int] = []  # of these lists and their members
         # by key of the flat buffer, in the order of elements; empty: to be listed again
         self._parts: dict[str, list[tuple[Segment, SegmentPart]]] = {}
         self.stepped: list[Segment] = []  # all at once, by the optimizer's step
@@ -166,6 +168,10 @@ class SegmentTable:
             live["params"] = []
         for tensor, segment in self._segment_of.items():
             self._optimizer.param_groups[segment.group]["params"].append(tensor)
+        self.group_lists = [live["params"] for live in self._optimizer.param_groups]
+        self.identities = []
+        for tensors in self.group_lists:
+            self.identities += id(tensors), *map(id, tensors)
 
     def _parts_of(self, flat: OptimizerShard) -> list[tuple[Segment, SegmentPart]]:
         """Return the parts of ``flat`` in the order of its elements, each with its segment."""

@@ -56,6 +56,7 @@ def refuse_now(engine: EngineParts, what: str, loads: bool = False) -> None:
     refuse_pending_update(engine.updater, what)
     if engine.bound is None:
         raise PartitionError(f"{what} needs an engine with an optimizer; initialize it with one")
+    engine.bound.check_groups()
     if engine.mesh.dims.pipeline > 1:
         raise PartitionError(
             f"{what}: the parameters of a model in pipeline stages that train are fixed at "
@@ -236,7 +237,7 @@ def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> Engine
     either.
     """
     optimizer = engine.optimizer
-    before = [(group, {**group, "params": [*group["params"]]}) for group in optimizer.param_groups]
+    before = [(group, {**group}) for group in optimizer.param_groups]
     trained = [parameter for flat in engine.sharded_model.trainable for parameter, _ in flat.items]
     try:
         for group, parameters in zip(optimizer.param_groups, engine.group_parameters):

@@ -394,15 +394,16 @@ class TrainingEngine(EngineParts):
         return failure
 
     def _refuse_update(self) -> None:
-        """Raise ConfigError without an optimizer, PartitionError for a part updated before clipping
-        was switched on or a setting was changed, OffloadError after a failed write of offloaded
-        state (collective).
+        """Raise ConfigError without an optimizer, PartitionError for changed groups of it and for a
+        part updated before clipping was switched on or a setting was changed, OffloadError after a
+        failed write of offloaded state (collective).
         """
         if self.optimizer_step.bound is None:
             raise ConfigError(
                 "step() needs an optimizer, and the engine was built without one; pass one to "
                 "hf_zero.initialize or name one in the config"
             )
+        self.optimizer_step.bound.check_groups()
         if self.optimizer_step.max_norm:
             refuse_pending_update(
                 self.updater, "gradient clipping that was switched on after the backward"

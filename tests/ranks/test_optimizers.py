@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
-from hf_zero.errors import HfZeroError
+from hf_zero.errors import HfZeroError, PartitionError
 from hf_zero.optim import Adafactor, Muon
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
@@ -212,6 +213,108 @@ def test_the_users_object(stage):
     want, _ = by_hand(adamw, WINDOWS, RANKS, after_step=halve)
     for weights in on_ranks(RANKS, run):
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+
+
+# ---- groups that are changed by hand ----
+
+
+def members(optimizer, index):
+    return optimizer.param_groups[index]["params"]
+
+
+# each with what undoes it
+CHANGED_GROUPS = {
+    "reordered": (
+        lambda optimizer, kept: optimizer.param_groups.reverse(),
+        lambda optimizer, kept: optimizer.param_groups.reverse(),
+    ),
+    "one removed": (
+        lambda optimizer, kept: kept.append(optimizer.param_groups.pop()),
+        lambda optimizer, kept: optimizer.param_groups.append(kept.pop()),
+    ),
+    "one added": (
+        lambda optimizer, kept: optimizer.param_groups.append({"params": [], "lr": 1.0}),
+        lambda optimizer, kept: optimizer.param_groups.pop(),
+    ),
+    "a member moved": (
+        lambda optimizer, kept: members(optimizer, 1).append(members(optimizer, 0).pop()),
+        lambda optimizer, kept: members(optimizer, 0).append(members(optimizer, 1).pop()),
+    ),
+    "the first member moved to the end of the group before": (
+        lambda optimizer, kept: members(optimizer, 0).append(members(optimizer, 1).pop(0)),
+        lambda optimizer, kept: members(optimizer, 1).insert(0, members(optimizer, 0).pop()),
+    ),
+    # a parameter of the model is no member: that would have removed nothing
+    "members filtered": (
+        lambda optimizer, kept: (
+            kept.append(members(optimizer, 0)),
+            optimizer.param_groups[0].update(params=[*members(optimizer, 0)]),
+        ),
+        lambda optimizer, kept: optimizer.param_groups[0].update(params=kept.pop()),
+    ),
+}
+
+
+def two_rates(model):
+    parameters = trainable(model)
+    matrices = [p for p in parameters if p.ndim > 1]
+    others = [p for p in parameters if p.ndim < 2]
+    return torch.optim.AdamW([{"params": matrices}, {"params": others, "lr": 1e-2}], lr=1e-3)
+
+
+@in_turn(
+    "name, way",
+    [(name, ("device", "optimizer on cpu")[at % 2]) for at, name in enumerate(CHANGED_GROUPS)],
+)
+def test_groups_that_are_changed_by_hand_are_refused_on_all_ranks(name, way, tmp_path):
+    """Before anything has changed; once that is undone, the run goes on."""
+    change, undo = CHANGED_GROUPS[name]
+    want, _ = by_hand(two_rates, WINDOWS, RANKS)
+
+    def run(rank, model):
+        optimizer, kept = two_rates(model), []
+        config = config_of(2, zero_optimization=offload(way, 2, tmp_path))
+        engine = start(model, optimizer, config)
+        run_steps(engine, rank, range(2))
+        saved = optimizer.state_dict()
+        engine.save_checkpoint(tmp_path / "run")
+        change(optimizer, kept)
+        foreign = nn.Parameter(torch.zeros(1))
+        for call in (
+            optimizer.state_dict,
+            lambda: optimizer.load_state_dict(saved),
+            lambda: optimizer.add_param_group({"params": foreign}),
+            lambda: engine.save_checkpoint(tmp_path / "other"),
+            lambda: engine.load_checkpoint(tmp_path / "run"),
+        ):
+            with pytest.raises(PartitionError, match="param_groups of AdamW"):
+                call()
+        engine.backward(squared(engine, At(2, 0, rank)))
+        with pytest.raises(PartitionError, match="param_groups of AdamW"):
+            engine.step()
+        undo(optimizer, kept)
+        engine.step()
+        with pytest.raises(HfZeroError):  # not in the model
+            optimizer.add_param_group({"params": foreign})
+        run_steps(engine, rank, range(3, STEPS))
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+
+
+@on_each_rank(RANKS)
+def test_groups_that_are_changed_before_an_update_in_the_backward(rank, model):
+    section = {"stage": 2, "update_in_backward": True}
+    engine = start(model, two_rates(model), config_of(2, zero_optimization=section))
+    run_steps(engine, rank, range(1))
+    before = full_weights(engine)
+    engine.optimizer.param_groups.reverse()
+    loss = squared(engine, At(1, 0, rank))
+    with pytest.raises(PartitionError, match="param_groups of AdamW"):
+        engine.backward(loss)
+    for name, value in full_weights(engine).items():
+        assert torch.equal(value, before[name])
 
 
 # ---- schedules ----

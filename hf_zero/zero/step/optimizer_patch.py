@@ -114,6 +114,7 @@ class _EngineMethods:
         if alive is None:
             return type(self._optimizer).state_dict(self._optimizer)
         alive.changes.refuse("optimizer.state_dict()")
+        alive.bound.check_groups()
         with (
             alive.optimizer_step.counted_state() as changed,
             _taken_hooks(self._optimizer, "_optimizer_state_dict_post_hooks") as hooks,
@@ -129,6 +130,7 @@ class _EngineMethods:
             self.watch_state()
             return
         alive.changes.refuse_pending_update("optimizer.load_state_dict()")
+        alive.bound.check_groups()
         alive.updater.finish()
         alive.train_unfrozen(loads=True)
         names = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
