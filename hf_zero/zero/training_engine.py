@@ -376,10 +376,7 @@ class TrainingEngine(EngineParts):
         self.schedule.end_step()
         failure = None
         if not overflow and self.optimizer_step.bound.optimizer._optimizer_step_post_hooks:
-            try:
-                self.optimizer_step.bound.run_post_hooks()
-            except Exception as error:
-                failure = error
+            failure = self._run_post_hooks()
         requests, consensus = self.stop_requests, self.mesh.consensus
         if requests.asked or (consensus is not None and consensus.steps.stopped):
             requests.end_step()
@@ -391,6 +388,24 @@ class TrainingEngine(EngineParts):
         if per_step and not overflow:
             scheduler.step()
         self.techniques.end_step()
+        return failure
+
+    def _run_post_hooks(self) -> Exception | None:
+        """Run the post hooks of the optimizer, and take what they write to its groups over into the
+        weights of all ranks (collective). Return their error.
+        """
+        failure = None
+        for unit in self.units:
+            unit.wait_for_update()
+        try:
+            self.optimizer_step.bound.run_post_hooks()
+        except Exception as error:
+            failure = error
+        if self.optimizer_step.extensions:
+            return failure  # steps that send few bits: weights differ from the masters on purpose
+        self.take_user_writes()
+        trainable = self.sharded_model.trainable
+        self.refresh_params([flat for flat in trainable if flat.copies_master])
         return failure
 
     def _refuse_update(self) -> None:

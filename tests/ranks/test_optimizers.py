@@ -317,6 +317,87 @@ def test_groups_that_are_changed_before_an_update_in_the_backward(rank, model):
         assert torch.equal(value, before[name])
 
 
+# ---- hooks that write to the weights ----
+
+
+def decays(optimizer, model):
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            tensor.mul_(0.9)
+
+
+def clamps_data(optimizer, model):
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            tensor.data.clamp_(-0.1, 0.1)
+
+
+def writes_to_the_model(optimizer, model):
+    for parameter in model.parameters():
+        parameter.mul_(0.9)
+
+
+def writes_to_both(optimizer, model):
+    decays(optimizer, model)
+    clamps_data(optimizer, model)
+
+
+HOOKED = [
+    *((decays, way, stage) for way, stage in (("device", 1), ("device", 2), ("device", 3))),
+    *((clamps_data, way, stage) for way, stage in (("device", 0), ("optimizer on cpu", 1))),
+    *((decays, way, 3) for way in ("all on cpu", "half on cpu")),
+    *((writes_to_the_model, way, 2) for way in ("device", "optimizer on cpu")),
+    (writes_to_both, "device", 1),
+]
+
+
+@in_turn("writes, way, stage", HOOKED)
+def test_hooks_after_a_step_write_to_the_weights_of_all_ranks(writes, way, stage, tmp_path):
+    """As in plain torch: also the losses of the next forward."""
+    losses = []
+
+    def plain(model):
+        optimizer = two_rates(model)
+        optimizer.register_step_post_hook(torch.no_grad()(lambda *_: writes(optimizer, model)))
+        return optimizer
+
+    want, _ = by_hand(
+        plain,
+        WINDOWS,
+        RANKS,
+        after_step=lambda step, model, _: losses.append(
+            [float(squared(model, At(step + 1, 0, rank)).detach()) for rank in range(RANKS)]
+        ),
+    )
+
+    def run(rank, model):
+        optimizer = two_rates(model)
+        section = offload(way, stage, tmp_path)
+        engine = start(model, optimizer, config_of(stage, zero_optimization=section))
+        optimizer.register_step_post_hook(lambda *_: writes(optimizer, model))
+        found = run_steps(engine, rank, range(STEPS))
+        return full_weights(engine), [float(loss) for loss in found]
+
+    for rank, (weights, found) in enumerate(on_ranks(RANKS, run)):
+        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+        assert found[1:] == pytest.approx([of[rank] for of in losses[:-1]], rel=1e-4)
+
+
+@in_turn("stage", [0, 2, 3])
+def test_hooks_after_a_step_write_to_weights_in_16_bits(stage):
+    def run(rank, model):
+        optimizer = two_rates(model)
+        engine = start(model, optimizer, config_of(stage, Plan(precision="bf16")))
+        optimizer.register_step_post_hook(lambda *_: writes_to_both(optimizer, model))
+        run_steps(engine, rank, range(2))
+        masters = {name: value.bfloat16() for name, value in full_weights(engine).items()}
+        state = engine.state_dict()
+        assert all(torch.equal(state[name].bfloat16(), masters[name]) for name in masters)
+        assert max(value.abs().max() for value in masters.values()) <= 0.1001
+
+    on_ranks(RANKS, run)
+
+
 # ---- schedules ----
 
 

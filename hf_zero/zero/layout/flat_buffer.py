@@ -266,6 +266,14 @@ class FlatBuffer:
         return shard.offloaded or not shard.has_separate_master or self.cast_master is not None
 
     @property
+    def copies_master(self) -> bool:
+        """Return whether modules compute with copies of the master weights, which follow steps and
+        loads alone: a shard in another dtype or tier, whole parameters that ranks gather.
+        """
+        gathered = not self.sharded and self.layout.num_shards > 1
+        return gathered or self.optimizer_shard.offloaded or not self.follows_updates
+
+    @property
     def cast_master(self) -> torch.Tensor | None:
         """The master weights that are cast wherever the parameter shard is read; None: it has
         memory of its own.
