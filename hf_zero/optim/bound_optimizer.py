@@ -353,6 +353,7 @@ class BoundOptimizer:
             if segment in left_out:
                 continue
             self._table.offloaded.renew_removed(segment)
+            self._table.offloaded.take_assigned(segment)
             count = self.optimizer.state[segment.tensor].get("step")
             if count is not None and rules[segment.group] is not None:
                 count += 1

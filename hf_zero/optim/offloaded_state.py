@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER, StorageFormat, moment_format
 from hf_zero.offload.sub_group_update import Call, Rule
 from hf_zero.ops import native
@@ -272,6 +272,30 @@ class OffloadedState:
         if self.arrays(segment.parts[0].flat).dtypes.keys() - {MASTER}:
             self._renew(segment)
 
+    def take_assigned(self, segment: Segment) -> None:
+        """Store the arrays that a script has assigned to entries of ``optimizer.state``. Raises
+        PartitionError for one of another shape.
+        """
+        entries = dict.get(self._entries.optimizer.state, segment.tensor) or {}
+        storage = segment.parts[0].flat.storage
+        for name in entries.keys() & set(storage.names()):
+            value, whole = entries[name], storage.entry(name)
+            own = whole[segment.start : segment.stop]
+            if not isinstance(value, Tensor) or whole.numel() == 1:
+                continue
+            if value.shape != own.shape:
+                raise PartitionError(
+                    f"optimizer.state[...][{name!r}] was assigned a tensor of shape "
+                    f"{tuple(value.shape)} in place of {tuple(own.shape)}, this rank's part of a "
+                    "group; assign one of that shape"
+                )
+            # what stands in for quantized arrays and files has no memory
+            if value.stride() != (0,) and value.data_ptr() != own.data_ptr():
+                segment.parts[0].flat.wait_for_copy()
+                storage.store(name, segment.start, value)
+                entries[name] = own
+                self.mark_stepped(segment)
+
     def _renew(self, segment: Segment) -> None:
         storage = segment.parts[0].flat.storage
         for name, value in self._initial_state(segment).items():
@@ -319,6 +343,8 @@ class OffloadedState:
         """
         flat.wait_for_update()
         storage = flat.storage
+        for segment in self.segments(flat):
+            self.take_assigned(segment)
         # a momentum that the first step will set holds no values yet
         begins = self._base in BEGIN_WITH_GRADIENT and self._unstepped.issuperset(
             self.segments(flat)

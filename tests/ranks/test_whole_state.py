@@ -9,11 +9,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 import hf_zero
+from hf_zero.errors import PartitionError
 from hf_zero.optim import Lion
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
@@ -499,5 +501,54 @@ def test_hooks_of_an_optimizers_state_dict_change_state(hook, stage, offloads):
         return sum(squared(plain, At(step, 0, each)) / 2 for each in range(2))
 
     train(adamw(plain), mean, lambda loss: loss.backward())
+    for name, value in on_ranks(2, run)[0].items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=2e-5, atol=1e-6)
+
+
+def in_half(entry):
+    return entry / 2
+
+
+@in_turn(
+    "make, change, stage, way",
+    [
+        ("AdamW", torch.zeros_like, 2, "optimizer on cpu"),
+        ("AdamW", in_half, 3, "optimizer on cpu"),
+        ("NAdam", in_half, 2, "optimizer on cpu"),
+        ("AdamW", torch.zeros_like, 3, "optimizer in files"),
+        ("AdamW", torch.zeros_like, 1, DEVICE),
+    ],
+)
+def test_arrays_that_a_script_assigns_are_the_state(make, change, stage, way, tmp_path):
+    """What stands in for files reads as zeros, so that half of it would be no half there."""
+
+    def train(optimizer, loss_of, backward):
+        for step in range(4):
+            if step == 2:
+                for entries in optimizer.state.values():
+                    entries["exp_avg"] = change(entries["exp_avg"])
+            backward(loss_of(step))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(rank, model):
+        zero = offload(way, stage, tmp_path)
+        optimizer = OPTIMIZERS[make](model.parameters())
+        engine = start(model, optimizer, config_of(stage, zero_optimization=zero))
+        train(optimizer, lambda step: squared(engine, At(step, 0, rank)), engine.backward)
+        if way != DEVICE and rank == 0:
+            entries = next(entries for entries in optimizer.state.values() if entries)
+            entries["exp_avg"] = torch.zeros(3)
+            with pytest.raises(PartitionError, match="exp_avg"):
+                optimizer.state_dict()
+            del entries["exp_avg"]
+        return full_weights(engine)
+
+    plain = stack()
+
+    def mean(step):
+        return sum(squared(plain, At(step, 0, each)) / 2 for each in range(2))
+
+    train(OPTIMIZERS[make](plain.parameters()), mean, lambda loss: loss.backward())
     for name, value in on_ranks(2, run)[0].items():
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=2e-5, atol=1e-6)
