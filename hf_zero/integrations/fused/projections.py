@@ -21,7 +21,9 @@ from hf_zero.integrations.fused.sublayers import plain, takes, whole
 from hf_zero.ops.dispatch import version_of
 
 GROUP = "_hf_zero_group"
-Held = tuple[torch.Tensor | None, tuple[object, ...], dict[int, torch.Tensor]]
+State = tuple[object, ...]
+# an input, its state, and by number of a layer its output and the state of its weights
+Held = tuple[torch.Tensor | None, State, dict[int, tuple[torch.Tensor, State]]]
 NOTHING: Held = (None, (), {})
 
 
@@ -41,12 +43,13 @@ class Projections:
     def output(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         number = next(i for i, layer in enumerate(self.linears) if layer is linear)
         # read once, because another thread may call the same layers
-        now, (source, then, outputs) = self._state(x), self.held
+        now, (source, then, outputs) = _state(x), self.held
         if source is x and then == now and number in outputs:
-            out = outputs.pop(number)
+            out, computed_with = outputs.pop(number)
             if not outputs:
                 self.held = NOTHING
-            return out
+            if computed_with == _state(linear.weight, linear.bias):
+                return out
         self.held = NOTHING
         together = whole(x, self.linears) if takes(x, linear.weight) else None
         if together is None:
@@ -54,16 +57,21 @@ class Projections:
         # no views, which a wrapper of one layer might not write into
         sizes = [layer.weight.shape[0] for layer in self.linears]
         parts = torch.unsafe_split_with_sizes(together, sizes, -1)
-        self.held = x, now, {i: part for i, part in enumerate(parts) if i != number}
+        outputs = {
+            i: (part, _state(layer.weight, layer.bias))
+            for i, (part, layer) in enumerate(zip(parts, self.linears, strict=True))
+            if i != number
+        }
+        self.held = x, now, outputs
         return parts[number]
 
-    def _state(self, x: torch.Tensor) -> tuple[object, ...]:
-        """Return what the outputs for ``x`` depend on, as far as it can change."""
-        if torch.compiler.is_compiling():
-            return (torch.is_grad_enabled(),)
-        tensors = [x, *(t for layer in self.linears for t in (layer.weight, layer.bias))]
-        known = [(id(t), version_of(t)) for t in tensors if t is not None]
-        return (torch.is_grad_enabled(), *known)
+
+def _state(*tensors: torch.Tensor | None) -> State:
+    """Return what changes if one of ``tensors`` is replaced or written to, or the grad mode."""
+    if torch.compiler.is_compiling():
+        return (torch.is_grad_enabled(),)
+    known = [(id(tensor), version_of(tensor)) for tensor in tensors if tensor is not None]
+    return (torch.is_grad_enabled(), *known)
 
 
 def _project(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
