@@ -390,6 +390,7 @@ class Engine(TrainingEngine):
             )
         self.changes.refuse_within("load_checkpoint()")
         if self.bound is not None:
+            self.bound.accept_writes()
             self.bound.check_groups()
         self.wait_for_checkpoint(f"the load of {load_dir}")
         if self.flats and self.flats[0].engine_flats.switched:

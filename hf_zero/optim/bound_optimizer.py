@@ -30,6 +30,7 @@ from hf_zero.optim.segment_table import (
     plain_settings,
     scalars_of_ranks,
     scaled_rates,
+    version_of,
 )
 from hf_zero.optim.segments import ParamGroup, Segment, current_settings, masters
 from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
@@ -74,6 +75,7 @@ class BoundOptimizer:
             ``"bf16"`` or ``"int8"``.
         ranks: the ranks that share ``flats``; None: this rank owns them whole.
         bf16: the state in bf16 between steps; None: none.
+        copied: keys of the flat buffers with copies of their master weights.
 
     Raises:
         UnsupportedOptimizerError: state exists that cannot be carried over; the optimizer is then
@@ -91,6 +93,7 @@ class BoundOptimizer:
         moments: str = "fp32",
         ranks: ShardRanks | None = None,
         bf16: Bf16State | None = None,
+        copied: Collection[str] = (),
     ) -> None:
         self.optimizer = optimizer
         self.group_of = dict(group_of)
@@ -99,7 +102,7 @@ class BoundOptimizer:
         self._own = OwnStep(optimizer, self._base, bf16)
         self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, bf16)
         self._entries = SegmentStateAccess(optimizer, bf16)
-        self._table = SegmentTable(self._entries, self._base, self._fused, moments)
+        self._table = SegmentTable(self._entries, self._base, self._fused, moments, copied)
         self.group_scalars = GroupScalars(self._entries, self._table)
         self.tensor_state = WholeTensorState(self._entries, self._table)
         self.scalars, self.overrides = self.group_scalars.scalars, self.group_scalars.overrides
@@ -148,7 +151,8 @@ class BoundOptimizer:
 
     def check_groups(self) -> None:
         """Raise PartitionError if the optimizer's groups are others, in another order or with other
-        members than those that have the segments: groups are found by their place.
+        members than those that have the segments: groups are found by their place; or if a script
+        has written to members where other ranks, or copies of the weights, miss that.
         """
         identities: list[int] = []
         for group in self.optimizer.param_groups:
@@ -160,6 +164,18 @@ class BoundOptimizer:
                 "their place; undo that, and call optimizer.add_param_group, engine.replace or "
                 "parameter.requires_grad_(False), or change the settings of a group (lr) instead"
             )
+        if sum(map(version_of, self._table.watched)) != self._table.changes:
+            raise PartitionError(
+                f"the members of optimizer.param_groups of {type(self.optimizer).__name__} were "
+                "written to between steps; they are this rank's parts of the master weights, and "
+                "other ranks and copies of the weights miss that. Load a checkpoint, and write to "
+                "the parameters of the model, or in a hook after the step "
+                "(optimizer.register_step_post_hook)"
+            )
+
+    def accept_writes(self) -> None:
+        """Note that all writes to members of groups so far are those of steps, or taken over."""
+        self._table.changes = sum(map(version_of, self._table.watched))
 
     # ---- stepping ----
 
@@ -332,7 +348,6 @@ class BoundOptimizer:
 
         ``steps_before``, the number of earlier steps, is equal on all ranks: it seeds rounding.
         """
-        self.check_groups()  # before a step, a backward may begin the update
         self._table.offloaded.start_momentum()
         self._table.offloaded.begin_first_steps()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]

@@ -159,7 +159,8 @@ class OffloadedState:
 
     def bind(self, segment: Segment) -> None:
         """Give ``segment`` a tensor as a placeholder of its master weights."""
-        segment.tensor = torch.nn.Parameter(self._entry(segment, MASTER), requires_grad=False)
+        entry = self._entry(segment, MASTER).data
+        segment.tensor = torch.nn.Parameter(entry, requires_grad=False)
 
     def wait(self) -> None:
         """Wait until no update is running."""

@@ -157,10 +157,7 @@ class OwnStep:
             in_kernel = self._takes_scale(found_inf)
             if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
                 return False
-            gradients = [
-                segment.gradient() if segment.parts else torch.zeros_like(segment.tensor)
-                for segment in segments
-            ]
+            gradients = [*map(Segment.gradient, segments)]
             self._over(segments, gradients, grad_scale, found_inf, in_kernel, step or self.step)
         finally:
             for group in unfused:

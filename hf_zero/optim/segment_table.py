@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import (
     Callable,
+    Collection,
     Hashable,
     Iterable,
     Iterator,
@@ -19,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +50,13 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
 
 
+version_of = attrgetter("_version")
+
+
 class SegmentTable:
-    """The segments of one optimizer, with their state on the device and offloaded."""
+    """The segments of one optimizer, with their state on the device and offloaded. ``copied``: keys
+    of the flat buffers with copies of their master weights, which writes of a script would miss.
+    """
 
     def __init__(
         self,
@@ -57,8 +64,10 @@ class SegmentTable:
         base: type[torch.optim.Optimizer] | None,
         fused: FusedStep,
         moments: str,
+        copied: Collection[str] = (),
     ) -> None:
         self._optimizer = entries.optimizer
+        self._copied = copied
         self._base = base
         self._fused = fused
         self._widens = entries.bf16 is not None
@@ -72,6 +81,9 @@ class SegmentTable:
         self._segment_of: dict[Tensor, Segment] = {}
         self.group_lists: list[list[Tensor]] = []  # ``group["params"]`` of each group
         self.identities: list[int] = []  # of these lists and their members
+        # members whose values have copies elsewhere, and torch's count of their changes
+        self.watched: list[Tensor] = []
+        self.changes = 0
         # by key of the flat buffer, in the order of elements; empty: to be listed again
         self._parts: dict[str, list[tuple[Segment, SegmentPart]]] = {}
         self.stepped: list[Segment] = []  # all at once, by the optimizer's step
@@ -172,6 +184,14 @@ class SegmentTable:
         self.identities = []
         for tensors in self.group_lists:
             self.identities += id(tensors), *map(id, tensors)
+        # a stand-in, too: a script writes to the members of a group on every rank
+        self.watched = [
+            segment.tensor
+            for segment in self.segments
+            if (self._copied and not segment.parts)
+            or any(part.flat.key in self._copied for part in segment.parts)
+        ]
+        self.changes = sum(map(version_of, self.watched))
 
     def _parts_of(self, flat: OptimizerShard) -> list[tuple[Segment, SegmentPart]]:
         """Return the parts of ``flat`` in the order of its elements, each with its segment."""

@@ -117,16 +117,19 @@ class Segment:
         view = first.as_strided(
             (self.stop - self.start,), (1,), first.storage_offset() + self.parts[0].start
         )
-        self.tensor = torch.nn.Parameter(view, requires_grad=False)
+        # .data: steps and scripts alone are in its count of changes
+        self.tensor = torch.nn.Parameter(view.data, requires_grad=False)
 
     def gradient(self) -> Tensor:
         """Return the gradient of the segment in its own dtype: a view if the gradients of the flat
-        buffers are adjacent, else a copy.
+        buffers are adjacent, else a copy; zeros if it has no parts.
 
         A flat buffer without a gradient counts as zero; unused parameters are in segments that are
         not stepped.
         """
         parts = self.parts
+        if not parts:
+            return torch.zeros_like(self.tensor)
         first = parts[0].flat.gradient.shard
         if (
             first is not None

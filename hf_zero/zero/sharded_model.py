@@ -249,6 +249,7 @@ class ShardedModel:
             self.placement.moments,
             MeshRanks(self.mesh),
             Bf16State.of(config, optimizer),
+            frozenset(flat.key for flat in self.trainable if flat.copies_master),
         )
 
 

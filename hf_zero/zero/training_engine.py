@@ -374,6 +374,7 @@ class TrainingEngine(EngineParts):
         overflow = update(self.counters.global_steps, losses.may_overflow)
         self._publish_events()
         self.schedule.end_step()
+        self.optimizer_step.bound.accept_writes()
         failure = None
         if not overflow and self.optimizer_step.bound.optimizer._optimizer_step_post_hooks:
             failure = self._run_post_hooks()
@@ -406,10 +407,11 @@ class TrainingEngine(EngineParts):
         self.take_user_writes()
         trainable = self.sharded_model.trainable
         self.refresh_params([flat for flat in trainable if flat.copies_master])
+        self.optimizer_step.bound.accept_writes()
         return failure
 
     def _refuse_update(self) -> None:
-        """Raise ConfigError without an optimizer, PartitionError for changed groups of it and for a
+        """Raise ConfigError without an optimizer, PartitionError for changed groups of it or for a
         part updated before clipping was switched on or a setting was changed, OffloadError after a
         failed write of offloaded state (collective).
         """

@@ -383,6 +383,84 @@ def test_hooks_after_a_step_write_to_the_weights_of_all_ranks(writes, way, stage
         assert found[1:] == pytest.approx([of[rank] for of in losses[:-1]], rel=1e-4)
 
 
+def one_alone(model):
+    """All ranks but one have a stand-in of the second group."""
+    *others, last = trainable(model)
+    return torch.optim.AdamW([{"params": others}, {"params": [last], "lr": 1e-2}], lr=1e-3)
+
+
+def engine_with(stage, way, precision, folder, model, make=two_rates):
+    section = offload(way, stage, folder) | {"stage3_param_persistence_threshold": 0}
+    config = config_of(stage, Plan(precision=precision), zero_optimization=section)
+    return start(model, make(model), config)
+
+
+@in_turn(
+    "stage, way, precision",
+    [(1, "device", "fp32"), (0, "device", "bf16"), (2, "optimizer on cpu", "fp32")],
+)
+def test_writes_to_groups_between_steps_are_refused_on_all_ranks(stage, way, precision, tmp_path):
+    """Where other ranks or copies would miss them; after a load the run goes on."""
+
+    def run(rank, model):
+        engine = engine_with(stage, way, precision, tmp_path, model, one_alone)
+        run_steps(engine, rank, range(1))
+        first = next(model.parameters())
+        value = hf_zero.safe_get_full_fp32_param(first).clone()
+        hf_zero.safe_set_full_fp32_param(first, value)  # a write of the engine's own
+        run_steps(engine, rank, range(1, 2))
+        engine.save_checkpoint(tmp_path / "run")
+        with torch.no_grad():
+            engine.optimizer.param_groups[1]["params"][0].mul_(0.9)
+        for step in (2, 3):
+            engine.backward(squared(engine, At(step, 0, rank), next(model.parameters()).dtype))
+            with pytest.raises(PartitionError, match="param_groups of AdamW"):
+                engine.step()
+            engine.zero_grad()
+        engine.load_checkpoint(tmp_path / "run")
+        run_steps(engine, rank, range(2, STEPS))
+        found = full_weights(engine)
+        engine.destroy()
+        model = stack()
+        engine = engine_with(stage, way, precision, tmp_path, model, one_alone)
+        run_steps(engine, rank, range(STEPS))
+        return found, full_weights(engine)
+
+    for found, want in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", found, want, floor=oracle.ADAM_ROUNDING)
+
+
+@on_each_rank(RANKS)
+def test_writes_to_groups_in_hooks_are_refused_where_steps_send_few_bits(rank, model):
+    few = {"compressed_communication": {"bits": 1, "freeze_step": 1}}
+    engine = start(model, two_rates(model), config_of(1, **few))
+    engine.optimizer.register_step_post_hook(lambda *_: decays(engine.optimizer, model))
+    run_steps(engine, rank, range(1))
+    with pytest.raises(PartitionError, match="param_groups of AdamW"):
+        run_steps(engine, rank, range(1, 2))
+
+
+@in_turn("stage, ranks", [(0, RANKS), (2, 1), (3, RANKS)])
+def test_writes_to_groups_between_steps_where_modules_read_them(stage, ranks, tmp_path):
+    def run(rank, model):
+        engine = engine_with(stage, "device", "fp32", tmp_path, model)
+        run_steps(engine, rank, range(1))
+        torch.no_grad()(decays)(engine.optimizer, model)
+        run_steps(engine, rank, range(1, STEPS))
+        return full_weights(engine)
+
+    want, _ = by_hand(
+        two_rates,
+        WINDOWS,
+        ranks,
+        after_step=lambda step, model, optimizer: (
+            None if step else torch.no_grad()(decays)(optimizer, model)
+        ),
+    )
+    for weights in on_ranks(ranks, run):
+        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+
+
 @in_turn("stage", [0, 2, 3])
 def test_hooks_after_a_step_write_to_weights_in_16_bits(stage):
     def run(rank, model):

@@ -121,6 +121,8 @@ class OptimizerStep:
         Their gradients must be complete, and nothing may prevent the step any more.
         """
         unit, updater = flats[0].unit, self.updater
+        if updater.backward_update is None:
+            self.bound.check_groups()
         if not flats[0].optimizer_shard.offloaded:
             self.model.schedule.shards.wait_for_copy()
         if unit.device_of_streams is not None:
@@ -138,6 +140,7 @@ class OptimizerStep:
             else:
                 updater.begin_in_backward(update)
                 self._apply(flats, steps_before)
+            self.bound.accept_writes()
         for flat in flats:
             if flat.follows_updates and not flat.sharded and not flat.gradient.all_unused:
                 flat.user_writes.mark_updated()  # the rest of the backward must not read it
