@@ -252,6 +252,13 @@ class Filled(Expression):
             )
         )
 
+    def in_memory(self) -> torch.Tensor:
+        """Return the values in memory, where writes go from now on."""
+        if self.memory is None:
+            self.memory = self.whole()
+            self._base, self._writes = InMemory(self.memory), []
+        return self.memory
+
     def copy(self) -> Filled:
         """Return a separate tensor with the values that this one has now. Later draws of the two
         differ.

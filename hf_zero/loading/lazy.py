@@ -89,16 +89,28 @@ class LazyTensor(torch.Tensor):
         with _disable_current_modes():
             return self.expression.whole()
 
+    def in_memory(self) -> torch.Tensor:
+        """Read the values now and return a plain CPU tensor; writes to it are those to a tensor
+        under initialization.
+        """
+        if not is_filled(self):
+            return self.read_whole()
+        with _disable_current_modes():
+            root, view = _meta(self.expression)
+            memory: torch.Tensor = root.in_memory()  # type: ignore[attr-defined]
+            offset = memory.storage_offset() + int(view.storage_offset())
+            return memory.as_strided(view.shape, view.stride(), offset)
+
     # Code outside of torch asks for memory: the whole values are read now.
 
     def numpy(self, *args: object, **kwargs: Any) -> Any:
-        return self.read_whole().numpy(*args, **kwargs)
+        return self.in_memory().numpy(*args, **kwargs)
 
     def tolist(self) -> Any:
         return self.read_whole().tolist()
 
     def __dlpack__(self, **kwargs: Any) -> object:
-        return self.read_whole().__dlpack__(**kwargs)
+        return self.in_memory().__dlpack__(**kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -273,6 +285,8 @@ def _viewed(func: Callable[..., object], args: Any, kwargs: Any) -> object:
     if isinstance(result, torch.Tensor) and (
         result.dtype != expression.dtype or result.is_conj() or result.is_neg()
     ):
+        if not outwardly_contiguous:
+            return func(args[0].in_memory(), *args[1:], **kwargs)
         return _computed(func, args, kwargs)  # a view with other element values
     return tree_map(
         lambda value: (
@@ -435,8 +449,11 @@ class Opened:
                 self._files.append(file)
                 self.tensors.update({name: LazyTensor(InFile(file, name)) for name in file.entries})
             else:
+                values = _load_bin(path).items()  # such as a number of the script, too
                 self.tensors.update(
-                    {name: LazyTensor(InMemory(tensor)) for name, tensor in _load_bin(path).items()}
+                    (name, LazyTensor(InMemory(value)))
+                    for name, value in values
+                    if isinstance(value, torch.Tensor)
                 )
 
     def close(self) -> None:
@@ -445,7 +462,7 @@ class Opened:
         self.tensors.clear()
 
 
-def _load_bin(path: Path) -> dict[str, torch.Tensor]:
+def _load_bin(path: Path) -> dict[str, object]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,33 @@ def test_code_outside_of_torch_reads_the_values_while_models_are_built() -> None
         arrays = [lazy.numpy(), np.asarray(lazy), np.array(lazy.tolist()), np.from_dlpack(lazy)]
     for array in arrays:
         assert array.tolist() == [[2.0] * 3, [1.0] * 3]
+
+
+THROUGH_MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda w: w.numpy().__setitem__((0, 1), 7.0),
+    "numpy of a part": lambda w: w[1:3, 2].numpy().fill(4.0),
+    "an array": lambda w: np.copyto(np.asarray(w.detach()), np.full((4, 4), 7.0)),
+    "dlpack": lambda w: torch.from_dlpack(w.detach()).add_(7.0),
+    "bytes": lambda w: w.view(torch.int32).fill_(1 << 20),
+    "complex": lambda w: torch.view_as_complex(w.view(4, 2, 2)).mul_(2 + 3j),
+}
+
+
+def test_writes_through_memory_are_those_of_torch() -> None:
+    """Before and after others, which go on to be recorded for what nobody has asked memory of."""
+    for name, write in THROUGH_MEMORY.items():
+
+        def changed(write: Any = write) -> list[torch.Tensor]:
+            w = torch.ones(4, 4)
+            w[2].mul_(3.0)
+            kept = w.clone()
+            write(w)
+            w.t()[3].sub_(1.0)
+            write(w)
+            return [w, kept]
+
+        for ours, right in zip(built(changed), changed(), strict=True):
+            assert isinstance(ours, LazyTensor) and torch.equal(whole(ours), right), name
 
 
 REFUSED: dict[str, Any] = {
