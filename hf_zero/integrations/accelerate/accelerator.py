@@ -55,6 +55,7 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
     """
     if not finder.chosen():
         return original(self, *args)
+    _refuse_pipelines(args)
     known = _known(self, args)
     if any(known):
         others = [value for value, before in zip(args, known) if not before]
@@ -62,7 +63,6 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
         return tuple(value if before else next(rest) for value, before in zip(args, known))
     _refuse_optimizer_alone(args)
     _refuse_second_optimizer(args)
-    _refuse_pipelines(args)
     _warn_scheduler_alone(args)
     if sequence_ranks(self.state) > 1:
         _split_layers_first(tensor_ranks(self.state), args)

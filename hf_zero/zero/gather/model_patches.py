@@ -163,7 +163,8 @@ class ModuleGuards:
     def _install(self, units: Sequence[Unit]) -> None:
         wraps = {module: unit for unit in units for module in unit.modules.values()}
         hooks_of: dict[tuple[Unit, ...], list[Attached]] = {}
-        for module in modules_of(self._model):
+        modules = list(modules_of(self._model))
+        for module in modules:
             owned = {
                 name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)
             }
@@ -198,7 +199,7 @@ class ModuleGuards:
             if owned:
                 self._own[module] = owned
         holding = set(self._own)  # and the modules that contain these
-        for module in reversed(list(modules_of(self._model))):
+        for module in reversed(modules):
             if module in holding or not holding.isdisjoint(module._modules.values()):
                 holding.add(module)
                 module.__dict__["_apply"] = Override(partial(self._apply, module), module, "_apply")
