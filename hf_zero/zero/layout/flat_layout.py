@@ -137,8 +137,8 @@ class FlatLayout:
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the flat buffer that hold no parameter, in order."""
-        ends = [0, *(slot.end for slot in self.slots)]
-        starts = [*(slot.offset for slot in self.slots), self.padded]
+        ends = [0, *[slot.end for slot in self.slots]]
+        starts = [*[slot.offset for slot in self.slots], self.padded]
         return tuple((end, start) for end, start in zip(ends, starts) if end < start)
 
     @property

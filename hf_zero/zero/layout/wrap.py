@@ -59,7 +59,7 @@ def _size(parameter: nn.Parameter, sizes: Sizes) -> int:
 
 
 def _numel(module: nn.Module, sizes: Sizes = OWN) -> int:
-    return sum(_size(parameter, sizes) for parameter in parameters_of(module))
+    return sum([_size(parameter, sizes) for parameter in parameters_of(module)])
 
 
 def _is_called(module: nn.Module) -> bool:
