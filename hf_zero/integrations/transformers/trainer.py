@@ -27,6 +27,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
+from hf_zero.integrations.accelerate.multiple_models import leave_steps
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
 from hf_zero.integrations.transformers.trainer_phases import batches_of
@@ -187,7 +188,6 @@ def prepare_engine(
             "hf-zero's engine and would train unsharded; "
             "pass the plain model to Trainer, without DataParallel or another wrapper around it"
         )
-    from hf_zero.integrations.accelerate.multiple_models import leave_steps
     from hf_zero.integrations.peft.adapters import keep_what_is_written
 
     keep_what_is_written(engine)
