@@ -229,7 +229,8 @@ class SingleEngine:
             self._limit_given = True
             self._limit = limit if self._limit is None else min(limit, self._limit)
             set_limit(self.engine, self._limit)
-        if not self._until_step and (self._claimed or self._in_clip):
+        waits = self._until_step or not (self._claimed or self._in_clip)
+        if not waits or self.engine.sharded_model.updates_in_backward:
             self.make_step()
 
     def norm(self) -> torch.Tensor:

@@ -396,21 +396,8 @@ def test_limits_act_on_their_steps_again_after_one_forward_too_many() -> None:
     assert used == limits
 
 
-@in_turn("stage", [2, 3])
-def test_a_save_after_the_limit_of_a_script_that_calls_no_step(stage: int, tmp_path: Path) -> None:
-    forget()
-    accelerator = accelerator_with(None, stage=stage)
-    engine, _ = prepared(accelerator)
-    accelerator.backward(squared(engine))
-    accelerator.clip_grad_norm_(engine.parameters(), 0.3)
-    accelerator.save_state(str(tmp_path))
-    assert engine.global_steps == 1
-
-
 def test_a_metric_after_a_backward_that_updates() -> None:
-    """The step ends before it, as half of the model has been updated. Settings that are written
-    after it are refused.
-    """
+    """The step ends before it, as half of the model has been updated."""
     zero = {"stage": 2, "update_in_backward": True}
     config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 3}
     plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=0.0)
@@ -424,17 +411,6 @@ def test_a_metric_after_a_backward_that_updates() -> None:
             squared(engine, step)
         optimizer.step()
         assert engine.global_steps == step + 1
-    accelerator.free_memory()
-    model = stack()
-    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    accelerator.backward(squared(engine))
-    norm = accelerator.clip_grad_norm_(engine.parameters(), float("inf"))
-    (squared(plain := stack()) / engine.gradient_accumulation_steps()).backward()
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), float("inf"))
-    assert float(norm) == pytest.approx(float(expected), rel=1e-5)  # type: ignore[arg-type]
-    optimizer.param_groups[0]["lr"] = 0.1
-    with pytest.raises(PartitionError, match="change of the optimizer's settings"):
-        optimizer.step()
 
 
 @in_turn("clips, steps", [(True, False), (False, True)])
