@@ -139,39 +139,24 @@ class SingleEngine:
 
     A backward that ends a window is a step, as with DeepSpeed, even in a script that never calls
     ``optimizer.step()``. If the script sets the clipping norm (:data:`_limited_by_script`), the
-    step is deferred to ``clip_grad_norm_``, the first one to ``optimizer.step()``; in a script that
-    does not call it, it is made before the next forward with gradients, or before ``save_state``,
-    and from then on in ``clip_grad_norm_`` if the script has called that, otherwise in the
-    backward.
-
-    So a step has its gradient norm without another pass over the gradients, but not the settings
-    that a script writes to the optimizer after it. Once a script has done so, or asks for it
-    (:meth:`wait`), ``optimizer.step()`` makes the steps.
+    step is deferred to ``clip_grad_norm_`` or ``optimizer.step()``; in a script that calls neither,
+    it is made before the next forward with gradients, or before ``save_state``, and from then on in
+    the backward.
     """
 
     def __init__(self, wrapped: DeepSpeedEngineWrapper, accumulation: AccumulationOfScript):
         self.engine: Engine = wrapped.engine
         self._accumulation = accumulation
         self._backward = wrapped.backward
-        self._waits = limited = self.engine in _limited_by_script
+        self._waits = self.engine in _limited_by_script
         self.due = False  # whether a step is deferred
-        self._until_step = False  # to ``optimizer.step()``, always
-        self._in_clip = False  # whether ``clip_grad_norm_`` makes the steps without it
-        self._limit: float | None = None  # of this step, once the script has given it
-        # settings of the optimizer after the last backward, and the step that it may have made
-        self._settings: list[dict[str, object]] | None = None
         # since the last ``optimizer.step()``: steps, and backwards of ``accelerator.backward``
         self._applied = self._backwards = 0
         self._held = 0  # micro-batches at the last ``optimizer.step()``
-        self._limit_given = not limited  # whether the script or the configuration names a limit
-        self._claimed = False  # whether the script calls ``optimizer.step()``
+        self._limit_given = self._claimed = False  # whether the script names a limit; calls step()
         self._trained = False  # whether the model was in training mode at the last backward
-        if limited:
+        if self._waits:
             self.engine.register_forward_pre_hook(self._before_forward)
-
-    def wait(self) -> None:
-        """Leave all steps to ``optimizer.step()``, which the script calls."""
-        self._until_step = self._claimed = True
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: bool) -> None:
         """Replaces ``DeepSpeedEngineWrapper.backward``. Inside ``accelerator.no_sync`` it only
@@ -182,15 +167,14 @@ class SingleEngine:
             self._applied = self._backwards = 0
             _refuse_backwards(2)
         self._make_overdue_step()
-        self._trained, self._limit = self.engine.training, None
+        self._trained = self.engine.training
         self._accumulation.pass_on([self.engine])
         self._backwards += 1
         ends = bool(sync_gradients) and not self.engine.in_no_sync
-        if self._waits or self._until_step:
+        if self._waits:
             self.engine.set_gradient_accumulation_boundary(ends)
             self.engine.backward(loss, **kwargs)
             self.due = ends
-            self._settings = _settings_of(self.engine)
         else:
             self._count(lambda: self._backward(loss, sync_gradients=ends, **kwargs))
 
@@ -203,61 +187,28 @@ class SingleEngine:
             self._make_overdue_step()
 
     def make_unclaimed_step(self) -> None:
-        """Make the deferred step, if any, of a script that has clipped its gradients, or made steps
-        without a call of ``optimizer.step()``, before all ranks read its state. Collective.
+        """Make the deferred step, if any, of a script that has made steps without a call of
+        ``optimizer.step()``, before all ranks read its state. Collective.
         """
-        unclaimed = self._applied or self._limit is not None
-        if unclaimed and not (self._claimed or self.engine.destroyed):
+        if self._applied and not (self._claimed or self.engine.destroyed):
             self._make_overdue_step()
 
     def _make_overdue_step(self) -> None:
         if self.due:
-            self._in_clip = self._limit is not None
-            self._waits = self._in_clip
+            self._waits = False
             self.make_step()
 
     def clip(self, limit: float) -> None:
-        """Clip gradients to ``limit`` in the deferred step, if any, and in the next ones until
-        another limit is given; make that step, unless it waits for ``optimizer.step()``.
+        """Make the deferred step, if any, with gradients clipped to ``limit``, and the next ones
+        until another limit is given.
 
         After a step that no call has claimed, backwards go on to make theirs until the script calls
         ``optimizer.step()``: the last one of a script that clips only sometimes would be lost.
         """
         if self.engine in _limited_by_script:
-            if self._limit is not None and limit < self._limit:
-                self._wait_after(f"a second clip_grad_norm_, max_norm={limit:g}, came")
             self._limit_given = True
-            self._limit = limit if self._limit is None else min(limit, self._limit)
-            set_limit(self.engine, self._limit)
-        waits = self._until_step or not (self._claimed or self._in_clip)
-        if not waits or self.engine.sharded_model.updates_in_backward:
-            self.make_step()
-
-    def norm(self) -> torch.Tensor:
-        """Return the gradient norm of the deferred step (collective), or of the last one."""
-        if not self.due:
-            return self.engine.grad_norm_tensor()
-        norm = self.engine.gradient_norm()
-        return torch.tensor(norm, dtype=torch.float64, device=self.engine.device)
-
-    def _changed_settings(self) -> list[str]:
-        """Return the names of settings that differ from those after the last backward."""
-        groups = zip(self._settings or (), _settings_of(self.engine))
-        return sorted({key for old, new in groups for key in new if new[key] != old.get(key)})
-
-    def _wait_after(self, change: str) -> None:
-        """Leave the next steps to ``optimizer.step()`` after a ``change``; warn if this one has
-        been made without it.
-        """
-        if not (self.due or self._until_step):
-            log_rank0(
-                f"{change} before optimizer.step(), and after the step, which "
-                "accelerator.backward() or clip_grad_norm_ had made: that one is without it, and "
-                "from the next one on optimizer.step() makes the steps; to have it in all of them, "
-                "write it before accelerator.backward()",
-                logging.WARNING,
-            )
-        self._until_step = True
+            set_limit(self.engine, limit)
+        self.make_step()
 
     def make_step(self) -> None:
         """Make the deferred step, if any."""
@@ -284,20 +235,6 @@ class SingleEngine:
         act()
         after = self.engine.counters.global_steps
         self._applied += after > before and self.engine.was_step_applied()
-        if after > before:
-            self._settings = _settings_of(self.engine)
-
-    def preceding(self, method: Callable[..., object]) -> Callable[..., object]:
-        """Wrap ``scheduler.step`` to make a deferred step with clipped gradients before it, until
-        the script calls ``optimizer.step()``.
-        """
-
-        def step(*args: object, **kwargs: object) -> object:
-            if self._limit is not None and not self._claimed:
-                self._make_overdue_step()
-            return method(*args, **kwargs)
-
-        return step
 
     def checked(self, method: Callable[..., object]) -> Callable[..., object]:
         """Wrap ``optimizer.step`` to raise PartitionError after two backwards since the last call:
@@ -308,11 +245,7 @@ class SingleEngine:
         def step(wrapped: AcceleratedOptimizer, *closure: object, **kwargs: object) -> object:
             if closure or kwargs:
                 wrapped.optimizer.step(*closure, **kwargs)  # the engine's, which takes no closure
-            changed = self._changed_settings()
-            if changed:
-                self._wait_after(f"a new {' and '.join(changed)} of the optimizer came")
             self.make_step()
-            self._settings = None
             self._claimed, self._waits = True, self.engine in _limited_by_script
             steps, self._applied = self._applied, 0
             backwards, self._backwards = self._backwards, 0
@@ -328,18 +261,6 @@ class SingleEngine:
             return method()
 
         return step
-
-
-def _settings_of(engine: Engine) -> list[dict[str, object]]:
-    """Return the settings of the optimizer's groups; for a tensor, its identity and version."""
-    return [
-        {
-            key: (id(value), value._version) if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in engine.optimizer.param_groups
-    ]
 
 
 def _refuse_backwards(number: int) -> NoReturn:
@@ -362,17 +283,6 @@ def _take_steps(
     for optimizer in accelerator._optimizers:
         # bound, as in _at_window_end
         optimizer.step = MethodType(single.checked(optimizer.step), optimizer)
-    for scheduler in accelerator._schedulers:
-        scheduler.step = single.preceding(scheduler.step)
-
-
-def leave_steps(accelerator: Accelerator) -> None:
-    """Have ``optimizer.step()``, which the script calls, make all steps of a single engine of
-    ``accelerator``.
-    """
-    single = getattr(accelerator.deepspeed_engine_wrapped, "single", None)
-    if single is not None:
-        single.wait()
 
 
 def set_limit(engine: Engine, limit: float) -> None:
@@ -447,7 +357,6 @@ def clip_by_the_engine(
         return None
     if wrapped.engine is engine:
         wrapped.single.clip(float(max_norm))
-        return wrapped.single.norm()
     return wrapped.engine.grad_norm_tensor()
 
 

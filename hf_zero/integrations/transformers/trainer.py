@@ -27,7 +27,6 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
-from hf_zero.integrations.accelerate.multiple_models import leave_steps
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
 from hf_zero.integrations.transformers.trainer_phases import batches_of
@@ -195,21 +194,12 @@ def prepare_engine(
     engine.measures.plan_steps(max_steps)
     engine.measures.shown_elsewhere()
     leave_to_trainer(self.accelerator)
-    self._mixed_mesh_grads = False  # as Transformers would find, if it could read the gradients
-    if _acts_before_steps(self):
-        leave_steps(self.accelerator)
     if engine.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:
         from hf_zero.integrations.transformers.stop_callback import StopCallback
 
         self.pop_callback(StopCallback)  # of an attempt with a larger batch
         self.add_callback(StopCallback(self, engine))  # the last one, whose choice to save is final
     return result
-
-
-def _acts_before_steps(trainer: Trainer) -> bool:
-    """Return whether a callback other than those of Transformers has ``on_pre_optimizer_step``."""
-    methods = (type(each).on_pre_optimizer_step for each in trainer.callback_handler.callbacks)
-    return any(not method.__module__.startswith("transformers.") for method in methods)
 
 
 def _stop_listening(trainer: Trainer) -> None:

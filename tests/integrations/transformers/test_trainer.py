@@ -244,26 +244,6 @@ def test_a_search_trains_a_model_of_its_own_in_each_trial(
         search("callback")
 
 
-class Rates(transformers.TrainerCallback):
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
-    ) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / (1 + state.global_step)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_what_a_callback_writes_before_a_step_counts_in_it(
-    accumulation: int, tmp_path: Path
-) -> None:
-    chosen = {"callbacks": [Rates()], "gradient_accumulation_steps": accumulation}
-    expected = trained("plain", 0, tmp_path, **chosen)
-    for route, stage in (("ours", 3), ("callback", 1)):
-        forget()
-        chosen["callbacks"] = [Rates()]
-        assert_same_training(trained(route, stage, tmp_path, **chosen), expected)
-
-
 @in_turn("limit", [float("inf"), -1.0])
 def test_a_limit_with_which_the_trainer_does_not_clip(limit: float, tmp_path: Path) -> None:
     chosen = {"max_grad_norm": limit, "max_steps": 2, "optim": "sgd", "learning_rate": 0.1}
