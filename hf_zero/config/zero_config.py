@@ -271,11 +271,24 @@ class ZeroConfig(Settings):
 
     @property
     def experimental(self) -> list[str]:
-        """Return the keys with an effect here that any version may change."""
+        """Return the keys in use here that any version may change: those of sections that are
+        switched off, and sizes of 1, are not.
+        """
+        values = self._reading.values
+
+        def is_off(path: str) -> bool:
+            parents = [path[:dot] for dot, letter in enumerate(path) if letter == "."]
+            switches = [f"{parent}.enabled" for parent in parents if f"{parent}.enabled" in KEYS]
+            return any(values.get(switch, KEYS[switch].default) is False for switch in switches)
+
+        unused: tuple[object, ...] = (None, False, 1, {}, (), [])
         return sorted(
             path
-            for path, value in self._reading.values.items()
-            if is_experimental(path) and value not in (None, KEYS[path].default)
+            for path, value in values.items()
+            if is_experimental(path)
+            and value != KEYS[path].default
+            and (value is True or value not in unused)
+            and not is_off(path)
         )
 
     def to_dict(self, unset: Unset = "omit") -> SourcedDict:

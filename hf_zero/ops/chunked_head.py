@@ -12,6 +12,7 @@ the compute dtype, as everywhere else.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,10 +90,19 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@functools.cache
+def has_bf16_products() -> bool:
+    """Return whether this CPU multiplies matrices of bf16: without instructions for it torch takes
+    far longer than in fp32.
+    """
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def rows_of_a_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.device) -> int:
     """Return the rows of even chunks whose logits fit the limit of the device."""
     on_host = device.type == "cpu"
-    limit = (HOST_BYTES << (itemsize == 2)) if on_host else DEVICE_BYTES
+    twice = itemsize == 2 and on_host and has_bf16_products()
+    limit = (HOST_BYTES << twice) if on_host else DEVICE_BYTES
     # lower bound: 1,024 rows, which the GEMMs of a GPU need whatever the vocabulary; 128 on a CPU
     most = max(limit // (vocabulary * itemsize), 128 if on_host else 1024)
     chunks = max(1, math.ceil(tokens / most))
@@ -110,9 +120,10 @@ class Gradients:
         self.weight = hidden.new_empty(weight.shape if needs.weight else 0, dtype=dtype)
         self.bias = hidden.new_zeros(weight.shape[0] if needs.bias else 0, dtype=dtype)
         # Without a GEMM from 16 to 32 bits, which cuBLAS has and hipBLAS has not, everything is
-        # computed in 32. On CPUs bf16, whose products take a quarter of the time, rounds the
+        # computed in 32. On CPUs that multiply bf16, in a quarter of the time, it rounds the
         # product of each chunk; fp16 could overflow in a sum over tokens.
-        rounds = hidden.dtype == torch.bfloat16 and kinds.is_host(hidden.device)
+        on_host = kinds.is_host(hidden.device)
+        rounds = hidden.dtype == torch.bfloat16 and on_host and has_bf16_products()
         self._widens = dtype != hidden.dtype and not (rounds or kinds.is_nvidia(hidden.device))
         self._wanted, self._head, self._begun = (
             needs,

@@ -139,3 +139,17 @@ def test_a_configuration_names_its_experimental_keys() -> None:
     assert config.experimental == ["compressed_communication.bits", "replicate_size"]
     for plain in (ZeroConfig(2), ZeroConfig(2, replicate_size=1)):
         assert plain.experimental == []
+    off: dict[str, Any] = {
+        "curriculum_learning": {"enabled": False, "curriculum_type": "seqlen"},
+        "progressive_layer_drop": {"enabled": False, "theta": 0.3},
+        "data_efficiency": {"enabled": False, "seed": 7},
+        "quantize_training": {"enabled": False, "quantize_verbose": True},
+        "tensor_parallel": {"autotp_size": 1},
+        "compression_training": {"weight_quantization": {"different_groups": {}}},
+    }
+    assert ZeroConfig.from_dict(off).experimental == []
+    on = {"progressive_layer_drop": {"enabled": True, "theta": 0.3}}
+    assert ZeroConfig.from_dict(on).experimental == [
+        "progressive_layer_drop.enabled",
+        "progressive_layer_drop.theta",
+    ]
