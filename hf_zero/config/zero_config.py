@@ -281,13 +281,12 @@ class ZeroConfig(Settings):
             switches = [f"{parent}.enabled" for parent in parents if f"{parent}.enabled" in KEYS]
             return any(values.get(switch, KEYS[switch].default) is False for switch in switches)
 
-        unused: tuple[object, ...] = (None, False, 1, {}, (), [])
         return sorted(
             path
             for path, value in values.items()
             if is_experimental(path)
             and value != KEYS[path].default
-            and (value is True or value not in unused)
+            and (value is True or (value and value != 1))
             and not is_off(path)
         )
 

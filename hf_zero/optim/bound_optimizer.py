@@ -26,11 +26,11 @@ from hf_zero.optim.segment_table import (
     GroupScalars,
     SegmentTable,
     WholeTensorState,
+    changes_of,
     load_settings,
     plain_settings,
     scalars_of_ranks,
     scaled_rates,
-    version_of,
 )
 from hf_zero.optim.segments import ParamGroup, Segment, current_settings, masters
 from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
@@ -164,7 +164,7 @@ class BoundOptimizer:
                 "their place; undo that, and call optimizer.add_param_group, engine.replace or "
                 "parameter.requires_grad_(False), or change the settings of a group (lr) instead"
             )
-        if sum(map(version_of, self._table.watched)) != self._table.changes:
+        if sum(map(changes_of, self._table.watched)) != self._table.changes:
             raise PartitionError(
                 f"the members of optimizer.param_groups of {type(self.optimizer).__name__} were "
                 "written to between steps; they are this rank's parts of the master weights, and "
@@ -175,7 +175,7 @@ class BoundOptimizer:
 
     def accept_writes(self) -> None:
         """Note that all writes to members of groups so far are those of steps, or taken over."""
-        self._table.changes = sum(map(version_of, self._table.watched))
+        self._table.changes = sum(map(changes_of, self._table.watched))
 
     # ---- stepping ----
 

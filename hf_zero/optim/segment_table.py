@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
 
 
-version_of = attrgetter("_version")
+changes_of = attrgetter("_version")
 
 
 class SegmentTable:
@@ -79,7 +79,8 @@ class SegmentTable:
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.segments: list[Segment] = []
         self._segment_of: dict[Tensor, Segment] = {}
-        self.group_lists: list[list[Tensor]] = []  # ``group["params"]`` of each group
+        # ``group["params"]`` of each group, kept so that no other list can have its id
+        self.group_lists: list[list[Tensor]] = []
         self.identities: list[int] = []  # of these lists and their members
         # members whose values have copies elsewhere, and torch's count of their changes
         self.watched: list[Tensor] = []
@@ -191,7 +192,7 @@ class SegmentTable:
             if (self._copied and not segment.parts)
             or any(part.flat.key in self._copied for part in segment.parts)
         ]
-        self.changes = sum(map(version_of, self.watched))
+        self.changes = sum(map(changes_of, self.watched))
 
     def _parts_of(self, flat: OptimizerShard) -> list[tuple[Segment, SegmentPart]]:
         """Return the parts of ``flat`` in the order of its elements, each with its segment."""

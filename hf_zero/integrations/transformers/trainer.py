@@ -148,8 +148,8 @@ def train_anew(
 
             if not engine.destroyed:  # by accelerator.free_memory(), or for a smaller batch
                 destroy_and_restore(engine)
-            # no model between the trials of a search
-            vars(self).update(model_wrapped=self.model, deepspeed=None)
+            # between the trials of a search there is no model
+            self.model_wrapped, self.deepspeed = self.model, None  # type: ignore[assignment]
             if resume_from_checkpoint in (None, False) and self.model_init is None:
                 log_rank0(
                     "another train() goes on with the weights and with a new optimizer, as the "

@@ -163,7 +163,7 @@ class ModuleGuards:
     def _install(self, units: Sequence[Unit]) -> None:
         wraps = {module: unit for unit in units for module in unit.modules.values()}
         hooks_of: dict[tuple[Unit, ...], list[Attached]] = {}
-        modules = list(modules_of(self._model))
+        modules = modules_of(self._model)
         for module in modules:
             owned = {
                 name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)

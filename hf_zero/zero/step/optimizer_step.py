@@ -155,16 +155,18 @@ class OptimizerStep:
 
     def _warn_of_hooks(self) -> None:
         """Warn once of hooks before the optimizer's step that do not see all gradients."""
-        apart = "update_in_backward has updated" if self.model.updates_in_backward else ""
-        if not apart and self.updater.units:
-            apart = "offload_optimizer updates"
-        if apart and not self._warned_of_hooks:
+        if self.model.updates_in_backward:
+            key, does = "update_in_backward", "has updated"
+        elif self.updater.units:
+            key, does = "offload_optimizer", "updates"
+        else:
+            return
+        if not self._warned_of_hooks:
             self._warned_of_hooks = True
-            key = apart.partition(" ")[0]
             log_rank0(
                 "hooks before the optimizer's step find no gradients of the parameters that "
-                f"zero_optimization.{apart}, and change nothing of their update; if they change "
-                f"gradients, switch {key} off",
+                f"zero_optimization.{key} {does}, and change nothing of their update; if they "
+                f"change gradients, switch {key} off",
                 logging.WARNING,
             )
 
