@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <chrono>
 #include <system_error>
 #include <thread>
 
@@ -23,6 +24,7 @@ namespace {
 constexpr unsigned kDefaultControl = 0x1f80;
 unsigned control() { return _mm_getcsr(); }
 void set_control(unsigned value) { _mm_setcsr(value); }
+void pause() { _mm_pause(); }
 #elif defined(__aarch64__)
 constexpr unsigned long kDefaultControl = 0;
 unsigned long control() {
@@ -35,7 +37,18 @@ void set_control(unsigned long value) { __asm__ volatile("msr fpcr, %0" : : "r"(
 constexpr int kDefaultControl = 0;
 int control() { return 0; }
 void set_control(int) {}
+void pause() {}
 #endif
+
+// Poll `ready` for at most kPolled before a wait that sleeps: the last part of a call, and the next
+// call of an update, mostly come sooner than the system wakes a thread.
+constexpr std::chrono::microseconds kPolled{50};
+
+template <class Ready>
+void poll(const Ready& ready) {
+    const auto end = std::chrono::steady_clock::now() + kPolled;
+    while (!ready() && std::chrono::steady_clock::now() < end) pause();
+}
 
 // Never destroyed: threads may outlive main. A child of fork() has none of its parent's threads, so
 // it gets a new pool.
@@ -75,8 +88,16 @@ int Pool::size() {
     return wanted_;
 }
 
-void Pool::take_parts(Call& call) {
-    for (int64_t part; (part = call.next.fetch_add(1, std::memory_order_relaxed)) < call.parts;) (*call.work)(part);
+bool Pool::Call::has_parts() const {
+    return std::any_of(shares.begin(), shares.end(),
+                       [](const Share& share) { return share.next.load(std::memory_order_relaxed) < share.end; });
+}
+
+void Pool::Call::take_parts(size_t thread) {
+    for (size_t i = 0; i < shares.size(); ++i) {
+        Share& share = shares[(thread + i) % shares.size()];
+        for (int64_t part; (part = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) (*work)(part);
+    }
 }
 
 // Called with mutex_ held. Signals are left to Python's threads.
@@ -84,13 +105,13 @@ void Pool::hire() {
     if (hired_ >= wanted_ - 1) return;
     SignalsBlocked blocked;
     try {
-        for (; hired_ < wanted_ - 1; ++hired_) std::thread([this] { serve(); }).detach();
+        for (; hired_ < wanted_ - 1; ++hired_) std::thread([this, thread = hired_ + 1] { serve(thread); }).detach();
     } catch (const std::system_error&) {
         wanted_ = hired_ + 1;  // the system refuses more threads; size() shows it
     }
 }
 
-void Pool::serve() {
+void Pool::serve(int thread) {
     set_control(kDefaultControl);
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -98,7 +119,7 @@ void Pool::serve() {
         wake_.wait(lock, [&] {
             if (hired_ > wanted_ - 1) return true;
             for (Call* each : calls_)
-                if (each->next.load(std::memory_order_relaxed) < each->parts) {
+                if (each->has_parts()) {
                     call = each;
                     return true;
                 }
@@ -110,12 +131,16 @@ void Pool::serve() {
         }
         // Help the call with the fewest helpers.
         for (Call* each : calls_)
-            if (each->helpers < call->helpers && each->next.load(std::memory_order_relaxed) < each->parts) call = each;
+            if (each->helpers < call->helpers && each->has_parts()) call = each;
         ++call->helpers;
+        const int64_t posted = posted_.load(std::memory_order_relaxed);
         lock.unlock();
-        take_parts(*call);
+        call->take_parts(thread);
         lock.lock();
         if (--call->helpers == 0) through_.notify_all();
+        lock.unlock();
+        poll([&] { return posted_.load(std::memory_order_relaxed) != posted; });
+        lock.lock();
     }
 }
 
@@ -123,7 +148,6 @@ void Pool::run(int64_t parts, const std::function<void(int64_t)>& work) {
     if (parts <= 0) return;
     Call call;
     call.work = &work;
-    call.parts = parts;
     const auto before = control();
     set_control(kDefaultControl);
     if (parts == 1) {
@@ -132,10 +156,18 @@ void Pool::run(int64_t parts, const std::function<void(int64_t)>& work) {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             hire();
+            const int64_t threads = std::min<int64_t>(wanted_, parts);
+            call.shares = std::vector<Share>(threads);
+            for (int64_t i = 0; i < threads; ++i) {
+                call.shares[i].next = i * parts / threads;
+                call.shares[i].end = (i + 1) * parts / threads;
+            }
             calls_.push_back(&call);
+            posted_.fetch_add(1, std::memory_order_relaxed);
         }
         wake_.notify_all();
-        take_parts(call);
+        call.take_parts(0);
+        poll([&] { return call.helpers.load(std::memory_order_relaxed) == 0; });
         std::unique_lock<std::mutex> lock(mutex_);
         calls_.remove(&call);
         through_.wait(lock, [&] { return call.helpers == 0; });

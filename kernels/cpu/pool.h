@@ -9,6 +9,7 @@
 #include <functional>
 #include <list>
 #include <mutex>
+#include <vector>
 
 namespace hfz {
 
@@ -22,23 +23,32 @@ class Pool {
     int size();
 
     // Call work(part) once for each part below `parts`, on all threads, and return when all are
-    // done. Parts are taken in order. `work` must not throw, and must not call run.
+    // done. Each thread begins with the same share of the parts in each call, whose memory its
+    // caches may still hold, and then takes what others have left, in order. `work` must not throw,
+    // and must not call run.
     void run(int64_t parts, const std::function<void(int64_t)>& work);
 
   private:
+    // The parts [next, end) of one thread's share that are left.
+    struct alignas(64) Share {
+        std::atomic<int64_t> next;
+        int64_t end;
+    };
     struct Call {
         const std::function<void(int64_t)>* work;
-        int64_t parts;
-        std::atomic<int64_t> next{0};
-        int helpers = 0;  // guarded by mutex_
+        std::vector<Share> shares;
+        std::atomic<int> helpers{0};  // written with mutex_ held
+
+        bool has_parts() const;
+        void take_parts(size_t thread);
     };
 
-    static void take_parts(Call& call);
     void hire();
-    void serve();
+    void serve(int thread);
 
     std::mutex mutex_;  // guards the members below
     std::condition_variable wake_, through_;
+    std::atomic<int64_t> posted_{0};  // calls so far
     std::list<Call*> calls_;
     int wanted_ = 1;  // threads, the caller included
     int hired_ = 0;   // threads beside the caller's
