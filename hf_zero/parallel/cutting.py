@@ -4,6 +4,8 @@ checkpoint files.
 
 from __future__ import annotations
 
+from typing import Any, NoReturn, Self
+
 import torch
 from torch import nn
 
@@ -20,10 +22,14 @@ from hf_zero.zero.layout.sharding import (
     Sharding,
     join_parts,
     of_ranks,
-    own_part,
     set_sharding,
     sharding_of,
+    take_own_part,
 )
+
+# what is known of a part beside its values: of which whole, for which ranks, in which file
+_MARKS = ("_hf_zero_sharding", "_hf_zero_source", "allreduce", "group_name")
+_COPIED = "_hf_zero_copied"
 
 
 @torch.no_grad()
@@ -87,12 +93,65 @@ class HoldsParts(nn.Module):
                 destination[key] = join_parts(sharding_of(parameter), saved, key)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object
+        self,
+        state_dict: dict[str, object],
+        prefix: str,
+        metadata: object,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
-        for name, parameter in self._parameters.items():
-            value = state_dict.get(prefix + name)
-            if parameter is None or isinstance(parameter, OwnedParameter):
-                continue
-            if isinstance(value, torch.Tensor):
-                state_dict[prefix + name] = own_part(sharding_of(parameter), value)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        before = dict(self._parameters)
+        for name, parameter in before.items():
+            if parameter is not None and not isinstance(parameter, OwnedParameter):
+                take_own_part(sharding_of(parameter), state_dict, prefix + name, errors)
+        super()._load_from_state_dict(
+            state_dict, prefix, metadata, strict, missing, unexpected, errors
+        )
+        for name, parameter in before.items():
+            _mark_like(parameter, self._parameters.get(name))  # new with assign=True
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return _new, (_Copied(self),), self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        marked = self.__dict__.pop(_COPIED, {})
+        super().__setstate__(state)
+        for name, parameter in marked.items():
+            _mark_like(parameter, self._parameters[name])
+
+
+class _Copied:
+    """The module that ``copy`` copies. (A ``__deepcopy__`` of the module would be called for
+    wrappers that forward attributes to it, as those of PEFT.)
+    """
+
+    def __init__(self, module: HoldsParts):
+        self.module = module
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise PartitionError(
+            f"{type(self.module).__bases__[-1].__name__} is cut among ranks, with which it "
+            "communicates, and cannot be pickled or saved by torch.save(model); save "
+            "model.state_dict(), which holds whole tensors"
+        )
+
+
+def _new(copied: _Copied) -> nn.Module:
+    """Return an empty module of the class of the one that is ``copied``."""
+    kind = type(copied.module)
+    module = kind.__new__(kind)
+    module.__dict__[_COPIED] = copied.module._parameters
+    return module
+
+
+def _mark_like(parameter: nn.Parameter | None, other: nn.Parameter | None) -> None:
+    """Mark ``other`` as the part that ``parameter`` is."""
+    if parameter is not None and other is not None and other is not parameter:
+        for name in _MARKS:
+            if name in parameter.__dict__:
+                other.__dict__.setdefault(name, parameter.__dict__[name])

@@ -5,6 +5,7 @@ buckets and parts, also of experts.
 from __future__ import annotations
 
 import copy
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -305,6 +306,56 @@ def test_state_dicts_and_files_are_whole(name, tmp_path):
     folders = (tmp_path / "model", tmp_path / "plain")
     files, wanted = (load_file(folder / "model.safetensors") for folder in folders)
     _compare(files, wanted)
+
+
+def _saved_beside(model):
+    """``model`` with PEFT's copies of layers in its MLPs, or of its experts, which train."""
+    names = ["experts"] if model.config.model_type == "mixtral" else ["up_proj", "down_proj"]
+    with _SEEDS:
+        torch.manual_seed(5)
+        return get_peft_model(
+            model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=names)
+        )
+
+
+_SEEDS = threading.Lock()
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "assigned": lambda model: (
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+        and model
+    ),
+    "modules_to_save": _saved_beside,
+}
+
+
+@in_turn("name, made", [(name, made) for name in ("llama-tied", "mixtral") for made in COPIES])
+def test_copies_of_a_cut_model_are_cut_once(name, made):
+    """Before an engine and after it: losses, the gradient and state dicts are the whole model's."""
+    whole, (cut, section) = MODELS[name].build(), CUT[name]
+    models = [copy.deepcopy(whole) for _ in range(2)]
+    plain = COPIES[made](whole)
+    batch = MODELS[name].batch(0, 0, 0)
+    loss, gradients = loss_and_gradients(plain, batch)
+    norm = torch.nn.utils.get_total_norm(gradients.values())
+
+    def run(rank):
+        model = COPIES[made](cut(models[rank], 2))
+        _compare(model.state_dict(), plain.state_dict(), TIED)
+        engine = start(model, plain_sgd(model), config_of(1, **section))
+        found = engine(**batch).loss
+        engine.backward(found)
+        engine.step()
+        assert float(found.detach()) == pytest.approx(loss, rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-4)
+        trained = {name: value.clone() for name, value in engine.state_dict().items()}
+        for other in (copy.deepcopy(engine.module), COPIES["deepcopy"](model)):
+            _compare(other.state_dict(), trained, TIED)
+        engine.destroy(gather=True)
+        _compare(copy.deepcopy(model).state_dict(), trained, TIED)
+
+    run_ranks(2, run)
 
 
 @pytest.mark.parametrize("name, stage", [("llama", 3), ("phi3", 1)])

@@ -5,6 +5,7 @@ whole parameters that see parts of activations.
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import peft
@@ -196,6 +197,36 @@ def test_a_style_that_is_not_built():
     with pytest.raises(RankFailed, match="'sequence_parallel', which is not built") as raised:
         run_ranks(2, lambda rank: call(models[rank]))
     assert isinstance(raised.value.__cause__, NotBuiltError)
+
+
+@in_one_item(["alone", "engine"])
+def test_the_state_of_a_smaller_model_is_refused(where):
+    """Its tensors have the shape of a part, as plain torch sees in the whole model."""
+    models = [seeded(llama) for _ in range(2)]
+    half = seeded(lambda: llama(intermediate_size=24)).state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def run(rank):
+        model = cut(models[rank])
+        engine = None if where == "alone" else start(model, plain_sgd(model), config_of(1))
+        before = model.state_dict()[name].clone()
+        with pytest.raises(RuntimeError, match=rf"mismatch for {name}: .*24, 32.*48, 32"):
+            model.load_state_dict(half)
+        assert model.state_dict()[name].equal(before)
+        if engine is not None:
+            engine.destroy()
+
+    run_ranks(2, run)
+
+
+def test_a_cut_model_is_not_pickled():
+    models = [seeded(llama) for _ in range(2)]
+
+    def run(rank):
+        with pytest.raises(PartitionError, match=r"Embedding .*state_dict\(\)"):
+            torch.save(cut(models[rank]), io.BytesIO())
+
+    run_ranks(2, run)
 
 
 def test_a_vocabulary_in_parts_keeps_its_size():

@@ -30,7 +30,8 @@ from hf_zero.zero.layout.walk import named_modules_of
 # style of stacked expert parameters in plans of transformers
 STACKED = "grouped_gemm"
 RECORD = "_hf_zero_experts"
-_WRAPPED = ".base_layer"  # path component of a layer that PEFT has wrapped in adapters
+# path components of what PEFT has wrapped: in adapters, or for modules_to_save
+_ADAPTED, _COPIED = ".base_layer", re.compile(r"\.original_module|\.modules_to_save\.[^.]+")
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def refuse_adapters(model: nn.Module, spreads: bool) -> None:
     will be (``spreads``).
     """
     for path, module, _ in _stacked(model):
-        if _WRAPPED in f".{path}" and (spreads or RECORD in module.__dict__):
+        if _ADAPTED in f".{path}" and (spreads or RECORD in module.__dict__):
             raise ConfigError(
                 f"{path} has adapters (PEFT's target_parameters), which each rank would hold for "
                 "all experts, or only for its own; leave the experts out of target_parameters, or "
@@ -248,7 +249,7 @@ def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
             if style == STACKED
         ]
         for path, module in inner.named_modules(prefix=at):
-            plain = path.replace(_WRAPPED, "")
+            plain = _COPIED.sub("", path.replace(_ADAPTED, ""))
             names = [
                 name
                 for name, parameter in module._parameters.items()

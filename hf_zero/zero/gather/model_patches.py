@@ -26,7 +26,7 @@ from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.layout.attributes import is_attached, names_of_parts, of_parts, weights_of_parts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of, owner_of
-from hf_zero.zero.layout.sharding import join_parts, own_part, sharding_of
+from hf_zero.zero.layout.sharding import join_parts, sharding_of, take_own_part
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.walk import modules_of
 
@@ -365,7 +365,10 @@ class ModuleGuards:
         state: dict[str, object],
         prefix: str,
         metadata: dict[str, object],
-        *args: object,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
         # refused before anything is replaced or pinned
         if metadata.get("assign_to_params_buffers"):
@@ -394,9 +397,8 @@ class ModuleGuards:
         parameters = self._own.get(module, {})
         call.named.update(name for name in parameters if prefix + name in state)
         for name, parameter in parameters.items():
-            whole = state.get(prefix + name)
-            if sharding_of(parameter).axes and isinstance(whole, torch.Tensor):
-                state[prefix + name] = own_part(sharding_of(parameter), whole)
+            if sharding_of(parameter).axes:
+                take_own_part(sharding_of(parameter), state, prefix + name, errors)
 
     @torch.no_grad()
     def _after_load(self, module: nn.Module, incompatible: object) -> None:

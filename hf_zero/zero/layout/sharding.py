@@ -183,6 +183,24 @@ def own_part(sharding: Sharding, whole: torch.Tensor) -> torch.Tensor:
     return box.take(whole)  # type: ignore[no-any-return]
 
 
+def take_own_part(
+    sharding: Sharding, state: dict[str, object], name: str, errors: list[str]
+) -> None:
+    """Replace the whole tensor ``name`` of ``state``, if it is there, by this rank's part. One that
+    has the shape of the part is of another model: remove it and add torch's message to ``errors``.
+    """
+    whole, box = state.get(name), sharding.box
+    if not isinstance(whole, torch.Tensor) or box is None:
+        return
+    state[name] = own_part(sharding, whole)
+    if tuple(whole.shape) == box.shape != box.whole:
+        del state[name]
+        errors.append(
+            f"size mismatch for {name}: copying a param with shape {whole.shape} from checkpoint, "
+            f"the shape in current model is {torch.Size(box.whole)}."
+        )
+
+
 # ---- names in the whole model, where ranks number their experts from 0 ----
 
 
