@@ -155,6 +155,9 @@ class SingleEngine:
         self._held = 0  # micro-batches at the last ``optimizer.step()``
         self._limit_given = self._claimed = False  # whether the script names a limit; calls step()
         self._trained = False  # whether the model was in training mode at the last backward
+        # settings of the optimizer in the last step, which ``optimizer.step()`` did not make
+        self._settings: list[dict[str, object]] | None = None
+        self._told_settings = False
         if self._waits:
             self.engine.register_forward_pre_hook(self._before_forward)
 
@@ -235,6 +238,22 @@ class SingleEngine:
         act()
         after = self.engine.counters.global_steps
         self._applied += after > before and self.engine.was_step_applied()
+        if after > before and not self._told_settings:
+            self._settings = _settings_of(self.engine)
+
+    def _tell_settings(self) -> None:
+        """Warn once of settings that the script has written since the step of this window."""
+        settings, self._settings = self._settings, None
+        groups = zip(settings or (), _settings_of(self.engine) if settings else ())
+        changed = sorted({key for old, new in groups for key in new if new[key] != old.get(key)})
+        if changed and not self._told_settings:
+            self._told_settings = True
+            log_rank0(
+                f"a new {' and '.join(changed)} of the optimizer came before optimizer.step(), and "
+                "acts on the next step only: accelerator.backward() or clip_grad_norm_ had made "
+                "this one, as with DeepSpeed; write it before accelerator.backward()",
+                logging.WARNING,
+            )
 
     def checked(self, method: Callable[..., object]) -> Callable[..., object]:
         """Wrap ``optimizer.step`` to raise PartitionError after two backwards since the last call:
@@ -245,7 +264,8 @@ class SingleEngine:
         def step(wrapped: AcceleratedOptimizer, *closure: object, **kwargs: object) -> object:
             if closure or kwargs:
                 wrapped.optimizer.step(*closure, **kwargs)  # the engine's, which takes no closure
-            self.make_step()
+            self.make_step()  # the settings of now are its own
+            self._tell_settings()
             self._claimed, self._waits = True, self.engine in _limited_by_script
             steps, self._applied = self._applied, 0
             backwards, self._backwards = self._backwards, 0
@@ -261,6 +281,18 @@ class SingleEngine:
             return method()
 
         return step
+
+
+def _settings_of(engine: Engine) -> list[dict[str, object]]:
+    """Return the settings of the optimizer's groups; for a tensor, its identity and version."""
+    return [
+        {
+            key: (id(value), value._version) if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in engine.optimizer.param_groups
+    ]
 
 
 def _refuse_backwards(number: int) -> NoReturn:

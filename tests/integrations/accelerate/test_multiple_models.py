@@ -413,6 +413,33 @@ def test_a_metric_after_a_backward_that_updates() -> None:
         assert engine.global_steps == step + 1
 
 
+@pytest.mark.parametrize("configured", [0.3, None])
+def test_settings_that_act_a_step_late_are_told_once(
+    configured: float | None, heard: list[str]
+) -> None:
+    """Where ``optimizer.step()`` makes the step they act on it, and nothing is told."""
+    forget()
+    heard.clear()
+    accelerator = accelerator_with(configured)
+    engine, optimizer = prepared(accelerator)
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        accelerator.backward(squared(engine, step))
+        (squared(plain, step) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), configured or 1.0)
+        if configured is None:
+            theirs.param_groups[0]["lr"] = 0.4 / (1 + step)
+        optimizer.param_groups[0]["lr"] = 0.4 / (1 + step)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+        theirs.param_groups[0]["lr"] = 0.4 / (1 + step)
+    assert_same_weights(engine.module, plain)
+    told = [message for message in heard if "a new lr" in message]
+    assert len(told) == (configured is not None)
+
+
 @in_turn("clips, steps", [(True, False), (False, True)])
 def test_scripts_that_leave_out_a_call_train_all_the_same(
     clips: bool, steps: bool, heard: list[str]
