@@ -369,6 +369,15 @@ def test_unused_tokens_go_nowhere(k):
 
 
 @in_one_item([1, 2])
+def test_a_batch_without_tokens_adds_nothing(k):
+    layer = MoE(HIDDEN, nn.Linear(HIDDEN, HIDDEN), EXPERTS, k=k)
+    output, aux, counts = layer(torch.ones(0, HIDDEN))
+    (output.sum() + aux).backward()
+    assert output.shape == (0, HIDDEN) and float(aux.detach()) == 0.0 and not counts.any()
+    assert all(p.grad is None or not p.grad.any() for p in layer.parameters())
+
+
+@in_one_item([1, 2])
 def test_a_mask_of_used_tokens_has_the_shape_of_the_batch(k):
     exact = {"k": k, "use_rts": False, "top2_2nd_expert_sampling": False}
     layer = seeded(lambda: MoE(HIDDEN, nn.Linear(HIDDEN, HIDDEN), EXPERTS, **exact))

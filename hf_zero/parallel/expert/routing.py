@@ -12,7 +12,7 @@ An expert takes at most C = max(ceil(k S / E * capacity_factor), min_capacity) t
 are dropped and add nothing to the output. First choices have priority over second ones; among
 equals the order of the tokens decides, or for a top-1 gate optionally chance (random token
 selection). The auxiliary loss is E * sum_e mean_s(g[s, e]) * mean_s(e is the first choice of s),
-which is 1 for an even spread.
+which is 1 for an even spread, and 0 without tokens.
 """
 
 from __future__ import annotations
@@ -171,6 +171,6 @@ def _places(chosen: torch.Tensor, order: torch.Tensor | None = None) -> torch.Te
 
 
 def _aux_loss(gates: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    experts = gates.shape[1]
-    share = _counts(first, experts).to(gates.dtype) / len(gates)
-    return (gates.mean(0) * share).sum() * experts
+    tokens, experts = max(1, len(gates)), gates.shape[1]  # without tokens the loss is 0
+    share = _counts(first, experts).to(gates.dtype) / tokens
+    return (gates.sum(0) / tokens * share).sum() * experts
