@@ -152,6 +152,12 @@ def test_a_rank_of_another_host_says_the_reason_itself(monkeypatch) -> None:
     for rank, said in (("1", "ended because rank 0"), ("3", "open its files: no such file")):
         monkeypatch.setenv("RANK", rank), monkeypatch.setenv("LOCAL_RANK", "1")
         assert said in uncaught.described(follows, None)
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        for value in ("", "many"):  # no number says which ranks are here
+            monkeypatch.setenv("RANK", "1"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+            monkeypatch.setenv(name, value)
+            assert "open its files: no such file" in uncaught.described(follows, None)
+            monkeypatch.setenv("LOCAL_RANK", "1")
 
 
 def test_torchrun_reads_the_error_of_the_rank_that_failed_alone(
