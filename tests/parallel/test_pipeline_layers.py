@@ -365,6 +365,28 @@ def test_what_the_engine_of_a_pipeline_refuses():
     run_ranks(1, rank)
 
 
+NO_LOSS: dict[str, Any] = {
+    "loss_fn gives a tuple": lambda output, labels: (output.sum(), output),
+    "loss_fn gives a float": lambda output, labels: 1.0,
+    "the last layer, without a loss_fn, gives a dict": None,
+}
+
+
+@in_one_item(NO_LOSS)
+def test_a_loss_is_a_tensor(words):
+    def rank(_):
+        last = nn.Identity() if NO_LOSS[words] else lambda hidden: {"loss": hidden.sum()}
+        module = PipelineModule([nn.Linear(4, 4), last], 1, loss_fn=NO_LOSS[words])
+        engine, _, _, _ = hf_zero.initialize(model=module, config=config(1, 0), optimizer=sgd)
+        data = [(torch.ones(2, 4), torch.ones(2))]
+        for call in (engine.train_batch, engine.eval_batch):
+            with pytest.raises(ConfigError, match=words):
+                call(iter(data))
+        engine.destroy()
+
+    run_ranks(1, rank)
+
+
 def test_what_may_pass_between_stages():
     def rank(_):
         module = PipelineModule(

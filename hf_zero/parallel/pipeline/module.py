@@ -187,10 +187,14 @@ class PipelineModule(StagedModule):
         return any(True for module in modules for _ in module.parameters())
 
     def loss(self, output: Any, labels: object) -> torch.Tensor:
-        if self.loss_fn is None:
-            answer: torch.Tensor = output
-            return answer
-        return self.loss_fn(output, labels)
+        loss = output if self.loss_fn is None else self.loss_fn(output, labels)
+        if not isinstance(loss, torch.Tensor):
+            source = "the last layer, without a loss_fn," if self.loss_fn is None else "loss_fn"
+            raise ConfigError(
+                f"{source} gives a {type(loss).__name__} as the loss of a micro-batch; pass a "
+                "loss_fn that returns one tensor, the mean loss"
+            )
+        return loss
 
     # ---- partition and position ----
 
