@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ from hf_zero.errors import (
     UnmanagedWindowError,
 )
 from hf_zero.parallel.expert.moe_layer import MoE
-from hf_zero.parallel.pipeline.module import LayerSpec, PipelineModule, bounds_of
+from hf_zero.parallel.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec, bounds_of
 from hf_zero.parallel.pipeline.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -185,6 +186,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "partition_method is None": lambda: module_of(num_stages=1, partition_method=None),
     "neither a module, a function": lambda: module_of(num_stages=1, layers=[3]),
     "needs a class of": lambda: LayerSpec(torch.tanh),
+    **{
+        rf"TiedLayerSpec\({key!r}\)": partial(TiedLayerSpec, key, nn.Linear, 4, 4)
+        for key in ("", "a.b", "keys", "training", 1, None)
+    },
     "stage is 2": lambda: engine_of(zero_optimization={"stage": 2}),
     "stage is 3": lambda: engine_of(zero_optimization={"stage": 3}),
     "progressive_layer_drop": lambda: engine_of(progressive_layer_drop={"enabled": True}),

@@ -277,8 +277,16 @@ class TiedLayerSpec(LayerSpec):
         tied_weight_attr: str | Sequence[str] = ("weight",),
         **module_kwargs: object,
     ):
-        """``tied_weight_attr``: the weights that DeepSpeed would tie; here the whole module is."""
+        """``tied_weight_attr``: the weights that DeepSpeed would tie; here the whole module is.
+
+        Raises ConfigError for a ``key`` that cannot name a module.
+        """
         super().__init__(typename, *module_args, **module_kwargs)
+        if not isinstance(key, str) or not key or "." in key or hasattr(nn.ModuleDict(), key):
+            raise ConfigError(
+                f"TiedLayerSpec({key!r}): the key is part of the parameters' names; pass a string "
+                'without dots that is no attribute of torch.nn.ModuleDict, such as "embed"'
+            )
         self.key = key
         self.forward_fn = forward_fn
         self.tied_weight_attr = (
