@@ -68,6 +68,8 @@ ALIGNED = 16  # bytes, to a multiple of which each tensor of a message begins
 WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 
 Activations = tuple[torch.Tensor | None, ...]
+# classes of what a stage passes on: one tensor, or several and None
+KINDS: tuple[type[Any], ...] = (torch.Tensor, tuple, list)
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -264,13 +266,13 @@ class StageMessages:
     # ---- activations ----
 
     def send(
-        self, peer: int, stage: int, micro_batch: int, activations: Activations, single: bool
+        self, peer: int, stage: int, micro_batch: int, activations: Activations, kind: type[Any]
     ) -> list[dist.P2POp]:
         """Send the header of ``activations``, of ``stage``, to ``peer``, and return the operations
-        that send the tensors. ``single``: they are one tensor, not a tuple of one.
+        that send the tensors. ``kind``: the class of what they are, of :data:`KINDS`.
         """
         key, position = _key(stage, micro_batch), self._position(stage, micro_batch)
-        header = [*position, *_header(activations, single)]
+        header = [*position, *_header(activations, kind)]
         pending = self._issue(self.rank, peer, f"{key} forward")
         self.announce(peer, header)
         tensors = [activation.detach() for activation in activations if activation is not None]
@@ -278,10 +280,10 @@ class StageMessages:
 
     def receive(
         self, peer: int, stage: int, micro_batch: int
-    ) -> tuple[Activations, tuple[bool, ...], bool, list[dist.P2POp]]:
+    ) -> tuple[Activations, tuple[bool, ...], type[Any], list[dist.P2POp]]:
         """Wait for the header of the next activations of ``peer``, of ``stage``. Return memory for
-        them, which of them require grad, whether they are one tensor, and the operations that fill
-        that memory.
+        them, which of them require grad, the class of what they are, of :data:`KINDS`, and the
+        operations that fill that memory.
 
         Raises RankMismatchError if they are of another run or micro-batch.
         """
@@ -290,12 +292,12 @@ class StageMessages:
         run, training, *message = header[: len(_Position._fields)]
         came = _Position(run, bool(training), *message)
         self._refuse_other(peer, came, self._position(stage, micro_batch))
-        announced, grads, single = _announced(header[len(came) :])
+        announced, grads, kind = _announced(header[len(came) :])
         tensors, buffer = _room([form for form in announced if form is not None], self.device)
         received = iter(tensors)
         activations = tuple(None if form is None else next(received) for form in announced)
         operations = self._operation(dist.irecv, buffer, peer, FORWARD_TAG, pending)
-        return activations, grads, single, operations
+        return activations, grads, kind, operations
 
     def _position(self, stage: int, micro_batch: int) -> _Position:
         return _Position(self._run, self._training, stage, micro_batch)
@@ -425,8 +427,8 @@ def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[list[torch.Ten
     return tensors, buffer
 
 
-def _header(activations: Activations, single: bool) -> list[int]:
-    header = [len(activations), int(single)]
+def _header(activations: Activations, kind: type[Any]) -> list[int]:
+    header = [len(activations), KINDS.index(kind)]
     for activation in activations:
         if activation is None:
             header.append(-1)
@@ -453,12 +455,12 @@ def _header(activations: Activations, single: bool) -> list[int]:
 
 def _announced(
     header: Sequence[int],
-) -> tuple[list[Shape | None], tuple[bool, ...], bool]:
-    """Return the shapes that a header announces, whether each requires grad, and whether it is one
-    tensor rather than several.
+) -> tuple[list[Shape | None], tuple[bool, ...], type[Any]]:
+    """Return the shapes that a header announces, whether each requires grad, and the class of what
+    they are, of :data:`KINDS`.
     """
     stream = iter(header)
-    count, single = next(stream), bool(next(stream))
+    count, kind = next(stream), KINDS[next(stream)]
     shapes: list[Shape | None] = []
     grads: list[bool] = []
     for _ in range(count):
@@ -469,7 +471,7 @@ def _announced(
             continue
         grads.append(bool(next(stream)))
         shapes.append((tuple(next(stream) for _ in range(next(stream))), DTYPES[code]))
-    return shapes, tuple(grads), single
+    return shapes, tuple(grads), kind
 
 
 def dim_of_stages(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import pytest
@@ -51,6 +51,7 @@ from tests.parallel.pipelines import (
     layers,
     loss_of,
     pipeline,
+    plain,
     sgd,
 )
 
@@ -402,11 +403,90 @@ def test_what_may_pass_between_stages():
             partition_method="uniform",
         )
         engine, _, _, _ = hf_zero.initialize(model=module, config=config(1, 0), optimizer=sgd)
-        with pytest.raises(ConfigError, match="gives a dict; what goes from one stage"):
+        with pytest.raises(ConfigError, match="gives a dict"):
             engine.train_batch(iter([(torch.ones(2, 4), torch.ones(2))]))
         engine.destroy()
 
     run_ranks(1, rank)
+
+
+class Named(NamedTuple):
+    hidden: torch.Tensor
+
+
+class Opened(nn.Module):
+    """Takes what the layer before gives in its own class alone."""
+
+    def __init__(self, kind, length):
+        super().__init__()
+        self.kind, self.length = kind, length
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, given):
+        assert type(given) is self.kind and len(given) == self.length
+        return given[0] * self.scale
+
+
+class Chain(nn.Module):
+    """The plain run of layers, some of which are functions."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+        for index, layer in enumerate(made):
+            if isinstance(layer, nn.Module):
+                self.add_module(str(index), layer)
+
+    def forward(self, value):
+        for layer in self.made:
+            value = layer(value)
+        return value
+
+
+def opening(gives, kind, length):
+    torch.manual_seed(3)
+    return [nn.Linear(4, 4), gives, Opened(kind, length), nn.Linear(4, 4)]
+
+
+PASSED: dict[str, tuple[Callable[[torch.Tensor], Any], type, int]] = {
+    "a tuple of one": (lambda x: (x,), tuple, 1),
+    "a tuple": (lambda x: (x, None, x.detach()), tuple, 3),
+    "a list of one": (lambda x: [x], list, 1),
+    "a list": (lambda x: [x, None], list, 2),
+    "a named tuple": (Named, Named, 1),
+}
+
+
+# stages, and how many layers are recomputed together
+@in_one_item([*itertools.product(PASSED, ((1, 0), (1, 2), (2, 0), (2, 1)))])
+def test_a_layer_gets_what_the_one_before_gives(case):
+    passed, (stages, interval) = case
+    whole = Chain(opening(*PASSED[passed]))
+    data = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(2)]
+    loss = nn.functional.mse_loss
+
+    def rank(_):
+        module = PipelineModule(
+            opening(*PASSED[passed]), 1, stages_per_rank=stages, loss_fn=loss,
+            partition_method="uniform", activation_checkpoint_interval=interval,
+        )  # fmt: skip
+        engine, _, _, _ = hf_zero.initialize(model=module, config=config(2, 0), optimizer=sgd)
+        if passed == "a named tuple" and stages > 1:
+            with pytest.raises(ConfigError, match="gives a Named"):
+                engine.train_batch(iter(data))
+            return None
+        # inputs in a tuple of one are that one
+        found = float(engine.train_batch((((x,), y) for x, y in data)))
+        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        engine.destroy()
+        return found, weights
+
+    (found,) = run_ranks(1, rank)
+    if found is None:
+        return
+    ((wanted, _),), _ = plain(whole, [data], lambda m, b: loss(m(b[0]), b[1]))
+    assert found[0] == pytest.approx(wanted, rel=1e-6)
+    torch.testing.assert_close(found[1], {name: p.detach() for name, p in whole.named_parameters()})
 
 
 @on_each_rank(2)

@@ -93,8 +93,8 @@ def test_a_message_of_another_run(monkeypatch):
 
     first, second = messages(0), messages(1)
     with first.running(training=False):
-        first.send(1, 0, 1, (torch.ones(2),), True)
-        first.send(1, 0, 0, (torch.ones(2),), True)
+        first.send(1, 0, 1, (torch.ones(2),), torch.Tensor)
+        first.send(1, 0, 0, (torch.ones(2),), torch.Tensor)
     with second.running(training=False):
         second.receive(0, 0, 1)
     with second.running(training=True), pytest.raises(RankMismatchError) as raised:
@@ -108,4 +108,9 @@ def test_a_message_of_another_run(monkeypatch):
 def test_a_dtype_that_no_message_has_is_named():
     complex_numbers = torch.zeros(1, dtype=torch.complex64)
     with pytest.raises(PartitionError, match=r"of torch\.complex64; pass one of .*_as_real"):
-        stage_messages._header((complex_numbers,), True)
+        stage_messages._header((complex_numbers,), torch.Tensor)
+
+
+def test_a_header_says_which_class_its_activations_are_of():
+    for kind in stage_messages.KINDS:
+        assert stage_messages._announced(stage_messages._header((torch.ones(2),), kind))[2] is kind

@@ -32,9 +32,10 @@ class PipelineModule(StagedModule):
     """Sequence of ``layers``, of which this rank holds those of its stages.
 
     A layer is a module, a function, or a :class:`LayerSpec`, built only by the rank that holds it.
-    Its output, a tensor or a tuple of tensors, is the input of the next one. Parameter names begin
-    with the index of their layer in the list, those of tied layers with ``tied_modules.KEY``; they
-    are the same for any number of stages.
+    Its output is the input of the next one; where the next one is in another stage, it is a tensor,
+    or a plain tuple or list of tensors and None. Of inputs in a tuple of one, the first layer gets
+    that one, as in DeepSpeed. Parameter names begin with the index of their layer in the list,
+    those of tied layers with ``tied_modules.KEY``; they are the same for any number of stages.
     """
 
     def __init__(
@@ -157,8 +158,10 @@ class PipelineModule(StagedModule):
         every = self.activation_checkpoint_interval or len(functions)
         for start in range(0, len(functions), every):
             chosen = functions[start : start + every]
-            run = partial(self._run, chosen, first + start, self.micro_offset + 1)
-            args = inputs if isinstance(inputs, tuple) else (inputs,)
+            # a function that recomputes takes tensors as arguments of their own
+            args = inputs if type(inputs) is tuple else (inputs,)
+            several = args is inputs
+            run = partial(self._run, chosen, first + start, self.micro_offset + 1, several)
             recomputes = torch.is_grad_enabled() and self._is_recomputed(chosen)
             inputs = self._checkpointing[0](run, *args) if recomputes else run(*args)
         return inputs
@@ -168,9 +171,10 @@ class PipelineModule(StagedModule):
         functions: Sequence[Callable[[object], object]],
         first: int,
         offset: int,
+        several: bool,
         *inputs: object,
     ) -> object:
-        value = inputs[0] if len(inputs) == 1 else inputs
+        value = inputs if several else inputs[0]
         for index, function in enumerate(functions, first):
             if self.seed_layers:
                 self.seed_fn(self.base_seed * offset + index)
@@ -195,6 +199,11 @@ class PipelineModule(StagedModule):
                 "loss_fn that returns one tensor, the mean loss"
             )
         return loss
+
+    def split_batch(self, batch: object) -> tuple[Any, Any]:
+        inputs, labels = super().split_batch(batch)
+        single = type(inputs) is tuple and len(inputs) == 1
+        return inputs[0] if single else inputs, labels
 
     # ---- partition and position ----
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_zero.distributed.collectives import DEVICE_ERRORS
-from hf_zero.distributed.stage_messages import Activations, StageMessages
+from hf_zero.distributed.stage_messages import KINDS, Activations, StageMessages
 from hf_zero.errors import ConfigError
 from hf_zero.ops.operators import GradientContext
 
@@ -49,10 +49,10 @@ class _Received(torch.autograd.Function):
 class Stage:
     """Stage ``index`` of ``count``.
 
-    ``forward(index, micro_batch, inputs)`` returns the output: a tensor, or a tuple of tensors and
-    None; ``inputs`` is the output of the previous stage, None on the first. ``backward(outputs,
-    gradients)`` runs a backward; on the last stage ``outputs`` is the loss only, and ``gradients``
-    is empty.
+    ``forward(index, micro_batch, inputs)`` returns the output: a tensor, or a tuple or list of
+    tensors and None; ``inputs`` is the output of the previous stage, None on the first.
+    ``backward(outputs, gradients)`` runs a backward; on the last stage ``outputs`` is the loss
+    only, and ``gradients`` is empty.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Stage:
         self._messages = messages
         self._forward = forward
         self._backward = backward
-        self._inputs: dict[int, tuple[Activations, tuple[bool, ...], bool]] = {}
-        self._outputs: dict[int, tuple[Activations, bool]] = {}
+        self._inputs: dict[int, tuple[Activations, tuple[bool, ...], type[Any]]] = {}
+        self._outputs: dict[int, tuple[Activations, type[Any]]] = {}
         self._gradients: dict[int, list[torch.Tensor]] = {}  # gradients of outputs
         self._sent_back: dict[int, list[torch.Tensor]] = {}  # gradients of inputs
         self._losses: dict[int, torch.Tensor] = {}
@@ -132,19 +132,17 @@ class Stage:
     def get_fwd_recv_ops(self, micro_batch: int) -> list[P2POp]:
         if self.is_first:
             return []
-        memory, grads, single, operations = self._messages.receive(
+        memory, grads, kind, operations = self._messages.receive(
             self._before, self.stage_index - 1, micro_batch
         )
-        self._inputs[micro_batch] = memory, grads, single
+        self._inputs[micro_batch] = memory, grads, kind
         return operations
 
     def get_fwd_send_ops(self, micro_batch: int) -> list[P2POp]:
         if self.is_last:
             return []
-        outputs, single = self._outputs[micro_batch]
-        operations = self._messages.send(
-            self._after, self.stage_index, micro_batch, outputs, single
-        )
+        outputs, kind = self._outputs[micro_batch]
+        operations = self._messages.send(self._after, self.stage_index, micro_batch, outputs, kind)
         if not self.has_backward:
             del self._outputs[micro_batch]
         return operations
@@ -174,13 +172,13 @@ class Stage:
     # ---- neighbors on the same rank ----
 
     def set_local_fwd_input(self, outputs: object, micro_batch: int) -> None:
-        activations, single = _as_tuple(outputs)
+        activations, kind = _as_tuple(outputs)
         grads = tuple(
             activation is not None and activation.requires_grad for activation in activations
         )
         # copied, as by a message: the next stage may change it in place
         inputs = tuple(None if t is None else t.detach().clone() for t in activations)
-        self._inputs[micro_batch] = inputs, grads, single
+        self._inputs[micro_batch] = inputs, grads, kind
 
     def get_local_bwd_output(self, micro_batch: int) -> tuple[torch.Tensor, ...]:
         return tuple(self._sent_back.pop(micro_batch, ()))
@@ -199,7 +197,7 @@ class Stage:
     ) -> object:
         inputs = None
         if not self.is_first:
-            activations, grads, single = self._inputs[micro_batch]
+            activations, grads, kind = self._inputs[micro_batch]
             if self.has_backward:
                 leaves = [t for t, differentiable in zip(activations, grads) if differentiable]
                 for leaf in leaves:
@@ -211,7 +209,7 @@ class Stage:
                 )
             else:
                 del self._inputs[micro_batch]
-            inputs = activations[0] if single else activations
+            inputs = activations[0] if kind is torch.Tensor else kind(activations)
         output = self._forward(self.stage_index, micro_batch, inputs)
         if not self.is_last:
             self._outputs[micro_batch] = _as_tuple(output)
@@ -250,17 +248,18 @@ class Stage:
             ]
 
 
-def _as_tuple(output: object) -> tuple[Activations, bool]:
-    """Return the output of a stage as a tuple, and whether it was one tensor."""
+def _as_tuple(output: object) -> tuple[Activations, type[Any]]:
+    """Return the output of a stage as a tuple, and its class, of ``stage_messages.KINDS``. Raises
+    ConfigError for another class, which the next stage could not be given.
+    """
     if isinstance(output, torch.Tensor):
-        return (output,), True
-    if isinstance(output, (tuple, list)) and all(
-        value is None or isinstance(value, torch.Tensor) for value in output
-    ):
-        return tuple(output), False
+        return (output,), torch.Tensor
+    kind, values = type(output), output if isinstance(output, (tuple, list)) else ()
+    if kind in KINDS and all(v is None or isinstance(v, torch.Tensor) for v in values):
+        return tuple(values), kind
     raise ConfigError(
-        f"a stage of the pipeline gives a {type(output).__name__}; what goes from one stage to the "
-        "next is a tensor, or a tuple of tensors and None"
+        f"a stage of the pipeline gives a {kind.__name__}; return a tensor from the layer before "
+        "the next stage, or a plain tuple or list of tensors and None"
     )
 
 
