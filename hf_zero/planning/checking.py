@@ -113,7 +113,7 @@ def check(plan: EnginePlan, free: FreeBytes | None = None) -> PreflightReport:
             note="; ".join(verdict.notes),
             warning="\n".join(shortage(plan, verdict)),
         )
-    reason = refusal(plan, need, verdict, fit(plan, room))
+    reason = refusal(plan, need, verdict, fit([plan], room))
     last = "; ".join(
         [*verdict.notes, *beside, f"{SWITCH}=0 in the environment tries it all the same"]
     )

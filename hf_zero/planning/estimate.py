@@ -98,8 +98,9 @@ class StageEstimate:
     ``gradient_buffers`` hold gradients on their way between ranks and stay for the next step; over
     gloo with more than two ranks, chunks from all peers add to it. ``communicators``: how many a
     rank takes on a GPU, at most, whose bytes are in none of these. ``pipeline_stage``: of a
-    pipeline, the stage that needs most. ``memory_checkpoints``: bytes of ``checkpoint.memory`` on a
-    host for each of its ranks, part of ``tiers.ram``.
+    pipeline, the stage that needs most of the device, and of those that need the same, most RAM.
+    ``memory_checkpoints``: bytes of ``checkpoint.memory`` on a host for each of its ranks, part of
+    ``tiers.ram``.
     """
 
     stage: int
@@ -383,14 +384,13 @@ def propose(
         plans = [replan(part, settings) for part in plans]
     begins = settings.stage if config is not None else 1
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].zero_stages[begins:]))
-    largest = max(plans, key=lambda part: _row(_at_stage(part, stages[0])).state)
     lengths = _lengths(plans[0], () if sequence_length is None else (sequence_length,))
     found_ways = [way for row in lengths for way in row.ways]
     if margin is None:
         margin = BESIDE_ACTIVATIONS if lengths else ACTIVATIONS
-    fitting = fit(largest, free, margin, stages, found_ways or (ActivationOption(),))
+    fitting = fit(plans, free, margin, stages, found_ways or (ActivationOption(),))
     return Proposal(
-        name, _written(config, estimate_job, fitting), fitting, free, _cut(largest.dims)
+        name, _written(config, estimate_job, fitting), fitting, free, _cut(plans[0].dims)
     )
 
 
@@ -603,12 +603,12 @@ def tokens_of(length: object) -> int:
 
 
 def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEstimate:
-    """Return the row, with ``settings``, of the pipeline stage with the most state."""
+    """Return the row, with ``settings``, of the pipeline stage that needs most."""
     rows = [
         replace(_row(replan(part, settings)), pipeline_stage=stage)
         for stage, part in enumerate(parts)
     ]
-    return max(rows, key=lambda row: row.state)
+    return max(rows, key=lambda row: (row.tiers.device, row.tiers.ram, row.tiers.disk))
 
 
 def open_model(model: object, needs_loss: bool = False) -> tuple[str, nn.Module]:

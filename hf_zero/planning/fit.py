@@ -72,6 +72,13 @@ class MemoryVerdict:
         return all(row.fits for row in self.rows)
 
     @property
+    def largest_share(self) -> float:
+        """The largest share of a tier's free bytes that is needed: more than 1 unless it fits."""
+        needed = (row for row in self.rows if row.needed)
+        shares = (row.needed / row.free if row.free > 0 else math.inf for row in needed)
+        return max(shares, default=0.0)
+
+    @property
     def short(self) -> tuple[TierVerdict, ...]:
         """The tiers that are too small."""
         return tuple(row for row in self.rows if not row.fits)
@@ -200,21 +207,25 @@ class Fit:
 
 
 def fit(
-    plan: EnginePlan,
+    plans: Sequence[EnginePlan],
     free: FreeBytes,
     margin: float = ACTIVATIONS,
     stages: Sequence[int] | None = None,
     activations: Sequence[ActivationOption] = (ActivationOption(),),
 ) -> Fit:
-    """Find the fastest configuration like that of ``plan`` that fits into ``free`` with ``margin``
+    """Find the fastest configuration like that of ``plans`` that fits into ``free`` with ``margin``
     of the device left for unknown activations.
 
+    ``plans``: one for each stage of a pipeline, of which each must fit: the trials are of the stage
+    that needs the largest share of a tier.
+
     Only the stage, placement and moments vary, and ``activations``, the ways of computing them from
-    the fastest on. ``stages``: those to try; None: that of ``plan`` and the larger ones that it
+    the fastest on. ``stages``: those to try; None: that of ``plans`` and the larger ones that they
     may have. Files are tried in the folders listed in ``free``. A configuration that no engine runs
     is left out.
     """
     trials: list[Trial] = []
+    plan, *others = plans
     begin = plan.settings.stage
     tried_stages = sorted(stages or plan.zero_stages[begin:])
     if one_bit_at_one(plan.settings, plan.optimizer) is not None:
@@ -225,16 +236,16 @@ def fit(
             if candidate is None:
                 continue
             ways = [way for way in activations if _runs(candidate, way)]
+            parts = [candidate, *(replan(other, candidate.settings) for other in others)]
         except ConfigError:
             continue
         for way in ways:
             room = free.plus(device=-way.most)
-            for ratio, tried in _ratios(candidate, room, margin):
-                needed = _with_activations(needs(tried), way)
+            for ratio, tried in _ratios(parts, room, margin):
                 what = ", ".join(filter(None, (name + ratio, way.name)))
-                trial = Trial(what, tried, needed, judge(needed, free, margin), way)
-                trials.append(trial)
-                if trial.verdict.fits:
+                judged = [_trial(what, part, free, margin, way) for part in tried]
+                trials.append(max(judged, key=lambda trial: trial.verdict.largest_share))
+                if trials[-1].verdict.fits:
                     return Fit(tuple(trials), margin)
     return Fit(tuple(trials), margin)
 
@@ -248,6 +259,13 @@ def _runs(candidate: EnginePlan, way: ActivationOption) -> bool:
     if settings.compile.capture is None or candidate.optimizer is None:
         return True
     return not any(capture_conflicts(settings.override(way.keys, "proposed")))
+
+
+def _trial(
+    name: str, tried: EnginePlan, free: FreeBytes, margin: float, way: ActivationOption
+) -> Trial:
+    needed = _with_activations(needs(tried), way)
+    return Trial(name, tried, needed, judge(needed, free, margin), way)
 
 
 def _with_activations(needed: Needs, way: ActivationOption) -> Needs:
@@ -328,20 +346,22 @@ def _updating_in_backward(plan: EnginePlan, stage: int) -> EnginePlan | None:
     return early if early.updates_in_backward else None
 
 
-def _ratios(plan: EnginePlan, free: FreeBytes, margin: float) -> Iterator[tuple[str, EnginePlan]]:
-    """Yield ``plan`` with the optimizer fully offloaded (ratio "auto", which training then tunes),
+def _ratios(
+    parts: Sequence[EnginePlan], free: FreeBytes, margin: float
+) -> Iterator[tuple[str, list[EnginePlan]]]:
+    """Yield ``parts`` with the optimizer fully offloaded (ratio "auto", which training then tunes),
     and with only as much offloaded as does not fit on the device.
     """
-    if not plan.settings.offload_optimizer.on or free.host_device:
-        yield "", plan
+    if not parts[0].settings.offload_optimizer.on or free.host_device:
+        yield "", [*parts]
         return
-    whole = judge(needs(plan), free, margin)
-    yield ", ratio auto", _offloading(plan, "auto")
-    if any(row.tier == "device" for row in whole.short):
+    short = [row for part in parts for row in judge(needs(part), free, margin).short]
+    yield ", ratio auto", [_offloading(part, "auto") for part in parts]
+    if any(row.tier == "device" for row in short):
         return
-    least = _least_ratio(plan, free, margin)
+    least = max(_least_ratio(part, free, margin) for part in parts)
     if least < 1.0:
-        yield f", ratio {least:g}", _offloading(plan, least)
+        yield f", ratio {least:g}", [_offloading(part, least) for part in parts]
 
 
 def _least_ratio(plan: EnginePlan, free: FreeBytes, margin: float) -> float:

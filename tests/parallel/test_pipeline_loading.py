@@ -6,6 +6,7 @@ import copy
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,8 @@ from hf_zero.parallel.pipeline.module import PipelineModule
 from hf_zero.parallel.pipeline.staged import set_tied
 from hf_zero.planning import checking
 from hf_zero.planning.estimate import propose
+from hf_zero.planning.needs import needs
+from hf_zero.planning.simulation.simulating import plans_of_stages
 from tests.helpers.cells import in_one_item
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank
@@ -234,14 +237,45 @@ def test_a_row_is_that_of_the_stage_that_needs_most(as_rank):
         set_tied(own, stages_of_tied(names))  # what initialize() finds out with the other ranks
         held.append(hf_zero.estimate(own, 4, config=ALONE))
     for row in found.stages:
-        states = [each.at(row.stage).state for each in held]
-        assert row.state == max(states) and states[row.pipeline_stage] == row.state
+        tiers = [each.at(row.stage).tiers for each in held]
+        assert row.tiers.device == max(each.device for each in tiers)
         of_stage = held[row.pipeline_stage].at(row.stage)
-        assert row.tiers == of_stage.tiers
+        assert row.tiers == of_stage.tiers and row.state == of_stage.state
 
 
 def free(device):
     return FreeBytes(device=parse_size(device), ram=parse_size("1TB"), host_device=False)
+
+
+def test_the_stage_that_needs_most_may_not_have_most_state():
+    """The head alone trains, and its state is on the host: the first stage has more parameters."""
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 1024}
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=4)
+    ).requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    job = {"stage": 1, "pipeline_parallel": 2}
+
+    def device_bytes(**offload):
+        _, plans = plans_of_stages(model, 2, **job, **offload)
+        return [needs(part).device_bytes for part in plans]
+
+    away, here = device_bytes(offload_optimizer="cpu"), device_bytes()
+    assert away[0] > away[1] and here[0] < here[1]
+    for wanted, row in (
+        (away, hf_zero.estimate(model, 2, offload_optimizer="cpu", **job).at(1)),
+        (here, hf_zero.estimate(model, 2, **job).at(1)),
+    ):
+        assert row.tiers.device == max(wanted) == wanted[row.pipeline_stage]
+
+    def proposed(device):
+        room = replace(free("1GB"), device=device)
+        return propose(model, 2, room, margin=0.0, **job).fit
+
+    found = proposed(away[0])
+    assert found.chosen.plan.settings.offload_optimizer.on
+    assert found.chosen.needs.device_bytes == away[0]
+    assert proposed(away[0] - 1).chosen is None
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -296,7 +296,7 @@ def found(
     """
     disks = (DiskFree("/nvme", int(disk * 1e6), 0),) if disk is not None else ()
     return fit(
-        searched() if plan is None else plan,
+        [searched() if plan is None else plan],
         FreeBytes(int(device * 1e6 / 0.8) + 1, int(ram * 1e6 / RAM_SHARE) + 1, disks),
         **more,
     )
@@ -369,7 +369,7 @@ def test_candidates_are_those_that_a_run_takes() -> None:
     def tried(stage: int, keys: dict[str, Any], *ways: ActivationOption) -> list[str]:
         zero = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
         plan = planned(SMALL, {"bf16": {"enabled": True}, **zero, **keys}, 1, gpu=True)
-        trials = fit(plan, FreeBytes(1000, 1000), activations=(ActivationOption(), *ways)).trials
+        trials = fit([plan], FreeBytes(1000, 1000), activations=(ActivationOption(), *ways)).trials
         assert all(trial.plan.settings.stage == int(trial.name[6]) for trial in trials)
         return [trial.name for trial in trials]
 
