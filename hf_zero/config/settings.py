@@ -86,6 +86,8 @@ from hf_zero.config.value_types import (
 from hf_zero.logging import JsonObject
 
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
+# seconds: clocks that count nanoseconds since 1970 end in 2262
+LONGEST_WAIT = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,7 @@ class Settings:
     pipeline: PipelineSection = section("pipeline", PipelineSection)
     expert_parallel: ExpertParallelSection = section(EXPERT_PARALLEL, ExpertParallelSection)
     replicate_size: int = key(integer(1), 1)
-    timeout: float = key(number(above=0), 1800.0, unit="seconds")
+    timeout: float = key(number(above=0, high=LONGEST_WAIT), 1800.0, unit="seconds")
     host_timeout: float = key(SECONDS_OR_OFF, 15.0, unit="seconds")
     distributed_backend: str | None = key(choice("gloo", "nccl"), None)
     distributed_port: int | None = key(integer(1, 65535), None)

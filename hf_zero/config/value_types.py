@@ -79,8 +79,11 @@ def number(
         return real
 
     limits = {"minimum": low, "exclusiveMinimum": above, "maximum": high}
+    bounds = _bounds(low, high)
+    if above is not None:
+        bounds = f" greater than {above:g}" + (f" and at most {high:g}" if high else "")
     return ValueType(
-        "a number" + (f" greater than {above:g}" if above is not None else _bounds(low, high)),
+        f"a number{bounds}",
         convert,
         {"type": "number", **{k: v for k, v in limits.items() if v is not None}},
     )

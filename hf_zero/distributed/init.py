@@ -82,8 +82,8 @@ def init_distributed(
     Raises LaunchError if the launcher's variables are incomplete or contradict each other
     (``rendezvous.py``), if ``init_method`` is not an address with ranks, if the name of rank 0's
     host does not resolve, or if the store does not answer; ConfigError for a port that is in use,
-    a backend that is not here, a timeout or a port that a configuration would not take, and a rank
-    or a world size that is no integer.
+    a backend that is not here, a timeout, a port or an interface that a configuration would not
+    take, and a rank or a world size that is no integer.
     """
     if is_initialized():
         return
@@ -96,6 +96,8 @@ def init_distributed(
         seconds = _converted("timeout", KEYS["timeout"].value_type, timeout)
     if port is not None:
         port = _converted("port", KEYS["distributed_port"].value_type, port)
+    if interface is not None:
+        interface = _converted("interface", KEYS["distributed_interface"].value_type, interface)
     rank = _converted("rank", integer(), rank)
     world_size = _converted("world_size", integer(), world_size)
     by_address = init_method not in (None, "env://")
@@ -197,6 +199,8 @@ def _ranks_by(init_method: object, rank: int, world_size: int) -> tuple[int, int
             fault = f"{' and '.join(in_address)} stands in it, and ranks are passed"
         elif address.scheme in ("tcp", "file") and lacking:
             fault = f"{' and '.join(lacking)} is neither in it nor passed"
+        elif address.scheme == "file" and not os.path.isdir(os.path.dirname(address.path)):
+            fault = f"the folder of its file, {os.path.dirname(address.path)!r}, does not exist"
         elif not lacking and not told["rank"] < told["world_size"]:
             fault = f"there is no rank {told['rank']} of {told['world_size']}"
     if fault is not None:

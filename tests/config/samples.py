@@ -67,6 +67,7 @@ VALUES: dict[str, list[Any]] = {
     "0 or a number of at least 1": [0],  # others depend on the timeout
     "a number of bytes, such as 80GB (decimal) or 128GiB (binary)": ["40GiB", 1, 1 << 50],
     "a number greater than 0": [2.0, 0.125],
+    "a number greater than 0 and at most 1e+09": [2.0, 0.125],
     "true, false, a number of blocks, or 'selective'": ["selective", True, False],
     "any value": ["a name"],
 }
@@ -79,6 +80,7 @@ _WIDER: dict[str, st.SearchStrategy[Any]] = {
     "a number of elements of at least 0": st.floats(0, 1e12),
     "a number of at least 0": _NUMBERS,
     "a number greater than 0": _NUMBERS,
+    "a number greater than 0 and at most 1e+09": _NUMBERS,
     "an integer of at least 1": st.integers(1, 9),
 }
 

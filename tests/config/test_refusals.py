@@ -43,6 +43,7 @@ REFUSED = """
 {kernels: norms} => is not 'auto', 'off' or a list of names among norms, activations
 {activation_checkpointing: {blocks: some}} => blocks = "some"
 {activation_offload: {in_flight_bytes: 0}} => in_flight_bytes = 0 ~ at least 1
+{timeout: 1.0e+10} => timeout = 10000000000.0 is not a number greater than 0 and at most 1e+09
 {host_timeout: 0.5} => host_timeout = 0.5 is not 0 or a number of at least 1
 {host_timeout: -15} => host_timeout = -15 is not 0 or a number of at least 1
 

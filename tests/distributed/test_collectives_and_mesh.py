@@ -93,13 +93,16 @@ def test_a_backend_that_is_not_here_is_refused_before_ranks_meet(
 
 
 def test_arguments_that_no_ranks_could_meet_by() -> None:
-    infinite = float("inf"), float("nan"), timedelta(0)
+    infinite = float("inf"), float("nan"), timedelta(0), 1e10, 1e15, timedelta.max
     for timeout in ("30", True, -5, 0, *infinite):
         with pytest.raises(ConfigError, match=r"init_distributed\(timeout="):
             init.init_distributed(timeout=timeout)
     for port in ("29500", 0, -1, 65536, 1.5):
         with pytest.raises(ConfigError, match=rf"init_distributed\(port={port!r}\)"):
             init.init_distributed(port=port)  # type: ignore[arg-type]
+    for interface in (3, "", ["lo"]):
+        with pytest.raises(ConfigError, match=r"init_distributed\(interface="):
+            init.init_distributed(interface=interface)  # type: ignore[arg-type]
     before = dict(os.environ)
     for name, number in itertools.product(("rank", "world_size"), ("0", "", True, 1.5, None)):
         with pytest.raises(ConfigError, match=rf"init_distributed\({name}={number!r}\)"):
@@ -122,6 +125,8 @@ def test_arguments_that_no_ranks_could_meet_by() -> None:
         ("tcp://127.0.0.1:1234?rank=2&world_size=2", {}),
         ("tcp://127.0.0.1:1234", {"rank": 2, "world_size": 2}),
         ("file:///tmp/store", {"world_size": 2}),
+        ("file:///no/such/folder/store", ranks),
+        ("file://store", ranks),
         ("foo://127.0.0.1:1234", ranks),
     ):
         with pytest.raises(LaunchError, match=r"init_method=") as raised:
