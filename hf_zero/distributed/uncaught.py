@@ -163,11 +163,10 @@ def _report_of(rank: int) -> str:
 
 
 def _on_this_host(rank: int) -> bool:
-    from hf_zero.config.variables import local_world_size  # it imports the errors, and they this
-
     try:
-        rank_here, local = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-        count = local_world_size(0)
+        rank_here, local, count = (
+            int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
     except ValueError:  # a variable that holds no number: the report says the reason itself
         return False
     return 0 <= rank - (rank_here - local) < count
