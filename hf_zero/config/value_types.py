@@ -33,6 +33,19 @@ class ValueType:
     schema: JsonObject = field(default_factory=dict, compare=False)
 
 
+def argument(function: str, name: str, value_type: ValueType, value: object) -> Any:
+    """Return the argument ``name`` of ``function`` in the canonical form of ``value_type``. Raises
+    ConfigError.
+    """
+    try:
+        return value_type.convert(value)
+    except ValueError:
+        raise ConfigError(
+            f"{function}({name}={value!r}): it is not {value_type.expected}; pass one, or leave it "
+            "out"
+        ) from None
+
+
 def integer(low: int | None = None, high: int | None = None) -> ValueType:
     """Return the type of integers in ``[low, high]``; floats without a fraction (``5e8``) are
     integers too.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.keys import KEYS
-from hf_zero.config.value_types import ValueType, integer
+from hf_zero.config.value_types import argument, integer
 from hf_zero.device import kinds
 from hf_zero.distributed.attempts import store_of_attempt, wait_for_store
 from hf_zero.distributed.collective_log import PendingCollective
@@ -91,15 +92,16 @@ def init_distributed(
         refuse_missing_backends(backend)
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
+    read = partial(argument, "init_distributed")
     seconds = DEFAULT_TIMEOUT
     if timeout is not None:
-        seconds = _converted("timeout", KEYS["timeout"].value_type, timeout)
+        seconds = read("timeout", KEYS["timeout"].value_type, timeout)
     if port is not None:
-        port = _converted("port", KEYS["distributed_port"].value_type, port)
+        port = read("port", KEYS["distributed_port"].value_type, port)
     if interface is not None:
-        interface = _converted("interface", KEYS["distributed_interface"].value_type, interface)
-    rank = _converted("rank", integer(), rank)
-    world_size = _converted("world_size", integer(), world_size)
+        interface = read("interface", KEYS["distributed_interface"].value_type, interface)
+    rank = read("rank", integer(), rank)
+    world_size = read("world_size", integer(), world_size)
     by_address = init_method not in (None, "env://")
     given = _ranks_by(init_method, rank, world_size) if by_address else (rank, world_size)
     rendezvous = None if by_address else announce(rank, world_size, port)
@@ -161,17 +163,6 @@ def _group_by_store(rendezvous: Place | None, seconds: float) -> dict[str, Any]:
     rank, size, limit = rendezvous.rank, rendezvous.world_size, timedelta(seconds=seconds)
     store = store_of_attempt(_connect(rendezvous, seconds), rank, size, limit)
     return {"store": store, "rank": rank, "world_size": size}
-
-
-def _converted(name: str, value_type: ValueType, value: object) -> Any:
-    """Return the argument ``name`` in the canonical form of ``value_type``. Raises ConfigError."""
-    try:
-        return value_type.convert(value)
-    except ValueError:
-        raise ConfigError(
-            f"init_distributed({name}={value!r}): it is not {value_type.expected}; pass one, or "
-            "leave it out"
-        ) from None
 
 
 def _ranks_by(init_method: object, rank: int, world_size: int) -> tuple[int, int]:

@@ -34,11 +34,11 @@ _ORDERS = (
 )
 
 
-def check_size(size: object, name: str) -> None:
-    """Raise ConfigError unless ``size``, which ``name`` names, is a number of ranks."""
+def check_size(size: object, name: str, what: str = "ranks") -> None:
+    """Raise ConfigError unless ``size``, which ``name`` names, is a number of ``what``."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError(
-            f"{name} = {size!r} is not a number of ranks; write an integer of at least 1"
+            f"{name} = {size!r} is not a number of {what}; write an integer of at least 1"
         )
 
 

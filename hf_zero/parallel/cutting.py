@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.distributed import world_group
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.process_group import get_rank
-from hf_zero.errors import PartitionError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.loading.lazy import LazyTensor
 from hf_zero.parallel.expert.marks import ALONE, expert_group
 from hf_zero.zero.layout.box import Box
@@ -30,6 +30,16 @@ from hf_zero.zero.layout.sharding import (
 # what is known of a part beside its values: of which whole, for which ranks, in which file
 _MARKS = ("_hf_zero_sharding", "_hf_zero_source", "allreduce", "group_name")
 _COPIED = "_hf_zero_copied"
+
+
+def check_module(model: object, function: str) -> None:
+    """Raise ConfigError, which names the caller, ``function``, unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        what = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(
+            f"{function}() got {what}, which is not a module; pass the model itself, as "
+            "AutoModelForCausalLM.from_pretrained(path)"
+        )
 
 
 @torch.no_grad()

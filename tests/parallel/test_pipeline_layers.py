@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -150,8 +151,12 @@ def test_topologies():
     assert topology.get_axis_comm_lists("expert") == []
     with pytest.raises(ConfigError, match="names no rank"):
         topology.get_rank(pipe=1)
-    with pytest.raises(ConfigError, match="rank 8 is not in"):
-        topology.get_coord(8)
+    for rank in (8, -1, "0"):
+        with pytest.raises(ConfigError, match=f"rank {rank} is not in"):
+            topology.get_coord(rank)
+    for call in (lambda: topology.filter_match(row=0), lambda: topology.get_axis_list("row", 0)):
+        with pytest.raises(ConfigError, match="has no axis row"):
+            call()
     plain_one = PipeDataParallelTopology(2, 3)
     assert [plain_one.get_coord(rank).pipe for rank in range(6)] == [0, 0, 0, 1, 1, 1]
 
@@ -177,15 +182,44 @@ REFUSED: dict[str, Callable[[], Any]] = {
     'needs an axis "pipe"': lambda: module_of(topology=ProcessTopology(["data"], [1])),
     "axes of the topology": lambda: module_of(topology=ProcessTopology(["data", "pipe"], [1, 1])),
     "pass one of them": lambda: module_of(num_stages=2, topology=PipeDataParallelTopology(1, 1)),
-    "stages_per_rank is 0": lambda: module_of(num_stages=1, stages_per_rank=0),
-    "activation_checkpoint_interval is -1": lambda: module_of(
-        num_stages=1, activation_checkpoint_interval=-1
-    ),
-    "activation_checkpoint_interval is -2": lambda: module_of(num_stages=1).set_checkpoint_interval(
+    **{
+        f"num_stages = {value!r}": partial(module_of, num_stages=value)
+        for value in ("1", 1.0, True, 0)
+    },
+    "topology = 'x'": lambda: module_of(topology="x"),
+    "activation_checkpoint_interval=-2": lambda: module_of(num_stages=1).set_checkpoint_interval(
         -2
     ),
-    "partition_method is None": lambda: module_of(num_stages=1, partition_method=None),
+    **{
+        f"{name}.*{re.escape(repr(value))}": partial(module_of, num_stages=1, **{name: value})
+        for name, value in (
+            ("stages_per_rank", 0),
+            ("stages_per_rank", None),
+            ("stages_per_rank", 2.0),
+            ("activation_checkpoint_interval", -1),
+            ("activation_checkpoint_interval", "1"),
+            ("activation_checkpoint_interval", 1.5),
+            ("partition_method", None),
+            ("partition_method", "parameters:"),
+            ("partition_method", "uniform:x"),
+            ("loss_fn", "mse"),
+            ("seed_fn", 3),
+            ("checkpointable_layers", "Linear"),
+        )
+    },
     "neither a module, a function": lambda: module_of(num_stages=1, layers=[3]),
+    "layers is a Linear": lambda: module_of(num_stages=1, layers=nn.Linear(1, 1)),
+    "layers is a NoneType": lambda: module_of(num_stages=1, layers=None),
+    r"pass LayerSpec\(ReLU": lambda: module_of(num_stages=1, layers=[nn.ReLU]),
+    **{
+        said: partial(ProcessTopology, axes, sizes)
+        for said, axes, sizes in (
+            (r"\['pipe', 'data'\] and the sizes \[2\]", ["pipe", "data"], [2]),
+            ("the size of axis 'pipe' = '2'", ["pipe"], ["2"]),
+            ("duplicate field name: 'pipe'", ["pipe", "pipe"], [1, 1]),
+            ("keyword: 'class'", ["pipe", "class"], [1, 1]),
+        )
+    },
     "needs a class of": lambda: LayerSpec(torch.tanh),
     **{
         rf"TiedLayerSpec\({key!r}\)": partial(TiedLayerSpec, key, nn.Linear, 4, 4)
@@ -357,10 +391,13 @@ def test_what_the_engine_of_a_pipeline_refuses():
             engine.train_batch(iter([ids, ids]))
         with pytest.raises(ConfigError, match="reduce_output is 'sum'"):
             engine.eval_batch(batches(2), reduce_output="sum")
-        with pytest.raises(ConfigError, match="data_iter=None"):
-            engine.eval_batch(None)
-        for count in (0, -1):
-            with pytest.raises(ConfigError, match=f"num_micro_batches is {count}"):
+        for data in (None, 3):
+            with pytest.raises(ConfigError, match=rf"eval_batch\(\) got {data}"):
+                engine.eval_batch(data)
+            with pytest.raises(ConfigError, match=rf"set_dataiterator\(\) got {data}"):
+                engine.set_dataiterator(data)
+        for count in (0, -1, "2"):
+            with pytest.raises(ConfigError, match=f"num_micro_batches={count!r}"):
                 engine.eval_batch(batches(2), num_micro_batches=count)
         engine.set_dataloader(batches(2))
         engine.set_batch_fn(lambda batch: (batch[0], batch[1]))

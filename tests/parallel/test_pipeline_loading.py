@@ -182,6 +182,9 @@ def test_generating_on_stages(rank, model):
 
 @on_each_rank(1)
 def test_models_that_are_refused(rank):
+    for model in (None, "gpt2"):
+        with pytest.raises(ConfigError, match=f"got a {type(model).__name__}"):
+            hf_zero.pipeline_stages(model, 1)
     with pytest.raises(ConfigError, match="returned a dict"):
         hf_zero.pipeline_stages(dict, 1)
     held = model_of("llama")

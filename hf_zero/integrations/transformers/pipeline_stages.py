@@ -26,6 +26,7 @@ from torch import nn
 from hf_zero.errors import ConfigError, PipelineError
 from hf_zero.integrations.transformers.loading import read_later
 from hf_zero.loading import make_pending, make_real, read_pending
+from hf_zero.parallel.cutting import check_module
 from hf_zero.parallel.pipeline.module import bounds_of, training_numel
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.topology import ProcessTopology
@@ -331,6 +332,8 @@ def pipeline_stages(
     how = topology, stages_per_rank, partition_method
     if isinstance(model, nn.Module):
         return _stages_of(model, num_stages, *how)
+    if not callable(model):
+        check_module(model, "pipeline_stages")
     with read_later() as building:
         with building:
             built = model()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.value_types import argument, integer
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
@@ -153,25 +154,16 @@ class PipelineTraining(TrainingEngine):
         """
         if reduce_output not in ("avg", None):
             raise ConfigError(f'reduce_output is {reduce_output!r}; it is "avg" or None')
-        if data_iter is None:
-            raise ConfigError(
-                "eval_batch() got data_iter=None; pass an iterable of micro-batches, such as "
-                "iter(loader), on all ranks"
-            )
         if num_micro_batches is None:
             num_micro_batches = self.gradient_accumulation_steps()
-        if num_micro_batches < 1:
-            raise ConfigError(
-                f"num_micro_batches is {num_micro_batches}; make it 1 or more, or leave it out for "
-                "as many as a step has"
-            )
-        training, self._batches = self._batches, iter(data_iter)
+        count: int = argument("eval_batch", "num_micro_batches", integer(1), num_micro_batches)
+        training, self._batches = self._batches, _iterator(data_iter, "eval_batch")
         outputs: list[Any] = []
         self.module.eval()
         try:
             with torch.no_grad():
                 losses = self._run(
-                    num_micro_batches,
+                    count,
                     training=False,
                     outputs=outputs if return_logits or not compute_loss else None,
                     compute_loss=compute_loss,
@@ -308,7 +300,7 @@ class PipelineTraining(TrainingEngine):
 
     def set_dataiterator(self, iterator: Iterator[object]) -> None:
         """Read micro-batches from ``iterator`` from now on."""
-        self._batches = iter(iterator)
+        self._batches = _iterator(iterator, "set_dataiterator")
 
     def set_batch_fn(self, fn: Callable[[object], object]) -> None:
         """Set ``fn`` to convert each item of the data to (inputs, labels)."""
@@ -398,6 +390,17 @@ def _refuse_whole(name: str) -> NoReturn:
         f"{name}() of the engine of a pipeline: no rank has the whole model; save_checkpoint() "
         "writes it, and hf-zero convert-checkpoint makes model files of that"
     )
+
+
+def _iterator(data: Iterable[object], method: str) -> Iterator[object]:
+    """Return an iterator over ``data``. Raises ConfigError for what is not iterable."""
+    try:
+        return iter(data)
+    except TypeError as error:
+        raise ConfigError(
+            f"{method}() got {data!r:.40}; pass an iterable of micro-batches, such as "
+            "iter(loader), on all ranks"
+        ) from error
 
 
 def _repeated(loader: Iterable[object]) -> Iterator[object]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.activations.checkpointing import repeatable
+from hf_zero.config.value_types import argument, integer
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.parallel.pipeline.staged import StagedModule
@@ -79,12 +80,15 @@ class PipelineModule(StagedModule):
         self.set_checkpoint_interval(activation_checkpoint_interval)
         self._checkpointing = activation_checkpoint_func, checkpointable_layers
         self.micro_offset = 0
-        layers = list(layers)
-        for layer in layers:
-            if not callable(layer) and not isinstance(layer, LayerSpec):
+        layers = _checked_layers(layers)
+        if isinstance(checkpointable_layers, str):
+            raise ConfigError(
+                f"checkpointable_layers is {checkpointable_layers!r}; pass a list of class names"
+            )
+        for name, function in (("loss_fn", loss_fn), ("seed_fn", seed_fn)):
+            if function is not None and not callable(function):
                 raise ConfigError(
-                    f"{layer!r} in layers is neither a module, a function nor a LayerSpec; pass "
-                    "what can be called with the output of the layer before"
+                    f"{name} = {function!r:.40} is no function; pass one, or leave it out"
                 )
         names = [name_of_layer(layer) for layer in layers]
         count = self.num_stages * self.stages_per_rank
@@ -229,15 +233,35 @@ class PipelineModule(StagedModule):
 
     def set_checkpoint_interval(self, interval: int | None) -> None:
         """Recompute ``interval`` layers together from now on; 0, None: none. Raises ConfigError for
-        a negative number.
+        what is not a number of layers.
         """
-        interval = interval or 0
-        if interval < 0:
+        self.activation_checkpoint_interval: int = argument(
+            "PipelineModule", "activation_checkpoint_interval", integer(0), interval or 0
+        )
+
+
+def _checked_layers(layers: Iterable[object]) -> list[object]:
+    """Return ``layers`` as a list. Raises ConfigError for another object than an iterable, and for
+    what is not a layer.
+    """
+    if not isinstance(layers, Iterable):
+        raise ConfigError(
+            f"layers is a {type(layers).__name__}; pass a list of layers, such as "
+            "[LayerSpec(torch.nn.Linear, 8, 8), torch.tanh]"
+        )
+    layers = list(layers)
+    for layer in layers:
+        if isinstance(layer, type) and issubclass(layer, nn.Module):
             raise ConfigError(
-                f"activation_checkpoint_interval is {interval}; write the number of layers that "
-                "are recomputed together, or 0 for none"
+                f"{layer.__name__} in layers is a class of modules; pass LayerSpec"
+                f"({layer.__name__}, ...) with the arguments that build it"
             )
-        self.activation_checkpoint_interval = interval
+        if not callable(layer) and not isinstance(layer, LayerSpec):
+            raise ConfigError(
+                f"{layer!r} in layers is neither a module, a function nor a LayerSpec; pass what "
+                "can be called with the output of the layer before"
+            )
+    return layers
 
 
 def set_random_seed(seed: int) -> None:
@@ -392,13 +416,13 @@ def bounds_of(method: str, parts: int, names: Sequence[str], numels: Sequence[in
             f"a pipeline of {parts} stages over {len(names)} layers leaves stages empty; make "
             "num_stages smaller, or the layers finer"
         )
+    whole = str(method).lower()
     kind, _, expression = str(method).partition(":")
-    kind = kind.lower()
-    if kind == "uniform":
+    if whole == "uniform":
         return partition_uniform(len(names), parts)
-    if kind == "parameters":
+    if whole == "parameters":
         weights = list(numels)
-    elif kind == "type" and expression:
+    elif kind.lower() == "type" and expression:
         try:
             weights = [int(bool(re.search(expression, name, re.IGNORECASE))) for name in names]
         except re.error as error:

@@ -21,7 +21,7 @@ from torch import nn
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import MeshDim
-from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.distributed.parallel_groups import ParallelGroups, get_parallel, init_parallel
 from hf_zero.distributed.stage_messages import dim_of_stages
 from hf_zero.distributed.world_group import get_world_group
@@ -64,7 +64,13 @@ class StagedModule(nn.Module):
         if topology is None:
             if num_stages is None:
                 raise ConfigError("a pipeline needs num_stages or topology; pass one")
+            check_size(num_stages, "num_stages")
             topology = _topology_of(num_stages, world)
+        if not isinstance(topology, ProcessTopology):
+            raise ConfigError(
+                f"topology = {topology!r:.40} is none of a pipeline; pass a ProcessTopology, or "
+                "num_stages alone"
+            )
         if topology.world_size() != world or not topology.get_dim("pipe"):
             raise ConfigError(
                 f"the topology of the pipeline is {topology}, and {world} ranks were started; it "
@@ -76,8 +82,7 @@ class StagedModule(nn.Module):
                 f"{topology.get_dim('pipe')} ranks; pass one of them"
             )
         _dims_of(topology)  # its checks: a refused pipeline leaves the job as it was
-        if stages_per_rank < 1:
-            raise ConfigError(f"stages_per_rank is {stages_per_rank}; make it 1 or more")
+        check_size(stages_per_rank, "stages_per_rank", "stages")
         self.topology = topology
         self.num_stages = topology.get_dim("pipe")
         self.stages_per_rank = stages_per_rank
@@ -133,7 +138,7 @@ def _topology_of(num_stages: int, world: int) -> ProcessTopology:
     """
     groups = get_parallel()
     tensor = 1 if groups is None else groups.dims.tensor
-    if num_stages < 1 or world % (num_stages * tensor):
+    if world % (num_stages * tensor):
         beside = f" with {tensor} tensor-parallel ranks each" if tensor > 1 else ""
         raise ConfigError(
             f"num_stages is {num_stages}{beside}, which does not divide the {world} ranks that "

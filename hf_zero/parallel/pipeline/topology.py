@@ -9,18 +9,33 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
+from hf_zero.distributed.parallel_dims import check_size
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.process_group import get_rank
 from hf_zero.errors import ConfigError
 
 
 class ProcessTopology:
-    """Grid of ranks: ``dims[i]`` along ``axes[i]``, consecutive along the last axis."""
+    """Grid of ranks: ``dims[i]`` along ``axes[i]``, consecutive along the last axis. Raises
+    ConfigError for names that cannot be fields of a tuple, and for what is not a size.
+    """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]):
         self.axes = list(axes)
         self.dims = list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        if len(self.axes) != len(self.dims):
+            raise ConfigError(
+                f"the topology has the axes {self.axes} and the sizes {self.dims}; give each axis "
+                "one size"
+            )
+        for axis, size in zip(self.axes, self.dims):
+            check_size(size, f"the size of axis {axis!r}")
+        try:
+            self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        except ValueError as error:
+            raise ConfigError(
+                f"the axes of the topology are {self.axes}: {error}; give each a name of its own"
+            ) from None
         coordinate: Any = self.ProcessCoord
         self.mapping: dict[object, int] = {
             coordinate(*coordinates): rank
@@ -66,7 +81,7 @@ class ProcessTopology:
 
     def get_coord(self, rank: int) -> Any:
         """Return the point of ``rank``, a named tuple. Raises ConfigError for an unknown rank."""
-        if not 0 <= rank < len(self._coords):
+        if rank not in range(len(self._coords)):
             raise ConfigError(
                 f"rank {rank} is not in {self}, which has {self.world_size()} ranks; start as many "
                 "ranks as its axes have places"
@@ -84,7 +99,11 @@ class ProcessTopology:
         ]
 
     def filter_match(self, **coords: int) -> list[int]:
-        """Return the ranks with these coordinates."""
+        """Return the ranks with these coordinates. Raises ConfigError for an unknown axis."""
+        if unknown := [axis for axis in coords if axis not in self.axes]:
+            raise ConfigError(
+                f"{self} has no axis {', '.join(unknown)}; choose among {', '.join(self.axes)}"
+            )
         return [
             rank
             for coord, rank in self.mapping.items()

@@ -17,7 +17,7 @@ from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.loading import make_pending
 from hf_zero.logging import counted
-from hf_zero.parallel.cutting import cut
+from hf_zero.parallel.cutting import check_module, cut
 from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.cutting import TensorParallel, cut_layers, cuts_for
@@ -81,7 +81,7 @@ def tensor_parallel(
             cannot run.
         NotBuiltError: a style that is not built.
     """
-    _check_module(model)
+    check_module(model, "tensor_parallel")
     check_size(size, TENSOR_SIZE)
     if size > 1:
         init.init_distributed()  # it says how many ranks the launcher has started
@@ -118,16 +118,6 @@ def tensor_parallel(
         record.verifies = True
         Verification(whole, record.axis).watch(inner)
     return model
-
-
-def _check_module(model: object) -> None:
-    """Raise ConfigError unless ``model`` is a module."""
-    if not isinstance(model, nn.Module):
-        what = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
-        raise ConfigError(
-            f"tensor_parallel() got {what}, which is not a module; pass the model itself, as "
-            "AutoModelForCausalLM.from_pretrained(path)"
-        )
 
 
 def _check_forwards(planned: Sequence[Target]) -> None:
