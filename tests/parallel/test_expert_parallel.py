@@ -161,6 +161,7 @@ def of_an_engine():
 REFUSED = {
     r"before hf_zero\.initialize": of_an_engine,
     "does not divide the 2 ranks": lambda: hf_zero.expert_parallel(Routed("mixtral").build(), 3),
+    "got a NoneType": lambda: hf_zero.expert_parallel(None, 1),
     "names no experts": lambda: hf_zero.expert_parallel(torch.nn.Linear(2, 2), 2),
     "size stays for the life": two_sizes,
     "divides 3": lambda: hf_zero.expert_parallel(three_experts(), 2),

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -252,6 +253,16 @@ REFUSED = {
     "k=1 or k=2": (NotBuiltError, lambda: MoE(8, LAYER, 2, k=3)),
     "tutel": (NotBuiltError, lambda: MoE(8, LAYER, 2, use_tutel=True)),
     "use_tutel": (NotBuiltError, lambda: TopKGate(8, 2)(torch.ones(2, 8), None, True)),
+    **{
+        rf"{name}={value}\)": (ConfigError, partial(MoE, 8, LAYER, 2, **{name: value}))
+        for name, value in (
+            ("capacity_factor", math.nan),
+            ("capacity_factor", math.inf),
+            ("eval_capacity_factor", None),
+            ("eval_capacity_factor", -1.0),
+            ("min_capacity", 1.5),
+        )
+    },
     "jitter": (ConfigError, lambda: TopKGate(8, 2, noisy_gate_policy="jitter")),
     r"used_token has the shape \[2, 3\], for 4": (
         ConfigError,

@@ -18,7 +18,7 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.cutting import HoldsParts, cut
+from hf_zero.parallel.cutting import HoldsParts, check_module, cut
 from hf_zero.parallel.expert.dispatch import KEPT, RoutesOfForwards, run_experts
 from hf_zero.parallel.expert.marks import AXIS, expert_axis, expert_dims, mark
 from hf_zero.parallel.expert.moe_layer import MOELayer
@@ -102,6 +102,7 @@ def expert_parallel(model: nn.Module, size: int) -> nn.Module:
         ConfigError: a size that does not divide, a model without such a plan, a second size,
             adapters of experts.
     """
+    check_module(model, "expert_parallel")
     dims = expert_dims(size, AUTOEP_SIZE)
     if dims is None:
         refuse_adapters(model, spreads=False)

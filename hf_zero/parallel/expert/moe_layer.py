@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hf_zero.config.value_types import argument, integer, number
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_dims import check_size
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -73,9 +75,13 @@ class TopKGate(nn.Module):
         self.noisy_gate_policy = noisy_gate_policy
         self.use_rts = use_rts
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+        read = partial(argument, "TopKGate")
+        least = read("min_capacity", integer(0), min_capacity)
+        factor = read("capacity_factor", number(0), capacity_factor)
+        eval_factor = read("eval_capacity_factor", number(0), eval_capacity_factor)
         self._capacities = {
-            True: Capacity(capacity_factor, min_capacity, drop_tokens),
-            False: Capacity(eval_capacity_factor, min_capacity, drop_tokens),
+            True: Capacity(factor, least, drop_tokens),
+            False: Capacity(eval_factor, least, drop_tokens),
         }
 
     def route(self, tokens: torch.Tensor, used: torch.Tensor | None = None) -> Routing:
