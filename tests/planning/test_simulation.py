@@ -274,6 +274,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "rank 4 is none of 4 ranks": {"rank": 4},
     "rank '1' is none of 4 ranks": {"rank": "1"},
     "length of '8' is not a number of tokens": {"sequence_length": "8"},
+    "machine = 'dgx'": {"machine": "dgx"},
+    "measured = 3": {"measured": 3},
+    "batch = 3": {"batch": 3},
+    "batch= gives a list": {"batch": lambda rows, length: [torch.empty(rows, length)]},
     "Linear cannot be trained without memory": {"model": torch.nn.Linear(4, 4), "params": None},
 }
 

@@ -225,6 +225,16 @@ def simulate(
             a process that is in a job already; a model that cannot run without memory.
     """
     sequence_length = tokens_of(sequence_length)
+    for name, value, kind in (("machine", machine, Machine), ("measured", measured, Measured)):
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(
+                f"{name} = {value!r:.40} is no {kind.__name__}; pass one, or leave it out"
+            )
+    if batch is not None and not callable(batch):
+        raise ConfigError(
+            f"batch = {batch!r:.40} is no function; pass one from sequences and tokens to the "
+            "keyword arguments of the model, or leave it out"
+        )
     name, plans = plans_of_stages(model, ranks, stage, precision, optimizer, **options)
     machine = machine or Machine()
     recordings = record_plans(plans, sequence_length, batch, machine.ranks_per_host)
@@ -403,7 +413,13 @@ def _record(
     copied = _copy(planned).train()
     if dims.pipeline == 1 and "loss" in settings.kernels and not isinstance(settings.kernels, str):
         defer_head(copied)
-    inputs: dict[str, object] = {**(batch or _tokens)(rows, length // division.ranks)}
+    made = (batch or _tokens)(rows, length // division.ranks)
+    if not isinstance(made, Mapping):
+        raise ConfigError(
+            f"batch= gives a {type(made).__name__}; return the keyword arguments of the model in a "
+            "dict, as {'input_ids': ...}"
+        )
+    inputs: dict[str, object] = {**made}
     if batch is None and dims.pipeline == 1:
         inputs["return_dict"] = False
     backend = "gloo" if kinds.is_host(planned.device) else "nccl"
