@@ -37,7 +37,7 @@ from hf_zero.techniques.difficulty_index import (
 )
 from hf_zero.techniques.schedules import DifficultySchedule, Number
 from hf_zero.techniques.sequence_length import metrics_of
-from hf_zero.zero.extensions import Stateless
+from hf_zero.zero.extensions import Technique
 from hf_zero.zero.pass_runner import Counters
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ class RankSamples(Sampler[int]):
         return chain.from_iterable(self.batches)
 
 
-class DifficultySampling(Stateless):
+class DifficultySampling(Technique):
     """Gives samplers their order and tells them which step comes next; a
     :class:`hf_zero.techniques.registry.Technique`. The step, the seed and the schedules determine
     everything.
@@ -390,8 +390,6 @@ class DifficultySampling(Stateless):
                 "change the data in a collate_fn"
             )
         self._finished = False
-
-    def remove(self) -> None: ...
 
 
 def _check(settings: Mapping[str, object], section: str) -> None:

@@ -30,6 +30,7 @@ from hf_zero.logging import logger
 from hf_zero.ops.level_rounding import round_to_levels
 from hf_zero.techniques.eigenvalue import StretchedPeriods
 from hf_zero.techniques.schedules import BitSchedule, Precision
+from hf_zero.zero.extensions import Technique
 from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_spec import FlatSpec
@@ -48,7 +49,7 @@ def noise_for(values: torch.Tensor, name: str, seed: int, step: int) -> torch.Te
     return torch.rand(values.shape, generator=generator, device=values.device)
 
 
-class WeightsInBits:
+class WeightsInBits(Technique):
     """Round the weights selected by ``falls_of``, from step ``offset`` on."""
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import LEGACY, METRICS, PHASES, SAMPLING, TOKEN_DROP
@@ -18,40 +18,11 @@ from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.quantization import quantize_training, weight_quantization
 from hf_zero.techniques.schedules import DifficultySchedule
 from hf_zero.techniques.token_drop import TokenDrop
+from hf_zero.zero.extensions import Technique
 from hf_zero.zero.layout.engine_plan import EnginePlan
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
-
-
-class Technique(Protocol):
-    """One technique, made from a configuration;
-    :class:`hf_zero.zero.extensions.Techniques` says when its methods are called.
-    """
-
-    def install(self, engine: TrainingEngine) -> None: ...
-
-    def end_step(self) -> None: ...
-
-    def state_dict(self) -> dict[str, object]: ...
-
-    def load_state_dict(self, state: dict[str, object]) -> None: ...
-
-    def remove(self) -> None: ...
-
-
-@runtime_checkable
-class ChecksPlans(Protocol):
-    """A technique that some models or optimizers do not support."""
-
-    def check(self, plan: EnginePlan) -> None: ...
-
-
-@runtime_checkable
-class PreparesBatches(Protocol):
-    """A technique that changes the arguments of the model."""
-
-    def prepare_batch(self, batch: object) -> object: ...
 
 
 # Factories by the key of their section, in the order of installation; None if the configuration
@@ -85,10 +56,8 @@ def _refuse_lengths(techniques: Mapping[str, Technique | None]) -> None:
             )
 
 
-class TrainingTechniques:
-    """The techniques that ``config`` asks for; a
-    :class:`hf_zero.zero.extensions.Techniques`.
-    """
+class TrainingTechniques(Technique):
+    """The techniques that ``config`` asks for."""
 
     def __init__(self, config: ZeroConfig, others: Mapping[str, Technique] | None = None):
         """``others``: further techniques for the model, by key."""
@@ -116,8 +85,7 @@ class TrainingTechniques:
 
     def check(self, plan: EnginePlan) -> None:
         for technique in self.by_key.values():
-            if isinstance(technique, ChecksPlans):
-                technique.check(plan)
+            technique.check(plan)
 
     def install(self, engine: TrainingEngine) -> None:
         for technique in self.by_key.values():
@@ -129,8 +97,7 @@ class TrainingTechniques:
 
     def prepare_batch(self, batch: object) -> object:
         for technique in self.by_key.values():
-            if isinstance(technique, PreparesBatches):
-                batch = technique.prepare_batch(batch)
+            batch = technique.prepare_batch(batch)
         return batch
 
     def state_dict(self) -> dict[str, object]:

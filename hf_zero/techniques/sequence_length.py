@@ -23,6 +23,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import LEGACY, LENGTHS, METRICS
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.schedules import DifficultySchedule
+from hf_zero.zero.extensions import Technique
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.declared import config_of
 from hf_zero.zero.pass_runner import Counters
@@ -279,10 +280,8 @@ def _sequence_dimensions(name: object, value: object, rows: int, whole: int) -> 
     return (1,) if shape[:2] == (rows, whole) else ()
 
 
-class CurriculumLearning:
-    """Cuts batches to the difficulty of the step that is being trained, ``global_steps + 1``;
-    a :class:`hf_zero.techniques.registry.Technique`.
-    """
+class CurriculumLearning(Technique):
+    """Cuts batches to the difficulty of the step that is being trained, ``global_steps + 1``."""
 
     def __init__(self, settings: Mapping[str, object], section: str, reshape: bool = False):
         self.schedule = DifficultySchedule(settings, section)
@@ -314,9 +313,6 @@ class CurriculumLearning:
         self._counters = engine.counters
         if engine.optimizer is not None:
             self.sequences.install(engine.module)
-
-    def end_step(self) -> None:
-        """No-op: each forward computes its length from the counters."""
 
     def prepare_batch(self, batch: object) -> object:
         return self.sequences.cut(batch)

@@ -25,7 +25,7 @@ from hf_zero.logging import logger
 from hf_zero.techniques import sequence_length
 from hf_zero.techniques.schedules import Stairs
 from hf_zero.techniques.sequence_length import SequenceLength
-from hf_zero.zero.extensions import Stateless
+from hf_zero.zero.extensions import Technique
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.pass_runner import Counters
 
@@ -115,7 +115,7 @@ def rampup(start: int, increment: int, samples: int, end: int) -> Stairs[int]:
     return Stairs([*sizes, end], ends)
 
 
-class TrainingPhases(Stateless):
+class TrainingPhases(Technique):
     """The phases of one engine; a :class:`hf_zero.techniques.registry.Technique`. All of it is a
     function of ``global_steps``.
     """

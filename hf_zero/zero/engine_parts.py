@@ -21,7 +21,7 @@ from hf_zero.distributed.parallel_groups import dims_in_effect
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.own_step import reopen_fused
-from hf_zero.zero.extensions import Techniques
+from hf_zero.zero.extensions import Technique
 from hf_zero.zero.gather.model_patches import Override, refuse_foreign_step
 from hf_zero.zero.layout import planner
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
@@ -88,7 +88,7 @@ class EngineParts(AroundModel):
     elsewhere: frozenset[str] = frozenset()
     measures: StepMeasures[Any] = StepMeasures()
 
-    def __init__(self, plan: EnginePlan, patches: ActivationPatches, techniques: Techniques):
+    def __init__(self, plan: EnginePlan, patches: ActivationPatches, techniques: Technique):
         super().__init__()
         self.module = plan.model
         self.config = config = plan.settings

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -94,12 +94,9 @@ class Extensions(PlannedExtensions):
     steps: tuple[Callable[[Any], StepExtension], ...] = ()
 
 
-class Techniques(Protocol):
-    """Changes of the training itself that depend on the step: dropped layers, growing sequences,
-    weights in fewer bits.
-
-    The engine gets an object with this interface; it does not import them, because they import the
-    engine.
+class Technique:
+    """A change of the training itself, made from a configuration: dropped layers, growing
+    sequences, weights in fewer bits. The engine does not import techniques: they import it.
     """
 
     def check(self, plan: EnginePlan) -> None:
@@ -111,33 +108,18 @@ class Techniques(Protocol):
         """
 
     def end_step(self) -> None:
-        """Called after ``engine.step`` has ended an accumulation window and updated
-        the counters.
-        """
+        """Act after ``engine.step`` has ended an accumulation window and updated the counters."""
 
     def prepare_batch(self, batch: object) -> object:
         """Return ``batch`` as the model's forward would change it."""
+        return batch
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state for checkpoints besides the counters, by technique: JSON, equal on all
-        ranks.
-        """
+        """Return the state for checkpoints besides the counters: JSON, equal on all ranks."""
+        return {}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; the counters are restored already."""
 
     def remove(self) -> None:
         """Remove everything that is installed. Idempotent."""
-
-
-class Stateless:
-    """Base class of :class:`Techniques` members that do not depend on the step."""
-
-    def end_step(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        pass

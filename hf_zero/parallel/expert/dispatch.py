@@ -20,7 +20,7 @@ from torch import nn
 
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.ops.operators import GradientContext
-from hf_zero.zero.extensions import Stateless
+from hf_zero.zero.extensions import Technique
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
@@ -180,7 +180,7 @@ def _even_rows(pairs: int, count: int, axis: MeshDim | None) -> list[list[int]]:
     return [[sum(counts) for counts in by_rank], *([by_rank[rank]] * size)]
 
 
-class RoutesOfForwards(Stateless):
+class RoutesOfForwards(Technique):
     """Technique of one engine: keep the routes of ``modules`` by forward."""
 
     def __init__(self, modules: Sequence[nn.Module]):

@@ -36,7 +36,7 @@ from hf_zero.parallel.sequence.attention import Axes, all_gather
 from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut, documents_of
 from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, RING, SEQUENCE_CONTEXT, Division
 from hf_zero.parallel.sequence.documents import Documents
-from hf_zero.zero.extensions import Stateless
+from hf_zero.zero.extensions import Technique
 from hf_zero.zero.registered import registered
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class SequenceParallel:
         return self.rank
 
 
-class OnModel(Stateless):
+class OnModel(Technique):
     """Technique of one engine: sequence parallelism on its model."""
 
     def __init__(self, sequence: SequenceParallel):

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.activations.checkpointing import repeatable
 from hf_zero.config import TiledMlpSection, ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.zero.extensions import Stateless
+from hf_zero.zero.extensions import Technique
 from hf_zero.zero.gather.model_patches import Attached, Override
 from hf_zero.zero.layout.declared import text_config_of
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -25,7 +25,7 @@ from hf_zero.zero.layout.wrap import described, repeated_blocks
 KEY = "tiled_mlp"
 
 
-class TiledMlps(Stateless):
+class TiledMlps(Technique):
     """Technique of one engine: run its model's MLPs in ``shards`` tiles; None: tokens divided by
     the hidden size, rounded up.
 
