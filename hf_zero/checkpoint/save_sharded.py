@@ -16,7 +16,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -54,6 +54,7 @@ from hf_zero.logging import in_units, logger
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
+    from hf_zero.checkpoint.memory.slot_files import Staged
     from hf_zero.zero.training_engine import TrainingEngine
 
 
@@ -67,16 +68,6 @@ class _Exchanged(Enum):
     MANIFEST = "manifest"
 
 
-class Offered(Protocol):
-    """This rank's file of a generation in memory that no other save on disk has taken."""
-
-    @property
-    def save_id(self) -> str: ...
-
-    def image_of(self, plan: SavePlan) -> torch.Tensor | None:
-        """Return the file, page-aligned, if it is the one that ``plan`` describes; else None."""
-
-
 def save(
     engine: TrainingEngine,
     directory: str | os.PathLike[str],
@@ -86,7 +77,7 @@ def save(
     save_latest: bool = True,
     keep: int | None = None,
     background: AsyncSaver | None = None,
-    offered: Offered | None = None,
+    offered: Staged | None = None,
 ) -> AnyPath:
     """Save ``engine`` as ``<directory>/<tag>`` and return that folder. Collective.
 
@@ -173,7 +164,7 @@ class _RankSave:
         client_state: Mapping[str, object],
         exclude_frozen: bool,
         background: AsyncSaver | None,
-        offered: Offered | None,
+        offered: Staged | None,
     ) -> None:
         self.rank = engine.global_rank
         self.path = target.path_of(
@@ -267,7 +258,7 @@ def _agree_on_target(
     directory: str | os.PathLike[str],
     tag: str | None,
     keep: int | None,
-    offered: Offered | None,
+    offered: Staged | None,
 ) -> CommitTarget:
     """Return the target of this save, with rank 0's save_id: that of the generation ``offered``, if
     one is. Collective.

@@ -33,7 +33,7 @@ from hf_zero.optim.segment_table import (
     scaled_rates,
 )
 from hf_zero.optim.segments import ParamGroup, Segment, current_settings, masters
-from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
+from hf_zero.optim.sharded_tensors import ShardedTensors, ShardRanks
 from hf_zero.optim.state import SegmentStateAccess
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_layout import Slot
@@ -110,7 +110,7 @@ class BoundOptimizer:
         self.initial, self.is_switched_off = self._entries.initial, self._entries.is_switched_off
         self.exclude, self.offloaded_segments = self._table.exclude, self._table.offloaded.segments
         self.step_sub_group = self._own.sub_group
-        self._flats, self.ranks = [flat for flat in flats if flat.trainable], ranks or OneRank()
+        self._flats, self.ranks = [flat for flat in flats if flat.trainable], ranks or ShardRanks()
         self.sums: ShardedTensors | None = None  # set only for an update that needs whole tensors
         if isinstance(optimizer, WholeTensorOptimizer):
             table, flats = self._table, self._flats

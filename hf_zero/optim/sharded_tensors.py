@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,41 +26,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class ShardRanks(Protocol):
-    """The ranks that share the flat buffers, one shard each."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def add_up(self, sums: Tensor) -> Tensor:
-        """Return ``sums`` added up over the ranks (collective)."""
-
-    def exchange(
-        self, sent: Tensor, sizes: Sequence[int], counts: Sequence[int]
-    ) -> Sequence[Tensor]:
-        """Send ``sizes[rank]`` elements of ``sent`` to each rank, receive ``counts[rank]`` from
-        each (collective).
-        """
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Return ``value`` of each rank (collective over all ranks)."""
-
-
-class OneRank:
-    """The ranks of flat buffers that one rank owns whole."""
+class ShardRanks:
+    """The ranks that share the flat buffers, one shard each; by itself, one rank that owns them
+    whole.
+    """
 
     rank, size = 0, 1
 
     def add_up(self, sums: Tensor) -> Tensor:
+        """Return ``sums`` added up over the ranks (collective)."""
         return sums
 
     def exchange(
         self, sent: Tensor, sizes: Sequence[int], counts: Sequence[int]
     ) -> Sequence[Tensor]:
+        """Send ``sizes[rank]`` elements of ``sent`` to each rank, and return ``counts[rank]``
+        elements from each (collective).
+        """
         return [sent]
 
     def gather_objects(self, value: T) -> list[T]:
+        """Return ``value`` of each rank (collective over all ranks)."""
         return [value]
 
 

@@ -25,6 +25,7 @@ from hf_zero.optim.cpu_base import refuse_on_device
 from hf_zero.optim.elementwise import check, check_bf16
 from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.probing import switches_weights
+from hf_zero.optim.sharded_tensors import ShardRanks
 from hf_zero.optim.state import collect
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.extensions import Extensions
@@ -278,7 +279,7 @@ class UpdatedGather:
             flat.end_update(None)
 
 
-class MeshRanks:
+class MeshRanks(ShardRanks):
     """Collectives over the shard axis of ``mesh``, for optimizers."""
 
     def __init__(self, mesh: Mesh):
@@ -286,7 +287,6 @@ class MeshRanks:
         self.rank, self.size = mesh.shard.rank, mesh.shard.size
 
     def add_up(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``sums`` over the ranks (collective)."""
         total = sums.to(self._device, copy=True)
         self._axis.all_reduce(total, "sums over whole tensors").wait()
         return total
@@ -294,9 +294,6 @@ class MeshRanks:
     def exchange(
         self, sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int]
     ) -> Sequence[torch.Tensor]:
-        """Send ``sizes[rank]`` elements of ``sent`` to each rank and return ``counts[rank]``
-        elements from each (collective).
-        """
         handle, received = self._axis.all_to_all(
             sent.to(self._device), sizes, counts, "parts of matrices"
         )
@@ -304,7 +301,6 @@ class MeshRanks:
         return received.split(list(counts))
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return ``value`` of each rank of the shard axis (collective over all ranks)."""
         every = dict(
             zip(self._mesh.ranks, self._mesh.all_gather_object(value, "what optimizers keep"))
         )

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
@@ -31,6 +31,9 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.layout.compute_copy import ChangedValues
 from hf_zero.zero.layout.unit import GatherState, SharedShards, Unit
 from hf_zero.zero.reduce.reduction_order import merged, positions_in_plan
+
+if TYPE_CHECKING:
+    from hf_zero.zero.reduce.reducer import Reducer
 
 GATHER, END_OF_PASS = 1, 0
 _pins, _nbytes = attrgetter("pins"), attrgetter("nbytes")
@@ -42,15 +45,6 @@ class Limits(NamedTuple):
 
     bytes: int  # limit of prefetched bytes
     units_read_ahead: int  # number of units whose shards are read ahead from files
-
-
-class ReductionsUnderWay(Protocol):
-    """The reductions of a backward, as its gathers see them."""
-
-    @property
-    def launched(self) -> int: ...
-
-    def land_launched(self, number: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -70,7 +64,7 @@ class Pass:
 class Schedule:
     """The gathers and releases of one engine. :meth:`connect` completes it."""
 
-    _reducer: ReductionsUnderWay
+    _reducer: Reducer
     abort_broken_backward: Callable[[], None]
     _on_use: Callable[[Unit], None] | None
 
@@ -108,7 +102,7 @@ class Schedule:
 
     def connect(
         self,
-        reducer: ReductionsUnderWay,
+        reducer: Reducer,
         abort_broken_backward: Callable[[], None],
         on_use: Callable[[Unit], None] | None,
     ) -> None:

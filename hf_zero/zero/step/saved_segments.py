@@ -18,7 +18,7 @@ from torch import nn
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.bound_optimizer import ParameterScalars
 from hf_zero.optim.segment_table import TensorsByParameter
-from hf_zero.optim.sharded_tensors import OneRank
+from hf_zero.optim.sharded_tensors import ShardRanks
 from hf_zero.optim.snapshots import KEY, layout_of
 from hf_zero.optim.state import is_elementwise, is_scalar
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -27,7 +27,7 @@ from hf_zero.zero.state_entries import StateEntry, StateSource, names_by_kind
 
 if TYPE_CHECKING:
     from hf_zero.optim.snapshots import Layout
-    from hf_zero.zero.sharded_engine import ShardedEngine
+    from hf_zero.zero.engine_parts import EngineParts
 
 
 class _Run(NamedTuple):
@@ -60,7 +60,7 @@ class SavedSegments(StateSource):
     other groups, and for state of whole tensors that no optimizer here keeps.
     """
 
-    def __init__(self, packed: Mapping[str, Any], engine: ShardedEngine):
+    def __init__(self, packed: Mapping[str, Any], engine: EngineParts):
         bound, flats = engine.bound, engine.sharded_model.trainable
         self._kind = type(engine.optimizer).__name__
         self._state: Mapping[Any, Any] = packed["state"]
@@ -69,7 +69,7 @@ class SavedSegments(StateSource):
         self._group_of = bound.group_of
         layout = layout_of(flat.optimizer_shard for flat in flats)
         former = packed[KEY].get("layout", layout)
-        self._ranks = OneRank() if former == layout else bound.ranks
+        self._ranks = ShardRanks() if former == layout else bound.ranks
         trained = {self._own.get(name, name) for slots in former.values() for name, *_ in slots}
         # what trains only since the save has no state there; a dict of another model has others
         own = {*self._own.values()}
