@@ -199,6 +199,13 @@ class ConfigReading:
                 f"{_expected_section(path, written, label)}"
             )
 
+    def _contradiction(self, path: str, other: str, label: str) -> ConfigError:
+        """Return the error for ``other``, which means ``path``, too, and has another value."""
+        return ConfigError(
+            f"{label}: {other} contradicts {self.sources[path]} = "
+            f"{shown(self.values[path], label)}: both mean {path}; remove one of them"
+        )
+
     def _judge(self, key: Key, value: object, written: str, label: str) -> None:
         path, source = key.path, self._source(key, value, written, label)
         if value is None and path != "zero_optimization.stage":
@@ -233,10 +240,7 @@ class ConfigReading:
                 f"{advice + '; ' if advice else ''}remove the key or write {key.off}"
             )
         if path in self.values and self.values[path] != converted:
-            raise ConfigError(
-                f"{label}: {written} = {shown(value, label)} contradicts {self.sources[path]} = "
-                f"{shown(self.values[path], label)}: both mean {path}; remove one of them"
-            )
+            raise self._contradiction(path, f"{written} = {shown(value, label)}", label)
         self.values[path] = converted
         self.sources[path] = source
 
@@ -327,10 +331,7 @@ class ConfigReading:
             if auto:
                 self.autos.add(path)
             elif path in self.values and self.values[path] != convert(value):
-                raise ConfigError(
-                    f"{label}: {old} = {shown(value, label)} contradicts {self.sources[path]} = "
-                    f"{shown(self.values[path], label)}: both mean {path}; remove one of them"
-                )
+                raise self._contradiction(path, f"{old} = {shown(value, label)}", label)
             else:
                 self.values[path] = convert(value)
             self.sources.setdefault(path, source)

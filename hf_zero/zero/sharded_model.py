@@ -84,7 +84,7 @@ class ShardedModel:
         self.units = materialize(plan, mesh, placement)
         self.extensions: Extensions = plan.extensions
         for unit in self.units:
-            unit.set_gather_source(self.extensions.gathers)
+            unit.source = self.extensions.gathers(unit)
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]
         report(self.flats, plan.wire_dtype)

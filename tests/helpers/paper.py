@@ -43,7 +43,7 @@ def traffic(stage: int, accumulation: int = 1) -> float:
     no further gather: the recomputation runs while the unit is gathered for its backward.
     """
     policy = POLICIES[stage]
-    reduces = accumulation if policy.reduces_every_backward else 1
+    reduces = accumulation if policy.shards_gradients else 1
     if policy.shards_parameters:
         return 2.0 * accumulation + reduces
     return 1.0 + reduces

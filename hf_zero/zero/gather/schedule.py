@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -38,13 +38,6 @@ if TYPE_CHECKING:
 GATHER, END_OF_PASS = 1, 0
 _pins, _nbytes = attrgetter("pins"), attrgetter("nbytes")
 MOST_PREFETCHED_UNITS = 2  # beside the limit in bytes of the configuration
-
-
-class Limits(NamedTuple):
-    """Limits of prefetching, beside :data:`MOST_PREFETCHED_UNITS`."""
-
-    bytes: int  # limit of prefetched bytes
-    units_read_ahead: int  # number of units whose shards are read ahead from files
 
 
 @dataclass(eq=False)
@@ -83,7 +76,7 @@ class Schedule:
         self._units = list(units)
         self._sharded = [unit for unit in units if unit.sharded_flats]
         self._mesh = mesh
-        self._limits = Limits(ahead_bytes, reads_ahead)
+        self._ahead_bytes, self._reads_ahead = ahead_bytes, reads_ahead
         self.computed = ChangedValues()
         self.has_sharded_units = bool(self._sharded)
         self.shards = SharedShards(self._units, mesh)
@@ -464,11 +457,11 @@ class Schedule:
         if under_way is None or under_way.plan is None:
             return
         plan, cursor = under_way.plan, under_way.cursor
-        for unit in plan[cursor : cursor + self._limits.units_read_ahead]:
+        for unit in plan[cursor : cursor + self._reads_ahead]:
             if unit.state is GatherState.RELEASED and unit not in under_way.left_out:
                 for flat in unit.sharded_flats:
                     flat.prefetch()
-        if not self._limits.bytes:
+        if not self._ahead_bytes:
             return
         waiting = sum(map(_nbytes, self._ahead))
         while under_way.cursor < len(plan) and len(self._ahead) < MOST_PREFETCHED_UNITS:
@@ -477,7 +470,7 @@ class Schedule:
                 under_way.cursor += 1
                 continue
             if unit.state is not GatherState.RELEASED or (
-                self._ahead and waiting + unit.nbytes > self._limits.bytes
+                self._ahead and waiting + unit.nbytes > self._ahead_bytes
             ):
                 return
             under_way.cursor += 1

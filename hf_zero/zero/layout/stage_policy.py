@@ -39,11 +39,6 @@ class Policy:
         return replace(self, shards_parameters=False)
 
     @property
-    def reduces_every_backward(self) -> bool:
-        """Return whether each backward reduces, as sharded gradients cannot stay whole."""
-        return self.shards_gradients
-
-    @property
     def gathers_after_step(self) -> bool:
         """Return whether a step ends with all-gathers of the updated shards: parameters are whole,
         their optimizer state is sharded.

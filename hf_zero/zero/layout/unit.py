@@ -331,10 +331,6 @@ class Unit:
             for flat in self.sharded_flats
         )
 
-    def set_gather_source(self, source: Callable[[Unit], ShardGather]) -> None:
-        """Set where later gathers take the values from."""
-        self.source = source(self)
-
     def launch_gather(self, exact: bool = False, backward: bool = False) -> None:
         """Launch the all-gather into the storage of the flat buffers. ``exact``: uncompressed and
         unchanged values. ``backward``: for a backward, which needs the values of its forward.

@@ -93,7 +93,8 @@ class Reducer:
         self._units = list(units)
         self._order = ReductionOrder(units)
         self._mesh = mesh
-        self._reduces_every_backward = policy.reduces_every_backward
+        # sharded gradients cannot stay whole
+        self._reduces_every_backward = policy.shards_gradients
         self._frozen = [
             p for unit in units for flat in unit.flats if not flat.trainable for p in flat.members
         ]
