@@ -44,7 +44,9 @@ LAYER_DROP = "progressive_layer_drop"
 PHASES = "training_phases"
 _LEGACY_OFF = without(f"{LEGACY}.enabled")
 _METRICS_OFF = without(f"{CURRICULUM}.enabled", f"{EFFICIENCY}.enabled", f"{SAMPLING}.enabled")
-_TOKENS_KEPT = without(f"{TOKEN_DROP}.enabled", f"{EFFICIENCY}.enabled", f"{ROUTING}.enabled")
+_tokens = partial(
+    key, idle=without(f"{TOKEN_DROP}.enabled", f"{EFFICIENCY}.enabled", f"{ROUTING}.enabled")
+)
 _LAYERS_KEPT = without(f"{LAYER_DROP}.enabled")
 
 
@@ -116,33 +118,21 @@ class TokenDropSection:
     """
 
     enabled: bool = key(BOOLEAN, False)
-    total_layer_num: int | None = key(integer(1), None, unit="blocks", idle=_TOKENS_KEPT)
-    random_ltd_layer_num: int | None = key(integer(1), None, unit="blocks", idle=_TOKENS_KEPT)
-    random_ltd_layer_id: tuple[int, ...] | None = key(LAYERS, None, idle=_TOKENS_KEPT)
-    model_mask_name: str = key(TEXT, MASK, idle=_TOKENS_KEPT)
-    hidden_state_order: str = key(choice(*ORDERS), ORDERS[0], idle=_TOKENS_KEPT)
-    min_value: int | None = key(
-        integer(1), None, name=f"{SCHEDULE}.min_value", unit="tokens", idle=_TOKENS_KEPT
+    total_layer_num: int | None = _tokens(integer(1), None, unit="blocks")
+    random_ltd_layer_num: int | None = _tokens(integer(1), None, unit="blocks")
+    random_ltd_layer_id: tuple[int, ...] | None = _tokens(LAYERS, None)
+    model_mask_name: str = _tokens(TEXT, MASK)
+    hidden_state_order: str = _tokens(choice(*ORDERS), ORDERS[0])
+    min_value: int | None = _tokens(integer(1), None, name=f"{SCHEDULE}.min_value", unit="tokens")
+    max_value: int | None = _tokens(integer(1), None, name=f"{SCHEDULE}.max_value", unit="tokens")
+    schedule_type: str = _tokens(
+        choice("fixed_linear"), "fixed_linear", name=f"{SCHEDULE}.schedule_type"
     )
-    max_value: int | None = key(
-        integer(1), None, name=f"{SCHEDULE}.max_value", unit="tokens", idle=_TOKENS_KEPT
+    require_steps: int | None = _tokens(
+        integer(1), None, name=f"{SCHEDULE}.schedule_config.require_steps", unit="steps"
     )
-    schedule_type: str = key(
-        choice("fixed_linear"), "fixed_linear", name=f"{SCHEDULE}.schedule_type", idle=_TOKENS_KEPT
-    )
-    require_steps: int | None = key(
-        integer(1),
-        None,
-        name=f"{SCHEDULE}.schedule_config.require_steps",
-        unit="steps",
-        idle=_TOKENS_KEPT,
-    )
-    seq_per_step: int | None = key(
-        integer(1),
-        None,
-        name=f"{SCHEDULE}.schedule_config.seq_per_step",
-        unit="tokens",
-        idle=_TOKENS_KEPT,
+    seq_per_step: int | None = _tokens(
+        integer(1), None, name=f"{SCHEDULE}.schedule_config.seq_per_step", unit="tokens"
     )
     model_type: str | None = key(choice("encoder", "decoder"))
     micro_batch_size: int | None = key(integer(1))
