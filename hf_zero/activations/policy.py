@@ -54,7 +54,7 @@ measured, and keeps torch's own order.
 
 def transfers_of(device: torch.device) -> Streams | None:
     """Return the copies between ``device`` and host memory; None if the device is the host."""
-    return None if kinds.is_host(device) else Streams(device)
+    return None if kinds.is_synchronous(device) else Streams(device)
 
 
 def offload_of(device: torch.device, section: ActivationOffload) -> Offload | None:
@@ -256,7 +256,7 @@ def prefer_attention(backend: str, device: torch.device) -> Callable[[], None]:
     backend = chosen(backend, device)
     if backend == "auto":
         return _nothing
-    if not kinds.is_host(device):
+    if not kinds.is_synchronous(device):
         # torch sets its own order for the GPU in the first call, overwriting an earlier one.
         nothing = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=device)
         F.scaled_dot_product_attention(nothing, nothing, nothing)

@@ -36,7 +36,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget, retain
 from hf_zero.checkpoint.file_writer import write_image
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.staging import DeferredState, DividedFile, StagedFile, Tensors
+from hf_zero.checkpoint.staging import DividedFile, LaterState, StagedFile, Tensors
 from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures, is_remote
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, BlockHashes, FileHashes, FilePlan
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError, RankMismatchError
@@ -328,7 +328,7 @@ class AsyncSaver:
         plan: FilePlan,
         tensors: Tensors,
         image: torch.Tensor | None = None,
-        deferred: Callable[[], Sequence[DeferredState]] = tuple,
+        deferred: Callable[[], Sequence[LaterState]] = tuple,
     ) -> str:
         """Copy the file of ``plan``, with the values of ``tensors``, to staging memory: all of it,
         or a first part and what ``deferred`` does not return, which is called for a part alone.

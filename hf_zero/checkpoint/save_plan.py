@@ -96,7 +96,7 @@ def saved_key(flat: FlatBuffer) -> str:
 
 
 @dataclass(frozen=True)
-class DeferredTensor:
+class TensorOnDemand:
     """A tensor of this rank that is fetched when it is called, to be written."""
 
     dtype: torch.dtype
@@ -110,7 +110,7 @@ class DeferredTensor:
         return self.fetch()
 
 
-Stored = torch.Tensor | DeferredTensor
+Stored = torch.Tensor | TensorOnDemand
 
 
 def stored_arrays(flat: FlatBuffer, state: EngineState) -> dict[str, Stored]:
@@ -122,7 +122,7 @@ def stored_arrays(flat: FlatBuffer, state: EngineState) -> dict[str, Stored]:
         return dict(arrays)
     numel, names = flat.spec.owned_numel, {} if flat.optimizer_shard.has_master else {MASTER: SHARD}
     return {
-        names.get(kind, kind): DeferredTensor(dtype, numel, partial(arrays.__getitem__, kind))
+        names.get(kind, kind): TensorOnDemand(dtype, numel, partial(arrays.__getitem__, kind))
         for kind, dtype in arrays.dtypes.items()
     }
 
@@ -378,7 +378,7 @@ class ModelEntries:
                 left_out += held
                 continue
             key = pp_stage_key(flat)
-            narrow = flat.trainable and flat.spec.wide == torch.bfloat16
+            narrow = flat.trainable and flat.spec.master_dtype == torch.bfloat16
             kinds = flat.trainable, flat.dtype, flat.layout, (), flat.raw, narrow
             flats.append(FlatEntry(key, *kinds))
             dtypes |= {name: dtype_of(engine.sharded_model.param_dtypes[name]) for name in held}
@@ -458,7 +458,7 @@ def stored_width(plan: EnginePlan, flat: FlatPlan) -> int:
     if not flat.spec.trainable:
         return flat.spec.dtype.itemsize
     moments = sum(state.dtype.itemsize for state in plan.moments_of(flat).values())
-    return flat.spec.wide.itemsize + moments
+    return flat.spec.master_dtype.itemsize + moments
 
 
 def planned_size(plan: EnginePlan) -> int:

@@ -46,7 +46,7 @@ from hf_zero.checkpoint.save_plan import (
     refuse_destroyed,
     unwrapped,
 )
-from hf_zero.checkpoint.staging import deferred_states
+from hf_zero.checkpoint.staging import states_copied_later
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import FileHashes
 from hf_zero.errors import CheckpointError
@@ -218,7 +218,7 @@ class _RankSave:
         image = None if self._offered is None else self._offered.image_of(own)
         not_staged = ""
         if self._background is not None:
-            deferred = partial(deferred_states, engine, own.report)
+            deferred = partial(states_copied_later, engine, own.report)
             not_staged = self._background.copy_to_host(own.file, own.tensors, image, deferred)
         return _RankPlan(own, not_staged, extra, buffers)
 

@@ -52,7 +52,7 @@ HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
-class DeferredState:
+class LaterState:
     """State that a save may copy after its call, because all changes of it by the engine wait.
 
     label: the flat buffers, in messages. names: its tensors in the file. waiting: the objects whose
@@ -65,7 +65,7 @@ class DeferredState:
     watched: tuple[torch.Tensor, ...]
 
 
-def deferred_states(engine: TrainingEngine, report: RankReport) -> list[DeferredState]:
+def states_copied_later(engine: TrainingEngine, report: RankReport) -> list[LaterState]:
     """Return the state in this rank's file, which ``report`` describes, that a save may copy after
     its call: one of all flat buffers that an update changes on the device, and one of each other.
     """
@@ -73,7 +73,7 @@ def deferred_states(engine: TrainingEngine, report: RankReport) -> list[Deferred
     for flat in engine.flats:
         key = saved_key(flat)
         if key in report.chunks and saved_by_this_pp_stage(flat):
-            deferred = deferred_kinds(flat, report.chunks[key][2])
+            deferred = kinds_copied_later(flat, report.chunks[key][2])
             names[flat] = frozenset(f"{key}::{state}" for state in deferred)
     on_device = [f for f in names if f.trainable and not f.optimizer_shard.offloaded]
     groups = [[flat] for flat in names if flat not in on_device]
@@ -81,7 +81,7 @@ def deferred_states(engine: TrainingEngine, report: RankReport) -> list[Deferred
     for flats in [on_device, *groups] if on_device else groups:
         waiting: list[CopiedState] = [flat.optimizer_shard for flat in flats]
         states.append(
-            DeferredState(
+            LaterState(
                 listed([flat.key for flat in flats], 3),
                 frozenset[str]().union(*(names[flat] for flat in flats)),
                 (*waiting, engine.schedule.shards) if flats is on_device else (*waiting,),
@@ -91,7 +91,7 @@ def deferred_states(engine: TrainingEngine, report: RankReport) -> list[Deferred
     return states
 
 
-def deferred_kinds(flat: FlatBuffer, states: Iterable[str]) -> set[str]:
+def kinds_copied_later(flat: FlatBuffer, states: Iterable[str]) -> set[str]:
     """Return those of the ``states`` of ``flat`` that a save may copy after its call: none in
     files, whose buffers training uses; no weights in the memory of whole parameters, to which
     scripts write.
@@ -121,9 +121,9 @@ def _writable(engine: TrainingEngine, flat: FlatBuffer) -> list[torch.Tensor]:
 
 @dataclass(eq=False)
 class _PendingCopy:
-    """The copy of one :class:`DeferredState`, complete when byte ``end`` of the file is copied."""
+    """The copy of one :class:`LaterState`, complete when byte ``end`` of the file is copied."""
 
-    state: DeferredState
+    state: LaterState
     end: int
     versions: tuple[int, ...]
     copied: threading.Event = field(default_factory=threading.Event)
@@ -145,7 +145,7 @@ class _PendingCopy:
         self.copied.set()
 
 
-def _versions(state: DeferredState) -> tuple[int, ...]:
+def _versions(state: LaterState) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in state.watched)
 
 
@@ -183,7 +183,7 @@ class DividedFile:
     """
 
     plan: FilePlan
-    deferred: Sequence[DeferredState] = ()
+    deferred: Sequence[LaterState] = ()
 
     @cached_property
     def in_call(self) -> FilePlan:
@@ -298,7 +298,7 @@ class StagedFile:
                 raise CheckpointError(self._abandoned)
             # the rest, once all state is copied, is on the host: a step may be captured meanwhile
             device, beside = self._device if self._copies else HOST, None
-            if not kinds.is_host(device):
+            if not kinds.is_synchronous(device):
                 kinds.set_device(device)
                 beside = streams.side_stream(device, streams.Use.SAVES)
             with streams.on_stream(beside), span("stage_save", "", self._memory.numel()):

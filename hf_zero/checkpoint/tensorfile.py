@@ -42,7 +42,7 @@ _HEXADECIMAL = set("0123456789abcdef")
 BLOCK_HASH = "xxh3_64"
 _BLOCK_DIGITS = 2 * xxhash.xxh3_64().digest_size
 MIN_BLOCK = 1 << 20  # bytes
-MOST_BLOCKS = 1 << 16  # most blocks of a file, roughly: larger files have larger blocks
+MAX_BLOCKS = 1 << 16  # most blocks of a file, roughly: larger files have larger blocks
 
 
 class Hash:
@@ -149,7 +149,7 @@ class FileHasher:
     def __init__(self, stretches: Iterable[int]) -> None:
         lengths = [*stretches]
         self._size = MIN_BLOCK
-        while self._size * MOST_BLOCKS < sum(lengths):
+        while self._size * MAX_BLOCKS < sum(lengths):
             self._size *= 2
         self._lengths = (one for length in lengths for one in block_lengths(length, self._size))
         self._file, self._block = Hash(), xxhash.xxh3_64()
@@ -201,7 +201,7 @@ DTYPES: dict[str, torch.dtype] = {
 CODES = {dtype: code for code, dtype in DTYPES.items() if code != "F8_E8M0"}
 UNREAD = ("F4", "F6_E2M3", "F6_E3M2")  # dtypes of safetensors with parts of bytes
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
-MOST_ELEMENTS = 1 << 63  # of a tensor, also one that is empty along another dimension
+MAX_ELEMENTS = 1 << 63  # of a tensor, also one that is empty along another dimension
 METADATA_KEY = "__metadata__"  # of safetensors' header, and no name of a tensor
 DATA_ALIGNMENT = 4096  # of the data in a rank file, for direct I/O
 
@@ -358,7 +358,7 @@ class TensorFile(ClosedAtExit):
             ]
             for entry in entries:
                 entry.name.encode()  # no lone surrogate, which no other reader takes
-                if math.prod(max(1, size) for size in entry.shape) >= MOST_ELEMENTS:
+                if math.prod(max(1, size) for size in entry.shape) >= MAX_ELEMENTS:
                     raise ValueError(f"{entry.name!r} has the shape {list(entry.shape)}")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self._damaged(

@@ -213,8 +213,8 @@ def load_json(text: str, label: str, example: str = EXAMPLE) -> dict[str, object
         return _mapping(value, label, example)
 
 
-MOST_VALUES = 100_000  # of a configuration; nested aliases of YAML make exponentially many
-MOST_KEYS = 1_000  # of a section; an unknown one is compared with all known ones
+MAX_VALUES = 100_000  # of a configuration; nested aliases of YAML make exponentially many
+MAX_KEYS = 1_000  # of a section; an unknown one is compared with all known ones
 DEEPEST = 64  # sections in sections
 LONGEST = 1024  # bits of a number
 LARGEST = 1 << 24  # bytes of a file
@@ -257,8 +257,8 @@ def _extent(value: object, cache: dict[int, tuple[float, float]]) -> tuple[float
         raise ValueError("a number is too long")
     if not isinstance(value, (dict, list)):
         return 1, 0
-    if isinstance(value, dict) and len(value) > MOST_KEYS:
-        raise ValueError(f"a section has more than {MOST_KEYS:,} keys")
+    if isinstance(value, dict) and len(value) > MAX_KEYS:
+        raise ValueError(f"a section has more than {MAX_KEYS:,} keys")
     if id(value) not in cache:
         cache[id(value)] = math.inf, math.inf  # until all that it holds is counted
         inner = value.values() if isinstance(value, dict) else value
@@ -287,9 +287,9 @@ def _mapping(value: object, label: str, example: str) -> dict[str, object]:
             f"{label} {fault}, not keys and values; write a mapping such as {example}"
         )
     size, depth = _extent(value, {})
-    if size > MOST_VALUES:
+    if size > MAX_VALUES:
         raise ConfigError(
-            f"{label} holds more than {MOST_VALUES:,} values, those of its aliases counted; write "
+            f"{label} holds more than {MAX_VALUES:,} values, those of its aliases counted; write "
             "fewer"
         )
     if depth > DEEPEST:

@@ -38,7 +38,7 @@ from hf_zero.logging import JsonObject
 
 TABLE = Path(__file__).with_suffix(".toml")
 TOP_LEVEL = "top level"  # the table of keys outside of sections
-KINDS = {
+VALUE_TYPES = {
     "boolean": BOOLEAN,
     "count": COUNT,
     "dtype": DTYPE,
@@ -78,8 +78,8 @@ def without_field(path: str, entry: JsonObject) -> Key:
         return Key(path, choice(*kind), status, note)
     if status is not Status.NOT_BUILT:
         asks = bool if entry.get("lacks") else never
-        return Key(path, KINDS[kind], status, note, asks=asks)
-    key = Key(path, KINDS[kind], status, note, instead=entry.get("instead", ""))
+        return Key(path, VALUE_TYPES[kind], status, note, asks=asks)
+    key = Key(path, VALUE_TYPES[kind], status, note, instead=entry.get("instead", ""))
     if kind == "section":
         members = entry.get("members")
         off = entry.get("off", SECTION_OFF)

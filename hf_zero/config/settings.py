@@ -41,11 +41,11 @@ from hf_zero.config.sections import (
 )
 from hf_zero.config.techniques import (
     CURRICULUM,
+    CURRICULUM_LEARNING,
     EFFICIENCY,
     EIGENVALUE,
     FLOAT8,
     LAYER_DROP,
-    LEGACY,
     PHASES,
     QAT,
     QUANTIZE,
@@ -151,7 +151,7 @@ class Settings:
     )
     activation_offload: ActivationOffload = section("activation_offload", ActivationOffload)
     tiled_mlp: TiledMlpSection = section("tiled_mlp", TiledMlpSection)
-    curriculum_learning: CurriculumSection = section(LEGACY, CurriculumSection)
+    curriculum_learning: CurriculumSection = section(CURRICULUM_LEARNING, CurriculumSection)
     data_efficiency: DataEfficiency = section(EFFICIENCY, DataEfficiency)
     data_routing: DataRouting = section(ROUTING, DataRouting)
     random_ltd: TokenDropSection = section(TOKEN_DROP, TokenDropSection)

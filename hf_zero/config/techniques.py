@@ -27,7 +27,7 @@ from hf_zero.config.value_types import (
 )
 from hf_zero.logging import JsonObject
 
-LEGACY = "curriculum_learning"
+CURRICULUM_LEARNING = "curriculum_learning"
 EFFICIENCY = "data_efficiency"
 SAMPLING = f"{EFFICIENCY}.data_sampling"
 CURRICULUM = f"{SAMPLING}.curriculum_learning"
@@ -42,7 +42,7 @@ MASK = "attention_mask"
 ORDERS = ("batch_seq_dim", "seq_batch_dim")
 LAYER_DROP = "progressive_layer_drop"
 PHASES = "training_phases"
-_LEGACY_OFF = without(f"{LEGACY}.enabled")
+_LEGACY_OFF = without(f"{CURRICULUM_LEARNING}.enabled")
 _METRICS_OFF = without(f"{CURRICULUM}.enabled", f"{EFFICIENCY}.enabled", f"{SAMPLING}.enabled")
 _tokens = partial(
     key, idle=without(f"{TOKEN_DROP}.enabled", f"{EFFICIENCY}.enabled", f"{ROUTING}.enabled")

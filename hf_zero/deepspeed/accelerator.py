@@ -83,7 +83,7 @@ class DeepSpeedAccelerator:
     # ---- capabilities: the CPU works in the order of the host ----
 
     def is_synchronized_device(self) -> bool:
-        return kinds.is_host(self._name)
+        return kinds.is_synchronous(self._name)
 
     def is_triton_supported(self) -> bool:
         return kinds.runs_triton(self._name)

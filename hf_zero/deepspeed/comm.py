@@ -54,7 +54,7 @@ def init_distributed(
             "dist_init_required=False but no process group exists; start one first, or drop the "
             "argument"
         )
-    if dist_backend is not None and kinds.is_host(process_group.default_device()):
+    if dist_backend is not None and kinds.is_synchronous(process_group.default_device()):
         runs_on = dist.Backend.backend_capability.get(dist_backend.lower(), ["cpu"])
         if "cpu" not in runs_on:
             log_rank0(

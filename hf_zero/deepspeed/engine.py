@@ -212,7 +212,7 @@ class DeepSpeedEngine(ReportingEngine):
             sampler=sampler,
             collate_fn=collate,
             num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and not kinds.is_host(self.device),
+            pin_memory=pin_memory and not kinds.is_synchronous(self.device),
             drop_last=bool(self.config.dataloader_drop_last),
         )
 
@@ -256,7 +256,7 @@ class DeepSpeedEngine(ReportingEngine):
         the CPU.
         """
         chosen = checked(include, device)
-        if not kinds.is_host(self.device):
+        if not kinds.is_synchronous(self.device):
             self.sharded_model.wait_for_copy()
             self._states_away.send(self, chosen, pin_memory, non_blocking)
 
@@ -317,7 +317,7 @@ class DeepSpeedEngine(ReportingEngine):
     def empty_partition_cache(self) -> None:
         """Free unused device memory; the engine itself releases parameters between forwards."""
         gc.collect()
-        if not kinds.is_host(self.device):
+        if not kinds.is_synchronous(self.device):
             kinds.module_of(self.device).empty_cache()
 
     def quiesce(self, what: str) -> None:

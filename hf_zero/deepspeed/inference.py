@@ -21,7 +21,7 @@ from hf_zero.distributed import init
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor import tensor_parallel
-from hf_zero.zero.engine_parts import AroundModel
+from hf_zero.zero.engine_parts import ModelWrapper
 
 DTYPES = {
     torch.float32: ("fp32", "float32", "float"),
@@ -122,7 +122,7 @@ _INSTEAD = {
 }
 
 
-class InferenceEngine(AroundModel):
+class InferenceEngine(ModelWrapper):
     """``module``, ready for inference; other attributes, ``generate`` and ``config`` among them,
     are the module's. Collective over all ranks if layers are split: the ranks of a group must read
     the same inputs.

@@ -140,7 +140,7 @@ class PinHandle:
         if the system does not lock that much.
         """
         dtype, device = example_tensor.dtype, process_group.default_device()
-        if kinds.is_host(device):
+        if kinds.is_synchronous(device):
             nbytes = max(1, num_elem * dtype.itemsize)
             tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype, count=num_elem)
             if _LIBC.mlock(tensor.data_ptr(), nbytes):

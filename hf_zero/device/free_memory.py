@@ -87,7 +87,7 @@ def free_bytes(device: torch.device) -> int:
     """
     return (
         free_ram(ranks=local_world_size(1)).nbytes
-        if kinds.is_host(device)
+        if kinds.is_synchronous(device)
         else free_on_device(device)
     )
 
@@ -102,7 +102,7 @@ def measure(
     """
     ranks = ranks or local_world_size(1)
     ram = free_ram(ranks=ranks)
-    on_host = kinds.is_host(device)
+    on_host = kinds.is_synchronous(device)
     return FreeBytes(
         device=ram.nbytes if on_host else free_bytes(device),
         ram=ram.nbytes,
@@ -134,7 +134,7 @@ def allocated(device: torch.device) -> int:
     return int(kinds.module_of(device).memory_allocated(device))
 
 
-def most_allocated(device: torch.device) -> int:
+def max_allocated(device: torch.device) -> int:
     """Return the peak of :func:`allocated` since the process began, or since its last reset."""
     return int(kinds.module_of(device).max_memory_allocated(device))
 
@@ -151,4 +151,4 @@ def free_on_device(device: torch.device) -> int:
 
 def free_at_the_peak(device: torch.device) -> int:
     """Return the bytes of :func:`free_on_device` at the peak of use."""
-    return _had(device) - most_allocated(device)
+    return _had(device) - max_allocated(device)

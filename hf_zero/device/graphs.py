@@ -25,7 +25,7 @@ _module: Any = None  # torch's module of the device of that forward
 
 def supports(device: torch.device) -> bool:
     """Return whether ``device`` captures graphs."""
-    return not kinds.is_host(device) and hasattr(kinds.module_of(device), "CUDAGraph")
+    return not kinds.is_synchronous(device) and hasattr(kinds.module_of(device), "CUDAGraph")
 
 
 def capturing() -> bool:

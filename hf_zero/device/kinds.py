@@ -29,7 +29,7 @@ def drives_streams(kind: str) -> bool:
     return kind not in IN_HOST_MEMORY and all(hasattr(module, name) for name in names)
 
 
-def is_host(device: torch.device | str) -> bool:
+def is_synchronous(device: torch.device | str) -> bool:
     """Return whether work on ``device`` runs in the host's order: no streams, and synchronous
     copies. MPS counts, although it is no host.
     """
@@ -44,7 +44,7 @@ def module_of(device: torch.device | str) -> Any:
 def accelerator() -> str | None:
     """Return the kind of accelerator of this machine; None if it has only a CPU."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    return device.type if device is not None and not is_host(device) else None
+    return device.type if device is not None and not is_synchronous(device) else None
 
 
 def initialized_accelerator() -> str | None:
@@ -74,7 +74,7 @@ def device_count() -> int:
 
 def current_index(device: torch.device | str) -> int:
     """Return the index of this thread's current device of this kind; 0 on the host."""
-    return 0 if is_host(device) else int(module_of(device).current_device())
+    return 0 if is_synchronous(device) else int(module_of(device).current_device())
 
 
 def set_device(device: torch.device) -> None:
@@ -82,13 +82,13 @@ def set_device(device: torch.device) -> None:
 
     A new thread begins with device 0, and its first call opens a context there.
     """
-    if not is_host(device) and device.index is not None:
+    if not is_synchronous(device) and device.index is not None:
         module_of(device).set_device(device)
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that makes ``device`` this thread's current one."""
-    if is_host(device):
+    if is_synchronous(device):
         return nullcontext()
     inside: AbstractContextManager[object] = module_of(device).device(device)
     return inside
@@ -96,7 +96,7 @@ def device_guard(device: torch.device) -> AbstractContextManager[Any]:
 
 def synchronize(device: torch.device) -> None:
     """Return when ``device`` has completed all work launched on it, on every stream."""
-    if not is_host(device):
+    if not is_synchronous(device):
         module_of(device).synchronize(device)
 
 

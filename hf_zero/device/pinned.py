@@ -18,7 +18,7 @@ _PORTABLE = 1  # cudaHostRegister's flag: pinned for all contexts
 
 def registers(device: torch.device) -> bool:
     """Return whether the runtime of ``device`` pins existing pages."""
-    return not kinds.is_host(device) and hasattr(kinds.module_of(device), "cudart")
+    return not kinds.is_synchronous(device) and hasattr(kinds.module_of(device), "cudart")
 
 
 def register(device: torch.device, address: int, nbytes: int) -> tuple[int, Any]:
@@ -64,7 +64,7 @@ def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """
     device = torch.device(device)
     dense_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
-    if not kinds.is_host(device) and dense_here and not tensor.is_pinned():
+    if not kinds.is_synchronous(device) and dense_here and not tensor.is_pinned():
         # not pin_memory(), which keeps the strides, and rejects those of expanded tensors
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)

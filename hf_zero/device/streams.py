@@ -132,7 +132,7 @@ def shard_stream(device: torch.device) -> Stream | None:
     """Return the stream that copies shards from host memory to ``device`` while it computes; None
     on the host.
     """
-    return None if kinds.is_host(device) else side_stream(device, Use.SHARDS)
+    return None if kinds.is_synchronous(device) else side_stream(device, Use.SHARDS)
 
 
 class TensorPool:

@@ -181,7 +181,9 @@ class Handle:
                 torch.mul(first, scale, out=out) if scale != 1.0 else _copy(out, first)
                 scale = 1.0
             elif (
-                not others and first.itemsize < out.itemsize == 4 and not kinds.is_host(out.device)
+                not others
+                and first.itemsize < out.itemsize == 4
+                and not kinds.is_synchronous(out.device)
             ):
                 # One kernel casts and scales. The host would cast through memory of its own.
                 torch.add(minus_zero(out.device), first, alpha=scale, out=out)
@@ -316,7 +318,7 @@ class MeshDim:
         self._point_to_point = backend == "gloo"
         self._copies_input = backend == "threaded"
         self._device = device
-        self._follows = None if backend in BLOCKING or kinds.is_host(device) else device
+        self._follows = None if backend in BLOCKING or kinds.is_synchronous(device) else device
         self.stats = stats
         self._handle: Callable[..., Handle] = Handle
         self._watchdog = watchdog
@@ -726,7 +728,7 @@ class MeshDim:
         """Release the communicators of a dimension that only gathers from now on, where the default
         group can carry the messages of these gathers: over gloo, whose messages have tags.
         """
-        if self._point_to_point and kinds.is_host(self._device):
+        if self._point_to_point and kinds.is_synchronous(self._device):
             self.close()
 
     def close(self) -> None:

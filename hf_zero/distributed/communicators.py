@@ -64,7 +64,7 @@ def make_group(
             split = partial(split, backend=f"{device.type}:{backend}")
         return split(split_ranks=lists, timeout=limit, pg_options=options)
     # Only the device's backend; the job's group may have others.
-    name, mine = None if kinds.is_host(device) else backend, None
+    name, mine = None if kinds.is_synchronous(device) else backend, None
     for ranks in lists:
         group = dist.new_group(ranks, timeout=limit, backend=name, pg_options=options)
         mine = group if rank in ranks else mine

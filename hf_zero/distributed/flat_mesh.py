@@ -91,7 +91,7 @@ class DimMaker:
         """Return whether gathers and reduce-scatters are messages with tags, which tell dimensions
         and collectives apart on the same connections (collectives.py, the note).
         """
-        return self.backend == "gloo" and kinds.is_host(self.device)
+        return self.backend == "gloo" and kinds.is_synchronous(self.device)
 
     def _check_connections(self, sets: Sequence[Sequence[int]]) -> None:
         one = os.environ.get(CONNECTIONS) == "1"
@@ -128,7 +128,7 @@ def connect(
     must not happen in a forward or backward. A communicator between two ranks may wait there for
     ranks that have no part in its messages.
     """
-    if kinds.is_host(device):
+    if kinds.is_synchronous(device):
         return
     pending = PendingCollective(f"the communicators of {name}", needs=tuple(ranks))
     with watchdog.watching(pending):

@@ -100,14 +100,16 @@ def backend_for(device: torch.device | str) -> str:
     """Return the torch.distributed backend for this kind of device: "nccl" on CUDA, "gloo" on the
     host.
     """
-    return "gloo" if kinds.is_host(device) else dist.get_default_backend_for_device(device)
+    return "gloo" if kinds.is_synchronous(device) else dist.get_default_backend_for_device(device)
 
 
 def backends_for(device: torch.device) -> str:
     """Return the backend string of a process group: the backend of ``device``, and gloo for tensors
     in host memory.
     """
-    return "gloo" if kinds.is_host(device) else f"cpu:gloo,{device.type}:{backend_for(device)}"
+    return (
+        "gloo" if kinds.is_synchronous(device) else f"cpu:gloo,{device.type}:{backend_for(device)}"
+    )
 
 
 def backends_asked(backend: str | None, device: torch.device) -> str:

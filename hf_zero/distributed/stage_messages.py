@@ -69,7 +69,7 @@ WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 
 Activations = tuple[torch.Tensor | None, ...]
 # classes of what a stage passes on: one tensor, or several and None
-KINDS: tuple[type[Any], ...] = (torch.Tensor, tuple, list)
+PASSED_CLASSES: tuple[type[Any], ...] = (torch.Tensor, tuple, list)
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -154,7 +154,7 @@ class StageMessages:
             # Bound to the device, NCCL uses one communicator for all messages. Otherwise a message
             # that a schedule issues alone uses a communicator of two ranks, and never matches its
             # counterpart in a batch.
-            bound = None if kinds.is_host(groups.device) else groups.device
+            bound = None if kinds.is_synchronous(groups.device) else groups.device
             if bound is not None:
                 os.environ.setdefault(WARNING, "0")
             for ranks in dict.fromkeys(
@@ -269,7 +269,7 @@ class StageMessages:
         self, peer: int, stage: int, micro_batch: int, activations: Activations, kind: type[Any]
     ) -> list[dist.P2POp]:
         """Send the header of ``activations``, of ``stage``, to ``peer``, and return the operations
-        that send the tensors. ``kind``: the class of what they are, of :data:`KINDS`.
+        that send the tensors. ``kind``: the class of what they are, of :data:`PASSED_CLASSES`.
         """
         key, position = _key(stage, micro_batch), self._position(stage, micro_batch)
         header = [*position, *_header(activations, kind)]
@@ -282,8 +282,8 @@ class StageMessages:
         self, peer: int, stage: int, micro_batch: int
     ) -> tuple[Activations, tuple[bool, ...], type[Any], list[dist.P2POp]]:
         """Wait for the header of the next activations of ``peer``, of ``stage``. Return memory for
-        them, which of them require grad, the class of what they are, of :data:`KINDS`, and the
-        operations that fill that memory.
+        them, which of them require grad, the class of what they are, of :data:`PASSED_CLASSES`, and
+        the operations that fill that memory.
 
         Raises RankMismatchError if they are of another run or micro-batch.
         """
@@ -428,7 +428,7 @@ def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[list[torch.Ten
 
 
 def _header(activations: Activations, kind: type[Any]) -> list[int]:
-    header = [len(activations), KINDS.index(kind)]
+    header = [len(activations), PASSED_CLASSES.index(kind)]
     for activation in activations:
         if activation is None:
             header.append(-1)
@@ -457,10 +457,10 @@ def _announced(
     header: Sequence[int],
 ) -> tuple[list[Shape | None], tuple[bool, ...], type[Any]]:
     """Return the shapes that a header announces, whether each requires grad, and the class of what
-    they are, of :data:`KINDS`.
+    they are, of :data:`PASSED_CLASSES`.
     """
     stream = iter(header)
-    count, kind = next(stream), KINDS[next(stream)]
+    count, kind = next(stream), PASSED_CLASSES[next(stream)]
     shapes: list[Shape | None] = []
     grads: list[bool] = []
     for _ in range(count):

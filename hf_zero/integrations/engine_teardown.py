@@ -8,7 +8,7 @@ from torch import nn
 from hf_zero.engine import Engine
 from hf_zero.zero.access.full import GatheredParameters, safe_get_full_fp32_param
 from hf_zero.zero.layout.parameter import owner_of
-from hf_zero.zero.layout.parameter_handles import forget
+from hf_zero.zero.layout.parameter_views import forget
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ VARIABLE = "HF_ZERO_SSH"
 ANSWER_SECONDS = 60.0
 PORTS = (20_000, 32_000)  # below Linux's ephemeral ports, which start at 32,768
 ATTEMPTS = 64
-MOST_SLOTS = 4096  # of one host
+MAX_SLOTS = 4096  # of one host
 LARGEST = 1 << 24  # bytes of a hostfile
 LONGEST_NAME = 253  # characters of a host name (RFC 1035, section 2.3.4, without the lengths)
 
@@ -88,9 +88,9 @@ def read_hostfile(path: Path) -> list[Host]:
                 f"{path}, line {number}: {text!r} gives no slot; write at least "
                 "slots=1, or remove the line"
             )
-        if slots > MOST_SLOTS:
+        if slots > MAX_SLOTS:
             raise LaunchError(
-                f"{path}, line {number}: {text!r:.100} gives more than {MOST_SLOTS:,} slots; write "
+                f"{path}, line {number}: {text!r:.100} gives more than {MAX_SLOTS:,} slots; write "
                 "the number of the host's GPUs"
             )
         if name in hosts:

@@ -21,7 +21,7 @@ from hf_zero.distributed.rank_status import first_line
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.loading.expressions import Filled
 from hf_zero.loading.lazy import SET_DATA, LazyTensor, fill, is_filled, make_pending, make_real
-from hf_zero.zero.engine_parts import AroundModel
+from hf_zero.zero.engine_parts import ModelWrapper
 
 aten = torch.ops.aten
 SMALL_BYTES = 1 << 20  # smaller tensors are made in memory: they are many and take little
@@ -156,7 +156,7 @@ class Building:
             self._owners.append(weakref.ref(module))
 
     def _child(self, module: nn.Module, name: str, child: Any) -> None:
-        if child is not None and not isinstance(module, AroundModel):  # an engine holds its model
+        if child is not None and not isinstance(module, ModelWrapper):  # an engine holds its model
             self._parents[child] = weakref.ref(module)
 
 

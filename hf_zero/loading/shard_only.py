@@ -50,7 +50,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
         process_group.get_world_size(), require_batch_size=False, training=False
     )
     patches, techniques = ActivationPatches(resolved), TrainingTechniques(resolved)
-    plan = Engine.plan(model, resolved, None, extensions_of, keeps_dtypes=True)
+    plan = Engine.plan(model, resolved, None, extensions_of, shard_only=True)
     check_alike(plan)
     with transaction():
         restore_on_rollback(model)

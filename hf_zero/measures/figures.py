@@ -247,8 +247,8 @@ class StepFigures:
         if engine.config.precision == "fp16":
             figures["loss_scale"] = self._scale
         figures.update({f"{tier}_bytes": n for tier, n in bytes_by_tier(engine, self.held).items()})
-        if not kinds.is_host(self._device):
-            figures["peak_device_bytes"] = free_memory.most_allocated(self._device)
+        if not kinds.is_synchronous(self._device):
+            figures["peak_device_bytes"] = free_memory.max_allocated(self._device)
         if self._counts is not None:
             sent = self._sent + (self._wire_now() - self._wire)
             figures["wire_bytes"] = round(sent.total())
@@ -286,7 +286,7 @@ class StepFigures:
             axis.all_reduce(local, FIGURES).wait()
         norm = engine.grad_norm_tensor().double().reshape(1).to(self._device)
         numbers = torch.cat([local, norm])
-        if kinds.is_host(self._device):
+        if kinds.is_synchronous(self._device):
             return numbers
         return pinned.empty(5, torch.float64).copy_(numbers, non_blocking=True)
 

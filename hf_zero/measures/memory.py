@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hf_zero.device import free_memory, kinds
 from hf_zero.logging import in_units
-from hf_zero.zero.state_bytes import KINDS, TIERS, held_bytes
+from hf_zero.zero.state_bytes import STATE_KINDS, TIERS, held_bytes
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
@@ -19,7 +19,7 @@ def breakdown(engine: TrainingEngine) -> str:
     state = held_bytes(engine)
     parts = [
         f"{kind} on {tier} {in_units(state[kind, tier])}"
-        for kind in KINDS
+        for kind in STATE_KINDS
         for tier in TIERS
         if state[kind, tier]
     ]
@@ -29,9 +29,9 @@ def breakdown(engine: TrainingEngine) -> str:
         if size
     ]
     device = engine.device
-    if not kinds.is_host(device):
+    if not kinds.is_synchronous(device):
         parts.append(f"allocated {in_units(free_memory.allocated(device))}")
-        parts.append(f"at most {in_units(free_memory.most_allocated(device))}")
+        parts.append(f"at most {in_units(free_memory.max_allocated(device))}")
     parts.append(f"free on {device.type} {in_units(free_memory.free_bytes(device))}")
     return ", ".join(parts)
 

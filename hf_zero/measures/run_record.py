@@ -24,7 +24,7 @@ from hf_zero.device import kinds
 from hf_zero.distributed.rank_status import first_line
 from hf_zero.logging import JsonObject, logger
 from hf_zero.measures.metrics_file import MetricsFile
-from hf_zero.planning.needs import KINDS, Needs, needs
+from hf_zero.planning.needs import STATE_OF_PART, Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def predicted_rows(needed: Needs) -> Iterator[dict[str, str | int]]:
     """Yield the predicted bytes by tier, kind of state and name; what is no state is a buffer."""
     for tier, parts in (("device", needed.device), ("ram", needed.ram), ("disk", needed.disk)):
         for part in parts:
-            kind = KINDS.get(part.what, BUFFERS)
+            kind = STATE_OF_PART.get(part.what, BUFFERS)
             yield {"tier": tier, "kind": kind, "what": part.what, "bytes": part.nbytes}
 
 
@@ -110,7 +110,7 @@ def plain(value: object) -> object:
 
 def device_name(device: torch.device) -> str:
     """Return the name of the model of ``device``."""
-    if kinds.is_host(device):
+    if kinds.is_synchronous(device):
         return f"CPU, {platform.machine()}"
     return str(getattr(kinds.properties(device), "name", device.type))
 

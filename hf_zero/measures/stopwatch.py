@@ -25,7 +25,7 @@ Mark = float | Any
 
 def mark(device: torch.device) -> Mark:
     """Return now: the host's clock, or an event recorded on the current stream of ``device``."""
-    if kinds.is_host(device):
+    if kinds.is_synchronous(device):
         return time.perf_counter()
     event = kinds.module_of(device).Event(enable_timing=True)
     event.record(kinds.module_of(device).current_stream(device))

@@ -203,7 +203,7 @@ def _quiet(device: torch.device) -> Iterator[None]:
     reads at its first start. It prints a line (``USDT:``) at the start and the end of a trace at
     each level that shows its errors; on an accelerator those may say why a trace lacks events.
     """
-    if not kinds.is_host(device) or PROFILER_LEVEL in os.environ:
+    if not kinds.is_synchronous(device) or PROFILER_LEVEL in os.environ:
         yield
         return
     os.environ[PROFILER_LEVEL] = "99"

@@ -39,14 +39,18 @@ class ShardSpec:
     numel: int
     dtype: torch.dtype
     trainable: bool
-    wide: torch.dtype = torch.float32
+    master_dtype: torch.dtype = torch.float32
 
 
 def room_beside_a_step(device: torch.device) -> int:
     """Return the bytes of ``device`` left free by the largest step so far, less a tenth for
     fragmentation. 0 for a CPU: its memory is the host's.
     """
-    return 0 if kinds.is_host(device) else max(0, int(0.9 * free_memory.free_at_the_peak(device)))
+    return (
+        0
+        if kinds.is_synchronous(device)
+        else max(0, int(0.9 * free_memory.free_at_the_peak(device)))
+    )
 
 
 class PlacementRules:
@@ -114,8 +118,8 @@ class PlacementRules:
         """
         chosen = []
         for spec in specs:
-            own_master = spec.wide.itemsize if spec.key in with_master else 0
-            room -= (own_master + 4 * moments + spec.wide.itemsize) * spec.numel
+            own_master = spec.master_dtype.itemsize if spec.key in with_master else 0
+            room -= (own_master + 4 * moments + spec.master_dtype.itemsize) * spec.numel
             if room < 0:
                 break
             chosen.append(spec.key)
@@ -140,7 +144,7 @@ class PlacementRules:
         """
         if wire.itemsize == 2 and not (self._accumulates or self._divides_later or self._explicit):
             return wire
-        return spec.wide
+        return spec.master_dtype
 
 
 class Placement(PlacementRules):
@@ -183,7 +187,7 @@ class Placement(PlacementRules):
         return self._taken(self._param.pin_memory, numel, dtype)
 
     def _taken(self, pin: bool | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._arena(pinned=pin is not False and not kinds.is_host(self._device)).take(
+        return self._arena(pinned=pin is not False and not kinds.is_synchronous(self._device)).take(
             numel, dtype
         )
 
@@ -265,7 +269,7 @@ class Placement(PlacementRules):
             storage = NvmeStorage(spec.key, spec.numel, sub_groups, files, pool)
         else:
             storage = HostStorage(spec.numel, sub_groups, self.take)
-        storage.add(MASTER, StorageFormat(spec.wide))
+        storage.add(MASTER, StorageFormat(spec.master_dtype))
         return storage
 
     def close(self) -> None:

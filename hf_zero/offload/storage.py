@@ -160,7 +160,7 @@ class DeviceStorage:
     def store(self, name: str, start: int, values: torch.Tensor) -> None:
         target = self._arrays[name][start : start + values.numel()]
         if target.data_ptr() != values.data_ptr() or target.dtype != values.dtype:
-            target.copy_(values, non_blocking=not kinds.is_host(target.device))
+            target.copy_(values, non_blocking=not kinds.is_synchronous(target.device))
 
     def prefetch(self, sub_group: int) -> None:
         """Do nothing: the array is in memory."""

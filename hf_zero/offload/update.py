@@ -147,7 +147,7 @@ class Updater:
     def _submit(self, update: SubGroupUpdate, units: Sequence[Unit]) -> None:
         units = self._first_two_by_arrival(units)
         events: list[streams.Event] = []
-        if not kinds.is_host(self._device):
+        if not kinds.is_synchronous(self._device):
             # earlier work may read the parameters until this event
             events.append(streams.record_event(streams.current_stream(self._device)))
             beside = streams.shard_stream(self._device)

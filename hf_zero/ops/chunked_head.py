@@ -122,7 +122,7 @@ class Gradients:
         # Without a GEMM from 16 to 32 bits, which cuBLAS has and hipBLAS has not, everything is
         # computed in 32. On CPUs that multiply bf16, in a quarter of the time, it rounds the
         # product of each chunk; fp16 could overflow in a sum over tokens.
-        on_host = kinds.is_host(hidden.device)
+        on_host = kinds.is_synchronous(hidden.device)
         rounds = hidden.dtype == torch.bfloat16 and on_host and has_bf16_products()
         self._widens = dtype != hidden.dtype and not (rounds or kinds.is_nvidia(hidden.device))
         self._wanted, self._head, self._begun = (
@@ -158,7 +158,7 @@ def _product(into: torch.Tensor, a: torch.Tensor, right: torch.Tensor, add: bool
     """Compute ``into`` = or += left @ right; ``into`` may be wider than its operands."""
     if into.dtype == a.dtype:
         torch.addmm(into, a, right, beta=1 if add else 0, out=into)
-    elif kinds.is_host(into.device):
+    elif kinds.is_synchronous(into.device):
         into.add_(a @ right) if add else into.copy_(a @ right)
     else:
         torch.ops.aten.addmm.dtype_out(into, a, right, into.dtype, beta=1 if add else 0, out=into)

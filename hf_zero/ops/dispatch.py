@@ -304,7 +304,7 @@ def try_out(kernel: Kernel, device: torch.device) -> str:
     """
     if kernel.example is None:
         return "it declares no example"
-    devices = [] if kinds.is_host(device) else [device]
+    devices = [] if kinds.is_synchronous(device) else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type):
         outcomes = []
         for body in (kernel, kernel.reference):

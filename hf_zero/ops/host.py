@@ -29,7 +29,7 @@ from hf_zero.errors import KernelError
 from hf_zero.ops import native, reference
 from hf_zero.ops.eight_bit_adam import EIGHT_BIT_ADAM
 from hf_zero.ops.moment_blocks import BLOCK, Blocks, Moment, core_for
-from hf_zero.ops.native import FLOATS, FP32, KINDS, address, flat, kind
+from hf_zero.ops.native import DTYPE_CODES, FLOATS, FP32, address, flat, kind
 
 _MOMENTS = (torch.float32, torch.bfloat16)
 _LOW64 = (1 << 64) - 1
@@ -282,7 +282,7 @@ def squared_norm(tensor: Tensor) -> float:
     return (
         reference.squared_norm(tensor)
         if core is None
-        else core.squared_norm(tensor.data_ptr(), KINDS[tensor.dtype], tensor.numel())
+        else core.squared_norm(tensor.data_ptr(), DTYPE_CODES[tensor.dtype], tensor.numel())
     )
 
 

@@ -142,7 +142,7 @@ class HostArena:
     """
 
     def __init__(self, pin: bool = False, device: torch.device | None = None):
-        self._device = device if device is not None and not kinds.is_host(device) else None
+        self._device = device if device is not None and not kinds.is_synchronous(device) else None
         self._pins = pin and self._device is not None
         self._node = numa_node(self._device) if self._device is not None else None
         self._mapped: dict[int, int] = {}

@@ -128,11 +128,11 @@ def set_threads(count: int) -> None:
     """Run kernels on ``count`` threads from now on. Results do not depend on it.
 
     Raises:
-        KernelError: a count below 1 or above :data:`MOST_THREADS`, or no native core: torch's
+        KernelError: a count below 1 or above :data:`MAX_THREADS`, or no native core: torch's
             operations run on torch's own threads.
     """
-    if not 1 <= count <= MOST_THREADS:
-        raise KernelError(f"set_threads({count}): give a number from 1 to {MOST_THREADS:,}")
+    if not 1 <= count <= MAX_THREADS:
+        raise KernelError(f"set_threads({count}): give a number from 1 to {MAX_THREADS:,}")
     _needed("set_threads, use torch.set_num_threads:").set_threads(count)
 
 
@@ -167,7 +167,7 @@ def _needed(what: str) -> ModuleType:
 # ---- the threads of this rank ----
 
 VARIABLE = "HF_ZERO_THREADS"
-MOST_THREADS = 4096
+MAX_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ def share_of_this_rank(environ: Mapping[str, str] | None = None) -> Share:
 
     Raises:
         ConfigError: one of the two variables is not a number of at least 1, or ``HF_ZERO_THREADS``
-            is above :data:`MOST_THREADS`.
+            is above :data:`MAX_THREADS`.
     """
-    if (threads := positive_number(VARIABLE, environ, MOST_THREADS)) is not None:
+    if (threads := positive_number(VARIABLE, environ, MAX_THREADS)) is not None:
         return Share(threads, VARIABLE)
     ranks = local_world_size(1, environ)
     mine = _affinity(0)
@@ -271,9 +271,9 @@ def _affinity(pid: int) -> set[int]:
 # ---- checks of tensors before a kernel gets raw pointers to them ----
 
 # the constants of kernels/cpu/kernels.h
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SIGNED_BLOCKS, UNSIGNED_BLOCKS, SIGNED_DYNAMIC, UNSIGNED_DYNAMIC = 3, 4, 5, 6
-FLOATS = tuple(KINDS)
+FLOATS = tuple(DTYPE_CODES)
 FP32 = (torch.float32,)
 
 
@@ -339,4 +339,4 @@ def address(tensor: Tensor | None) -> int:
 
 
 def kind(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else KINDS[tensor.dtype]
+    return 0 if tensor is None else DTYPE_CODES[tensor.dtype]

@@ -22,7 +22,7 @@ _REPLACED = ("state", "param_groups", "step")
 SHAPES = ((160, 130), (130,))
 SHARDS = 3
 STEPS = 5
-MOST_GROUPS = 8
+MAX_GROUPS = 8
 # of the largest update: what vectorized loops of other lengths round differently stays below
 TOLERANCE = 1e-4
 
@@ -119,7 +119,7 @@ def _distinct(groups: Iterable[ParamGroup]) -> list[dict[str, object]]:
         if isinstance(options.get("lr"), (int, float)) and not options["lr"]:
             options["lr"] = 1e-3  # the first step of a warmup
         distinct.setdefault(repr(sorted(options.items())), options)
-    return list(distinct.values())[:MOST_GROUPS]
+    return list(distinct.values())[:MAX_GROUPS]
 
 
 def _drawn(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
@@ -149,7 +149,7 @@ def _stepped(
     ]
     twin = bare_twin(optimizer, settings)
     vars(twin).update({name: copy.copy(value) for name, value in vars(twin).items()})
-    devices = {t.device for group in starts for t in group if not kinds.is_host(t.device)}
+    devices = {t.device for group in starts for t in group if not kinds.is_synchronous(t.device)}
     with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         torch.manual_seed(0)
         for step in gradients:

@@ -137,7 +137,7 @@ def _stepped_twin(
     probe = torch.nn.Parameter(begin, requires_grad=False)
     probe.grad = torch.zeros_like(probe)
     settings = current_settings(group)
-    if kinds.is_host(like.device) and settings.get("capturable"):
+    if kinds.is_synchronous(like.device) and settings.get("capturable"):
         settings["capturable"] = False  # counters on the device: torch refuses others
     twin = bare_twin(optimizer, [{**settings, "params": [probe]}])
     # without ``tensors``, no collective runs; the format of moments is that of a small parameter

@@ -40,7 +40,7 @@ LOSS_HEAD = torch.ops.hf_zero.linear_cross_entropy.default
 
 
 @dataclass(frozen=True)
-class Saving:
+class ActivationSettings:
     """The settings of a configuration that reduce activation memory."""
 
     checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
@@ -48,11 +48,11 @@ class Saving:
     tiled_mlp: TiledMlpSection = field(default_factory=TiledMlpSection)
 
     @classmethod
-    def from_config(cls, config: ZeroConfig) -> Saving:
+    def from_config(cls, config: ZeroConfig) -> ActivationSettings:
         kernels = () if isinstance(config.kernels, str) else config.kernels
         return cls(config.activation_checkpointing, kernels, config.tiled_mlp)
 
-    def and_more(self) -> Iterator[tuple[str, Saving, dict[str, object]]]:
+    def variants(self) -> Iterator[tuple[str, ActivationSettings, dict[str, object]]]:
         """Yield this and settings that save more and more memory, cheapest first, each as
         (description of what was added, settings, configuration keys that add it).
         """
@@ -121,7 +121,7 @@ def activation_bytes(
     model: nn.Module,
     sequences: Sequences,
     dtypes: Mapping[str, torch.dtype],
-    saving: Saving,
+    saving: ActivationSettings,
     device: torch.device,
 ) -> ActivationBytes:
     """Return the bytes that a rank holds for one micro-batch in addition to parameters and
@@ -171,7 +171,7 @@ def length_estimate(plan: EnginePlan, length: int) -> LengthEstimate:
     config = plan.settings.on_device(device.type)
     sequences = Sequences(length, config.train_micro_batch_size_per_gpu or 1, division)
     ways = []
-    for name, saving, keys in Saving.from_config(config).and_more():
+    for name, saving, keys in ActivationSettings.from_config(config).variants():
         nbytes = activation_bytes(plan.model, sequences, plan.dtypes, saving, device)
         ways.append(ActivationOption(name, keys, nbytes.kept, nbytes.most))
     return LengthEstimate(length, sequences.rows, length // division.ranks, tuple(ways))
@@ -181,7 +181,7 @@ def _drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _save(model: nn.Module, saving: Saving) -> Callable[[], None]:
+def _save(model: nn.Module, saving: ActivationSettings) -> Callable[[], None]:
     """Apply ``saving`` to ``model``, a copy. Returns the function that undoes the checkpointing."""
     blocks = blocks_to_checkpoint(model, saving.checkpointing)
     checkpoints = Checkpoints(model, blocks, saving.checkpointing, META, tells=False)
@@ -225,4 +225,4 @@ class _Counted(TorchDispatchMode):
         """
         (tokens, width), words, itemsize = hidden.shape, weight.shape[0], hidden.element_size()
         rows = min(tokens, rows_of_a_chunk(tokens, words, itemsize, self._device))
-        return rows * (words + 2 * width * kinds.is_host(self._device)) * itemsize
+        return rows * (words + 2 * width * kinds.is_synchronous(self._device)) * itemsize

@@ -61,7 +61,7 @@ def check_on_all_ranks(plan: EnginePlan, freed: tuple[int, int] = (0, 0)) -> Pre
     others.
     """
     dims = plan.dims
-    free = room_for(plan.model, plan.settings, plan.device).plus(*freed)
+    free = free_memory_for(plan.model, plan.settings, plan.device).plus(*freed)
     hosts = {own_host()}
     if dims.world > 1:
         local = free.numbers(), own_host(), free.held
@@ -96,7 +96,7 @@ def check(plan: EnginePlan, free: FreeBytes | None = None) -> PreflightReport:
         DoesNotFitError: some tier is too small. If the variable HF_ZERO_PREFLIGHT is 0, the report
             has the text as its ``warning`` instead.
     """
-    room = free if free is not None else room_for(plan.model, plan.settings, plan.device)
+    room = free if free is not None else free_memory_for(plan.model, plan.settings, plan.device)
     need = needs(plan)
     verdict = judge(need, room)
     beside = _of_communicators(plan, need, room)
@@ -120,7 +120,7 @@ def check(plan: EnginePlan, free: FreeBytes | None = None) -> PreflightReport:
     raise DoesNotFitError(f"{reason}\n{last}")
 
 
-def room_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> FreeBytes:
+def free_memory_for(module: nn.Module, config: ZeroConfig, device: torch.device) -> FreeBytes:
     """Return the free memory of this rank plus what ``module`` occupies now, which the engine gives
     back as it takes the parameters over.
     """
@@ -150,7 +150,7 @@ def _occupied(parameter: torch.Tensor) -> tuple[int, int, int]:
             key, device, nbytes, in_ram = storage._cdata, parameter.device, storage.nbytes(), 0
     if device.type == "cpu":
         return key, 0, in_ram + nbytes
-    return key, 0 if kinds.is_host(device) or device.type == "meta" else nbytes, in_ram
+    return key, 0 if kinds.is_synchronous(device) or device.type == "meta" else nbytes, in_ram
 
 
 def refusal(plan: EnginePlan, needed: Needs, verdict: MemoryVerdict, fitting: Fit) -> str:
@@ -226,7 +226,7 @@ def _slower(plan: EnginePlan, free: FreeBytes) -> list[str]:
 
 def _of_communicators(plan: EnginePlan, needed: Needs, free: FreeBytes) -> list[str]:
     """Return a note on communicators if the device may be too small for them."""
-    if kinds.is_host(plan.device) or free.host_device or plan.dims.world == 1:
+    if kinds.is_synchronous(plan.device) or free.host_device or plan.dims.world == 1:
         return []
     count = sum(communicators(plan).values())
     fits = needed.device_bytes + count * REPORTED[1] <= free.device

@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 Precision = Literal["fp32", "float32", "no", "bf16", "bfloat16", "fp16", "float16"]
-MOST_RANKS = 1 << 20
+MAX_RANKS = 1 << 20
 PRECISIONS = {
     "fp32": "fp32",
     "float32": "fp32",
@@ -187,7 +187,7 @@ class Proposal:
                 "name": trial.name,
                 "fits": trial.verdict.fits,
                 "why_not": trial.why,
-                **in_places(trial.needs),
+                **by_tier(trial.needs),
             }
             for trial in self.fit.trials
         ]
@@ -214,7 +214,7 @@ class JobOptions(TypedDict, total=False):
     context_parallel: int | None
 
 
-def in_places(needed: Needs) -> dict[str, int]:
+def by_tier(needed: Needs) -> dict[str, int]:
     """Return the bytes of one rank in each tier, by the field names of :class:`Tiers`."""
     return {
         "device": needed.device_bytes,
@@ -422,10 +422,10 @@ def asked_for(
     """Return the settings that the arguments of :func:`estimate` describe, for a GPU unless
     ``device`` is another kind. Raises ConfigError for sizes that do not divide the ranks.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(
             f"ranks = {ranks!r:.40} is not a number of ranks; pass an integer from 1 to "
-            f"{MOST_RANKS:,}"
+            f"{MAX_RANKS:,}"
         )
     chosen = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
     check_size(pipeline_parallel, "pipeline_parallel")
@@ -658,7 +658,7 @@ def _row(planned: EnginePlan) -> StageEstimate:
         size,
         largest,
         gradient_buffers(plain),
-        Tiers(**in_places(needs(planned))),
+        Tiers(**by_tier(needs(planned))),
         sum(communicators(planned).values()),
         memory_checkpoints=memory_checkpoints(planned),
     )

@@ -40,7 +40,7 @@ from hf_zero.offload.nvme import pool_size
 from hf_zero.offload.update import STAGED
 from hf_zero.optim.bf16_state import WIDENED
 from hf_zero.optim.one_bit import OneBit, one_bit_of
-from hf_zero.zero.gather.schedule import MOST_PREFETCHED_UNITS
+from hf_zero.zero.gather.schedule import MAX_PREFETCHED_UNITS
 from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan, FlatPlan
 from hf_zero.zero.layout.wrap import names_in_blocks
 from hf_zero.zero.reduce.reductions import IN_FLIGHT
@@ -51,7 +51,7 @@ ERRORS, STATE, ONE_BIT = "errors of gradients", "master weights and moments", "m
 MEMORY = "checkpoints in memory"
 WITH_PARAMETERS = (SECONDARY, ROUNDED)
 # what bytes at rest are -> the kind of state that they count as
-KINDS = {
+STATE_OF_PART = {
     **dict.fromkeys(("parameters", SECONDARY, ROUNDED), "parameters"),
     **dict.fromkeys(("gradients", ERRORS), "gradients"),
     **dict.fromkeys((STATE, ONE_BIT), "optimizer"),
@@ -101,7 +101,7 @@ def needs(plan: EnginePlan) -> Needs:
     pieces *= pool_size(optimizer.buffer_count) if optimizer.device == "nvme" else 0
     in_files = [flat.parameter_bytes()["disk"] for flat in plan.flats]
     units = max(in_files, default=0) * pool_size(param.buffer_count)
-    gpu = not kinds.is_host(plan.device)
+    gpu = not kinds.is_synchronous(plan.device)
     staging = 0
     if gpu and away:
         largest = max(flat.spec.owned_numel for flat in away)
@@ -212,7 +212,7 @@ def state_bytes(plan: EnginePlan, between_steps: bool = False) -> Counter[tuple[
     """
     by_kind: Counter[tuple[str, str]] = Counter()
     for (what, tier), nbytes in state_parts(plan).items():
-        by_kind[KINDS[what], tier] += nbytes
+        by_kind[STATE_OF_PART[what], tier] += nbytes
     if between_steps and not plan.settings.zero.keep_step_buffers:
         by_kind["gradients", "device"] -= device_gradients(plan)
     return by_kind
@@ -283,7 +283,7 @@ def gathered_bytes(plan: EnginePlan) -> int:
     most = 0
     for order in (sizes, sizes[::-1]):
         for index, size in enumerate(order):
-            following = order[index + 1 : index + 1 + (MOST_PREFETCHED_UNITS if ahead else 0)]
+            following = order[index + 1 : index + 1 + (MAX_PREFETCHED_UNITS if ahead else 0)]
             while len(following) > 1 and sum(following) > ahead:
                 following = following[:-1]
             most = max(most, size + sum(following))

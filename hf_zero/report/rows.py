@@ -9,14 +9,18 @@ from typing import Any
 
 from hf_zero.distributed.state_rows import STATES
 from hf_zero.measures.run_record import BUFFERS
-from hf_zero.planning.needs import KINDS
+from hf_zero.planning.needs import STATE_OF_PART
 
 COUNT = range(1 << 63)
 TIME = range(253402300800)  # seconds since 1970, until the year 9999
 LARGEST = 1e300  # of a figure, so that sums of a few stay finite
 LEVELS = ("warning", "error", "critical")
 TIERS = {"device": "device", "ram": "host memory", "disk": "disk"}
-STATE = {"tier": frozenset(TIERS), "kind": frozenset({*KINDS.values(), BUFFERS}), "bytes": COUNT}
+STATE = {
+    "tier": frozenset(TIERS),
+    "kind": frozenset({*STATE_OF_PART.values(), BUFFERS}),
+    "bytes": COUNT,
+}
 COLLECTIVE = {
     "operation": str, "group": str, "count": COUNT, "bytes": COUNT, "wire_bytes": COUNT,
     "waited_ms": float,

@@ -23,7 +23,7 @@ from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
 from hf_zero.logging import log_rank0
 from hf_zero.optim.elementwise import adopt
-from hf_zero.parallel.expert.model import on_model, spread_experts
+from hf_zero.parallel.expert.model import spread_experts, techniques_of
 from hf_zero.parallel.sequence import sequence_parallel
 from hf_zero.parallel.tensor.model import tensor_parallel
 from hf_zero.planning.start_summary import describe
@@ -142,7 +142,10 @@ def build_engine(setup: Setup) -> None:
     register_attached(model, on_rollback if setup.planned.report.spare else None)
     if resolved.settings.compile.capture is not None:
         finder.install_hooks()  # a forward of Transformers then takes the same way in each step
-    others: dict[str, Any] = {**sequence_parallel.on_model(setup.sequence), **on_model(model)}
+    others: dict[str, Any] = {
+        **sequence_parallel.techniques_of(setup.sequence),
+        **techniques_of(model),
+    }
     techniques = resolved.techniques.with_others(others)
     engine_plan = plan_of_engine(setup.planned, setup.optimizer)
     setup.engine = resolved.engine_class(engine_plan, resolved.patches, techniques)

@@ -50,25 +50,25 @@ def noise_for(values: torch.Tensor, name: str, seed: int, step: int) -> torch.Te
 
 
 class WeightsInBits(Technique):
-    """Round the weights selected by ``falls_of``, from step ``offset`` on."""
+    """Round the weights selected by ``bit_schedules_of``, from step ``offset`` on."""
 
     def __init__(
         self,
         section: QuantizeTraining | WeightQuantization,
-        falls_of: Callable[[nn.Module], Mapping[str, BitSchedule]],
+        bit_schedules_of: Callable[[nn.Module], Mapping[str, BitSchedule]],
         nothing_found: str,
         seed: int,
         stretched: StretchedPeriods | None = None,
     ):
-        """``falls_of(model)`` maps the names of the parameters to round to their bit schedules;
+        """``bit_schedules_of(model)`` maps the names of the parameters to round to their bit schedules;
         ``nothing_found`` is the error if none of them trains. ``stretched`` holds the precision of
         layers paced by their eigenvalues.
         """
         self._section = section
-        self._falls_of, self._nothing_found = falls_of, nothing_found
+        self._bit_schedules_of, self._nothing_found = bit_schedules_of, nothing_found
         self._seed = seed
         self._stochastic = section.rounding == "stochastic"
-        self._falls: dict[str, BitSchedule] = {}  # by parameter
+        self._bit_schedules: dict[str, BitSchedule] = {}  # by parameter
         self._flats: list[FlatBuffer] = []
         self._began = False
         self._told: dict[str, set[int]] = {}
@@ -77,14 +77,14 @@ class WeightsInBits(Technique):
 
     def check(self, plan: EnginePlan) -> None:
         """Raise ConfigError if no weight of ``plan`` is to be rounded, or one cannot be."""
-        if plan.keeps_dtypes:  # an engine that only holds parameters
+        if plan.shard_only:  # an engine that only holds parameters
             return
-        falls_of, falling = self._falls_of(plan.model), False
+        bit_schedules_of, has_schedules = self._bit_schedules_of(plan.model), False
         for flat in plan.trainable:
-            falls = _rounded(flat, falls_of)
-            self._check_groups(flat.spec, falls)
-            falling |= bool(falls)
-        if not falling:
+            bit_schedules = _rounded(flat, bit_schedules_of)
+            self._check_groups(flat.spec, bit_schedules)
+            has_schedules |= bool(bit_schedules)
+        if not has_schedules:
             raise ConfigError(self._nothing_found)
         if self._stretched is not None:
             self._stretched.check(plan)
@@ -93,30 +93,30 @@ class WeightsInBits(Technique):
         if engine.shard_only:
             return
         self._engine = engine
-        falls_of = self._falls_of(engine.module)
+        bit_schedules_of = self._bit_schedules_of(engine.module)
         for unit in engine.units:
             for flat in unit.trainable_flats:
-                if falls := _rounded(flat, falls_of):
-                    self._falls.update(falls)
+                if bit_schedules := _rounded(flat, bit_schedules_of):
+                    self._bit_schedules.update(bit_schedules)
                     self._flats.append(flat)
         if self._stretched is not None:
             self._stretched.install(engine)
         self._begin()
 
-    def _check_groups(self, spec: FlatSpec, falls: Mapping[str, BitSchedule]) -> None:
-        for name, fall in falls.items():
+    def _check_groups(self, spec: FlatSpec, bit_schedules: Mapping[str, BitSchedule]) -> None:
+        for name, schedule in bit_schedules.items():
             slot = spec.layout.by_name[name]
             if slot.box is not None:
                 axes = " and ".join(spec.sharding.axes)
                 raise ConfigError(
-                    f"{fall.name}: the scales of rounded weights are those of whole tensors, and "
+                    f"{schedule.name}: the scales of rounded weights are those of whole tensors, and "
                     f"{name} is cut over ranks by {axes} parallelism, where they would depend on "
                     "the number of ranks; leave one of the two out"
                 )
             numel = slot.numel
             if numel % self._section.groups:
                 raise ConfigError(
-                    f"{fall.name}: quantize_groups = {self._section.groups} does not divide the "
+                    f"{schedule.name}: quantize_groups = {self._section.groups} does not divide the "
                     f"{numel} elements of {name}; write a divisor of the elements of each weight"
                 )
 
@@ -130,13 +130,13 @@ class WeightsInBits(Technique):
         """Return the current bits of each weight, by parameter; empty before the offset."""
         if self.step < 0:
             return {}
-        return {name: self.precision(name).bits for name in self._falls}
+        return {name: self.precision(name).bits for name in self._bit_schedules}
 
     def precision(self, name: str) -> Precision:
         """Return the current precision of parameter ``name``."""
         stretched = self._stretched.precision(name) if self._stretched is not None else None
-        fall = self._falls[name]
-        return stretched or fall.at(self.step)
+        schedule = self._bit_schedules[name]
+        return stretched or schedule.at(self.step)
 
     def _begin(self) -> None:
         """Switch rounding on at the offset, and off before it: a load may restore an earlier
@@ -156,7 +156,7 @@ class WeightsInBits(Technique):
             return
         section, step = self._section, self.step
         for name, value in values.items():
-            if name in self._falls:
+            if name in self._bit_schedules:
                 precision = self.precision(name)
                 noise = noise_for(value, name, self._seed, step) if self._stochastic else None
                 since = step - precision.since  # the last dropped bit
@@ -176,7 +176,7 @@ class WeightsInBits(Technique):
     def _tell(self) -> None:
         bits: dict[str, set[int]] = {}
         for name, now in self.bits().items():
-            bits.setdefault(self._falls[name].name, set()).add(now)
+            bits.setdefault(self._bit_schedules[name].name, set()).add(now)
         if bits != self._told:
             self._told = bits
             for where, several in bits.items():
@@ -196,7 +196,7 @@ class WeightsInBits(Technique):
             self._engine.schedule.computed.change(self._flats, None)
         if self._stretched is not None:
             self._stretched.remove()
-        self._falls, self._flats, self._began = {}, [], False
+        self._bit_schedules, self._flats, self._began = {}, [], False
 
 
 def _rounded(
@@ -220,18 +220,18 @@ def quantize_training(config: ZeroConfig) -> WeightsInBits | None:
                 f"which is off; write {QUANTIZE}.enabled: true, or remove the section"
             )
         return None
-    fall = BitSchedule(QUANTIZE, section.start_bits, section.target_bits, section.period)
-    _check(fall)
+    schedule = BitSchedule(QUANTIZE, section.start_bits, section.target_bits, section.period)
+    _check(schedule)
     stretched = None
     if config.eigenvalue.enabled:
-        stretched = StretchedPeriods(config.eigenvalue, fall)
+        stretched = StretchedPeriods(config.eigenvalue, schedule)
     nothing = (
         f"{QUANTIZE} quantizes the weights of blocks, and this model has no block with a weight "
         "that trains; write compression_training.weight_quantization, which names modules"
     )
     return WeightsInBits(
         section,
-        lambda model: dict.fromkeys(names_in_blocks(model), fall),
+        lambda model: dict.fromkeys(names_in_blocks(model), schedule),
         nothing,
         int(config.seed or 0),
         stretched,
@@ -271,7 +271,7 @@ def _first(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
     return {
-        every[0]: next(fall for fall, patterns in groups if _any_named(every, patterns))
+        every[0]: next(schedule for schedule, patterns in groups if _any_named(every, patterns))
         for every in names.values()
         if any(_any_named(every, patterns) for _, patterns in groups)
     }
@@ -302,13 +302,13 @@ def _group(path: str, group: Any, in_forward: bool) -> tuple[BitSchedule, list[r
             "target_bits, quantization_period; modules)"
         )
     start, target = params["start_bits"], params["target_bits"]
-    fall = BitSchedule(
+    schedule = BitSchedule(
         path, target if in_forward else start, target, params.get("quantization_period", 1)
     )
-    _check(fall)
+    _check(schedule)
     patterns = group.get("modules", ["*"])
     try:
-        return fall, [
+        return schedule, [
             re.compile("" if pattern == "*" else pattern)
             for pattern in ([patterns] if isinstance(patterns, str) else patterns)
         ]
@@ -319,20 +319,20 @@ def _group(path: str, group: Any, in_forward: bool) -> tuple[BitSchedule, list[r
         ) from None
 
 
-def _check(fall: BitSchedule) -> None:
-    numbers = (fall.start, fall.target, fall.period)
-    if not all(isinstance(number, int) and number > 0 for number in numbers) or fall.start > 16:
+def _check(schedule: BitSchedule) -> None:
+    numbers = (schedule.start, schedule.target, schedule.period)
+    if not all(isinstance(number, int) and number > 0 for number in numbers) or schedule.start > 16:
         raise ConfigError(
-            f"{fall.name}: start_bits {fall.start!r}, target_bits {fall.target!r} and period "
-            f"{fall.period!r} must be integers, bits of 2 to 16"
+            f"{schedule.name}: start_bits {schedule.start!r}, target_bits {schedule.target!r} and period "
+            f"{schedule.period!r} must be integers, bits of 2 to 16"
         )
-    if fall.target > fall.start:
+    if schedule.target > schedule.start:
         raise ConfigError(
-            f"{fall.name}: target_bits = {fall.target} is more than start_bits = {fall.start}, "
+            f"{schedule.name}: target_bits = {schedule.target} is more than start_bits = {schedule.start}, "
             "but bits fall; exchange them"
         )
-    if fall.target < 2:
+    if schedule.target < 2:
         raise ConfigError(
-            f"{fall.name}: target_bits = 1 leaves a sign, which is binarization and not built; "
+            f"{schedule.name}: target_bits = 1 leaves a sign, which is binarization and not built; "
             "write 2 or more"
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.techniques import LEGACY, METRICS, PHASES, SAMPLING, TOKEN_DROP
+from hf_zero.config.techniques import CURRICULUM_LEARNING, METRICS, PHASES, SAMPLING, TOKEN_DROP
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.tiled_mlp import KEY as TILED_MLP
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Factories by the key of their section, in the order of installation; None if the configuration
 # does not enable the technique.
 TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
-    LEGACY: sequence_length.from_config,
+    CURRICULUM_LEARNING: sequence_length.from_config,
     SAMPLING: data_sampling.from_config,
     PHASES: training_phases.from_config,
     # after the curricula: eigenvalues are measured on truncated batches
@@ -48,7 +48,7 @@ def _refuse_lengths(techniques: Mapping[str, Technique | None]) -> None:
     lengths = isinstance(phases, training_phases.TrainingPhases) and any(
         phase.sequence_length for phase in phases.phases
     )
-    for key in (LEGACY, TOKEN_DROP, *((PHASES,) if lengths else ())):
+    for key in (CURRICULUM_LEARNING, TOKEN_DROP, *((PHASES,) if lengths else ())):
         if techniques[key] is not None:
             raise ConfigError(
                 f"{key} shortens sequences, but under sequence_parallel_size or "
@@ -152,7 +152,8 @@ def set_custom_schedule(
     if not schedules:
         raise ConfigError(
             "a function was given as the schedule of curriculum learning, which is off; write "
-            f"{LEGACY}: {{enabled: true, schedule_type: custom, …}}, or leave the call out"
+            f"{CURRICULUM_LEARNING}: {{enabled: true, schedule_type: custom, …}}, or leave the "
+            "call out"
         )
     if not isinstance(s, Mapping):
         custom = [name for name, s in schedules.items() if s.schedule_type == "custom"]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.techniques import LEGACY, LENGTHS, METRICS
+from hf_zero.config.techniques import CURRICULUM_LEARNING, LENGTHS, METRICS
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.schedules import DifficultySchedule
 from hf_zero.zero.extensions import Technique
@@ -351,15 +351,15 @@ def from_config(config: ZeroConfig) -> CurriculumLearning | None:
     metrics = metrics_of(config)
     lengths = [name for name in metrics if name in LENGTHS]
     if config.curriculum_learning.enabled:
-        lengths.append(LEGACY)
+        lengths.append(CURRICULUM_LEARNING)
     if len(lengths) > 1:
         raise ConfigError(
             f"{' and '.join(lengths)} each cut sequences to a length of their own; keep one"
         )
     if not lengths:
         return None
-    if lengths == [LEGACY]:
-        return CurriculumLearning(asdict(config.curriculum_learning), LEGACY)
+    if lengths == [CURRICULUM_LEARNING]:
+        return CurriculumLearning(asdict(config.curriculum_learning), CURRICULUM_LEARNING)
     name = lengths[0]
     if metrics[name].get("difficulty_type", "value") != "value":
         raise ConfigError(

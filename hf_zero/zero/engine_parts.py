@@ -51,7 +51,7 @@ def _unguard() -> None:
     _guarding.pop().remove()
 
 
-class AroundModel(nn.Module):
+class ModelWrapper(nn.Module):
     """A wrapper that forwards unknown attributes to ``module``."""
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +73,7 @@ class AroundModel(nn.Module):
                 ) from None
 
 
-class EngineParts(AroundModel):
+class EngineParts(ModelWrapper):
     """The parts of the engine that ``plan`` describes, installed by the constructor (collective)
     and removed by :meth:`destroy`.
     """
@@ -151,7 +151,7 @@ class EngineParts(AroundModel):
         settings: ZeroConfig,
         optimizer: torch.optim.Optimizer | None,
         extensions_of: ExtensionsOf,
-        keeps_dtypes: bool = False,
+        shard_only: bool = False,
         dims: ParallelDims | None = None,
         cuts: Cuts = UNCUT,
     ) -> EnginePlan:
@@ -169,7 +169,7 @@ class EngineParts(AroundModel):
             rank=process_group.get_rank(),
             device=process_group.default_device(),
             cuts=cuts,
-            keeps_dtypes=keeps_dtypes,
+            shard_only=shard_only,
         )
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:

@@ -185,7 +185,7 @@ class PassRunner:
             model.units,
             model.schedule,
             self.reducer,
-            self._begins,
+            self._begin_backward,
             lambda: self.losses.part_joins(),
             self._window.uncount,
         )
@@ -262,7 +262,7 @@ class PassRunner:
 
     def begin_replay(self) -> None:
         """Begin a backward that is launched from a graph: no hook of it runs."""
-        self._begins()
+        self._begin_backward()
         self.reducer.begin_replay()
 
     def end_replay(self, states: Sequence[Callable[[], None]]) -> None:
@@ -285,7 +285,7 @@ class PassRunner:
                 announced.enter_context(self.hooks.announced(output))
             torch.autograd.backward(list(outputs), list(gradients))
 
-    def _begins(self) -> None:
+    def _begin_backward(self) -> None:
         """Prepare the reducer when a backward reaches the model: the loss factors that its
         gradients carry, whether it ends the window, and whether units are updated in it.
         """

@@ -27,7 +27,7 @@ from hf_zero.zero.access.full import join_parts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.layout.parameter import owner_of
-from hf_zero.zero.layout.parameter_handles import forget
+from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
@@ -313,6 +313,6 @@ def unfrozen(engine: EngineParts) -> list[str]:
         name
         for flat in engine.flats
         if not flat.trainable
-        for name in sorted(flat.handles.switched)
+        for name in sorted(flat.parameter_views.switched)
         if flat.parameters[name].requires_grad and id(flat.parameters[name]) in trained
     ]

@@ -66,7 +66,7 @@ class ShardedModel:
         self.module = plan.model
         self.mesh = mesh
         self.placement = placement
-        self.shard_only = plan.keeps_dtypes
+        self.shard_only = plan.shard_only
         self.policy = plan.policy
         self.aliases = plan.aliases
         self.updates_in_backward = plan.updates_in_backward
@@ -97,7 +97,7 @@ class ShardedModel:
             [scales.renew for scales in agreed_scales(self.flats)],
         )
         # whether a step returns before the gathers of updated parameters are done
-        self.overlaps = OVERLAPS_ON_HOST or not kinds.is_host(mesh.device)
+        self.overlaps = OVERLAPS_ON_HOST or not kinds.is_synchronous(mesh.device)
         self.guards = ModuleGuards(plan.model, self.units, self.schedule)
 
     def attach(self, engine: Callable[[], object | None]) -> None:

@@ -14,10 +14,10 @@ import torch
 if TYPE_CHECKING:
     from hf_zero.zero.engine_parts import EngineParts
 
-KINDS = ("parameters", "gradients", "optimizer")
+STATE_KINDS = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "ram", "disk")
 GATHERED, MASTERS, MOMENTS = "gathered", "masters", "moments"
-_REPORTED = {kind: kind for kind in KINDS} | {MASTERS: "optimizer", MOMENTS: "optimizer"}
+_REPORTED = {kind: kind for kind in STATE_KINDS} | {MASTERS: "optimizer", MOMENTS: "optimizer"}
 
 
 def state_bytes(engine: EngineParts) -> dict[str, int]:
@@ -25,7 +25,7 @@ def state_bytes(engine: EngineParts) -> dict[str, int]:
     excluded at stage 3), gradients (between a backward and its step), optimizer.
     """
     nbytes = held_bytes(engine)
-    return {kind: sum(nbytes[kind, tier] for tier in TIERS) for kind in KINDS}
+    return {kind: sum(nbytes[kind, tier] for tier in TIERS) for kind in STATE_KINDS}
 
 
 def bytes_by_tier(
@@ -35,7 +35,7 @@ def bytes_by_tier(
     it and files) and ``disk``. ``counts``: the result of :func:`held_bytes`, if known.
     """
     counts = held_bytes(engine) if counts is None else counts
-    tiers = {tier: sum(counts[kind, tier] for kind in KINDS) for tier in TIERS}
+    tiers = {tier: sum(counts[kind, tier] for kind in STATE_KINDS) for tier in TIERS}
     tiers["ram"] += sum(engine.sharded_model.placement.buffer_bytes().values())
     return tiers
 

@@ -219,7 +219,7 @@ class _Memory:
     def restore(self) -> None:
         parameter, flat = self._parameter, owner_of(self._parameter)
         if flat is not None:
-            flat.handles.allow_swaps()
+            flat.parameter_views.allow_swaps()
         with torch._C.DisableTorchFunctionSubclass():
             if torch._has_compatible_shallow_copy_type(parameter, self._data):
                 _data.__set__(parameter, self._data)

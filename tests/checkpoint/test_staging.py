@@ -19,7 +19,7 @@ import torch
 import hf_zero
 from hf_zero.checkpoint import file_writer, save_job
 from hf_zero.checkpoint import staging as staging_module
-from hf_zero.checkpoint.staging import DeferredState, DividedFile, StagedFile
+from hf_zero.checkpoint.staging import DividedFile, LaterState, StagedFile
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT as PAGE
 from hf_zero.checkpoint.tensorfile import TensorFile, plan_file
 from hf_zero.config import ZeroConfig
@@ -542,7 +542,7 @@ def test_what_is_copied_is_dropped_and_the_rest_uses_no_device(
     plan = plan_file(
         [("moment", moment.dtype, [PAGE]), ("buffer", buffer.dtype, [2 * PAGE])], {}, PAGE
     )
-    state = DeferredState("moment", frozenset({"moment"}), (), (moment,))
+    state = LaterState("moment", frozenset({"moment"}), (), (moment,))
     memory = file_writer.aligned_buffer(buffer.nbytes + PAGE)
     tensors = {"moment": moment, "buffer": buffer}
     staged = StagedFile(DividedFile(plan, (state,)), tensors, memory, device)

@@ -171,7 +171,7 @@ def test_a_configuration_that_holds_anything_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {**SMALL, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    monkeypatch.setattr(meta_model, "MOST_MODULES", 200)
+    monkeypatch.setattr(meta_model, "MAX_MODULES", 200)
     for key, values in {**ABSURD, "num_hidden_layers": (50, *ABSURD["num_hidden_layers"])}.items():
         for value in values:
             (tmp_path / "config.json").write_text(json.dumps({**sizes, key: value}))

@@ -61,7 +61,7 @@ def test_the_host_has_no_streams_and_torch_says_what_is_here(monkeypatch):
     streams_alone = SimpleNamespace(Stream=1, Event=1, stream=1, current_stream=1)
     monkeypatch.setattr(torch, "streams_alone", streams_alone, raising=False)
     for kind in ("cpu", "meta", "mps", "streams_alone"):
-        assert kinds.is_host(kind)
+        assert kinds.is_synchronous(kind)
     host = torch.device("cpu")
     assert streams.shard_stream(host) is None and streams.record_here(host) is None
     assert kinds.current_index(host) == 0 and backend_for(host) == "gloo"
@@ -145,7 +145,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Played, Any]]:
 
 def test_a_kind_that_nobody_has_heard_of_has_streams_and_events(made_up):
     played, device = made_up
-    assert not kinds.is_host(device)
+    assert not kinds.is_synchronous(device)
     stream = streams.side_stream(device, streams.Use.GRADIENTS)
     with streams.on_stream(stream):
         # though its streams know no ``priority``, and its events no ``blocking``

@@ -307,7 +307,7 @@ def test_one_kernel_of_a_device_casts_and_scales_with_the_same_bits(
 ) -> None:
     """Each value of 16 bits, among them zeros of both signs, infinities and subnormal numbers."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    monkeypatch.setattr(process_group.kinds, "is_host", lambda device: False)
+    monkeypatch.setattr(process_group.kinds, "is_synchronous", lambda device: False)
     for scale in (1.0, 0.5, 1 / 3, 2.0**-30):
         want, out = every.float() * scale, torch.empty(every.numel())
         Handle([], OFF, PendingCollective("x"), [every]).reduce_into(out, False, scale)

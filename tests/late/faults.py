@@ -133,9 +133,7 @@ def _swapped_on_one_rank(plain: Any, self: schedule.Schedule, *args: Any, **kwar
 def _less_ahead() -> Iterator[Callable[[], int]]:
     """Rank 1 gathers one unit less ahead: it issues reductions where the others issue gathers."""
     late = os.environ.get("RANK") == "1"
-    with mock.patch.object(
-        schedule, "MOST_PREFETCHED_UNITS", schedule.MOST_PREFETCHED_UNITS - late
-    ):
+    with mock.patch.object(schedule, "MAX_PREFETCHED_UNITS", schedule.MAX_PREFETCHED_UNITS - late):
         yield lambda: int(late)
 
 

@@ -255,7 +255,7 @@ def test_a_circle_is_seen(case: tuple[str, bool, bool]) -> None:
 
 
 RELATIVE = {"as", "how", "of", "those", "what", "where", "which", "whose"}
-MOST_RELATIVE = 0.02  # of all docstrings
+MAX_RELATIVE = 0.02  # of all docstrings
 # one for each of Lightning's packages, which users import from both
 NAMES_TAKEN_TWICE = {"ZeroPrecision", "ZeroStrategy"}
 
@@ -264,7 +264,7 @@ def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     docstring = re.compile(r'(?:\A|:\n)\s*"""\W*(\w+)')
     words = [word.lower() for text, _ in MODULES.values() for word in docstring.findall(text)]
     relative = [word for word in words if word in RELATIVE]
-    assert len(words) > 3000 and len(relative) <= MOST_RELATIVE * len(words), Counter(relative)
+    assert len(words) > 3000 and len(relative) <= MAX_RELATIVE * len(words), Counter(relative)
 
 
 def test_no_class_name_is_taken_twice() -> None:

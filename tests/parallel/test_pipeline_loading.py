@@ -320,7 +320,7 @@ def test_the_command(tmp_path):
 
 
 def test_a_stage_that_does_not_fit_ends_all_stages(monkeypatch):
-    monkeypatch.setattr(checking, "room_for", lambda *args: free("1MB"))
+    monkeypatch.setattr(checking, "free_memory_for", lambda *args: free("1MB"))
 
     def rank(number):
         init_parallel(ParallelDims.over(2, pipeline=2))

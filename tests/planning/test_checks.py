@@ -28,9 +28,9 @@ from hf_zero.planning import (
     Needs,
     PreflightReport,
     fit,
+    free_memory_for,
     judge,
     needs,
-    room_for,
 )
 from hf_zero.planning import check as check_plan
 from hf_zero.planning.checking import SWITCH, check_on_all_ranks
@@ -186,7 +186,7 @@ def test_ranks_go_by_the_least_free_memory_of_all(monkeypatch: pytest.MonkeyPatc
     def rooms(model: nn.Module, config: ZeroConfig, device: torch.device) -> FreeBytes:
         return FreeBytes(GIB, GIB) if torch.distributed.get_rank() == 0 else FreeBytes(1000, 1000)
 
-    monkeypatch.setattr("hf_zero.planning.checking.room_for", rooms)
+    monkeypatch.setattr("hf_zero.planning.checking.free_memory_for", rooms)
 
     def on_rank(rank: int) -> str:
         plan = planned(SMALL, offloading().resolve(2), 2, gpu=True, rank=rank)
@@ -205,7 +205,7 @@ def test_ranks_go_by_the_least_free_memory_of_all(monkeypatch: pytest.MonkeyPatc
 def test_ranks_whose_needs_differ(own, results, monkeypatch) -> None:  # type: ignore
     """What does not fit on one rank is refused on all, and all have room for the model, or none."""
     room = FreeBytes(GIB, GIB, held=(GIB // 2, 0))
-    monkeypatch.setattr("hf_zero.planning.checking.room_for", lambda *_: room)
+    monkeypatch.setattr("hf_zero.planning.checking.free_memory_for", lambda *_: room)
     needed = lambda plan: need(device=own * plan.rank)  # noqa: E731
     monkeypatch.setattr("hf_zero.planning.checking.needs", needed)
 
@@ -235,15 +235,15 @@ def test_the_model_s_own_memory_is_room(monkeypatch: pytest.MonkeyPatch) -> None
     for device, host in ((GPU, False), (torch.device("cpu"), True)):
         measured = FreeBytes(50, 50, host_device=host)
         monkeypatch.setattr("hf_zero.planning.checking.measure", lambda *_, m=measured: m)
-        room = room_for(tied, ZeroConfig(3), device)
+        room = free_memory_for(tied, ZeroConfig(3), device)
         assert (room.ram, room.device) == (50 + 4 * 64 * 64, room.ram if host else 50)
     monkeypatch.setattr("hf_zero.planning.checking.measure", lambda *_: FreeBytes(0, 0))
     shards = 2 * sum(parameter.numel() for parameter in model.parameters())
-    assert room_for(model, config, GPU).ram == 0  # the shards are cast from master weights
+    assert free_memory_for(model, config, GPU).ram == 0  # the shards are cast from master weights
     with hf_zero.GatheredParameters(list(model.parameters())):
-        assert room_for(model, config, GPU).ram == shards
+        assert free_memory_for(model, config, GPU).ram == shards
     engine.destroy()
-    assert room_for(model, config, GPU).ram == shards
+    assert free_memory_for(model, config, GPU).ram == shards
 
 
 def test_shards_in_host_memory_are_no_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_shards_in_host_memory_are_no_room_on_the_device(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         released = SimpleNamespace(device=GPU, untyped_storage=lambda: empty)
         patch.setattr(flat, "full", released)
-        room = room_for(model, config, GPU)
+        room = free_memory_for(model, config, GPU)
     assert (room.device, room.ram) == (0, 2 * (512 * 512 + 512))
     engine.destroy()
 

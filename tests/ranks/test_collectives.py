@@ -157,7 +157,7 @@ def test_gradients_are_taken_in_after_the_stream_that_accumulated_them(
     engine = start(net, sgd(net), config_of(stage, Plan(accumulation=accumulation)))
     played = play_streams(monkeypatch)
     net.side = PlayedStream(played.log, "side")
-    monkeypatch.setattr(kinds, "is_host", lambda device: False)
+    monkeypatch.setattr(kinds, "is_synchronous", lambda device: False)
     loss = engine(torch.randn(2, 64))
     played.log.clear()
     # autograd's thread is this one, and its current stream the one of the caller

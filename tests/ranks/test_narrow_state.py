@@ -336,7 +336,7 @@ def test_torchaos_stochastic_rounding_asks_for_it():
         held = {flat.optimizer_shard.master.dtype for flat in engine.sharded_model.trainable}
         engine.destroy()
         plan = planned(wide(), config, 2, lambda m: cls(m.parameters()), rank=rank)
-        return held, {flat.spec.wide for flat in plan.trainable}
+        return held, {flat.spec.master_dtype for flat in plan.trainable}
 
     for held, foreseen in on_ranks(2, train, build=wide):
         assert held == foreseen == {torch.bfloat16}

@@ -198,7 +198,7 @@ def _join_group(state: AcceleratorState, timeout: timedelta | None) -> None:
     from hf_zero.device import kinds
     from hf_zero.distributed import init, process_group
 
-    if kinds.is_host(state.device) and kinds.accelerator() is not None:
+    if kinds.is_synchronous(state.device) and kinds.accelerator() is not None:
         # the engine computes on the device where Accelerate puts the batches
         os.environ["ACCELERATE_USE_CPU"] = "true"
     init.init_distributed(timeout=timeout)

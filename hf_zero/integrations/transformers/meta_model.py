@@ -35,7 +35,7 @@ from hf_zero.zero.layout.attributes import AttachedParameter
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TUNED = re.compile(r"-(instruct|it|chat|base)(-hf)?$", re.IGNORECASE)
-MOST_LAYERS, MOST_MODULES = 100_000, 500_000  # of a model; the largest ones have 100,000 modules
+MAX_LAYERS, MAX_MODULES = 100_000, 500_000  # of a model; the largest ones have 100,000 modules
 # of bitsandbytes: weights of a scale, and scales of a scale of scales
 BLOCK, NESTED_BLOCK = 64, 256
 # Transformers' tables of classes with a head, those of pretraining tasks first
@@ -52,7 +52,7 @@ def build_on_meta(model: object, needs_loss: bool = False) -> nn.Module:
     The class is the one that the configuration names in ``architectures``, else the bare model of
     its type, with a warning. Weights that its ``quantization_config`` has in bitsandbytes' 4 bits
     are packed, and all parameters frozen, unless it ``needs_loss``. Raises ConfigError if there is
-    no such model, if it has more than :data:`MOST_MODULES` modules, or if the model ``needs_loss``
+    no such model, if it has more than :data:`MAX_MODULES` modules, or if the model ``needs_loss``
     and is built without its head.
     """
     config = _configuration(model)
@@ -142,14 +142,14 @@ def _frozen(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
 
 @contextmanager
 def _few_modules() -> Iterator[None]:
-    """Raise ValueError when more than :data:`MOST_MODULES` modules are built inside."""
+    """Raise ValueError when more than :data:`MAX_MODULES` modules are built inside."""
     built = 0
 
     def count(*_: object) -> None:
         nonlocal built
         built += 1
-        if built > MOST_MODULES:
-            raise ValueError(f"it has more than {MOST_MODULES:,} modules")
+        if built > MAX_MODULES:
+            raise ValueError(f"it has more than {MAX_MODULES:,} modules")
 
     hook = register_module_module_registration_hook(count)
     try:
@@ -237,12 +237,12 @@ def _from_values(model: object, values: Mapping[str, object]) -> PreTrainedConfi
 
 
 def _refuse_layers(values: Mapping[str, object]) -> None:
-    """Raise ValueError for more than :data:`MOST_LAYERS` layers: a class of Transformers may make a
+    """Raise ValueError for more than :data:`MAX_LAYERS` layers: a class of Transformers may make a
     list of them before it checks any.
     """
     for name, value in values.items():
-        if "layer" in str(name) and isinstance(value, int) and value > MOST_LAYERS:
-            raise ValueError(f"{name} = {value:.6g} is above {MOST_LAYERS:,}")
+        if "layer" in str(name) and isinstance(value, int) and value > MAX_LAYERS:
+            raise ValueError(f"{name} = {value:.6g} is above {MAX_LAYERS:,}")
 
 
 def _known_sizes(name: str) -> dict[str, object] | None:

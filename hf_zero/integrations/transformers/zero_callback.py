@@ -138,8 +138,8 @@ _UNROUTED = (
 
 def memory(device: torch.device) -> dict[str, float]:
     """Return ``memory_mib`` and ``peak_memory_mib`` of this rank."""
-    if not kinds.is_host(device):
-        now, peak = free_memory.allocated(device), free_memory.most_allocated(device)
+    if not kinds.is_synchronous(device):
+        now, peak = free_memory.allocated(device), free_memory.max_allocated(device)
     else:
         now, peak = accelerator.memory_allocated(), accelerator.max_memory_allocated()
     return {

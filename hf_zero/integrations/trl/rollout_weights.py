@@ -36,7 +36,7 @@ def copies(stream: WeightStream, device: torch.device) -> Iterator[Iterator[Name
     from hf_zero.device import kinds, streams
 
     def current() -> streams.Stream | None:
-        return None if kinds.is_host(device) else streams.current_stream(device)
+        return None if kinds.is_synchronous(device) else streams.current_stream(device)
 
     def follow(stream: streams.Stream | None, other: streams.Stream | None) -> None:
         if stream is not None and other is not None and stream != other:

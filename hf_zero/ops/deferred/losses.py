@@ -118,7 +118,7 @@ def _kept_rows(labels: torch.Tensor, ignored: int) -> torch.Tensor | None:
     """Return the places of labels that count, on a host; None if all do, or on a device, where
     their number is not known.
     """
-    if not kinds.is_host(labels.device):
+    if not kinds.is_synchronous(labels.device):
         return None
     labeled = (labels != ignored).nonzero()[:, 0]
     return None if labeled.numel() == labels.numel() else labeled
@@ -179,7 +179,9 @@ def _labeled(
     labeled = _kept_rows(labels, ignored)
     if labeled is not None:
         return flat.rows(lambda rows: rows[labeled]), labels[labeled]
-    if kinds.is_host(labels.device) or graphs.arguments() is not None:  # no host reads the count
+    if (
+        kinds.is_synchronous(labels.device) or graphs.arguments() is not None
+    ):  # no host reads the count
         return flat.value(), labels
     capacity = _CAPACITIES.setdefault(call.module, RowCapacity())
     early = _COUNTS.pop(call.module, None)
@@ -206,7 +208,7 @@ def count_early(head: object, labels: torch.Tensor | None, ignored: int = -100) 
     ``labels`` drop the count of an earlier forward, whose loss did not take it.
     """
     _COUNTS.pop(head, None)
-    if labels is None or kinds.is_host(labels.device) or graphs.arguments() is not None:
+    if labels is None or kinds.is_synchronous(labels.device) or graphs.arguments() is not None:
         return
     version = version_of(labels)
     if version is not None:  # writes to inference tensors are not seen: counted at the loss

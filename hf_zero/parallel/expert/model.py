@@ -176,7 +176,7 @@ def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
                 set_sharding(tensor, replace(sharding, axes=axes, names=names))
 
 
-def on_model(model: nn.Module) -> dict[str, RoutesOfForwards]:
+def techniques_of(model: nn.Module) -> dict[str, RoutesOfForwards]:
     """Return the techniques that an engine installs on ``model`` for its experts."""
     spread = [module for module in model.modules() if RECORD in module.__dict__]
     spread += [module for _, module in _spread_layers(model)]

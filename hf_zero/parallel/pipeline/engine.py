@@ -47,7 +47,7 @@ class PipelineTraining(TrainingEngine):
         settings: ZeroConfig,
         optimizer: torch.optim.Optimizer | None,
         extensions_of: ExtensionsOf,
-        keeps_dtypes: bool = False,
+        shard_only: bool = False,
         dims: ParallelDims | None = None,
         cuts: Cuts = UNCUT,
     ) -> EnginePlan:
@@ -57,7 +57,7 @@ class PipelineTraining(TrainingEngine):
         groups = get_parallel()
         assert groups is not None and isinstance(model, StagedModule)
         mark_tied(model, groups)
-        return super().plan(model, settings, optimizer, extensions_of, keeps_dtypes, dims, cuts)
+        return super().plan(model, settings, optimizer, extensions_of, shard_only, dims, cuts)
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         groups = get_parallel()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_zero.distributed.collectives import DEVICE_ERRORS
-from hf_zero.distributed.stage_messages import KINDS, Activations, StageMessages
+from hf_zero.distributed.stage_messages import PASSED_CLASSES, Activations, StageMessages
 from hf_zero.errors import ConfigError
 from hf_zero.ops.operators import GradientContext
 
@@ -249,13 +249,13 @@ class Stage:
 
 
 def _as_tuple(output: object) -> tuple[Activations, type[Any]]:
-    """Return the output of a stage as a tuple, and its class, of ``stage_messages.KINDS``. Raises
+    """Return the output of a stage as a tuple, and its class, of :data:`PASSED_CLASSES`. Raises
     ConfigError for another class, which the next stage could not be given.
     """
     if isinstance(output, torch.Tensor):
         return (output,), torch.Tensor
     kind, values = type(output), output if isinstance(output, (tuple, list)) else ()
-    if kind in KINDS and all(v is None or isinstance(v, torch.Tensor) for v in values):
+    if kind in PASSED_CLASSES and all(v is None or isinstance(v, torch.Tensor) for v in values):
         return tuple(values), kind
     raise ConfigError(
         f"a stage of the pipeline gives a {kind.__name__}; return a tensor from the layer before "

@@ -294,7 +294,7 @@ class TiedParameters:
                 if total is None:
                     total = torch.zeros_like(shard, device=self._device)
                 along.all_reduce(total, f"gradient of {flat.key}, tied").wait()
-                flat.gradient.make_room()
+                flat.gradient.allocate()
                 if total.data_ptr() != shard.data_ptr():
                     shard.copy_(total)
                 flat.gradient.mark_used(flat.gradient.all_used)

@@ -189,7 +189,7 @@ class SequenceParallel:
         return self.rank
 
 
-class OnModel(Technique):
+class SequenceTechnique(Technique):
     """Technique of one engine: sequence parallelism on its model."""
 
     def __init__(self, sequence: SequenceParallel):
@@ -359,6 +359,6 @@ def check_model(model: nn.Module, division: Division, dims: ParallelDims) -> Non
         registered("sequence_attention")().check(model, division, dims.tensor)
 
 
-def on_model(sequence: SequenceParallel | None) -> dict[str, OnModel]:
+def techniques_of(sequence: SequenceParallel | None) -> dict[str, SequenceTechnique]:
     """Return the techniques for an engine to install on its model for sequence parallelism."""
-    return {} if sequence is None else {KEY: OnModel(sequence)}
+    return {} if sequence is None else {KEY: SequenceTechnique(sequence)}

@@ -25,7 +25,7 @@ _SEEDS = 2**63 - 1
 def generator_states(device: torch.device) -> list[torch.Tensor]:
     """Return the states of the generators that a forward on ``device`` may draw from."""
     states = [torch.get_rng_state()]
-    if not kinds.is_host(device):
+    if not kinds.is_synchronous(device):
         states.append(kinds.module_of(device).get_rng_state(device))
     return states
 
@@ -64,7 +64,7 @@ class OwnRandomNumbers:
         self._recomputes = torch._C._current_graph_task_id() != -1
         own_seed = (seed ^ (self._axis.rank + 1) * _STEP) & _SEEDS
         torch.default_generator.manual_seed(own_seed)
-        if not kinds.is_host(self._device):
+        if not kinds.is_synchronous(self._device):
             kinds.module_of(self._device).manual_seed(own_seed)
 
     @torch.compiler.disable

@@ -159,7 +159,7 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
         latency=None,
         link=None,
         overlap=1.0,
-        asynchronous=not kinds.is_host(device),
+        asynchronous=not kinds.is_synchronous(device),
         store=store,
     )
     return measured if mesh is None else _with_messages(measured, took, size)

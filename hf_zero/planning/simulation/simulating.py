@@ -30,7 +30,7 @@ from hf_zero.integrations.fused.deferred_heads import defer_head
 from hf_zero.integrations.transformers.meta_model import sized_model
 from hf_zero.measures.collectives import wire_bytes
 from hf_zero.optim.one_bit import one_bit_of
-from hf_zero.parallel.expert.model import on_model, spread_experts
+from hf_zero.parallel.expert.model import spread_experts, techniques_of
 from hf_zero.parallel.pipeline.engine import (
     PipelineTraining,
     check_pipeline,
@@ -422,7 +422,7 @@ def _record(
     inputs: dict[str, object] = {**made}
     if batch is None and dims.pipeline == 1:
         inputs["return_dict"] = False
-    backend = "gloo" if kinds.is_host(planned.device) else "nccl"
+    backend = "gloo" if kinds.is_synchronous(planned.device) else "nccl"
     with fake_world(dims.world, planned.rank, backend, ranks_per_host):
         engine = _engine(planned, copied, settings)
         groups = get_parallel()
@@ -487,7 +487,7 @@ def _engine(planned: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Eng
     init_parallel(planned.dims)
     optimizer = _optimizer_for(planned, module)
     mark_weights(module, settings)
-    techniques = TrainingTechniques(settings, on_model(module))
+    techniques = TrainingTechniques(settings, techniques_of(module))
     if isinstance(module, StagedModule):
         check_uncut(settings, module)
         one_bit = one_bit_of(settings, optimizer) is not None

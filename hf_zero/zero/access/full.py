@@ -194,7 +194,7 @@ class GatheredParameters:
             # a part that the modifier does not have is taken from the first rank that has it
             group.broadcast(view, modifier if modifier in group.ranks else group.ranks[0])
         with _engine_of(flat).schedule.shards.writing():
-            flat.adopt(name)
+            flat.store_gathered(name)
 
 
 @contextmanager

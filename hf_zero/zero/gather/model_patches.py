@@ -467,7 +467,7 @@ def refuse_switched(flats: Sequence[FlatBuffer]) -> None:
     trainable one may be frozen for a while and then gets no gradient.
     """
     for flat in flats:
-        for name in sorted(flat.handles.switched):
+        for name in sorted(flat.parameter_views.switched):
             if flat.parameters[name].requires_grad:
                 raise PartitionError(
                     f"requires_grad of {name} is True in this backward, and the engine keeps it "

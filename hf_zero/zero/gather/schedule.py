@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 GATHER, END_OF_PASS = 1, 0
 _pins, _nbytes = attrgetter("pins"), attrgetter("nbytes")
-MOST_PREFETCHED_UNITS = 2  # beside the limit in bytes of the configuration
+MAX_PREFETCHED_UNITS = 2  # beside the limit in bytes of the configuration
 
 
 @dataclass(eq=False)
@@ -464,7 +464,7 @@ class Schedule:
         if not self._ahead_bytes:
             return
         waiting = sum(map(_nbytes, self._ahead))
-        while under_way.cursor < len(plan) and len(self._ahead) < MOST_PREFETCHED_UNITS:
+        while under_way.cursor < len(plan) and len(self._ahead) < MAX_PREFETCHED_UNITS:
             unit = plan[under_way.cursor]
             if unit in under_way.left_out:
                 under_way.cursor += 1

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from hf_zero.zero.layout.parameter_handles import UserWrites
+from hf_zero.zero.layout.parameter_views import UserWrites
 
 # Changes the parameters of one flat buffer, by name, in place. Must be deterministic: the same
 # result for the same values, on all ranks, from a forward to the end of its backward.
 Change = Callable[[Mapping[str, torch.Tensor]], None]
 
 
-class Computing:
+class WeightTransform:
     """Changed values of ``flat`` that modules compute with; ``values`` names them in messages."""
 
     def __init__(self, flat: Any, change: Change, values: str):
@@ -39,7 +39,7 @@ class Computing:
         # unchanged values
         with torch.inference_mode(False):
             self._other = None if flat.sharded else torch.empty_like(flat.full)
-            self._views = {} if flat.sharded else flat.handles.views_of(self._other)
+            self._views = {} if flat.sharded else flat.parameter_views.views_of(self._other)
         self._writes = UserWrites(self._views)
 
     @property
@@ -88,7 +88,7 @@ class Computing:
                 self._other.copy_(flat.full)
                 self._change(self._views)
                 self._writes.accept()
-            flat.handles.point_at(self._views)
+            flat.parameter_views.point_at(self._views)
         self._unchanged = False
 
     def end(self) -> None:
@@ -109,7 +109,7 @@ class Computing:
                     flat.full.copy_(self._other)
                     self._other = None
                 else:
-                    flat.handles.point_at(flat.views)
+                    flat.parameter_views.point_at(flat.views)
             self._unchanged = True
 
     def _change_in_place(self) -> None:
@@ -122,16 +122,16 @@ class ChangedValues:
     """The flat buffers of an engine whose modules compute with changed values, pass by pass."""
 
     def __init__(self) -> None:
-        self.used: list[Computing] = []  # in the pass under way
+        self.used: list[WeightTransform] = []  # in the pass under way
         self._changed: set[object] = set()  # flat buffers
         self.on = False  # some flat buffer has changed values
 
     def change(
         self, flats: Sequence[Any], change: Change | None, values: str = "changed weights"
     ) -> None:
-        """Call ``compute_with`` on each of ``flats``. Called between passes."""
+        """Call ``set_transform`` on each of ``flats``. Called between passes."""
         for flat in flats:
-            flat.compute_with(change, values)
+            flat.set_transform(change, values)
         self._changed = self._changed - {*flats} if change is None else self._changed | {*flats}
         self.on = bool(self._changed)
 

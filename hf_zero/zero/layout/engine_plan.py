@@ -32,7 +32,7 @@ from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
-from hf_zero.zero.layout.stage_policy import POLICIES, Policy
+from hf_zero.zero.layout.stage_policy import POLICIES, StagePolicy
 from hf_zero.zero.layout.wrap import UnitSpec, persistence
 
 Cuts = Mapping[nn.Parameter, Sharding]
@@ -138,13 +138,13 @@ class KeptState(NamedTuple):
 
 def shard_spec(spec: FlatSpec) -> ShardSpec:
     """Return the properties of a flat buffer that its placement depends on."""
-    return ShardSpec(spec.key, spec.owned_numel, spec.dtype, spec.trainable, spec.wide)
+    return ShardSpec(spec.key, spec.owned_numel, spec.dtype, spec.trainable, spec.master_dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class EnginePlan:
     """The plan of an engine of one rank. Made by :func:`plan`, whose arguments it keeps and
-    explains: model, settings, dims, optimizer, rank, device, cuts, held, keeps_dtypes and
+    explains: model, settings, dims, optimizer, rank, device, cuts, held, shard_only and
     extensions_of.
 
     units: the partition of the model, the root first. aliases: other names of tied parameters, each
@@ -163,7 +163,7 @@ class EnginePlan:
     device: torch.device
     cuts: Cuts
     held: Collection[str] | None
-    keeps_dtypes: bool
+    shard_only: bool
     units: tuple[UnitSpec, ...]
     aliases: dict[str, str]
     group_of: dict[str, int]
@@ -183,7 +183,7 @@ class EnginePlan:
         return {name: flat.spec.dtype for flat in self.flats for name in flat.parameters}
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> StagePolicy:
         return POLICIES[self.settings.stage]
 
     @property
@@ -235,7 +235,7 @@ class EnginePlan:
     def buffer_dtype(self) -> torch.dtype | None:
         """The dtype to which floating-point buffers of the model are cast; None keeps theirs."""
         name = self.settings.buffer_dtype
-        return COMPUTE[name] if name and not self.keeps_dtypes else None
+        return COMPUTE[name] if name and not self.shard_only else None
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
@@ -320,7 +320,7 @@ class EnginePlan:
         moments: dict[str, KeptState] = {}
         for run in group_runs(flat.spec.layout, flat.spec.owned, self.group_of):
             if run.group is not None:
-                moments = self._kept(run.group, flat.spec.wide) | moments
+                moments = self._kept(run.group, flat.spec.master_dtype) | moments
         return moments
 
     def optimizer_bytes(self, flat: FlatPlan) -> Counter[str]:
@@ -329,7 +329,7 @@ class EnginePlan:
             return Counter()
         if flat.sub_groups is None:
             numel = flat.spec.owned_numel
-            master_size = flat.spec.wide.itemsize if flat.needs_master else 0
+            master_size = flat.spec.master_dtype.itemsize if flat.needs_master else 0
             return Counter({"device": numel * master_size + self._moment_bytes(flat)})
         in_files = self.settings.offload_optimizer.device == "nvme"
         return Counter({"disk" if in_files else "ram": sum(self.piece_bytes(flat))})
@@ -343,7 +343,7 @@ class EnginePlan:
         for run in group_runs(flat.spec.layout, flat.spec.owned, self.formats):
             if run.group is not None:
                 (group, in_8_bits), numel = run.group, run.stop - run.start
-                for _, dtype, _ in self._kept(group, flat.spec.wide).values():
+                for _, dtype, _ in self._kept(group, flat.spec.master_dtype).values():
                     how = StorageFormat(dtype, blocks=in_8_bits and dtype == torch.float32)
                     nbytes += size_in_memory(how, numel)
         return nbytes
@@ -358,7 +358,10 @@ class EnginePlan:
 
         Raises ConfigError for moments that are kept in fp32 only, and configured in fewer bits.
         """
-        others, formats = self._unquantized_sub_groups(flat), [StorageFormat(flat.spec.wide)]
+        others, formats = (
+            self._unquantized_sub_groups(flat),
+            [StorageFormat(flat.spec.master_dtype)],
+        )
         for name, (group, _, dtype) in self.moments_of(flat).items():
             how = stored_format(self._entries, self.rules.moments, group, name, dtype, others)
             formats.append(how)

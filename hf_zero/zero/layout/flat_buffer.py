@@ -40,11 +40,11 @@ from hf_zero.device.spans import NOTHING, span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.offload.storage import SHARD, CastStorage, DeviceStorage, Storage, decoded
-from hf_zero.zero.layout.compute_copy import Change, Computing
+from hf_zero.zero.layout.compute_copy import Change, WeightTransform
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
-from hf_zero.zero.layout.parameter_handles import ParameterHandles, UserWrites
+from hf_zero.zero.layout.parameter_views import ParameterViews, UserWrites
 from hf_zero.zero.layout.training_state import GradientBuffer, GradientMemory, OptimizerShard
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -81,10 +81,10 @@ class FlatBuffer:
         self.raw, self.saves_shard = spec.raw, spec.saves_shard
         self.mesh, self.axis = spec.mesh, spec.mesh.shard
         self.engine_flats, self.engine_mesh = engine_flats, engine_flats.mesh
-        self.handles = ParameterHandles(spec, parameters)
+        self.parameter_views = ParameterViews(spec, parameters)
         self.parameters = parameters
         # from ``handles``: in buffer order, and as views of the buffer by name
-        self.members, self.views = self.handles.members, self.handles.views
+        self.members, self.views = self.parameter_views.members, self.parameter_views.views
         self.gradient = GradientBuffer(spec)
         self.optimizer_shard = OptimizerShard(spec, self.gradient)
         self.user_writes = UserWrites(parameters)
@@ -96,7 +96,7 @@ class FlatBuffer:
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # storage of the parameter shard
         self.shard_offloaded = False  # that storage is not on the compute device
-        self.computing: Computing | None = None
+        self.computing: WeightTransform | None = None
         engine_flats.flats.append(self)
 
     def __repr__(self) -> str:
@@ -214,7 +214,7 @@ class FlatBuffer:
         """
         self.optimizer_shard.begin_update(finish, update)
         if not self.sharded:
-            self.handles.turn(OwnedParameter, UpdatingParameter)
+            self.parameter_views.turn(OwnedParameter, UpdatingParameter)
 
     def end_update(self, copied: streams.Event | None) -> None:
         """Record the end of the update, if one was registered; its copies to the device end with
@@ -223,7 +223,7 @@ class FlatBuffer:
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.end_update(copied)
             if not self.sharded:
-                self.handles.turn(UpdatingParameter, OwnedParameter)
+                self.parameter_views.turn(UpdatingParameter, OwnedParameter)
 
     def store_shard(self, values: torch.Tensor) -> None:
         """Overwrite this rank's elements, cast to compute dtype."""
@@ -322,7 +322,7 @@ class FlatBuffer:
                 "write to it between steps, inside GatheredParameters"
             )
 
-    def adopt(self, name: str) -> None:
+    def store_gathered(self, name: str) -> None:
         """Copy the gathered values of parameter ``name`` into this rank's shard and master weights.
         Master weights that already round to these values stay.
         """
@@ -386,7 +386,7 @@ class FlatBuffer:
         """
         if not (self.sharded or self.raw):
             self.take_user_writes()
-            self.handles.point_at(self.views)
+            self.parameter_views.point_at(self.views)
 
     @torch.no_grad()
     def take_user_writes(self) -> None:
@@ -425,13 +425,13 @@ class FlatBuffer:
 
     # ---- the whole buffer ----
 
-    def compute_with(self, change: Change | None, values: str) -> None:
+    def set_transform(self, change: Change | None, values: str) -> None:
         """Let modules compute with the values changed by ``change`` from the next pass on, named
         ``values`` in messages; None: with the values themselves. Called between passes.
         """
-        self.computing = None if change is None else Computing(self, change, values)
+        self.computing = None if change is None else WeightTransform(self, change, values)
 
-    def make_room(self, for_script: bool = False) -> None:
+    def allocate(self, for_script: bool = False) -> None:
         """Allocate ``full`` before new values are written into it; call :meth:`mark_filled` once
         they are. ``for_script``: a script reads the values, unchanged.
         """
@@ -458,7 +458,7 @@ class FlatBuffer:
         self._set_full(full)
         if not self.sharded:
             self.keep_shard_in(DeviceStorage({SHARD: self._own}))
-        self.handles.take(self, full)
+        self.parameter_views.take(self, full)
 
     def _set_full(self, full: torch.Tensor) -> None:
         self.full, self._own = full, full[self.owned[0] : self.owned[1]]
@@ -466,7 +466,7 @@ class FlatBuffer:
     def leave_storage(self) -> None:
         """Continue in a new storage: existing views keep the old one with its values."""
         self._set_full(torch.empty_like(self.full))
-        self.handles.lay(self.full)
+        self.parameter_views.lay(self.full)
 
     def retire(self) -> None:
         """Turn whole parameters back into plain PyTorch parameters.
@@ -479,7 +479,7 @@ class FlatBuffer:
         self.retired = True
         self.gradient.free()
         self.optimizer_shard.free()
-        if self.handles.restore():
+        if self.parameter_views.restore():
             self.drop()  # only the parameters keep values from now on
 
     def drop(self) -> None:
@@ -487,7 +487,7 @@ class FlatBuffer:
         engine.
         """
         self.keep_shard_in(DeviceStorage({}))
-        self.handles.drop_memory()
+        self.parameter_views.drop_memory()
         self.user_writes.drop_aliases()
         self.full = self.full.new_empty(0)
         self._own = self.full

@@ -97,7 +97,7 @@ class FlatMemory:
                 DeviceStorage({MASTER: master}), needs or flat.shard_offloaded
             )
         # 16-bit gradients are upcast once something is added
-        upcasts = self._upcasts and dtype.itemsize < flat.spec.wide.itemsize
+        upcasts = self._upcasts and dtype.itemsize < flat.spec.master_dtype.itemsize
         flat.gradient.set_memory(memory, planned.sums_whole, host, upcasts)
 
 
@@ -112,13 +112,17 @@ def ways_back(
     ``separate_gradients``: each gradient has memory of its own.
     """
     masters = _arena(
-        [(flat.spec.owned_numel, flat.spec.wide) for flat in flats if keeps_master(flat)],
+        [(flat.spec.owned_numel, flat.spec.master_dtype) for flat in flats if keeps_master(flat)],
         device,
     )
     alone = [flat for flat in flats if flat.gradient.accumulated_grad is None]
     grads = gradient_memories(
         [
-            (flat.spec.owned_numel, flat.spec.wide, flat.key if separate_gradients else None)
+            (
+                flat.spec.owned_numel,
+                flat.spec.master_dtype,
+                flat.key if separate_gradients else None,
+            )
             for flat in alone
         ],
         device,

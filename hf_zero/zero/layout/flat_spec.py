@@ -25,8 +25,8 @@ class FlatSpec:
     reduce_codec, gather_codec: codec of its gradient in a reduce-scatter, and of its values in an
     all-gather of shards or of a step's updates; None: uncompressed. momentum_blocks: codec of its
     momentum, if the optimizer sends that. mesh: the ranks that hold its values. sharding: the
-    ``Sharding`` of its parameters, without their boxes. wide: dtype of its master weights and of
-    sums of its gradients.
+    ``Sharding`` of its parameters, without their boxes. master_dtype: dtype of its master weights
+    and of sums of its gradients.
     """
 
     index: int
@@ -44,7 +44,7 @@ class FlatSpec:
     momentum_blocks: SignBlocks | None = None
     mesh: FlatMesh | None = None
     sharding: Sharding = WHOLE
-    wide: torch.dtype = torch.float32
+    master_dtype: torch.dtype = torch.float32
 
     @property
     def owned_numel(self) -> int:
@@ -63,7 +63,7 @@ class FlatSpec:
         """Return whether an update on the device needs master weights besides the parameter shard,
         even if that is on the device, too.
         """
-        return self.dtype != self.wide or self.sends_differences
+        return self.dtype != self.master_dtype or self.sends_differences
 
     def own_range(self, name: str) -> tuple[int, int, int]:
         """Return the range of this rank's part of parameter ``name``: (first element of the

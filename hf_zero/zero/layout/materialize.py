@@ -203,7 +203,7 @@ def check_statistics(plan: EnginePlan, device: torch.device) -> None:
     """Raise ConfigError for a batch norm whose weights compute in 16 bits and whose statistics stay
     in fp32: torch's kernels for the CPU take both in one dtype.
     """
-    for name, module in named_modules_of(plan.model) if kinds.is_host(device) else ():
+    for name, module in named_modules_of(plan.model) if kinds.is_synchronous(device) else ():
         if type(module).forward not in (_BatchNorm.forward, _InstanceNorm.forward):
             continue
         mean, weight = module._buffers.get("running_mean"), f"{name}.weight".lstrip(".")

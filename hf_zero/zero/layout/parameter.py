@@ -168,7 +168,7 @@ class OwnedParameter(nn.Parameter):
         flat = self.__dict__.get("_hf_zero_flat")
         if isinstance(self, ReleasedParameter) and isinstance(value, ReleasedTensor):
             assert flat is not None
-            flat.handles.cast(name_of(self), value.dtype)
+            flat.parameter_views.cast(name_of(self), value.dtype)
             return
         if (
             flat is None
@@ -196,7 +196,7 @@ class OwnedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 _requires_grad.__set__(self, requires_grad)
             flat = self.__dict__["_hf_zero_flat"]
-            flat.handles.switch(name_of(self))
+            flat.parameter_views.switch(name_of(self))
             flat.engine_flats.switched |= not flat.trainable
         return self
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hf_zero.config import ZeroConfig
-from hf_zero.device.kinds import is_host
+from hf_zero.device.kinds import is_synchronous
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.offload.placement import PlacementRules, ShardSpec
@@ -45,7 +45,7 @@ from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.float8_weights import Float8Weights
 from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding
-from hf_zero.zero.layout.stage_policy import POLICIES, Policy
+from hf_zero.zero.layout.stage_policy import POLICIES, StagePolicy
 from hf_zero.zero.layout.walk import buffers_of, parameters_of
 from hf_zero.zero.layout.wrap import UnitSpec, find_units, persistent_names
 
@@ -65,7 +65,7 @@ def plan(
     device: torch.device = CPU,
     cuts: Cuts = UNCUT,
     held: Collection[str] | None = None,
-    keeps_dtypes: bool = False,
+    shard_only: bool = False,
 ) -> EnginePlan:
     """Return the plan of an engine of ``model`` on one rank, without collectives.
 
@@ -81,7 +81,7 @@ def plan(
         device: the kind of device that computes.
         cuts: the sharding of parameters that tensor and expert parallelism have yet to cut.
         held: names of the parameters that this pipeline stage holds; None: all.
-        keeps_dtypes: parameters compute in their own dtypes, as in an engine that only holds them.
+        shard_only: parameters compute in their own dtypes, as in an engine that only holds them.
 
     Raises:
         ConfigError: a 16-bit trainable parameter in fp32 training, and keys that do not go with
@@ -108,7 +108,7 @@ def plan(
     group_of = _group_of(units, optimizer)
     bf16 = Bf16State.of(settings, optimizer)
     layouts = _FlatLayouts(
-        None if keeps_dtypes else settings.precision,
+        None if shard_only else settings.precision,
         kept_in_fp32(model, settings.precision, settings.keep_in_fp32_modules),
         policy,
         persistent,
@@ -134,7 +134,7 @@ def plan(
         device=device,
         cuts=cuts,
         held=held,
-        keeps_dtypes=keeps_dtypes,
+        shard_only=shard_only,
         units=tuple(units),
         aliases=aliases,
         group_of=group_of,
@@ -160,7 +160,7 @@ def replan(planned: EnginePlan, settings: ZeroConfig, rank: int | None = None) -
         device=planned.device,
         cuts=planned.cuts,
         held=planned.held,
-        keeps_dtypes=planned.keeps_dtypes,
+        shard_only=planned.shard_only,
     )
 
 
@@ -276,7 +276,7 @@ class FlatKind(NamedTuple):
     trainable: bool
     dtype: torch.dtype
     raw: bool
-    policy: Policy
+    policy: StagePolicy
     compressed: bool
     float8: bool
     moments: str
@@ -289,7 +289,7 @@ class _FlatLayouts:
 
     precision: str | None
     in_fp32: frozenset[str]  # names of the parameters that compute in fp32 whatever the precision
-    policy: Policy
+    policy: StagePolicy
     persistent: frozenset[str]
     codecs: Codecs
     group_of: Mapping[str, int]
@@ -305,7 +305,7 @@ class _FlatLayouts:
         the parameters of this pipeline stage; None: all.
         """
         kinds: dict[FlatKind, dict[str, nn.Parameter]] = {}
-        of_persistent, differ = self.policy.of_persistent, len(set(self.moments)) > 1
+        for_persistent, differ = self.policy.for_persistent, len(set(self.moments)) > 1
         parameters = [item for item in unit.parameters if held is None or item[0] in held]
         # Ordered by group: the elements of a group in a unit are one run.
         for name, parameter in sorted(parameters, key=lambda item: self.group_of.get(item[0], -1)):
@@ -314,7 +314,7 @@ class _FlatLayouts:
                 if self.precision is None
                 else compute_dtype(name, parameter, self.precision, self.in_fp32)
             )
-            policy = of_persistent if name in self.persistent else self.policy
+            policy = for_persistent if name in self.persistent else self.policy
             trains, raw = name in self.group_of, is_raw(parameter)
             compressed = not raw and self.codecs.takes(parameter, trains)
             moments = "+".join(self.moments[self.group_of[name]]) if trains and differ else ""
@@ -373,10 +373,10 @@ class _FlatLayouts:
             if kind.compressed and trainable
             else None,
             sharding=sharding,
-            wide=self._wide(dtype),
+            master_dtype=self._master_dtype(dtype),
         )
 
-    def _wide(self, dtype: torch.dtype) -> torch.dtype:
+    def _master_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of master weights, and of sums of gradients, of parameters that compute
         in ``dtype``.
         """
@@ -399,7 +399,7 @@ def _flat_plans(
     away = rules.offloaded([s for s, (_, spec, _) in zip(specs, flat_specs) if not spec.persistent])
     tiers = rules.shard_tiers([s for s, (_, spec, _) in zip(specs, flat_specs) if spec.sharded])
     # gloo sums what ranks send in 16 bits in the dtype of a sharded gradient
-    sums_wide = policy.shards_gradients and is_host(device) and dims.pp_stage_ranks > 1
+    sums_wide = policy.shards_gradients and is_synchronous(device) and dims.pp_stage_ranks > 1
     narrow = (
         optimizer is not None
         and not sums_wide
@@ -434,7 +434,7 @@ def _gradient_dtype(
     if narrow:
         wire = settings.communication_data_type
         return rules.gradient_dtype(shard, COMPUTE[wire] if wire else shard.dtype)
-    return shard.wide
+    return shard.master_dtype
 
 
 def _casts_master(spec: FlatSpec) -> bool:
@@ -445,7 +445,7 @@ def _casts_master(spec: FlatSpec) -> bool:
     return (
         spec.sharded
         and spec.trainable
-        and spec.dtype.itemsize < spec.wide.itemsize
+        and spec.dtype.itemsize < spec.master_dtype.itemsize
         and whole
         and spec.momentum_blocks is None
         and not spec.sends_differences

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Policy:
+class StagePolicy:
     """One stage's handling of parameters, gradients and optimizer state: False keeps them whole on
     every rank, True shards them.
     """
@@ -34,7 +34,7 @@ class Policy:
         return num_shards if self.shards_parameters else 1
 
     @property
-    def of_persistent(self) -> Policy:
+    def for_persistent(self) -> StagePolicy:
         """The policy for parameters that stay whole between steps at a stage that shards others."""
         return replace(self, shards_parameters=False)
 
@@ -46,9 +46,9 @@ class Policy:
         return self.shards_optimizer and not self.shards_parameters
 
 
-POLICIES: dict[int, Policy] = {
-    0: Policy(0, shards_parameters=False, shards_gradients=False, shards_optimizer=False),
-    1: Policy(1, shards_parameters=False, shards_gradients=False, shards_optimizer=True),
-    2: Policy(2, shards_parameters=False, shards_gradients=True, shards_optimizer=True),
-    3: Policy(3, shards_parameters=True, shards_gradients=True, shards_optimizer=True),
+POLICIES: dict[int, StagePolicy] = {
+    0: StagePolicy(0, shards_parameters=False, shards_gradients=False, shards_optimizer=False),
+    1: StagePolicy(1, shards_parameters=False, shards_gradients=False, shards_optimizer=True),
+    2: StagePolicy(2, shards_parameters=False, shards_gradients=True, shards_optimizer=True),
+    3: StagePolicy(3, shards_parameters=True, shards_gradients=True, shards_optimizer=True),
 }

@@ -7,7 +7,7 @@ tensor. Their memory is freed after each step and allocated again before the fir
 written, in one storage for life, as whole parameters are (``flat_buffer.py``): the views in
 gradient buffers and their places stay the same. Each gradient that an update in the backward uses,
 and frees, has memory of its own. Code must not read or write a view unless its gradient buffer
-holds a gradient or :meth:`GradientBuffer.make_room` has been called. An allocation has at most
+holds a gradient or :meth:`GradientBuffer.allocate` has been called. An allocation has at most
 :data:`LARGEST` bytes, unless one gradient has more: an allocator that has split a freed block for
 activations finds room for the next one more easily.
 """
@@ -105,7 +105,7 @@ class GradientBuffer:
         if not self.offloaded:
             self.shard = part[self.owned[0] : self.owned[1]]
 
-    def make_room(self) -> None:
+    def allocate(self) -> None:
         """Allocate the memory on the device before a gradient is written to it."""
         if self.memory is not None:
             self.memory.set_allocated(True)
@@ -118,7 +118,7 @@ class GradientBuffer:
         if memory is not None:
             self.set_memory(memory)
         elif self.accumulated_grad is not None:
-            self.make_room()
+            self.allocate()
             self.move(self.accumulated_grad)
 
     # ---- what it holds ----
@@ -213,7 +213,7 @@ class GradientBuffer:
         parameters.
         """
         assert self.shard is not None
-        self.make_room()
+        self.allocate()
         self.shard.zero_()
         self.mark_reduced()
         self.set_unused(frozenset(slot.name for slot in self.layout.slots))

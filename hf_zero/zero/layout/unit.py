@@ -22,7 +22,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import raw_grads
-from hf_zero.zero.layout.parameter_handles import ParameterGuard
+from hf_zero.zero.layout.parameter_views import ParameterGuard
 from hf_zero.zero.layout.training_state import CopiedState
 
 _shard_offloaded = attrgetter("shard_offloaded")
@@ -292,7 +292,7 @@ class Unit:
         """
         flats = self.trainable_flats or self.sharded_flats
         device = flats[0].full.device if flats else None
-        return None if device is None or kinds.is_host(device) else device
+        return None if device is None or kinds.is_synchronous(device) else device
 
     def await_gradients(self) -> None:
         """Make the current stream wait for gradients that a backward has accumulated.
@@ -341,7 +341,7 @@ class Unit:
         self.take_user_writes()
         self.exact = exact
         with torch.inference_mode(False):
-            for flat in self.sharded_flats:  # make_room, without a call for each gather of a step
+            for flat in self.sharded_flats:  # allocate, without a call for each gather of a step
                 storage = flat.full.untyped_storage()
                 if storage.size() == 0:
                     storage.resize_(flat.layout.padded * flat.dtype.itemsize)
@@ -394,7 +394,7 @@ class Unit:
         if self.state is GatherState.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
                 for flat in self.sharded_flats:
-                    flat.handles.point_at_full(self.guard.gathered_class)
+                    flat.parameter_views.point_at_full(self.guard.gathered_class)
             self.state = GatherState.GATHERED
 
     def take_user_writes(self) -> None:
@@ -432,7 +432,7 @@ class Unit:
             at = 0
             for flat in self.sharded_flats:
                 size = flat.layout.shard_numel * flat.dtype.itemsize
-                flat.make_room(exact)
+                flat.allocate(exact)
                 flat.bring_shard()
                 for rank, data in shards.items():
                     if rank not in flat.axis.ranks:
@@ -469,7 +469,7 @@ class Unit:
                 # tensor.numpy() has made it an array's, too
                 references = references or not flat.full.untyped_storage().resizable()
                 flat.user_writes.drop_aliases()
-                flat.handles.point_at_nothing()
+                flat.parameter_views.point_at_nothing()
                 if references:
                     flat.leave_storage()
                 elif self.device_of_streams is not None:

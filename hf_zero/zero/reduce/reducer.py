@@ -22,7 +22,7 @@ from hf_zero.logging import listed
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import any_raw_grad, drop_raw_grads
-from hf_zero.zero.layout.stage_policy import Policy
+from hf_zero.zero.layout.stage_policy import StagePolicy
 from hf_zero.zero.layout.training_state import GradientMemory
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Scaling
@@ -79,7 +79,7 @@ class Reducer:
         self,
         units: Sequence[Unit],
         mesh: Mesh,
-        policy: Policy,
+        policy: StagePolicy,
         usage: UsedParameters,
         offload: GradientOffload | None,
         schedule: Schedule,

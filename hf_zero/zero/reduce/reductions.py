@@ -98,7 +98,7 @@ class Reductions:
         self._joint = False
         self._on_reduced: Callable[[FlatBuffer], None] | None = None
         self.sent = 0  # messages in this backward
-        if not kinds.is_host(mesh.device):
+        if not kinds.is_synchronous(mesh.device):
             minus_zero(mesh.device)  # before streams that do not wait for each other read it
 
     def begin(self, joint: bool, on_reduced: Callable[[FlatBuffer], None] | None) -> None:
@@ -401,7 +401,7 @@ def collect_gradients(
     # One call creates the views of all parameters, and one takes all gradients in.
     gradients = raw_grads(flat.members)
     lacking = 0
-    handles = flat.handles
+    handles = flat.parameter_views
     parts = torch._C._nn.unflatten_dense_tensors(target, handles.templates)
     views_of_members = map(parts.__getitem__, handles.members_at)
     for index, (grad, view) in enumerate(zip(gradients, views_of_members)):

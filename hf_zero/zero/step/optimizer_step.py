@@ -56,7 +56,7 @@ class OptimizerStep:
         # copies gradients from a GPU to the host
         self.gradient_offload: GradientOffload | None = None
         offloads = placement.offloads_optimizer and self.bound is not None
-        if offloads and not kinds.is_host(mesh.device):
+        if offloads and not kinds.is_synchronous(mesh.device):
             self.gradient_offload = GradientOffload(mesh.device, placement.take_pinned)
         widest = max((flat.dtype.itemsize for flat in model.trainable), default=1)
         copies = StagedCopies(mesh.device, placement.sub_group_size * widest, placement.take_pinned)

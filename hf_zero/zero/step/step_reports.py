@@ -37,7 +37,7 @@ class SanityChecks:
     def __init__(self, device: torch.device, window: AccumulationWindow, precision: str, rank: int):
         """``window.accumulation_steps``: the micro-batches of a step."""
         self._device, self._precision, self._window = device, precision, window
-        self._on_host = kinds.is_host(device)
+        self._on_host = kinds.is_synchronous(device)
         self._warns = rank == 0
         self._backwards = 0
         self._loss: torch.Tensor | None = None
@@ -96,7 +96,7 @@ class SanityChecks:
         if self._numbers is None:
             self._numbers = (
                 torch.empty(2, dtype=torch.float64)
-                if kinds.is_host(self._device)
+                if kinds.is_synchronous(self._device)
                 else pinned.empty(2, torch.float64)
             )
             self._values = (ctypes.c_double * 2).from_address(self._numbers.data_ptr())

@@ -144,7 +144,7 @@ def test_a_count_whose_forward_ended_before_its_loss_is_not_that_of_later_labels
     inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in the same memory, as an allocator gives it, and of labels that count no writes."""
-    monkeypatch.setattr(losses, "kinds", SimpleNamespace(is_host=lambda _: False))
+    monkeypatch.setattr(losses, "kinds", SimpleNamespace(is_synchronous=lambda _: False))
     monkeypatch.setattr(losses, "RowCount", Counted)
     monkeypatch.setattr(masked_rows, "GRANULE", 1)
     plain, fused = fused_pair("bert")

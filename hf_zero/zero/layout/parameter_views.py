@@ -28,7 +28,7 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
-class ParameterHandles:
+class ParameterViews:
     """The parameters of one flat buffer, by name and in buffer order."""
 
     def __init__(self, spec: FlatSpec, parameters: dict[str, nn.Parameter]):
