@@ -409,9 +409,7 @@ class Checkpoint(ClosedAtExit):
 
 
 class Scratch:
-    """Buffers into which ranges are read before they are cast or copied to a device, one a
-    dtype.
-    """
+    """Buffers into which ranges are read before they are cast or copied to a device, by dtype."""
 
     ELEMENTS = 1 << 20
 

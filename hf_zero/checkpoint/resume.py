@@ -54,9 +54,7 @@ class Resumed:
             )
 
     def check(self, target: LoadTarget) -> None:
-        """Raise CheckpointError on all ranks if the checkpoint does not fit ``target``.
-        Collective.
-        """
+        """Raise CheckpointError on all ranks if a checkpoint does not fit ``target``."""
         read = partial(check, target, self.directory, self.tag, self.in_memory)
         collective_try(get_world_group(), read, self.directory, "Nothing was loaded.")
 

@@ -214,9 +214,7 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file. ``begin`` and ``end`` are byte offsets from the start of the file's
-    data.
-    """
+    """A tensor in a file. ``begin`` and ``end``: byte offsets from the start of its data."""
 
     name: str
     dtype: torch.dtype

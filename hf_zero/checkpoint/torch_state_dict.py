@@ -378,9 +378,7 @@ def _mapped(
     change: Callable[[tuple[object, ...], torch.Tensor], object],
     path: tuple[object, ...] = (),
 ) -> object:
-    """Return ``value`` with ``change(path, tensor)`` in place of each tensor in its dicts and
-    lists.
-    """
+    """Return ``value`` with ``change(path, tensor)`` for each tensor in its dicts and lists."""
     if isinstance(value, torch.Tensor):
         return change(path, value)
     if isinstance(value, dict):
@@ -419,9 +417,7 @@ def _states_of(
 
 
 def _replacements(torch_module: ModuleType) -> dict[str, Callable[..., object]]:
-    """Return the functions that replace those of ``torch_module``, which they call for other
-    models.
-    """
+    """Return replacements for functions of ``torch_module``, which they call for other models."""
     get, put = torch_module._get_model_state_dict, torch_module._load_model_state_dict
     get_optim, put_optim = torch_module._get_optim_state_dict, torch_module._load_optim_state_dict
 

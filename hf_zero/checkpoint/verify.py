@@ -134,9 +134,7 @@ def _check_folder(folder: AnyPath, progress: bool | None) -> Verdict:
 
 
 def _check_model(folder: AnyPath) -> Verdict:
-    """Check the safetensors of a model folder against their headers and the index. It has no
-    hashes.
-    """
+    """Check the safetensors of a model folder, without hashes, against headers and the index."""
     problems: list[str] = []
     entries: list[TensorEntry] = []
     try:

@@ -159,9 +159,7 @@ def load_file(path: str | os.PathLike[str], example: str = EXAMPLE) -> JsonObjec
 
 
 def dump(values: Mapping[str, object], suffix: str) -> str:
-    """Return ``values`` as the text of a file with this suffix: YAML for .yaml and .yml, else
-    JSON.
-    """
+    """Return ``values`` as a file's text for its suffix: YAML for .yaml and .yml, else JSON."""
     if suffix in YAML:
         return str(yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False))
     return json.dumps(values, indent=2, default=str) + "\n"

@@ -210,9 +210,7 @@ def _names_file(key: str) -> bool:
 
 
 def _without(mapping: Mapping[str, object], gone: Collection[str], prefix: str = "") -> JsonObject:
-    """Return ``mapping`` without the keys ``gone``, and without the sections that held only
-    them.
-    """
+    """Return ``mapping`` without the keys ``gone``, and without sections that held only them."""
     remaining: JsonObject = {}
     for name, value in mapping.items():
         written = f"{prefix}{name}"
@@ -377,9 +375,7 @@ def _lost(written: str, value: object) -> bool:
 
 
 def _said(error: HfZeroError, source: str) -> str:
-    """Return the message without the names of file and key, and without advice to remove the
-    key.
-    """
+    """Return the message without names of file and key, and without advice to remove the key."""
     message = str(error)
     if "; known here: " in message or message.endswith("lists the keys"):
         return "not known here"

@@ -49,9 +49,7 @@ class Mistakes(list[HfZeroError]):
         return str(error).split("\n- ")[1:] or [str(error)]
 
     def throw(self) -> None:
-        """Raise the collected errors: a single one as it is, several as a list of their
-        messages.
-        """
+        """Raise the collected errors: a single one as it is, several as a list of messages."""
         errors = {str(error): error for error in self}  # one mistake may be found twice
         if len(errors) == 1:
             raise next(iter(errors.values()))

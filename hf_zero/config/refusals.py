@@ -160,9 +160,7 @@ def _check_offload(reading: ConfigReading) -> None:
 
 
 def _complete_activations(reading: ConfigReading) -> None:
-    """Enable activation offload, in place, if its section has a key and ``enabled`` is not
-    written.
-    """
+    """Enable activation offload, in place, if its section has a key, but not ``enabled``."""
     if ENABLED in reading.filled:
         reading.discard(ENABLED)
     below = f"{ACTIVATION_OFFLOAD}."

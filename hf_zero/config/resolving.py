@@ -256,9 +256,7 @@ def _check_storage(reading: ConfigReading, ranks: int) -> None:
 
 
 def check_compression(reading: ConfigReading) -> None:
-    """Raise ConfigError for compressed or hierarchical collectives that the stage does not
-    support.
-    """
+    """Raise ConfigError for compressed or hierarchical collectives that the stage lacks."""
     values = reading.values
     stage = values.get(STAGE, 0)
     up, down = f"{QUANTIZED}gradients", f"{QUANTIZED}weights"

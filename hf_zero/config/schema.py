@@ -1,6 +1,4 @@
-"""Descriptions of all configuration keys: a JSON schema for editors, a Markdown table for
-readers.
-"""
+"""Descriptions of all configuration keys: a JSON schema for editors, a table for readers."""
 
 from __future__ import annotations
 

@@ -64,9 +64,7 @@ class CurriculumSection:
 
 @dataclass(frozen=True)
 class DataEfficiency:
-    """The master switch of data sampling and routing; ``enabled`` None: their own switches
-    decide.
-    """
+    """Master switch of data sampling and routing; ``enabled`` None: their own switches decide."""
 
     enabled: bool | None = key(BOOLEAN, None)
     seed: int = key(COUNT, 1234)
@@ -274,9 +272,7 @@ class WeightQuantization:
 
 @dataclass(frozen=True)
 class QuantizationAware:
-    """Quantization-aware training by torchao: linear layers of blocks simulate a quantized
-    model.
-    """
+    """Quantization-aware training by torchao: linear layers of blocks simulate quantization."""
 
     config: str | None = key(choice(*AWARE), None)
     group_size: int = key(

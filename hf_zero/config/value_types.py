@@ -71,9 +71,7 @@ def integer(low: int | None = None, high: int | None = None) -> ValueType:
 def number(
     low: float | None = None, high: float | None = None, *, above: float | None = None
 ) -> ValueType:
-    """Return the type of finite numbers, at least ``low`` or strictly ``above``, at most
-    ``high``.
-    """
+    """Return the type of finite numbers: at least ``low``, above ``above``, at most ``high``."""
 
     def convert(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -292,9 +290,7 @@ def _switch(value: object) -> str:
 
 
 def _kernels(value: object) -> str | tuple[str, ...]:
-    """Convert to ``off``, ``auto`` (also written ``on``) or kernel names; an empty list is
-    ``off``.
-    """
+    """Convert to ``off``, ``auto`` (or ``on``) or kernel names; an empty list is ``off``."""
     if isinstance(value, (bool, str)):
         return {"off": "off"}.get(_switch(value), "auto")
     return kernels.in_order(_names(value)) or "off"

@@ -68,7 +68,7 @@ class FreeBytes:
         )
 
     def plus(self, device: int = 0, ram: int = 0) -> FreeBytes:
-        """Return a copy with additional bytes that the caller holds now and will free."""
+        """Return a copy with ``device`` and ``ram`` bytes more, or fewer if negative."""
         return replace(
             self,
             device=self.device + device,

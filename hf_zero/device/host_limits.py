@@ -17,9 +17,7 @@ ROOT = Path("/")
 
 
 class MemoryLimit(NamedTuple):
-    """One limit: the bytes left below it, its origin, and whether the ranks of this host
-    share it.
-    """
+    """One limit: the bytes left below it, its origin, and whether ranks of this host share it."""
 
     nbytes: int
     why: str

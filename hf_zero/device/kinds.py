@@ -21,8 +21,8 @@ FLASH = frozenset({"cuda"})  # kinds with torch's flash and memory-efficient att
 
 @functools.cache
 def drives_streams(kind: str) -> bool:
-    """Return whether work on this kind of device is ordered by streams and events, and threads
-    choose among its devices: a release of torch may give a kind, as MPS, the former alone.
+    """Return whether this kind of device has streams and events, and a current device that threads
+    set; some releases of torch give MPS streams and events only.
     """
     module = getattr(torch, kind, None)
     names = ("Stream", "Event", "stream", "current_stream", "set_device")
@@ -30,9 +30,7 @@ def drives_streams(kind: str) -> bool:
 
 
 def is_synchronous(device: torch.device | str) -> bool:
-    """Return whether work on ``device`` runs in the host's order: no streams, and synchronous
-    copies. MPS counts, although it is no host.
-    """
+    """Return whether work on ``device`` is synchronous with the host: CPU, meta, MPS."""
     return not drives_streams(device if isinstance(device, str) else device.type)
 
 

@@ -29,7 +29,7 @@ _started = time.perf_counter()
 NOTHING: nullcontext[None] = nullcontext()  # one object for all blocks without a context
 # called with each operation and unit, when a block begins and when any span ends (True: ends)
 Watcher = Callable[[str, str, bool], None]
-# blocks whose forward or backward is under way: which, the block, its begin, its span in a trace
+# forwards and backwards under way, by id: operation, block, begin, span in a trace
 _open: dict[int, tuple[str, str, float, Any]] = {}
 
 

@@ -141,9 +141,7 @@ class TensorPool:
     """
 
     def __init__(self, most: int | Mapping[int, int]) -> None:
-        """``most``: how many free tensors of a kind are kept, or that by their number of
-        elements.
-        """
+        """``most``: number of free tensors of a kind to keep, or that by number of elements."""
         self._most = most
         self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Stream | None]]] = {}
 

@@ -122,9 +122,7 @@ class HostHeartbeats:
         return [rank for host in self._native.unreachable() for rank in self._ranks[host]]
 
     def exited(self) -> list[int]:
-        """Return ranks on other hosts whose processes have exited without a call of
-        :meth:`close`.
-        """
+        """Return ranks on other hosts that have exited without a call of :meth:`close`."""
         return list(self._native.exited())
 
     def cause(self) -> str:

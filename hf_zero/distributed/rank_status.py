@@ -307,9 +307,7 @@ class RankStatus:
             self._last_posts[rank] = post
 
     def states(self, pending: PendingCollective | None) -> list[JsonObject]:
-        """Return the states of all ranks as of the last poll, while this one waits for
-        ``pending``.
-        """
+        """Return the states of all ranks at the last poll, while this one waits for ``pending``."""
         with self._lock:
             posts = self._known()
         post = json.loads(self._newest) if self._state in OVER else self.post(pending)

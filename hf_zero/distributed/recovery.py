@@ -219,9 +219,7 @@ class PassTracker:
         return "; ".join(collectives) or "nothing"
 
     def answer_to(self, peer: int, statement: JsonObject) -> str | None:
-        """Return this rank's answer to ``statement`` of ``peer``: "" is yes; None: not
-        known yet.
-        """
+        """Return this rank's answer to ``statement`` of ``peer``: "" is yes; None: unknown yet."""
         shared = self._logs.keys() & statement["at"].keys()
 
         def of_both(numbers: Numbers) -> Numbers:

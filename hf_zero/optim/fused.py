@@ -341,9 +341,7 @@ class FusedStep:
     # ---- places ----
 
     def _plan(self, segments: Sequence[Segment], shards: Mapping[str, Tensor]) -> _Tables:
-        """Return the tables of the launches over ``segments``, made anew if any place has
-        changed.
-        """
+        """Return the tables of the launches over ``segments``, new ones if a place has changed."""
         if not segments:
             return _Tables()
         tables = self._tables.setdefault(segments[0], _Tables())

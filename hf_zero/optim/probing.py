@@ -139,9 +139,7 @@ def _stepped(
     starts: list[list[Tensor]],
     gradients: list[list[list[Tensor]]],
 ) -> list[list[Tensor]]:
-    """Return the parameters ``starts``, one list a group, after a step over each of
-    ``gradients``.
-    """
+    """Return parameters ``starts``, one list a group, after a step over each ``gradients``."""
     groups = [[nn.Parameter(start.clone()) for start in group] for group in starts]
     settings = [
         {**copy.deepcopy(option), "params": group}

@@ -514,9 +514,7 @@ class DeviceState:
                     yield segment, part
 
     def _dtypes(self, flat: OptimizerShard) -> dict[str, torch.dtype]:
-        """Return the dtypes of the per-element states of ``flat`` by name; blocks count as
-        decoded.
-        """
+        """Return the dtypes of the per-element states of ``flat`` by name; of blocks, decoded."""
         return {
             name: torch.float32 if isinstance(value, Blocks) else value.dtype
             for segment, _ in self._parts(flat)

@@ -151,9 +151,7 @@ def memory_checkpoints(plan: EnginePlan) -> int:
 
 
 def _share_of_files(plan: EnginePlan) -> int:
-    """Return the bytes of a checkpoint's rank files divided by the ranks: the same on all of
-    them.
-    """
+    """Return the bytes of a checkpoint's rank files divided by the ranks: equal on all."""
     total = 0
     for flat in plan.flats:
         spec = flat.spec

@@ -184,9 +184,7 @@ def hidden_state(
 
 
 def first_of(output: object) -> Any:
-    """Return the output hidden state of a block: the output itself, or the first item of a
-    tuple.
-    """
+    """Return the output hidden state of a block: the output, or the first item of a tuple."""
     return output[0] if isinstance(output, tuple) and output else output
 
 
@@ -207,9 +205,7 @@ class ReturnedBefore:
         self._tuples: dict[str, object] = {}
 
     def take(self, layer: StackedBlock) -> object:
-        """Return and forget the output of the block before ``layer`` if it was a tuple, else
-        None.
-        """
+        """Return and forget the output of the block before ``layer`` if it was a tuple, or None."""
         return self._tuples.pop(layer.stack, None)
 
     def note(self, layer: StackedBlock, output: object) -> object:
@@ -258,9 +254,8 @@ class AwaitedCalls:
 
 
 class DrawsForBlocks(Technique, ABC, Generic[Drawn]):
-    """Base of techniques that draw at random for the repeated blocks of a model: a
-    :class:`hf_zero.techniques.registry.Technique` but for ``install``. All state is computed from
-    the counters.
+    """Base of techniques that draw at random for the repeated blocks of a model. All state is
+    computed from the counters.
     """
 
     key: str  # the section, for messages

@@ -276,9 +276,7 @@ class CurriculumSampler(Sampler[int]):
 
 
 class RankBatches(Sampler[list[int]]):
-    """Yield one rank's share of the micro-batches: every ``ranks``-th, starting at number
-    ``rank``.
-    """
+    """Yield one rank's share of the micro-batches: every ``ranks``-th, from number ``rank``."""
 
     def __init__(self, sampler: CurriculumSampler, micro_batch: int, ranks: int, rank: int):
         self.batches = BatchSampler(sampler, micro_batch, drop_last=True)
@@ -307,9 +305,8 @@ class RankSamples(Sampler[int]):
 
 
 class DifficultySampling(Technique):
-    """Gives samplers their order and tells them which step comes next; a
-    :class:`hf_zero.techniques.registry.Technique`. The step, the seed and the schedules determine
-    everything.
+    """Gives samplers their order and tells them which step comes next. The step, the seed and the
+    schedules determine everything.
     """
 
     def __init__(self, metrics: Mapping[str, Mapping[str, object]], seed: int):
@@ -406,9 +403,7 @@ def _check(settings: Mapping[str, object], section: str) -> None:
 
 
 def _opened(settings: Mapping[str, Any], section: str, by_value: bool) -> RankedSamples:
-    """Open the index named in ``settings``: one of ``hf-zero analyze``, or of DeepSpeed's
-    analyzer.
-    """
+    """Open the index named in ``settings``, of ``hf-zero analyze`` or DeepSpeed's analyzer."""
     metric, samples = settings.get("index_to_metric_path"), settings.get("index_to_sample_path")
     if samples and is_analyzers(samples) and (metric or not by_value):
         return AnalyzerIndex(samples, metric if by_value else None)

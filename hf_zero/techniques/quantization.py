@@ -60,7 +60,7 @@ class WeightsInBits(Technique):
         seed: int,
         stretched: StretchedPeriods | None = None,
     ):
-        """``bit_schedules_of(model)`` maps the names of the parameters to round to their bit schedules;
+        """``bit_schedules_of(model)`` maps names of the parameters to round to their bit schedules;
         ``nothing_found`` is the error if none of them trains. ``stretched`` holds the precision of
         layers paced by their eigenvalues.
         """
@@ -109,15 +109,16 @@ class WeightsInBits(Technique):
             if slot.box is not None:
                 axes = " and ".join(spec.sharding.axes)
                 raise ConfigError(
-                    f"{schedule.name}: the scales of rounded weights are those of whole tensors, and "
-                    f"{name} is cut over ranks by {axes} parallelism, where they would depend on "
-                    "the number of ranks; leave one of the two out"
+                    f"{schedule.name}: the scales of rounded weights are those of whole tensors, "
+                    f"and {name} is cut over ranks by {axes} parallelism, where they would depend "
+                    "on the number of ranks; leave one of the two out"
                 )
             numel = slot.numel
             if numel % self._section.groups:
                 raise ConfigError(
-                    f"{schedule.name}: quantize_groups = {self._section.groups} does not divide the "
-                    f"{numel} elements of {name}; write a divisor of the elements of each weight"
+                    f"{schedule.name}: quantize_groups = {self._section.groups} does not divide "
+                    f"the {numel} elements of {name}; write a divisor of the elements of each "
+                    "weight"
                 )
 
     @property
@@ -139,9 +140,7 @@ class WeightsInBits(Technique):
         return stretched or schedule.at(self.step)
 
     def _begin(self) -> None:
-        """Switch rounding on at the offset, and off before it: a load may restore an earlier
-        step.
-        """
+        """Switch rounding on at the offset, off before it: a load may restore an earlier step."""
         if self._engine is None or self._began == (self.step >= 0):
             return
         self._began = not self._began
@@ -323,13 +322,13 @@ def _check(schedule: BitSchedule) -> None:
     numbers = (schedule.start, schedule.target, schedule.period)
     if not all(isinstance(number, int) and number > 0 for number in numbers) or schedule.start > 16:
         raise ConfigError(
-            f"{schedule.name}: start_bits {schedule.start!r}, target_bits {schedule.target!r} and period "
-            f"{schedule.period!r} must be integers, bits of 2 to 16"
+            f"{schedule.name}: start_bits {schedule.start!r}, target_bits {schedule.target!r} and "
+            f"period {schedule.period!r} must be integers, bits of 2 to 16"
         )
     if schedule.target > schedule.start:
         raise ConfigError(
-            f"{schedule.name}: target_bits = {schedule.target} is more than start_bits = {schedule.start}, "
-            "but bits fall; exchange them"
+            f"{schedule.name}: target_bits = {schedule.target} is more than start_bits = "
+            f"{schedule.start}, but bits fall; exchange them"
         )
     if schedule.target < 2:
         raise ConfigError(

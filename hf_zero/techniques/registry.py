@@ -41,9 +41,7 @@ TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
 
 
 def _refuse_lengths(techniques: Mapping[str, Technique | None]) -> None:
-    """Raise ConfigError for techniques that would mistake a rank's part of a sequence for the
-    whole.
-    """
+    """Raise ConfigError for techniques that would take a part of a sequence for the whole."""
     phases = techniques[PHASES]
     lengths = isinstance(phases, training_phases.TrainingPhases) and any(
         phase.sequence_length for phase in phases.phases

@@ -86,9 +86,7 @@ class Decay:
 
 @dataclass(frozen=True)
 class Precision:
-    """The number of bits of weights: ``bits`` since step ``since``, one less from step ``until``
-    on.
-    """
+    """The bits of weights: ``bits`` since step ``since``, one less from step ``until`` on."""
 
     bits: int
     until: int
@@ -205,9 +203,7 @@ class DifficultySchedule:
         self._function = function
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state that the step does not determine: the final value of a custom
-        function.
-        """
+        """Return the state that the step does not give: the final value of a custom function."""
         return {} if self._reached is None else {"reached": self._reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

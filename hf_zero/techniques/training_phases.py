@@ -116,9 +116,7 @@ def rampup(start: int, increment: int, samples: int, end: int) -> Stairs[int]:
 
 
 class TrainingPhases(Technique):
-    """The phases of one engine; a :class:`hf_zero.techniques.registry.Technique`. All of it is a
-    function of ``global_steps``.
-    """
+    """The phases of one engine. All of it is a function of ``global_steps``."""
 
     def __init__(self, config: ZeroConfig):
         section = config.training_phases

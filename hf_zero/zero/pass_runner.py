@@ -87,9 +87,9 @@ class AccumulationWindow:
         self.micro_batches += 1
 
     def take_count(self, restart: bool = False) -> int:
-        """Return the number of micro-batches since the last ``step()`` or ``zero_grad()``, at least
-        1; without managed accumulation, the backwards of the window. ``restart``: the next
-        micro-batch is the first of a window.
+        """Return, and reset, the number of micro-batches since the last ``step()`` or
+        ``zero_grad()``, at least 1; without managed accumulation, return the backwards of the
+        window. ``restart``: the next micro-batch is the first of a window.
         """
         count = max(1, self.announced + self.unannounced) if self.managed else self.micro_batches
         self.announced, self.unannounced = 0, False
@@ -371,9 +371,7 @@ class PassRunner:
             )
 
     def reduce_for_step(self) -> None:
-        """Reduce the rest of the window (collective). Raises PartitionError if there is no
-        gradient.
-        """
+        """Reduce the rest of the window (collective). Raises PartitionError without a gradient."""
         self._reduce_accumulated()
         trainable = self._model.trainable
         if trainable and not any(map(_ready, trainable)):

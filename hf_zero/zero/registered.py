@@ -1,5 +1,5 @@
-"""Functions of upper layers that lower layers call, by name: imports go down the layers only.
-``hf_zero.setup.providers`` registers them, which all modules that make engines import.
+"""Functions of upper layers that lower layers call by name, because imports go down only. Every
+module that makes engines imports ``hf_zero.setup.providers``, which registers them.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class ShardedModel:
     ) -> None:
         """Cast the master weights of ``stale`` into their shards, then gather the whole ones of
         these flat buffers, and the units of ``chosen`` that a pin or the schedule keeps
-        (collective).
+        (collective). Other units of ``chosen`` are released.
 
         The shards of flat buffers with keys in ``written`` are up to date already.
         ``after_step``: all ranks have the values of the step before, so flat buffers that send

@@ -71,8 +71,8 @@ class StateSource:
     diverged: Collection[int] = ()
 
     def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
-        """Return by kind the parameters of ``flat`` all of whose elements on this rank are here; a
-        parameter with only a part of them is left out.
+        """Return, by kind of state, the parameters of ``flat`` of which this source has every
+        element that this rank owns.
         """
         raise NotImplementedError
 

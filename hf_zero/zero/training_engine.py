@@ -73,7 +73,7 @@ class TrainingEngine(EngineParts):
                 raise
 
     def batch_of(self, args: object, kwargs: object) -> object:
-        """Return the batch among the arguments of a forward; None if it computes no first layer."""
+        """Return the arguments that hold the batch; None on a pipeline stage without the first."""
         return args, kwargs
 
     def _refuse_uncast(
@@ -192,7 +192,8 @@ class TrainingEngine(EngineParts):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step, from the next window on. Raises ConfigError
-        unless it is a whole number, and PartitionError inside a window.
+        unless ``train_batch_size`` is a multiple of the micro-batch times the ranks, and
+        PartitionError inside a window.
         """
         micro = self.train_micro_batch_size_per_gpu() * self.data_ranks
         if train_batch_size < 1 or train_batch_size % micro:

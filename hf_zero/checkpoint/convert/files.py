@@ -251,9 +251,7 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class _WindowedFile:
-    """A planned file, written window by window, with direct I/O where the file system supports
-    it.
-    """
+    """A planned file, written by windows, with direct I/O where the file system supports it."""
 
     def __init__(
         self, path: Path, plan: FilePlan, part: Mapping[str, OutputTensor], fresh: bool

@@ -317,9 +317,7 @@ def bases(folder: str | None) -> list[Path]:
 
 
 def free(base: Path) -> int:
-    """Return the bytes that are free in ``base``, in memory also under the limits of this
-    process.
-    """
+    """Return the bytes free in ``base``, in memory also under the limits of this process."""
     existing = next(path for path in (base, *base.parents) if path.exists())
     nbytes = shutil.disk_usage(existing).free
     return min(nbytes, free_ram().nbytes) if is_in_memory(existing) else nbytes

@@ -147,9 +147,7 @@ class JobFolders:
         return scan([self.folder(base) for base in self.bases])
 
     def exchange_inventories(self) -> tuple[list[Generation], dict[HeldFile, Path]]:
-        """Return the generations over all hosts, newest first, and this host's files.
-        Collective.
-        """
+        """Return the generations of all hosts, newest first, and this host's files. Collective."""
         local, inventories = collective_try(
             self._ranks, self.scan, share=lambda files: list(files) if self.acts_for_host else []
         )

@@ -156,7 +156,5 @@ def cpu_forced() -> bool:
 
 
 def zero_asked_for() -> bool:
-    """Return whether the environment asks for ZeRO, as set by ``accelerate launch`` and the
-    plugin.
-    """
+    """Return whether the environment asks for ZeRO, set by ``accelerate launch`` or the plugin."""
     return _flag(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))

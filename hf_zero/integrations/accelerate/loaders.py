@@ -272,9 +272,7 @@ def draw_by_difficulty(
 
 
 def follow_engines(accelerator: Accelerator) -> None:
-    """Let the loaders of ``accelerator`` that draw by difficulty follow the training of its
-    engine.
-    """
+    """Let loaders of ``accelerator`` that draw by difficulty follow its engine's training."""
     from hf_zero.engine import Engine
     from hf_zero.techniques.registry import follow
 
@@ -329,9 +327,7 @@ def _shuffled_batches(loader: DataLoader[object]) -> BatchSampler | None:
 
 
 def _sampler_of(loader: object) -> object:
-    """Return the sampler of ``loader``, inside the batch samplers that distribute and skip
-    batches.
-    """
+    """Return the sampler of ``loader``, inside batch samplers that distribute and skip batches."""
     batches: object = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler

@@ -89,9 +89,7 @@ class MultipleEngines:
         return self
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: bool) -> None:
-        """Accumulate the gradients of ``loss`` in the engines it passes through; no engine
-        steps.
-        """
+        """Accumulate gradients of ``loss`` in the engines it passes through; no engine steps."""
         self._accumulation.pass_on(self.engines)
         for engine in self.engines:
             engine.set_gradient_accumulation_boundary(sync_gradients)

@@ -115,9 +115,7 @@ def shard_on_cpu(
 
 
 def gather_without_deprecation(original: Original, tensor: object) -> object:
-    """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of the collective that it
-    calls.
-    """
+    """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of its collective."""
     with warnings.catch_warnings():
         if finder.chosen():
             message = "`torch.distributed.all_gather_into_tensor` is deprecated"

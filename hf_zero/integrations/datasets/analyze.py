@@ -170,9 +170,7 @@ def _one_split(dataset: Samples | Mapping[str, Samples], split: str | None, what
 
 
 def _tokens(dataset: Samples, column: str | None, workers: int) -> tuple[datasets.Dataset, str]:
-    """Return a ``datasets.Dataset`` with the tokens of each sample, and the name of their
-    column.
-    """
+    """Return a ``datasets.Dataset`` with the tokens of each sample, and their column's name."""
     if not isinstance(dataset, datasets.Dataset):
         chosen = column or TOKENS
         read = _Measured(dataset, lambda sample: _unmasked(sample, chosen).tolist(), chosen)

@@ -491,9 +491,7 @@ def _dims(
 def _pairs(
     module: nn.Module, expression: Expression, sizes: dict[int, int]
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield copies with the module's own and with each fused forward, in training and in
-    evaluation.
-    """
+    """Yield copies with the module's own and each fused forward, in training and evaluation."""
     device = torch.device(kinds.accelerator() or "cpu")
     for forward in forwards(expression):
         for training in (True, False):

@@ -263,9 +263,7 @@ class _Forward:
     def _counted(
         self, embeddings: CountsPositions, positions: torch.Tensor, inputs: dict[str, object]
     ) -> torch.Tensor:
-        """Return positions as computed by the model's embeddings, for ``positions`` counted from
-        0.
-        """
+        """Return positions as the model's embeddings compute them, for ``positions`` from 0."""
         tokens, padding = inputs.get("input_ids"), embeddings.padding_idx
         if not isinstance(tokens, torch.Tensor):
             return positions + padding + 1

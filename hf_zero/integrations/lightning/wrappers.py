@@ -366,9 +366,7 @@ def _skipped(folder: Path) -> bool:
 
 
 def _nothing(set_to_none: bool = True) -> None:
-    """Do nothing: ``zero_grad`` in a window that DeepSpeedStrategy carries over the end of an
-    epoch.
-    """
+    """Do nothing: ``zero_grad`` in a window that DeepSpeedStrategy carries over an epoch's end."""
 
 
 def remove_once_replaced(original: Original, self: Strategy, filepath: str | Path) -> None:

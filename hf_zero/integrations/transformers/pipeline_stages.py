@@ -115,9 +115,7 @@ def _parts(
 
 
 def _blocks_of(parts: list[int]) -> list[range]:
-    """Return the blocks of each stage: item 0 of the list is the embeddings, the last one the
-    head.
-    """
+    """Return the blocks of each stage: item 0 of the list is the embeddings, the last the head."""
     return [
         range(max(0, start - 1), min(parts[-1] - 2, stop - 1)) for start, stop in pairwise(parts)
     ]

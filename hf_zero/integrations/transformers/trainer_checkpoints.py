@@ -101,9 +101,7 @@ def whole_to_resume(trainer: Trainer, resume: str | bool | None) -> str | bool |
 
 
 def _newer_in_memory(trainer: Trainer, folder: Path | None) -> Path | None:
-    """Return the folder of the newest generation in memory, unless ``folder`` is newer.
-    Collective.
-    """
+    """Return the newest generation's folder in memory, unless ``folder`` is newer. Collective."""
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
     checkpoint = newest_in_memory(ZeroConfig.coerce(config, allow_auto=True, foreign=True), folder)
     if checkpoint is None:

@@ -168,9 +168,7 @@ def count_windows(
     args: TrainingArguments,
     dataloader: DataLoader[object],
 ) -> TrainingValues:
-    """Wraps ``Trainer.set_initial_training_values``: computes epochs and steps for growing
-    windows.
-    """
+    """Wraps ``Trainer.set_initial_training_values``: computes epochs and steps of windows."""
     from transformers.trainer_utils import has_length
 
     windows = windows_of(self)

@@ -234,16 +234,12 @@ def verify(trainer: Trainer) -> None:
 
 
 def state_kind(trainer: Trainer) -> DistributedType | None:
-    """Return the current distributed type of Accelerate's shared state; None if there is no
-    state.
-    """
+    """Return the distributed type of Accelerate's shared state; None if there is no state."""
     return getattr(trainer.accelerator.state, "distributed_type", None)
 
 
 def verify_state(trainer: Trainer) -> None:
-    """Raise ConfigError if another Trainer has replaced the shared state since this one was
-    made.
-    """
+    """Raise ConfigError if another Trainer has replaced the shared state since this was made."""
     from accelerate.utils import DistributedType
 
     if trainer.is_deepspeed_enabled != (state_kind(trainer) == DistributedType.DEEPSPEED):

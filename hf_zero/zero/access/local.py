@@ -71,9 +71,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Set this rank's master weights of ``param``, and the working weights from them
-    (collective).
-    """
+    """Set this rank's master weights of ``param``, working weights from them (collective)."""
     flat = _writes(param, "safe_set_local_fp32_param")
     write_master(flat, partial(_put, flat, param, value, "safe_set_local_fp32_param"))
 

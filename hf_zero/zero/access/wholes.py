@@ -73,9 +73,7 @@ def _nbytes(flat: FlatBuffer, dtype: torch.dtype | None) -> int:
 
 
 def _is_view(flat: FlatBuffer, dtype: torch.dtype | None) -> bool:
-    """Return whether the parameters of ``flat`` are whole on every rank, with the values of
-    a group.
-    """
+    """Return whether the parameters of ``flat`` are whole on each rank, with values of a group."""
     return (
         not flat.sharded and not _has_masters(flat, dtype) and flat.dtype == wire_dtype(flat, dtype)
     )
@@ -98,9 +96,7 @@ def split(
 
 
 class Version(NamedTuple):
-    """The weights of one moment: the optimizer steps so far, and the changes of each flat
-    buffer.
-    """
+    """The weights of one moment: the optimizer steps so far, and each flat buffer's changes."""
 
     step: int
     changes: Mapping[FlatBuffer, int]

@@ -109,9 +109,7 @@ def _accumulated(tracker: weakref.ref[BackwardTracker], parameter: torch.Tensor)
 
 
 class Hooks:
-    """Connect the modules of ``model`` with the schedule of gathers and the tracker
-    of backwards.
-    """
+    """Connect the modules of ``model`` with the schedule of gathers and the backward tracker."""
 
     def __init__(
         self,

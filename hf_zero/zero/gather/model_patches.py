@@ -1,5 +1,6 @@
 """PyTorch's operations on a whole model, adapted or refused while an engine owns its parameters:
-state_dict, load_state_dict, ``.to``.
+state_dict, load_state_dict, ``.to``, steps of foreign optimizers, unfrozen parameters; and
+hooks that copies of the model do not run.
 """
 
 from __future__ import annotations
@@ -81,9 +82,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 class Override:
-    """A method that the engine sets on one module. A copy of the module has its
-    class's own method.
-    """
+    """A method that the engine sets on one module. A copy of the module has its class's method."""
 
     def __init__(self, fn: Callable[..., object], module: nn.Module, name: str):
         self._fn, self._module, self._name = fn, module, name

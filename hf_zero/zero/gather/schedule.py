@@ -117,8 +117,8 @@ class Schedule:
 
     @property
     def last_plan_positions(self) -> Sequence[int]:
-        """Positions in :attr:`last_plan` that the last pass to issue all its gathers reached after
-        0, 1, 2, ... of its recorded gathers.
+        """For n = 0, 1, 2, ...: how far into :attr:`last_plan` the last complete pass had issued
+        gathers when it had recorded n of them.
         """
         recorded, plan = self._last_complete.record, self.last_plan
         return positions_in_plan(recorded, plan) if recorded else range(len(plan) + 1)

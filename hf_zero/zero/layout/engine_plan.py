@@ -212,9 +212,7 @@ class EnginePlan:
 
     @property
     def all_persistent(self) -> bool:
-        """Return whether all parameters stay whole between steps at a ZeRO stage that shards
-        others.
-        """
+        """Return whether all parameters stay whole between steps at a stage that shards others."""
         return bool(self.flats) and all(flat.spec.persistent for flat in self.flats)
 
     def sharers(self, flat: FlatPlan) -> int:
@@ -314,9 +312,7 @@ class EnginePlan:
         return {}
 
     def moments_of(self, flat: FlatPlan) -> dict[str, KeptState]:
-        """Return by name what the optimizer keeps for each element that this rank owns of
-        ``flat``.
-        """
+        """Return by name what the optimizer keeps for each element that this rank owns."""
         moments: dict[str, KeptState] = {}
         for run in group_runs(flat.spec.layout, flat.spec.owned, self.group_of):
             if run.group is not None:

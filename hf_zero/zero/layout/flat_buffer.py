@@ -200,9 +200,7 @@ class FlatBuffer:
         return self._storage.fetch(SHARD)
 
     def prefetch(self) -> None:
-        """Start reading the parameter shard ahead of its use, unless an update is about to write
-        it.
-        """
+        """Start reading the parameter shard ahead of its use, unless an update is to write it."""
         if not self.optimizer_shard.update_runs:
             self._storage.prefetch(0)
 
@@ -335,9 +333,7 @@ class FlatBuffer:
             self._take_part(start, stop, values)
 
     def data_of(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return ``values``, the memory of parameter ``name``, as a tensor whose writes are
-        counted.
-        """
+        """Return ``values``, the memory of parameter ``name``, as a tensor with counted writes."""
         view = self.views.get(name)
         if view is not None and values.data_ptr() == view.data_ptr():
             return self.user_writes.alias(name, view)

@@ -1,6 +1,4 @@
-"""The initial values of an engine's parameters: rank 0's, from a source, or from a destroyed
-engine.
-"""
+"""Initial values of an engine's parameters: of rank 0, a source, or a destroyed engine."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ def _copy_whole(source: Source, target: torch.Tensor) -> None:
 
 
 def clear_padding(layout: FlatLayout, values: torch.Tensor, start: int = 0) -> None:
-    """Set the padding to zero in ``values``, elements of a buffer of ``layout`` from ``start``
-    on.
-    """
+    """Set the padding to zero in ``values``, elements of a buffer of ``layout`` from ``start``."""
     for first, last in layout.padding_in(start, start + values.numel()):
         values[first:last].zero_()
 

@@ -36,7 +36,9 @@ _requires_grad: Any = torch.Tensor.requires_grad
 
 
 class ZeroParamStatus(Enum):
-    """State of a stage 3 parameter's values: whole on this rank, sharded, or being gathered."""
+    """State of a stage 3 parameter's values: whole on this rank or sharded. INFLIGHT, DeepSpeed's
+    third, is never reported.
+    """
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

@@ -31,9 +31,9 @@ class Sharding:
     attention heads use (a norm of queries, a bias that one rank adds); else all tensor-parallel
     ranks have the same gradient. box: this rank's part of the whole tensor, for checkpoints; None:
     all of it, or not needed. pp_stages: the pipeline stages that hold it, if several: each has a
-    part of its gradient. names: for ranks along the first axis that hold parameters of different
-    modules under one name, the whole-model names of these modules, the first as on this rank; the
-    box is for the other axes.
+    part of its gradient. names: set if ranks along the first axis hold parameters of different
+    modules under one name: the whole-model names of these modules, by rank, of which the first is
+    the name on this rank; the box is for the other axes.
     """
 
     axes: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """The stage table: the state that each ZeRO stage shards (Rajbhandari et al., arXiv 1910.02054).
 
-A stage is a row of :data:`POLICIES`, and nothing in ``zero/`` branches on the stage number. Ranks
-form a mesh of two axes: along the shard axis state is cut into shards, along the replicate axis it
-is repeated. Stage 0 is the mesh whose shard axis is 1 long.
+A stage is a row of :data:`POLICIES`, and no code of a pass branches on the stage number. Ranks
+form a mesh of two dimensions: along the shard dimension state is cut into shards, along the
+replicate dimension it is repeated. Stage 0 is the mesh whose shard dimension is 1 long.
 """
 
 from __future__ import annotations

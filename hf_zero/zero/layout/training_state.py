@@ -256,8 +256,8 @@ class GradientBuffer:
     ) -> None:
         """Replace this rank's gradient of ``name``, reduced and unreduced; None removes it.
 
-        ``scale`` is the factor in reduced gradients, ``unreduced_scale`` the one in gradients that
-        are yet to be summed over the ranks.
+        ``scale``: the factor on gradients already reduced; ``unreduced_scale``: the factor on those
+        that a reduction will still sum and divide.
         """
         slot, (first, start, stop) = self.layout.by_name[name], self.spec.own_range(name)
         bit = 1 << self.layout.slots.index(slot)
@@ -529,8 +529,8 @@ class OptimizerShard(CopiedState):
 
     @property
     def master(self) -> torch.Tensor | None:
-        """The master weights: [owned], fp32, or fp64 for fp64 parameters; None for frozen
-        parameters. Waits for the update under way. Written with :meth:`store_master`.
+        """The master weights: [owned], in ``spec.master_dtype``; None for frozen parameters. Waits
+        for the update under way. Written with :meth:`store_master`.
         """
         self.wait_for_update()
         return self.storage.fetch(MASTER) if self.has_master else None

@@ -37,9 +37,7 @@ class GatherState(Enum):
 
 
 class OutermostForward:
-    """One outermost forward, and the units gathered for its backward. It lives as long as its
-    graph.
-    """
+    """An outermost forward, with the units gathered for its backward. It lives with its graph."""
 
     __slots__ = (
         "__weakref__",
@@ -55,7 +53,7 @@ class OutermostForward:
     )
 
     def __init__(self, of_whole_model: bool, began: int = 0, path: str = ""):
-        self.began = began  # number of the moment it began, as for a call
+        self.began = began  # the tick (``RemainingForwards.tick``) at which it began
         # the outermost module is the whole model, not a part of it
         self.of_whole_model = of_whole_model
         self.path = path  # of the outermost module in the model

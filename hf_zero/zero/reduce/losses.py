@@ -83,12 +83,11 @@ class Scaling:
 class Fp16LossScaler:
     """The factor on the loss that keeps fp16 gradients representable; a constant 1 outside fp16.
 
-    Dynamic: an overflow that has used up ``hysteresis`` halves the scale (not below ``minimum``),
-    ``window`` steps without one double it; the first step of a run and the first after an overflow
-    do not count, as in the present DynamicLossScaler of DeepSpeed, whose keys these are. Its former
-    releases (``(cur_iter - last_overflow_iter) % scale_window``) count it, and double one step
-    earlier. With ``consecutive`` each good step refills the hysteresis, else only a growth of the
-    scale does.
+    Dynamic: each overflow beyond ``hysteresis`` halves the scale, not below ``minimum``; ``window``
+    steps without one double it. The first step of a run and the first after an overflow do not
+    count, as in DeepSpeed's present DynamicLossScaler, whose keys these are; its older releases
+    count them, and double a step earlier. With ``consecutive`` each good step refills the
+    hysteresis, else only a growth of the scale does.
     """
 
     def __init__(

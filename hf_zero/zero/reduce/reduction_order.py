@@ -80,7 +80,7 @@ class BackwardObservations:
     depths: dict[int, int] = field(default_factory=dict)
     # units that got gradients after their reduction was launched
     late: list[int] = field(default_factory=list)
-    # other units that got gradients after they seemed complete
+    # units that got gradients after they seemed complete, but before their launch
     parts: list[int] = field(default_factory=list)
     # units that could have got gradients until the end
     unfinished: list[int] = field(default_factory=list)

@@ -35,9 +35,9 @@ from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import sums_of_squares
 
-# acquired buffers that may be on the wire at once, unless ranks wait jointly
+# Messages with acquired buffers that may be in flight at once; unlimited while ranks wait jointly
 # (:meth:`Reductions.wait_jointly`): in the first backward of a kind with gathers, and while the
-# backward of an older forward is pending
+# backward of an older forward is pending.
 IN_FLIGHT = 2
 SHARE = 4  # a message of small flat buffers has room for this many of the largest
 

@@ -219,7 +219,8 @@ class CapturedStep:
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
             made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            # with a version of its own: batches are written before the backward is captured
+            # .data has a version counter of its own: batches are written before the backward is
+            # captured
             inputs.append(made.data)
             if (pads := registered("known_padding")(tensor)) is not None:
                 registered("note_mask")(made, pads)

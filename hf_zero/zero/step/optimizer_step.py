@@ -1,6 +1,4 @@
-"""The optimizer step: gradient norm, clipping, and the updates on the device and of offloaded
-state.
-"""
+"""The optimizer step: gradient norm, clipping, updates on the device and of offloaded state."""
 
 from __future__ import annotations
 
