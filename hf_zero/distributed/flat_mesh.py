@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from hf_zero.distributed.process_group import backends_of_parts, messages_as
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import RankGroup, get_world_group
 from hf_zero.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hf_zero.distributed.mesh import MeshResources
 
 # number of hardware queues that the streams of a process share on an NVIDIA GPU
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -215,6 +212,12 @@ class MeshOptions:
 DATA_PARALLEL = MeshOptions()
 
 
+class CommunicatorHolder(Protocol):
+    """The holder of communicators, which closes them at the end of an engine."""
+
+    def hold(self, *made: MeshDim | RankGroup) -> None: ...
+
+
 class FlatMeshMaker:
     """Make the meshes of one engine's flat buffers, on all ranks of the job in the same order.
 
@@ -230,7 +233,7 @@ class FlatMeshMaker:
         stats: CollectiveStats,
         shards: int,
         options: MeshOptions,
-        owner: MeshResources,
+        owner: CommunicatorHolder,
     ):
         self._owner = owner
         self._maker, self._dims, self._name, self._stats = maker, dims, name, stats

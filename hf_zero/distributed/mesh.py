@@ -51,7 +51,7 @@ from hf_zero.distributed.recovery import PassTracker
 from hf_zero.distributed.state_rows import RankState
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.distributed.world_group import RankGroup, get_world_group
+from hf_zero.distributed.world_group import EngineResources, RankGroup, get_world_group
 from hf_zero.logging import log_rank0
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class MeshResources:
     resources of this rank that are not released yet.
     """
 
-    def __init__(self, rank_status: RankStatus | None, unreleased: list[MeshResources]):
+    def __init__(self, rank_status: RankStatus | None, unreleased: list[EngineResources]):
         self._rank_status, self._unreleased = rank_status, unreleased
         self._store: dist.Store | None = None
         self._server: Serving | None = None
@@ -165,7 +165,7 @@ class MeshResources:
             return False
 
 
-def release_all(unreleased: Sequence[MeshResources]) -> None:
+def release_all(unreleased: Sequence[EngineResources]) -> None:
     """Release what each of ``unreleased`` can."""
     for resources in list(unreleased):
         resources.release()

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -33,10 +33,16 @@ from hf_zero.device import streams
 from hf_zero.distributed.process_group import Waitable
 from hf_zero.errors import PartitionError
 
-if TYPE_CHECKING:
-    from hf_zero.distributed.collectives import MeshDim
-
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class GatherDim(Protocol):
+    """A dimension of the mesh, as far as gathers need it."""
+
+    size: int
+    rank: int
+
+    def all_gather(self, pairs: Pairs, key: str) -> Waitable: ...
 
 
 class TwoHops:
@@ -44,7 +50,7 @@ class TwoHops:
     rank G * i + j is rank i of ``across``, for ranks in place j of their node.
     """
 
-    def __init__(self, across: MeshDim, node: MeshDim):
+    def __init__(self, across: GatherDim, node: GatherDim):
         self.across, self.node = across, node
         self._pending: deque[TwoHopGather] = deque()  # second hops still to issue, in order
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,6 @@ from hf_zero.distributed.recovery import RecoveryBoard
 from hf_zero.distributed.store import STORE_SECONDS, TimeoutStore
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, RankMismatchError
-
-if TYPE_CHECKING:
-    from hf_zero.distributed.mesh import MeshResources
 
 ROUND = 64 << 20  # bytes that the first rank receives at a time
 
@@ -322,6 +319,13 @@ class RankGroup:
         self._call(f"gather of {what}", rounds)
 
 
+class EngineResources(Protocol):
+    """The resources of an engine that has ended."""
+
+    def release(self) -> None:
+        """Release those that no rank uses any more."""
+
+
 class WorldGroup(RankGroup):
     """All ranks of the job, over the default group."""
 
@@ -367,7 +371,7 @@ class WorldGroup(RankGroup):
             rank_status.register(log)
         self.prior = PriorCollectives()
         # resources of ended engines that are not released yet
-        self.unreleased: list[MeshResources] = []
+        self.unreleased: list[EngineResources] = []
         self.log.prior = self.prior
 
     def wait_at_most(self, seconds: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from hf_zero.optim.segments import (
 from hf_zero.zero.layout.flat_layout import Slot
 
 if TYPE_CHECKING:
-    from hf_zero.optim.bf16_state import Bf16State
     from hf_zero.zero.layout.training_state import OptimizerShard
 
 # Numbers that torch.optim keeps beside the tensors, with their values before the first step.
@@ -341,10 +340,21 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         return super().get(key, default)
 
 
+class NarrowStates(Protocol):
+    """The state of an optimizer in bf16 (``bf16_state.py``); ``moments``: its per-element
+    states.
+    """
+
+    @property
+    def moments(self) -> bool: ...
+    def cast_initial(self, state: ParamState, like: Tensor) -> ParamState:
+        """Return the initial ``state`` in the dtypes in which it is kept."""
+
+
 class SegmentStateAccess:
     """Access to the entries of ``optimizer.state`` by segment."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, bf16: Bf16State | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, bf16: NarrowStates | None = None) -> None:
         self.optimizer, self.bf16 = optimizer, bf16
 
     @property

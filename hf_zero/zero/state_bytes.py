@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
+    from hf_zero.zero.sharded_engine import ShardedEngine
 
 STATE_KINDS = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "ram", "disk")
@@ -20,7 +20,7 @@ GATHERED, MASTERS, MOMENTS = "gathered", "masters", "moments"
 _REPORTED = {kind: kind for kind in STATE_KINDS} | {MASTERS: "optimizer", MOMENTS: "optimizer"}
 
 
-def state_bytes(engine: EngineParts) -> dict[str, int]:
+def state_bytes(engine: ShardedEngine) -> dict[str, int]:
     """Return the current bytes of state on this rank, in all tiers: parameters (gathered ones
     excluded at stage 3), gradients (between a backward and its step), optimizer.
     """
@@ -29,7 +29,7 @@ def state_bytes(engine: EngineParts) -> dict[str, int]:
 
 
 def bytes_by_tier(
-    engine: EngineParts, counts: Counter[tuple[str, str]] | None = None
+    engine: ShardedEngine, counts: Counter[tuple[str, str]] | None = None
 ) -> dict[str, int]:
     """Return the same bytes by tier: ``device``, ``ram`` (offloaded state, and the buffers between
     it and files) and ``disk``. ``counts``: the result of :func:`held_bytes`, if known.
@@ -40,7 +40,7 @@ def bytes_by_tier(
     return tiers
 
 
-def held_bytes(engine: EngineParts) -> Counter[tuple[str, str]]:
+def held_bytes(engine: ShardedEngine) -> Counter[tuple[str, str]]:
     """Return the bytes by kind and tier."""
     counts: Counter[tuple[str, str]] = Counter()
     for extension in engine.optimizer_step.extensions:
@@ -66,7 +66,7 @@ def held_bytes(engine: EngineParts) -> Counter[tuple[str, str]]:
     return counts
 
 
-def tensors_on_device(engine: EngineParts) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_on_device(engine: ShardedEngine) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (kind, tensor) for the state of the flat buffers in memory of the device: parameters,
     gradients, masters, moments, and whole parameters while they are :data:`GATHERED`. Masters that
     a gather casts are yielded once more as parameters.

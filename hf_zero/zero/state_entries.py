@@ -28,7 +28,7 @@ from hf_zero.optim.state import is_elementwise, step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
+    from hf_zero.zero.sharded_engine import ShardedEngine
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ def names_by_kind(kinds: Mapping[str, Collection[str]]) -> dict[str, set[str]]:
 class EngineState:
     """The entries of ``engine``. Updates of offloaded state are waited for."""
 
-    def __init__(self, engine: EngineParts):
+    def __init__(self, engine: ShardedEngine):
         self.bound, self._mesh = engine.bound, engine.mesh
         self._initial: dict[tuple[int, torch.dtype], dict[str, object]] = {}
 
@@ -208,7 +208,7 @@ class EngineState:
 @torch.no_grad()
 def transfer(
     source: StateSource,
-    engine: EngineParts,
+    engine: ShardedEngine,
     weights: bool = True,
     optimizer: bool = True,
     keeps: bool = False,

@@ -14,12 +14,12 @@ from hf_zero.zero.layout.parameter import OwnedParameter, name_of
 from hf_zero.zero.layout.sharding import WholeNames, belongs, written
 
 if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
+    from hf_zero.zero.sharded_engine import ShardedEngine
 
 
 @torch.no_grad()
 def consolidated(
-    engine: EngineParts, dtype: torch.dtype | None = None
+    engine: ShardedEngine, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (first name, whole tensor on the CPU) for every parameter. Collective.
 
@@ -30,7 +30,7 @@ def consolidated(
         yield name, _copy(whole, None if flat.raw else dtype)
 
 
-def _wholes(engine: EngineParts, dtype: torch.dtype | None) -> Iterator[Whole]:
+def _wholes(engine: ShardedEngine, dtype: torch.dtype | None) -> Iterator[Whole]:
     """Yield every whole parameter on its device, one unit at a time."""
     units = [unit.flats for unit in engine.units]
     return chain.from_iterable(whole_groups(engine, units, dtype))
@@ -42,7 +42,7 @@ def _copy(view: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 @torch.no_grad()
 def whole_state_dict(
-    engine: EngineParts,
+    engine: ShardedEngine,
     everywhere: bool = True,
     exclude_frozen: bool = False,
     dtype: torch.dtype | None = None,
@@ -60,7 +60,7 @@ def whole_state_dict(
 
 @torch.no_grad()
 def gather_state_dict(
-    engine: EngineParts,
+    engine: ShardedEngine,
     everywhere: bool = True,
     exclude_frozen: bool = False,
     dtype: torch.dtype | None = None,

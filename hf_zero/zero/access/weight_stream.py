@@ -16,7 +16,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import WholeNames, sharding_of
 
 if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
+    from hf_zero.zero.sharded_engine import ShardedEngine
 
 Named = tuple[str, torch.Tensor]
 
@@ -78,7 +78,7 @@ class WeightStream:
 
     def __init__(
         self,
-        engine: EngineParts,
+        engine: ShardedEngine,
         bucket: int,
         dtype: torch.dtype | None,
         names: Names,

@@ -23,7 +23,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
-    from hf_zero.zero.engine_parts import EngineParts
+    from hf_zero.zero.sharded_engine import ShardedEngine
 
 ALIGNED = 64  # bytes
 
@@ -102,7 +102,7 @@ class Version(NamedTuple):
     changes: Mapping[FlatBuffer, int]
 
 
-def version_of(engine: EngineParts) -> Version:
+def version_of(engine: ShardedEngine) -> Version:
     """Return the version of the weights, once updates are complete and a script's writes are
     in the shards (collective).
 
@@ -112,7 +112,7 @@ def version_of(engine: EngineParts) -> Version:
     return Version(engine.global_steps, {flat: flat.changes for flat in engine.flats})
 
 
-def _complete_updates(engine: EngineParts, flats: Sequence[FlatBuffer]) -> None:
+def _complete_updates(engine: ShardedEngine, flats: Sequence[FlatBuffer]) -> None:
     """Complete the updates of ``flats``, and take a script's writes into their shards."""
     if engine.destroyed:
         raise PartitionError(
@@ -127,7 +127,7 @@ def _complete_updates(engine: EngineParts, flats: Sequence[FlatBuffer]) -> None:
 
 @torch.no_grad()
 def whole_groups(
-    engine: EngineParts,
+    engine: ShardedEngine,
     groups: Sequence[Sequence[FlatBuffer]],
     dtype: torch.dtype | None,
     ahead: bool = False,
@@ -172,7 +172,7 @@ def whole_groups(
                 _wait(gathering)
 
 
-def _refuse_written(group: Sequence[FlatBuffer], version: Version, engine: EngineParts) -> None:
+def _refuse_written(group: Sequence[FlatBuffer], version: Version, engine: ShardedEngine) -> None:
     """Raise PartitionError if weights of ``group`` have been written since ``version``, or the
     engine has other flat buffers.
     """

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import nn
 
@@ -32,12 +32,18 @@ from hf_zero.zero.layout.compute_copy import ChangedValues
 from hf_zero.zero.layout.unit import GatherState, SharedShards, Unit
 from hf_zero.zero.reduce.reduction_order import merged, positions_in_plan
 
-if TYPE_CHECKING:
-    from hf_zero.zero.reduce.reducer import Reducer
-
 GATHER, END_OF_PASS = 1, 0
 _pins, _nbytes = attrgetter("pins"), attrgetter("nbytes")
 MAX_PREFETCHED_UNITS = 2  # beside the limit in bytes of the configuration
+
+
+class ReductionsUnderWay(Protocol):
+    """The reductions of a backward, as its gathers see them."""
+
+    @property
+    def launched(self) -> int: ...
+
+    def land_launched(self, number: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -57,7 +63,7 @@ class Pass:
 class Schedule:
     """The gathers and releases of one engine. :meth:`connect` completes it."""
 
-    _reducer: Reducer
+    _reducer: ReductionsUnderWay
     abort_broken_backward: Callable[[], None]
     _on_use: Callable[[Unit], None] | None
 
@@ -95,7 +101,7 @@ class Schedule:
 
     def connect(
         self,
-        reducer: Reducer,
+        reducer: ReductionsUnderWay,
         abort_broken_backward: Callable[[], None],
         on_use: Callable[[Unit], None] | None,
     ) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,15 +37,28 @@ from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.parameter import any_raw_grad
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.layout.tree import form_of, map_tensors, tensors_in
+from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.registered import registered
 from hf_zero.zero.step.optimizer_step import OptimizerStep
-
-if TYPE_CHECKING:
-    from hf_zero.zero.pass_runner import AccumulationWindow, PassRunner
+from hf_zero.zero.step.step_reports import StepWindow
 
 _requires_grad = attrgetter("requires_grad")
 WARM_UP = 3  # steps before the first capture
 KEY = "compile.capture"
+
+
+class CapturedBackward(Protocol):
+    """The backwards of an engine (:class:`hf_zero.zero.pass_runner.PassRunner`)."""
+
+    reducer: Reducer
+    runs_captured: bool
+
+    @property
+    def under_way(self) -> bool: ...
+
+    def begin_replay(self) -> None: ...
+
+    def end_replay(self, states: Sequence[Callable[[], None]]) -> None: ...
 
 
 @dataclass(eq=False)
@@ -107,7 +120,7 @@ def _handed_out(tensor: torch.Tensor) -> torch.Tensor:
 class CapturedStep:
     """The captured passes and the captured update of one engine."""
 
-    def __init__(self, backward: PassRunner, update: OptimizerStep, window: AccumulationWindow):
+    def __init__(self, backward: CapturedBackward, update: OptimizerStep, window: StepWindow):
         self._step, self._model = update, update.model
         self._device = self._model.mesh.device
         self._backward, self._window = backward, window

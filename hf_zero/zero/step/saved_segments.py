@@ -27,7 +27,7 @@ from hf_zero.zero.state_entries import StateEntry, StateSource, names_by_kind
 
 if TYPE_CHECKING:
     from hf_zero.optim.snapshots import Layout
-    from hf_zero.zero.engine_parts import EngineParts
+    from hf_zero.zero.sharded_engine import ShardedEngine
 
 
 class _Run(NamedTuple):
@@ -60,7 +60,7 @@ class SavedSegments(StateSource):
     other groups, and for state of whole tensors that no optimizer here keeps.
     """
 
-    def __init__(self, packed: Mapping[str, Any], engine: EngineParts):
+    def __init__(self, packed: Mapping[str, Any], engine: ShardedEngine):
         bound, flats = engine.bound, engine.sharded_model.trainable
         self._kind = type(engine.optimizer).__name__
         self._state: Mapping[Any, Any] = packed["state"]

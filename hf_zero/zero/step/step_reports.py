@@ -15,15 +15,12 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from hf_zero.device import kinds, pinned, spans, streams
 from hf_zero.logging import logger
-
-if TYPE_CHECKING:
-    from hf_zero.zero.pass_runner import AccumulationWindow
 
 # number of backwards: a step of one micro-batch may well add up the gradients of several losses
 FORGOTTEN = 8
@@ -31,10 +28,22 @@ FORGOTTEN = 8
 Engine = TypeVar("Engine")
 
 
+class StepWindow(Protocol):
+    """The accumulation window of an engine, a
+    :class:`hf_zero.zero.pass_runner.AccumulationWindow`.
+    """
+
+    accumulation_steps: int
+    syncs: bool
+
+    @property
+    def ends(self) -> bool: ...
+
+
 class SanityChecks:
     """The checks of one engine; only rank 0 checks and warns, each warning once."""
 
-    def __init__(self, device: torch.device, window: AccumulationWindow, precision: str, rank: int):
+    def __init__(self, device: torch.device, window: StepWindow, precision: str, rank: int):
         """``window.accumulation_steps``: the micro-batches of a step."""
         self._device, self._precision, self._window = device, precision, window
         self._on_host = kinds.is_synchronous(device)
