@@ -54,12 +54,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     __version__: str
-    from hf_zero.checkpoint import (
-        convert_checkpoint as convert_checkpoint,
-    )
-    from hf_zero.checkpoint import (
-        verify_checkpoint as verify_checkpoint,
-    )
+    from hf_zero.checkpoint import convert_checkpoint as convert_checkpoint
+    from hf_zero.checkpoint import verify_checkpoint as verify_checkpoint
     from hf_zero.config import ZeroConfig as ZeroConfig
     from hf_zero.deepspeed.zero_init import Init as Init
     from hf_zero.distributed.init import init_distributed as init_distributed
@@ -70,53 +66,31 @@ if TYPE_CHECKING:
     from hf_zero.integrations.datasets.analyze import analyze as analyze
     from hf_zero.integrations.fused.optimize import optimize as optimize
     from hf_zero.integrations.fused.optimize import restore as restore
-    from hf_zero.integrations.transformers import (
-        TrainingArguments as TrainingArguments,
-    )
-    from hf_zero.integrations.transformers import (
-        ZeroCallback as ZeroCallback,
-    )
+    from hf_zero.integrations.transformers import TrainingArguments as TrainingArguments
+    from hf_zero.integrations.transformers import ZeroCallback as ZeroCallback
     from hf_zero.integrations.transformers.loading import from_pretrained as from_pretrained
     from hf_zero.integrations.transformers.pipeline_stages import pipeline_stages as pipeline_stages
     from hf_zero.parallel.expert.model import expert_parallel as expert_parallel
-    from hf_zero.parallel.pipeline.module import (
-        LayerSpec as LayerSpec,
-    )
-    from hf_zero.parallel.pipeline.module import (
-        PipelineModule as PipelineModule,
-    )
-    from hf_zero.parallel.pipeline.module import (
-        TiedLayerSpec as TiedLayerSpec,
-    )
+    from hf_zero.parallel.pipeline.module import LayerSpec as LayerSpec
+    from hf_zero.parallel.pipeline.module import PipelineModule as PipelineModule
+    from hf_zero.parallel.pipeline.module import TiedLayerSpec as TiedLayerSpec
     from hf_zero.parallel.sequence.sequence_parallel import sequence_parallel as sequence_parallel
     from hf_zero.parallel.tensor import tensor_parallel as tensor_parallel
     from hf_zero.planning.estimate import estimate as estimate
     from hf_zero.planning.estimate import propose as propose
     from hf_zero.planning.simulation import simulate as simulate
-    from hf_zero.zero.access.full import (
-        GatheredParameters as GatheredParameters,
-    )
-    from hf_zero.zero.access.full import (
-        safe_get_full_fp32_param as safe_get_full_fp32_param,
-    )
-    from hf_zero.zero.access.full import (
-        safe_get_full_grad as safe_get_full_grad,
-    )
+    from hf_zero.zero.access.full import GatheredParameters as GatheredParameters
+    from hf_zero.zero.access.full import safe_get_full_fp32_param as safe_get_full_fp32_param
+    from hf_zero.zero.access.full import safe_get_full_grad as safe_get_full_grad
     from hf_zero.zero.access.full import (
         safe_get_full_optimizer_state as safe_get_full_optimizer_state,
     )
-    from hf_zero.zero.access.full import (
-        safe_set_full_fp32_param as safe_set_full_fp32_param,
-    )
-    from hf_zero.zero.access.full import (
-        safe_set_full_grad as safe_set_full_grad,
-    )
+    from hf_zero.zero.access.full import safe_set_full_fp32_param as safe_set_full_fp32_param
+    from hf_zero.zero.access.full import safe_set_full_grad as safe_set_full_grad
     from hf_zero.zero.access.full import (
         safe_set_full_optimizer_state as safe_set_full_optimizer_state,
     )
-    from hf_zero.zero.access.full import (
-        summon_full_params as summon_full_params,
-    )
+    from hf_zero.zero.access.full import summon_full_params as summon_full_params
 
 
 class _Package(ModuleType):

@@ -509,9 +509,7 @@ def remove(chosen: Sequence[AnyPath], aside: str = find.DROPPED) -> list[AnyPath
             drop(folder, aside)
         except OSError as error:
             logger.warning(
-                "could not delete old checkpoint %s: %s",
-                folder,
-                describe_error(error, folder),
+                "could not delete old checkpoint %s: %s", folder, describe_error(error, folder)
             )
         else:
             gone.append(folder)

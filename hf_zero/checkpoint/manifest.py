@@ -560,8 +560,7 @@ def _optimizer(data: dict[str, object]) -> OptimizerEntry:
     )
     factors = {
         name: FactorEntry(
-            _size(of, "file"),
-            {key: _shape(of["shapes"], key) for key in _get(of, "shapes", dict)},
+            _size(of, "file"), {key: _shape(of["shapes"], key) for key in _get(of, "shapes", dict)}
         )
         for name, of in (_values(data, "factors", dict) if "factors" in data else {}).items()
     }

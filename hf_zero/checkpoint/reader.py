@@ -30,13 +30,7 @@ from hf_zero.checkpoint.manifest import (
     Manifest,
     factor_key,
 )
-from hf_zero.checkpoint.storage import (
-    AnyPath,
-    ClosedAtExit,
-    is_remote,
-    modified_ns,
-    store_errors,
-)
+from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, is_remote, modified_ns, store_errors
 from hf_zero.checkpoint.tensorfile import TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject

@@ -31,12 +31,7 @@ from hf_zero.zero.access.full import whole_of
 from hf_zero.zero.access.wholes import version_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import engine_of
-from hf_zero.zero.layout.sharding import (
-    WholeNames,
-    own_part,
-    persistent_buffers,
-    sharding_of,
-)
+from hf_zero.zero.layout.sharding import WholeNames, own_part, persistent_buffers, sharding_of
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
 
 if TYPE_CHECKING:

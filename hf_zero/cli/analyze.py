@@ -33,8 +33,7 @@ def analyze(
     ] = None,
     workers: Annotated[int, typer.Option(help="Processes that measure.", min=1)] = 1,
     out: Annotated[
-        str | None,
-        typer.Option(help="Folder of the index; default: DATASET-difficulty/METRIC."),
+        str | None, typer.Option(help="Folder of the index; default: DATASET-difficulty/METRIC.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,13 +46,7 @@ def analyze(
     from hf_zero.integrations.datasets.analyze import analyze as analyze_dataset
 
     index = analyze_dataset(
-        dataset,
-        metric,
-        column=column,
-        split=split,
-        workers=workers,
-        out=out,
-        progress=not as_json,
+        dataset, metric, column=column, split=split, workers=workers, out=out, progress=not as_json
     )
     values = {percentile: index.at(percentile) for percentile in PERCENTILES}
     if as_json:

@@ -33,8 +33,7 @@ def explain(
     other: Annotated[
         str | None,
         typer.Argument(
-            help="Another one: show only the keys that differ.",
-            autocompletion=preset_or_file,
+            help="Another one: show only the keys that differ.", autocompletion=preset_or_file
         ),
     ] = None,
     ranks: Annotated[

@@ -51,8 +51,7 @@ Set = Annotated[
 Precision = Annotated[
     str | None,
     typer.Option(
-        help="fp32, bf16 or fp16, with --preset.",
-        autocompletion=one_of(*MIXED_PRECISION),
+        help="fp32, bf16 or fp16, with --preset.", autocompletion=one_of(*MIXED_PRECISION)
     ),
 ]
 Ranks = Annotated[int | None, typer.Option(help="Ranks in total, on this machine.")]
@@ -94,8 +93,7 @@ Exclude = Annotated[
 MasterAddr = Annotated[
     str | None,
     typer.Option(
-        "--master-addr",
-        help="Address where the ranks meet; default: that of the first host.",
+        "--master-addr", help="Address where the ranks meet; default: that of the first host."
     ),
 ]
 MasterPort = Annotated[
@@ -121,8 +119,7 @@ Module = Annotated[
     bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")
 ]
 NoPython = Annotated[
-    bool,
-    typer.Option("--no-python", help="SCRIPT is a program, not run by python."),
+    bool, typer.Option("--no-python", help="SCRIPT is a program, not run by python.")
 ]
 Export = Annotated[
     list[str] | None,

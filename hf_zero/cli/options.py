@@ -118,8 +118,7 @@ class Job:
         ),
     ] = None
     precision: Annotated[
-        str,
-        typer.Option(help="fp32, bf16 or fp16.", autocompletion=one_of("fp32", "bf16", "fp16")),
+        str, typer.Option(help="fp32, bf16 or fp16.", autocompletion=one_of("fp32", "bf16", "fp16"))
     ] = "bf16"
     optimizer: Annotated[
         str, typer.Option(help="AdamW, SGD, Lion, ... or any optimizer a configuration may name.")

@@ -32,12 +32,7 @@ def _offered(incomplete: str) -> list[str]:
 
 
 RecipeName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="See hf-zero recipe list.",
-        autocompletion=_offered,
-    ),
+    str, typer.Argument(metavar="RECIPE", help="See hf-zero recipe list.", autocompletion=_offered)
 ]
 
 
@@ -116,10 +111,7 @@ def list_recipes(as_json: AsJson = False) -> None:
 
 
 @recipe.command("show", cls=Command, short_help="Show one recipe.")
-def show_recipe(
-    name: RecipeName,
-    as_json: AsJson = False,
-) -> None:
+def show_recipe(name: RecipeName, as_json: AsJson = False) -> None:
     """Show one recipe: what it trains, the library that it is written for, its data, what it needs,
     and its files.
 

@@ -44,13 +44,11 @@ class Rates:
         typer.Option(help="Bits a second of a host's memory, for all its ranks: 1.6Tbit."),
     ] = None
     disk: Annotated[
-        str | None,
-        typer.Option(help="Bits a second of a host's disks, for all its ranks: 80Gbit."),
+        str | None, typer.Option(help="Bits a second of a host's disks, for all its ranks: 80Gbit.")
     ] = None
     ranks_per_host: Annotated[int | None, typer.Option(min=1, help="Ranks of a host.")] = None
     latency: Annotated[
-        float | None,
-        typer.Option(min=0, help="Seconds of a message by doubling of its ranks."),
+        float | None, typer.Option(min=0, help="Seconds of a message by doubling of its ranks.")
     ] = None
 
     store_rate: Annotated[
@@ -81,8 +79,7 @@ def simulate(
     rates: Rates,
     ranks: Ranks = 1,
     stage: Annotated[
-        int | None,
-        typer.Option(help="0 to 3; default: that of --config, else 3, and 1 with --pp."),
+        int | None, typer.Option(help="0 to 3; default: that of --config, else 3, and 1 with --pp.")
     ] = None,
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Copies of the shards: ranks / replicas share one.")

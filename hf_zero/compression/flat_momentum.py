@@ -136,12 +136,7 @@ class FlatMomentum:
         return torch.stack([total.to(denominators.device) for total in terms]).view(-1, 2).T
 
     def raise_variance(
-        self,
-        denominators: Tensor,
-        sums: Tensor,
-        usual: Tensor,
-        step: int,
-        lags: Mapping[str, int],
+        self, denominators: Tensor, sums: Tensor, usual: Tensor, step: int, lags: Mapping[str, int]
     ) -> None:
         """Raise the variance of this rank's chunk so that ``denominators``, its own, are at least
         FLOOR times their root mean square in their tensor. Elements without variance, which no step

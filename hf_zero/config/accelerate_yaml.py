@@ -70,7 +70,7 @@ _SEQUENCES = {
     "parallelism_config_cp_size": "context_parallel_size",
 }
 _INSTEAD = {
-    "parallelism_config_tp_size": "write tensor_parallel.autotp_size in the ZeRO configuration",
+    "parallelism_config_tp_size": "write tensor_parallel.autotp_size in the ZeRO configuration"
 }
 _THEIR_OWN = (
     "additional_args base_job_name command_file commands compute_environment debug "

@@ -217,26 +217,14 @@ _ONE_BIT_CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda stage: stage == 3,
         "no rank keeps whole weights that it could update; write stage 1",
     ),
-    "compressed_communication.bits": (
-        lambda bits: bits == 4,
-        "one of the two; remove the key",
-    ),
-    "zero_optimization.zero_quantized_gradients": (
-        bool,
-        "they would travel twice; remove the key",
-    ),
+    "compressed_communication.bits": (lambda bits: bits == 4, "one of the two; remove the key"),
+    "zero_optimization.zero_quantized_gradients": (bool, "they would travel twice; remove the key"),
     f"{OPTIMIZER}.device": (
         lambda device: device != "none",
         "the update runs on the device; remove the section",
     ),
-    UPDATE_IN_BACKWARD: (
-        bool,
-        "momenta are exchanged once the backward has ended; remove the key",
-    ),
-    "replicate_size": (
-        lambda size: size > 1,
-        "messages go over one axis of all ranks; remove it",
-    ),
+    UPDATE_IN_BACKWARD: (bool, "momenta are exchanged once the backward has ended; remove the key"),
+    "replicate_size": (lambda size: size > 1, "messages go over one axis of all ranks; remove it"),
     "data_types.grad_accum_dtype": (
         lambda dtype: dtype in ("bf16", "fp16"),
         "the gradients of a window wait on each rank; remove it",

@@ -137,10 +137,7 @@ def described(key: Key) -> str:
 
 def table() -> str:
     """Return a Markdown table of all keys of the dialect."""
-    lines = [
-        "| key | value | default | meaning | since |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = ["| key | value | default | meaning | since |", "| --- | --- | --- | --- | --- |"]
     for path, key in KEYS.items():
         default = "" if key.default is None or key.default == () else f"`{_json(key.default)}`"
         value = key.value_type.expected.replace("|", "\\|")

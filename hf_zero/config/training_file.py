@@ -119,10 +119,7 @@ class TrainingFile(TrainerArguments):
     )
     model: str = key(TEXT, None, "a model on the Hub, or its folder", required=True)
     dataset: str = key(
-        TEXT,
-        None,
-        f"a dataset on the Hub, or a file ({', '.join(FORMATS)})",
-        required=True,
+        TEXT, None, f"a dataset on the Hub, or a file ({', '.join(FORMATS)})", required=True
     )
     dataset_config: str | None = key(TEXT, None, "configuration of the dataset on the Hub")
     split: str = key(TEXT, "train", "split to train on")

@@ -20,12 +20,7 @@ from hf_zero.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.deepspeed.modules import refuse
 from hf_zero.deepspeed.zero_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from hf_zero.device import kinds
-from hf_zero.errors import (
-    ConfigError,
-    PartitionError,
-    UnreducedGradientsError,
-    UnscalableLossError,
-)
+from hf_zero.errors import ConfigError, PartitionError, UnreducedGradientsError, UnscalableLossError
 from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.registry import follow
 from hf_zero.techniques.training_loader import Collate, data_loader

@@ -253,12 +253,7 @@ class _Starting:
     """
 
     def __init__(
-        self,
-        watchdog: Watchdog,
-        pending: PendingCollective,
-        operation: str,
-        key: str,
-        nbytes: int,
+        self, watchdog: Watchdog, pending: PendingCollective, operation: str, key: str, nbytes: int
     ):
         if watchdog.verdict:
             watchdog.check()

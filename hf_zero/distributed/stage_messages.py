@@ -453,9 +453,7 @@ def _header(activations: Activations, kind: type[Any]) -> list[int]:
     return [*header, *[0] * (HEADER - len(header))]
 
 
-def _announced(
-    header: Sequence[int],
-) -> tuple[list[Shape | None], tuple[bool, ...], type[Any]]:
+def _announced(header: Sequence[int]) -> tuple[list[Shape | None], tuple[bool, ...], type[Any]]:
     """Return the shapes that a header announces, whether each requires grad, and the class of what
     they are, of :data:`PASSED_CLASSES`.
     """

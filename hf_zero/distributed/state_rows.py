@@ -28,13 +28,7 @@ class RankState(StrEnum):
     UNREACHABLE = "unreachable"  # its host is
 
 
-ENDS = (
-    RankState.FAILED,
-    RankState.BROKEN,
-    RankState.DEAD,
-    RankState.UNREACHABLE,
-    RankState.ENDED,
-)
+ENDS = (RankState.FAILED, RankState.BROKEN, RankState.DEAD, RankState.UNREACHABLE, RankState.ENDED)
 """States of a rank that has ended, or counts as ended."""
 STATES = (RUNS, RankState.WAITS, RankState.SCRIPT, *ENDS)
 """States in the rows."""

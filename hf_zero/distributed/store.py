@@ -60,10 +60,7 @@ class TimeoutStore:
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        seconds: float = TIMEOUT_SECONDS,
-        patience: float | None = None,
+        self, store: dist.Store, seconds: float = TIMEOUT_SECONDS, patience: float | None = None
     ):
         self._store = store.clone() if hasattr(store, "clone") else store
         self._seconds, self._patience = seconds, seconds if patience is None else patience

@@ -32,11 +32,7 @@ from hf_zero.distributed import rank_hosts, uncaught
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.hang_proofs import HangDiagnosis
 from hf_zero.distributed.process_group import abort_together
-from hf_zero.distributed.rank_status import (
-    PATIENCE_SECONDS,
-    RankStatus,
-    poll_pauses,
-)
+from hf_zero.distributed.rank_status import PATIENCE_SECONDS, RankStatus, poll_pauses
 from hf_zero.distributed.state_rows import RankState
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logging import logger

@@ -175,11 +175,7 @@ class DeviceStorage:
         return self._arrays[name]
 
     def nbytes(self) -> dict[str, int]:
-        return {
-            "device": sum(array.nbytes for array in self._arrays.values()),
-            "ram": 0,
-            "disk": 0,
-        }
+        return {"device": sum(array.nbytes for array in self._arrays.values()), "ram": 0, "disk": 0}
 
     def close(self) -> None:
         self._arrays.clear()

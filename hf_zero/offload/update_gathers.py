@@ -72,10 +72,7 @@ class UpdateGathers:
     """
 
     def __init__(
-        self,
-        other_ranks: Sequence[int],
-        messages: StoreMessages | None,
-        begin: Callable[[], None],
+        self, other_ranks: Sequence[int], messages: StoreMessages | None, begin: Callable[[], None]
     ):
         self.other_ranks, self._messages, self._begin = tuple(other_ranks), messages, begin
         self._changed = threading.Condition()

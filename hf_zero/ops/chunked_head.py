@@ -339,11 +339,7 @@ def _log_softmax_(
 
 
 def _log_softmax_gradient_(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    grad: torch.Tensor,
-    lse: torch.Tensor,
-    terms: Terms,
+    logits: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor, lse: torch.Tensor, terms: Terms
 ) -> None:
     """Write the gradient of sum(grad · log-probability) over ``logits``; of a label outside the
     vocabulary that of -sum(grad · logsumexp).

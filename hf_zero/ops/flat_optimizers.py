@@ -32,15 +32,7 @@ from hf_zero.ops.dispatch import Kernel
 from hf_zero.ops.flat_tiles import COEFFICIENTS, SETTINGS, FlatRun, Tiles
 from hf_zero.ops.native import check_layout
 
-__all__ = [
-    "FlatRun",
-    "RowSettings",
-    "Tiles",
-    "adam_",
-    "advance_",
-    "lion_",
-    "settings_table",
-]
+__all__ = ["FlatRun", "RowSettings", "Tiles", "adam_", "advance_", "lion_", "settings_table"]
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 

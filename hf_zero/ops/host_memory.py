@@ -158,11 +158,7 @@ class HostArena:
         return sum(self._mapped.values())
 
     def take(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        file: int | None = None,
-        huge_pages: bool = True,
+        self, numel: int, dtype: torch.dtype, file: int | None = None, huge_pages: bool = True
     ) -> torch.Tensor:
         """Return ``numel`` zeros of ``dtype``: [numel], at an address that is a multiple of the
         page. With the descriptor of a ``file`` of so many bytes, the memory is the file: elements

@@ -62,11 +62,7 @@ class Blocks:
 
     @classmethod
     def zeros(
-        cls,
-        numel: int,
-        signed: bool,
-        dynamic: bool = False,
-        device: torch.device | str = "cpu",
+        cls, numel: int, signed: bool, dynamic: bool = False, device: torch.device | str = "cpu"
     ) -> Blocks:
         """Return ``numel`` zeros."""
         zero = reference.ZERO_CODE if dynamic and signed else 0

@@ -104,12 +104,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
 
     @classmethod
     def divided(
-        cls,
-        group: ParamGroup,
-        grad: Tensor,
-        rows: Tensor,
-        columns: Tensor | None,
-        out: Tensor,
+        cls, group: ParamGroup, grad: Tensor, rows: Tensor, columns: Tensor | None, out: Tensor
     ) -> Tensor:
         """Return ``out``, filled with ``grad`` over the root of the second moment. The second
         moment is ``rows`` (divided by the mean of all rows of the matrix) times ``columns``; of a
@@ -346,12 +341,7 @@ class Adafactor(FactoredOptimizer):
 
     @classmethod
     def divided(
-        cls,
-        group: ParamGroup,
-        grad: Tensor,
-        rows: Tensor,
-        columns: Tensor | None,
-        out: Tensor,
+        cls, group: ParamGroup, grad: Tensor, rows: Tensor, columns: Tensor | None, out: Tensor
     ) -> Tensor:
         torch.mul(grad, rows.rsqrt(), out=out)
         return out if columns is None else out.mul_(columns.rsqrt())
@@ -403,12 +393,7 @@ class TorchAdafactor(FactoredOptimizer):
 
     @classmethod
     def divided(
-        cls,
-        group: ParamGroup,
-        grad: Tensor,
-        rows: Tensor,
-        columns: Tensor | None,
-        out: Tensor,
+        cls, group: ParamGroup, grad: Tensor, rows: Tensor, columns: Tensor | None, out: Tensor
     ) -> Tensor:
         second = out.copy_(rows) if columns is None else torch.mul(rows, columns, out=out)
         second.clamp_(min=cls.smallest_mean(group) ** 2).rsqrt_().mul_(grad)

@@ -282,13 +282,7 @@ def _lion(
 
 _DIALECTS: dict[
     str, Callable[[_Class, Mapping[str, object], _Settings], tuple[_Class, _Settings]]
-] = {
-    "Adam": _adam,
-    "AdamW": _adam,
-    "Lion": _lion,
-    "CPUAdam": _cpu_adam,
-    "CPULion": _lion,
-}
+] = {"Adam": _adam, "AdamW": _adam, "Lion": _lion, "CPUAdam": _cpu_adam, "CPULion": _lion}
 
 
 # ---- schedules ----

@@ -29,7 +29,7 @@ BITS = "compressed_communication.bits"
 _ADAM = (torch.optim.Adam, Adam)
 _BLOCK = 2048
 _IDLE = IDLE_IN_ONE_BIT | {
-    "exp_avg_mask": "what never had a gradient is divided by what is usual in its tensor instead",
+    "exp_avg_mask": "what never had a gradient is divided by what is usual in its tensor instead"
 }
 
 

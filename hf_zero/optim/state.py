@@ -654,9 +654,7 @@ class DeviceState:
 
 
 def _decoded(
-    name: str,
-    states: Sequence[tuple[SegmentPart, StateArrays, StateArrays]],
-    out: Tensor,
+    name: str, states: Sequence[tuple[SegmentPart, StateArrays, StateArrays]], out: Tensor
 ) -> Tensor:
     """Return ``out`` [owned], filled with the state ``name`` of the parts in ``states``."""
     for part, of, first in states:

@@ -52,15 +52,7 @@ from hf_zero.zero.layout.planner import plan, replan
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES
 
-__all__ = [
-    "MemoryEstimate",
-    "Proposal",
-    "StageEstimate",
-    "Tiers",
-    "estimate",
-    "propose",
-    "traffic",
-]
+__all__ = ["MemoryEstimate", "Proposal", "StageEstimate", "Tiers", "estimate", "propose", "traffic"]
 
 Precision = Literal["fp32", "float32", "no", "bf16", "bfloat16", "fp16", "float16"]
 MAX_RANKS = 1 << 20

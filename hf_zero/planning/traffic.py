@@ -166,6 +166,5 @@ def codings(device: torch.device) -> Codings:
         return min(taken) / SAMPLE
 
     return Codings(
-        best(lambda: blocks.quantize(values)),
-        best(lambda: blocks.dequantize(message, out)),
+        best(lambda: blocks.quantize(values)), best(lambda: blocks.dequantize(message, out))
     )

@@ -45,10 +45,7 @@ RECORDS: Mapping[str, Any] = {
     "trace": {"trace": str},
     "planned_steps": {"planned_steps": COUNT},
     "ended": {"ended": str},
-    "ranks": {
-        "ranks": [{"ranks": [COUNT], "state": frozenset(STATES), "what": str}],
-        "time": TIME,
-    },
+    "ranks": {"ranks": [{"ranks": [COUNT], "state": frozenset(STATES), "what": str}], "time": TIME},
     **{level: {level: str, "time": TIME} for level in LEVELS},
 }
 EVENT = {"pid": COUNT, "ts": float, "dur": float, "cat": str, "name": str, "args?": {}}

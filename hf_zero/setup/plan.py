@@ -217,9 +217,7 @@ def resolve(
         settings = settings.with_counted_total(ranks)
         settings = checkpoint.keep_batch(settings, max(1, ranks // shared))
     settings = settings.resolve(
-        ranks,
-        require_batch_size=request.training_data is not None,
-        training=optimizer is not None,
+        ranks, require_batch_size=request.training_data is not None, training=optimizer is not None
     )
     if settings.compile.capture is not None:
         # a graph has the addresses of gradients

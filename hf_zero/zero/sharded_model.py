@@ -57,12 +57,7 @@ class ShardedModel:
     optimizer that flat shards cannot run; the model is then unchanged.
     """
 
-    def __init__(
-        self,
-        plan: EnginePlan,
-        mesh: Mesh,
-        placement: Placement,
-    ):
+    def __init__(self, plan: EnginePlan, mesh: Mesh, placement: Placement):
         self.module = plan.model
         self.mesh = mesh
         self.placement = placement

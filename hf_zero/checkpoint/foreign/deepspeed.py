@@ -415,8 +415,7 @@ class DeepSpeedFolder:
             share = -(-numel // self.world)
             pieces = [
                 ParameterPart(
-                    rank,
-                    {SHARD: part[name].reshape(-1)[: _without_padding(numel, rank, share)]},
+                    rank, {SHARD: part[name].reshape(-1)[: _without_padding(numel, rank, share)]}
                 )
                 for rank, part in enumerate(fragments)
             ]

@@ -369,9 +369,7 @@ class _Taking:
         """Add the files that the ranks of this host read for a load into ``engine``. Collective."""
         memory = engine.memory_checkpoints
         _, needs = collective_try(
-            self._ranks,
-            lambda: files_needed(engine, manifest, strict),
-            share=lambda needed: needed,
+            self._ranks, lambda: files_needed(engine, manifest, strict), share=lambda needed: needed
         )
         wanted_by = {
             (host, n) for host, needed in zip(self._hosts.names, needs, strict=True) for n in needed

@@ -71,8 +71,7 @@ def keep_until_saved(
     keep_measures_in(self, Path(self.project_dir))
     settings, parts = self.project_configuration, StateContents.of(self)
     settings.iteration = decide_on_rank_0(
-        get_world_group(),
-        lambda: _first_free_number(_states(self), settings.iteration, parts),
+        get_world_group(), lambda: _first_free_number(_states(self), settings.iteration, parts)
     )
     limit = settings.total_limit
     with replaced(settings, total_limit=None):
@@ -173,10 +172,6 @@ def resume_from_whole(
         self.step = 0
         folder, rank = Path(input_dir).expanduser(), self.process_index
         warn_lost_random_states(
-            folder,
-            folder / MODEL_TAG,
-            f"random_states_{rank}.pkl",
-            rank,
-            self.num_processes,
+            folder, folder / MODEL_TAG, f"random_states_{rank}.pkl", rank, self.num_processes
         )
     return result

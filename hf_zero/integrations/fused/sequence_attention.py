@@ -168,8 +168,7 @@ def _check(model: PreTrainedModel, division: Division, tensor: int) -> None:
     if mixes is not None:
         refuse(f"{mixes} is a convolution along the sequence", alone)
     both = next(
-        (key for key, m in model.named_modules() if getattr(m, "is_causal", None) is False),
-        None,
+        (key for key, m in model.named_modules() if getattr(m, "is_causal", None) is False), None
     )
     if both is not None:
         refuse(f"{both} attends in both directions, which needs the masks that are dropped", alone)

@@ -224,12 +224,7 @@ def resume_windows(
     has trained on.
     """
     trained = original(
-        self,
-        max_steps,
-        num_update_steps_per_epoch,
-        num_train_epochs,
-        resume_from_checkpoint,
-        trial,
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     )
     windows, steps = windows_of(self), self.state.global_step
     if windows is None:

@@ -54,10 +54,7 @@ SAVE_WEIGHTS = "stage3_gather_16bit_weights_on_model_save"
 
 CLIPPING = "gradient_clipping"
 
-FROM_ARGUMENTS = (
-    *BATCH,
-    CLIPPING,
-)
+FROM_ARGUMENTS = (*BATCH, CLIPPING)
 
 # Hyper-parameters filled from the arguments, by optimizer and by schedule; others keep the defaults
 # of their class.

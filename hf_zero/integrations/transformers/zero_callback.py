@@ -142,10 +142,7 @@ def memory(device: torch.device) -> dict[str, float]:
         now, peak = free_memory.allocated(device), free_memory.max_allocated(device)
     else:
         now, peak = accelerator.memory_allocated(), accelerator.max_memory_allocated()
-    return {
-        "memory_mib": round(now / MEBIBYTE, 1),
-        "peak_memory_mib": round(peak / MEBIBYTE, 1),
-    }
+    return {"memory_mib": round(now / MEBIBYTE, 1), "peak_memory_mib": round(peak / MEBIBYTE, 1)}
 
 
 class Throughput:

@@ -87,10 +87,7 @@ class _ByRows(torch.autograd.Function):
 
 
 def recorded(
-    function: Function,
-    tensors: Sequence[torch.Tensor],
-    needed: Sequence[bool],
-    grad: torch.Tensor,
+    function: Function, tensors: Sequence[torch.Tensor], needed: Sequence[bool], grad: torch.Tensor
 ) -> list[torch.Tensor | None]:
     """Return gradients of ``function(*tensors)``, with create_graph ones with a graph."""
     again = torch.is_grad_enabled()

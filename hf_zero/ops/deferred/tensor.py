@@ -21,11 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves, tree_map
 

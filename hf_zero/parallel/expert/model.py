@@ -52,10 +52,7 @@ class Dispatches(HoldsParts):
     """
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Compute [S, hidden] from states [S, hidden], expert indices [S, k] and weights [S, k]."""
         experts: _Experts = self.__dict__[RECORD]

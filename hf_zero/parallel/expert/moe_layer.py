@@ -104,10 +104,7 @@ class TopKGate(nn.Module):
         return routing.top2(logits, capacity, used, self.top2_2nd_expert_sampling)
 
     def forward(
-        self,
-        input: torch.Tensor,
-        used_token: torch.Tensor | None = None,
-        use_tutel: bool = False,
+        self, input: torch.Tensor, used_token: torch.Tensor | None = None, use_tutel: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the auxiliary loss, weights and mask by token, expert and place [S, E, C], and the
         token count of each expert [E].

@@ -111,10 +111,7 @@ def top1(
 
 
 def top2(
-    logits: torch.Tensor,
-    capacity: Capacity,
-    used: torch.Tensor | None = None,
-    samples: bool = True,
+    logits: torch.Tensor, capacity: Capacity, used: torch.Tensor | None = None, samples: bool = True
 ) -> Routing:
     """Route each token to two experts by ``logits`` [S, E]. ``used`` [S]: tokens with 0 go to none.
     ``samples``: draw the second expert.

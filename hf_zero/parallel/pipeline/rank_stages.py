@@ -56,12 +56,7 @@ class Stage:
     """
 
     def __init__(
-        self,
-        index: int,
-        count: int,
-        messages: StageMessages,
-        forward: Forward,
-        backward: Backward,
+        self, index: int, count: int, messages: StageMessages, forward: Forward, backward: Backward
     ):
         self.stage_index = index
         self.num_stages = count
@@ -275,11 +270,7 @@ def make_schedule(
     stages "1f1b" becomes GPipe, which then keeps no more activations. Raises ConfigError for a
     number of micro-batches that an interleaved schedule cannot divide.
     """
-    from torch.distributed.pipelining import (
-        Schedule1F1B,
-        ScheduleGPipe,
-        ScheduleInterleaved1F1B,
-    )
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
     rank_stages: list[Any] = list(stages)
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}

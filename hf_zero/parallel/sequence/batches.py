@@ -211,11 +211,7 @@ class SequenceBatches:
     """
 
     def __init__(
-        self,
-        loader: Any,
-        dim: MeshDim,
-        division: Division,
-        device: torch.device | None = None,
+        self, loader: Any, dim: MeshDim, division: Division, device: torch.device | None = None
     ):
         """``device``: device to move the parts to; None: they stay on the CPU."""
         self.loader, self.dim, self.division, self.device = loader, dim, division, device

@@ -24,13 +24,7 @@ from hf_zero.parallel.tensor.cutting import TensorParallel, cut_layers, cuts_for
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.dtensors import unwrap
 from hf_zero.parallel.tensor.layers import EnteringCaches, is_sharded, put_on
-from hf_zero.parallel.tensor.plan import (
-    Target,
-    is_of_family,
-    plan_of,
-    targets,
-    transformers_model,
-)
+from hf_zero.parallel.tensor.plan import Target, is_of_family, plan_of, targets, transformers_model
 from hf_zero.parallel.tensor.rehearsal import (
     RehearsedAxis,
     check_unplaced,
@@ -49,10 +43,7 @@ RECORD = "_hf_zero_tensor_parallel"
 
 
 def tensor_parallel(
-    model: nn.Module,
-    size: int,
-    plan: Mapping[str, str | None] | None = None,
-    verify: bool = False,
+    model: nn.Module, size: int, plan: Mapping[str, str | None] | None = None, verify: bool = False
 ) -> nn.Module:
     """Split the layers of ``model`` in place over groups of ``size`` neighboring ranks.
     Collective over all ranks.

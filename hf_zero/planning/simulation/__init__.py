@@ -2,12 +2,7 @@
 
 from hf_zero.planning.simulation.machine import Machine, Seconds
 from hf_zero.planning.simulation.measuring import Measured, measure
-from hf_zero.planning.simulation.simulating import (
-    CollectiveCount,
-    PhaseBytes,
-    Simulation,
-    simulate,
-)
+from hf_zero.planning.simulation.simulating import CollectiveCount, PhaseBytes, Simulation, simulate
 
 __all__ = [
     "CollectiveCount",

@@ -370,10 +370,7 @@ def record(
 
 
 def record_steps(
-    recorder: Recorder,
-    step: Callable[[], object],
-    micro_batches: int,
-    repeats: int = 0,
+    recorder: Recorder, step: Callable[[], object], micro_batches: int, repeats: int = 0
 ) -> Recording:
     """Return the recording of a call of ``step`` after two others; other arguments as for
     :class:`Recording`.

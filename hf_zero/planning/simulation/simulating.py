@@ -54,12 +54,7 @@ from hf_zero.planning.estimate import (
     tokens_of,
 )
 from hf_zero.planning.needs import needs, state_bytes
-from hf_zero.planning.simulation.machine import (
-    Machine,
-    Seconds,
-    offload_times,
-    seconds_of_stages,
-)
+from hf_zero.planning.simulation.machine import Machine, Seconds, offload_times, seconds_of_stages
 from hf_zero.planning.simulation.measuring import Measured
 from hf_zero.planning.simulation.recording import (
     RECORDED,

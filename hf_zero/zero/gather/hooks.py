@@ -168,9 +168,7 @@ class Hooks:
         for module, unit in around.items():
             self._removable += [
                 module.register_forward_pre_hook(
-                    Attached(self._pre_forward, unit, names[module]),
-                    prepend=True,
-                    with_kwargs=True,
+                    Attached(self._pre_forward, unit, names[module]), prepend=True, with_kwargs=True
                 ),
                 module.register_forward_hook(
                     Attached(self._post_forward, unit), with_kwargs=True, always_call=True
@@ -448,11 +446,7 @@ class Hooks:
         return returned
 
     def _watch_output(
-        self,
-        call: UnitCall,
-        module: nn.Module,
-        output: object,
-        raised: BaseException | None,
+        self, call: UnitCall, module: nn.Module, output: object, raised: BaseException | None
     ) -> object:
         # Hooks on the outputs of ``call`` begin its backward; a unit that a backward reads at a
         # point our hooks cannot see stays gathered. Return what replaces ``output``, if anything.

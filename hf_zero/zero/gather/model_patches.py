@@ -15,11 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.errors import PartitionError

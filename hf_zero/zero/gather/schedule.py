@@ -430,10 +430,7 @@ class Schedule:
                 agreed = reply
             else:
                 agreed = consensus.gathers.agree(
-                    self._describe_pass(),
-                    proposal,
-                    self._describe_proposal,
-                    self._reducer.launched,
+                    self._describe_pass(), proposal, self._describe_proposal, self._reducer.launched
                 )
             self._reducer.land_launched(consensus.gathers.all_launched)
         if agreed[0] == END_OF_PASS:

@@ -25,10 +25,7 @@ from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.segment_table import plain_settings
 from hf_zero.zero.layout import attributes
-from hf_zero.zero.layout.engine_plan import (
-    SIXTEEN_BITS,
-    EnginePlan,
-)
+from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.zero.layout.flat_memory import FlatMemory
 from hf_zero.zero.layout.initial_values import (

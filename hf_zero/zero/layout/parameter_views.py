@@ -242,9 +242,7 @@ class ParameterGuard:
 
 
 def _become(
-    before: type[OwnedParameter],
-    after: type[OwnedParameter],
-    parameters: Sequence[nn.Parameter],
+    before: type[OwnedParameter], after: type[OwnedParameter], parameters: Sequence[nn.Parameter]
 ) -> None:
     for parameter in parameters:
         kind = type(parameter)

@@ -457,11 +457,7 @@ class Unit:
         if self.state is GatherState.RELEASED or not self.sharded_flats:
             return
         self.take_user_writes()
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            span("release", self.label, self.nbytes),
-        ):
+        with torch.inference_mode(False), torch.no_grad(), span("release", self.label, self.nbytes):
             for flat in self.sharded_flats:
                 references = (keep_views or self._aliased) and flat.references
                 # tensor.numpy() has made it an array's, too

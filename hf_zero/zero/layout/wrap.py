@@ -299,10 +299,7 @@ def persistence(most: int | None) -> int:
 
 
 def persistent_names(
-    model: nn.Module,
-    most: int | None,
-    in_all: int | None,
-    sizes: Sizes,
+    model: nn.Module, most: int | None, in_all: int | None, sizes: Sizes
 ) -> frozenset[str]:
     """Return first names of the parameters of ``model`` that stay whole between steps where
     parameters are sharded: parameters of at most ``most`` elements (None: :data:`PERSISTENCE`), in

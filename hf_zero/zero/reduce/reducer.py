@@ -108,13 +108,7 @@ class Reducer:
         self._freed = [] if keeps_buffers else [self._buffers, *(a.spare for a in axes)]
         self._intake = GradientIntake(scaling, self._buffers, offload)
         self._reductions = Reductions(
-            mesh,
-            self._intake,
-            self._buffers,
-            offload,
-            kernels,
-            packed,
-            self._issue_gathers,
+            mesh, self._intake, self._buffers, offload, kernels, packed, self._issue_gathers
         )
         self._known: set[Hashable] = set()  # kinds of backward whose order is known
         self.progress = BackwardProgress()  # of the backward under way, or of the last one
