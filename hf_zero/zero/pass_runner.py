@@ -140,7 +140,7 @@ class PassRunner:
     def __init__(
         self,
         model: ShardedModel,
-        update: OptimizerStep,
+        optimizer_step: OptimizerStep,
         config: ZeroConfig,
         window: AccumulationWindow,
         counters: Counters,
@@ -151,8 +151,8 @@ class PassRunner:
             model.units,
             model.mesh,
             model.policy,
-            update.usage,
-            update.gradient_offload,
+            optimizer_step.usage,
+            optimizer_step.gradient_offload,
             model.schedule,
             scaling=Scaling.over(
                 model.mesh.pp_stage_ranks,
@@ -168,7 +168,7 @@ class PassRunner:
             keeps_buffers=config.zero.keep_step_buffers,
         )
         self._model = model
-        self._update = update
+        self._optimizer_step = optimizer_step
         self._fp16 = config.precision == "fp16"
         self._window = window
         self._counters = counters
@@ -190,14 +190,14 @@ class PassRunner:
             self._window.uncount,
         )
         model.schedule.connect(
-            self.reducer, self.tracker.abort_broken_backward, self._update.on_use
+            self.reducer, self.tracker.abort_broken_backward, self._optimizer_step.on_use
         )
         self.hooks = Hooks(
             model.module,
             model.units,
             model.schedule,
             self.tracker,
-            partial(refuse_pending_update, self._update.updater),
+            partial(refuse_pending_update, self._optimizer_step.updater),
         )
         self._removable.callback(self.hooks.remove)
         trains = bool(model.trainable) or model.mesh.dims.pipeline > 1
@@ -294,13 +294,13 @@ class PassRunner:
                 "a backward under an engine that was destroyed, or of a forward from before it was "
                 "built again because what trains has changed; run the forward again after that"
             )
-        update, window = self._update, self._window
+        step, window = self._optimizer_step, self._window
         closes = window.syncs and window.boundary is not False
-        for extension in update.extensions:
+        for extension in step.extensions:
             extension.begin_backward()
-        if update.bound is not None:
+        if step.bound is not None:
             refuse_switched(self._model.flats)
-            refuse_pending_update(update.updater, "another backward")
+            refuse_pending_update(step.updater, "another backward")
             self._sanity.on_backward(window.managed and closes)
         window.counts_before = window.micro_batches, window.announced, window.unannounced
         alone = not any(window.counts_before)
@@ -314,16 +314,16 @@ class PassRunner:
         ends_window = window.syncs and window.ends
         # Every condition must be equal on all ranks: ``failed_writes`` is a collective.
         in_backward = ends_window and self._model.updates_in_backward
-        in_backward = in_backward and not (update.max_norm or self.losses.may_overflow)
-        in_backward = in_backward and not update.failed_writes()
+        in_backward = in_backward and not (step.max_norm or self.losses.may_overflow)
+        in_backward = in_backward and not step.failed_writes()
         on_reduced = self._update_in_backward if in_backward else None
-        on_finished = update.updater.end_backward if in_backward else None
+        on_finished = step.updater.end_backward if in_backward else None
         self.reducer.configure_backward(
             BackwardSettings(weight, unscale, ends_window, on_reduced, alone, on_finished)
         )
 
     def _update_in_backward(self, flats: Sequence[FlatBuffer]) -> None:
-        self._update.update_in_backward(flats, self._counters.global_steps)
+        self._optimizer_step.update_in_backward(flats, self._counters.global_steps)
 
     def reduce_stray_gradients(self) -> None:
         """Take in gradients that no hook has announced, and abort a backward that an exception has
@@ -339,14 +339,14 @@ class PassRunner:
         self._reduce_accumulated()
 
     def _reduce_accumulated(self) -> None:
-        for extension in self._update.extensions:
+        for extension in self._optimizer_step.extensions:
             extension.before_reduction(self.reducer.local_scale)
         self.reducer.reduce_accumulated()
 
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Set the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
-        updater, scale = self._update.updater, self.losses.scaler.scale
-        if self._update.was_updated_in_backward(flat.unit):
+        updater, scale = self._optimizer_step.updater, self.losses.scaler.scale
+        if self._optimizer_step.was_updated_in_backward(flat.unit):
             refuse_pending_update(updater, f"writing {name}.grad")
         self.reducer.wait()
         flat.optimizer_shard.wait_for_update()
@@ -357,7 +357,9 @@ class PassRunner:
         gradients held.
         """
         if self.reducer.spoiled:
-            refuse_pending_update(self._update.updater, "a step whose gradients are not complete")
+            refuse_pending_update(
+                self._optimizer_step.updater, "a step whose gradients are not complete"
+            )
             raise PartitionError(
                 "a backward of this window was broken by an exception after some gradients had "
                 "been produced: they are lost, and with them what earlier micro-batches of the "
@@ -386,7 +388,7 @@ class PassRunner:
         """Raise UnusedParameterError, on all ranks, for trainable parameters without a gradient on
         one rank or more (collective).
         """
-        names = self._update.usage.missing()
+        names = self._optimizer_step.usage.missing()
         if names:
             raise UnusedParameterError(
                 f"{listed(names, 6)} got no gradient on at least one rank, and "

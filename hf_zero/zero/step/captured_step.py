@@ -120,8 +120,10 @@ def _handed_out(tensor: torch.Tensor) -> torch.Tensor:
 class CapturedStep:
     """The captured passes and the captured update of one engine."""
 
-    def __init__(self, backward: CapturedBackward, update: OptimizerStep, window: StepWindow):
-        self._step, self._model = update, update.model
+    def __init__(
+        self, backward: CapturedBackward, optimizer_step: OptimizerStep, window: StepWindow
+    ):
+        self._optimizer_step, self._model = optimizer_step, optimizer_step.model
         self._device = self._model.mesh.device
         self._backward, self._window = backward, window
         self._members = [p for flat in self._model.trainable for p in flat.members]
@@ -132,7 +134,9 @@ class CapturedStep:
         self._known: set[Hashable] = set()  # places in the window at which a backward has run
         self._passes: dict[Hashable, _CapturedPass] = {}  # by place in the window
         self._prepared: Hashable = None  # what the last update depended on, if it can be captured
-        self._update: tuple[Hashable, Graph, torch.Tensor] | None = None  # key, graph, norm
+        self._captured_update: tuple[Hashable, Graph, torch.Tensor] | None = (
+            None  # key, graph, norm
+        )
         self._reached: _CapturedPass | None = None  # by the backward under way
         # the last forward, if it was launched and awaits its backward
         self._open: _CapturedPass | None = None
@@ -341,7 +345,7 @@ class CapturedStep:
         """Run one optimizer step as :meth:`OptimizerStep.update` does, launched from a graph if it
         can be.
         """
-        step, key = self._step, None
+        step, key = self._optimizer_step, None
         tensors: Sequence[torch.Tensor] = ()
         if not may_overflow and self._steps >= WARM_UP - 1 and self._repeats(step):
             self._model.wait_for_updates()
@@ -355,7 +359,7 @@ class CapturedStep:
         if is_new or self._steps < WARM_UP:
             self._steps += 1
             return step.update(steps_before, may_overflow)
-        if self._update is None or self._update[0] != key:
+        if self._captured_update is None or self._captured_update[0] != key:
             step.is_captured = True
             try:
                 graph, _ = self._capture("update", lambda: step.update(steps_before, False))
@@ -363,11 +367,11 @@ class CapturedStep:
                 step.is_captured = False
             assert step.norm is not None
             graph.held.extend(tensors)
-            self._update = key, graph, step.norm
+            self._captured_update = key, graph, step.norm
         else:
             for flat in self._model.trainable:
                 flat.user_writes.mark_updated()
-        _, graph, norm = self._update
+        _, graph, norm = self._captured_update
         graph.launch()
         step.norm = norm.clone()  # of this step, which the next launch does not change
         step.sanity.on_norm(step.norm, steps_before + 1)
@@ -397,12 +401,12 @@ class CapturedStep:
     def close(self) -> None:
         """Free all graphs: the engine is destroyed."""
         found = [graph for each in self._passes.values() for graph in each.graphs]
-        if self._update is not None:
-            found.append(self._update[1])
+        if self._captured_update is not None:
+            found.append(self._captured_update[1])
         for graph in found:  # losses that a script has kept refer to their passes
             graph.free()
         self._passes.clear()
-        self._update, self._open, self._steps = None, None, 0
+        self._captured_update, self._open, self._steps = None, None, 0
         self._form = None
 
     # ---- captures ----
