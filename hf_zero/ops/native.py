@@ -277,19 +277,6 @@ FLOATS = tuple(DTYPE_CODES)
 FP32 = (torch.float32,)
 
 
-def check_layout(op: str, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise KernelError unless ``tensor`` is contiguous and 1-D, in one of ``dtypes``."""
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise KernelError(
-            f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; give a "
-            "contiguous 1-D view of it"
-        )
-    if tensor.dtype not in dtypes:
-        raise KernelError(
-            f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, dtypes))}"
-        )
-
-
 def flat(
     op: str,
     name: str,
@@ -309,7 +296,15 @@ def flat(
             f"{op}: {name} is on {tensor.device}; host kernels take CPU tensors: copy it with "
             ".cpu(), or update it on its device"
         )
-    check_layout(op, name, tensor, dtypes)
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise KernelError(
+            f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; give a "
+            "contiguous 1-D view of it"
+        )
+    if tensor.dtype not in dtypes:
+        raise KernelError(
+            f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, dtypes))}"
+        )
     if numel is not None and tensor.numel() != numel:
         raise KernelError(
             f"{op}: {name} has {tensor.numel()} elements and the others have "

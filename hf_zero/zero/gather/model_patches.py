@@ -402,7 +402,7 @@ class ModuleGuards:
         with self._schedule.shards.writing():
             for name, parameter in self._own.get(module, {}).items():
                 if name in call.named and module._parameters.get(name) is parameter:
-                    owner_of(parameter).adopt(name_of(parameter))
+                    owner_of(parameter).store_gathered(name_of(parameter))
         self._end_loads(module)
 
     def _end_loads(self, module: nn.Module) -> None:
