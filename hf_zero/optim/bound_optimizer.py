@@ -216,6 +216,13 @@ class BoundOptimizer:
         finally:
             optimizer._optimizer_step_post_hooks = hooks
 
+    def launch(self, launch: Callable[[], None]) -> None:
+        """Call ``launch``, a step of this optimizer from a graph, with the hooks that torch calls
+        for steps of all optimizers.
+        """
+        with self.without_post_hooks():
+            torch.optim.Optimizer.profile_hook_step(lambda _: launch())(self.optimizer)
+
     def run_post_hooks(self) -> None:
         """Run the optimizer's own post hooks, as a step of torch does at its end."""
         optimizer = self.optimizer

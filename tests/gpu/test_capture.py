@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import hf_zero
 from hf_zero.device.graphs import Graph
@@ -319,7 +323,47 @@ def test_backwards_that_a_graph_cannot_repeat_are_refused():
     loss = engine(data[0])["loss"]
     with pytest.raises(PartitionError, match="differs from the captured one"):
         engine.backward(loss, scale_wrt_gas=False)
+    engine.zero_grad()
+    output = engine(data[0])
+    output["predicted"].detach().mul_(3)
+    with pytest.raises(PartitionError, match="written in place"):
+        engine.backward(output["loss"])
     engine.destroy()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_hooks_on_steps_of_all_optimizers_run(captured):
+    engine, calls = build(1, captured), []
+    hooks = [
+        register(lambda *_: calls.append(None))
+        for register in (
+            register_optimizer_step_pre_hook,
+            register_optimizer_step_post_hook,
+        )
+    ]
+    try:
+        train(engine, batches(STEPS))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    engine.destroy()
+    assert len(calls) == 2 * STEPS
+
+
+def test_a_part_that_a_script_sets_to_evaluation():
+    """Its dropout ends, as without captures."""
+    trained = []
+    for captured in (False, True):
+        engine = build(1, captured, dropout=0.5)
+        torch.manual_seed(7)
+        for number, batch in enumerate(batches(STEPS + 4)):
+            if number == STEPS:
+                engine.module.blocks.eval()
+            engine.backward(engine(batch)["loss"])
+            engine.step()
+        trained.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+        engine.destroy()
+    assert all(p.equal(trained[1][name]) for name, p in trained[0].items())
 
 
 def test_a_destroyed_engine_frees_its_graphs_beside_losses_that_a_script_has_kept(launches):

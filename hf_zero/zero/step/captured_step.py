@@ -42,7 +42,8 @@ from hf_zero.zero.registered import registered
 from hf_zero.zero.step.optimizer_step import OptimizerStep
 from hf_zero.zero.step.step_reports import StepWindow
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
+_version = attrgetter("_version")
 WARM_UP = 3  # steps before the first capture
 KEY = "compile.capture"
 
@@ -84,6 +85,7 @@ class _CapturedPass:
     outputs: Sequence[torch.Tensor]
     backward: _BackwardRecord | None = None
     serial: int = 0  # of its last launch
+    versions: tuple[int, ...] = ()  # torch's counts of writes to its outputs, after it
     reached: dict[int, torch.Tensor] = field(default_factory=dict)  # by a backward, with gradients
 
     @property
@@ -127,6 +129,7 @@ class CapturedStep:
         self._device = self._model.mesh.device
         self._backward, self._window = backward, window
         self._members = [p for flat in self._model.trainable for p in flat.members]
+        self._modules = [*self._model.module.modules()]
         self._graphs = Graphs(self._device)
         self._steps = 0  # updates that ran as they are
         self._forms: Counter[Hashable] = Counter()  # forwards by the form of their arguments
@@ -134,9 +137,8 @@ class CapturedStep:
         self._known: set[Hashable] = set()  # places in the window at which a backward has run
         self._passes: dict[Hashable, _CapturedPass] = {}  # by place in the window
         self._prepared: Hashable = None  # what the last update depended on, if it can be captured
-        self._captured_update: tuple[Hashable, Graph, torch.Tensor] | None = (
-            None  # key, graph, norm
-        )
+        # key, graph, norm
+        self._captured_update: tuple[Hashable, Graph, torch.Tensor] | None = None
         self._reached: _CapturedPass | None = None  # by the backward under way
         # the last forward, if it was launched and awaits its backward
         self._open: _CapturedPass | None = None
@@ -166,6 +168,7 @@ class CapturedStep:
             own.copy_(given, non_blocking=True)
         captured.graph.launch()
         captured.serial += 1
+        captured.versions = tuple(map(_version, tensors_in(captured.output)))
         self._open = captured
         replayed: Sequence[torch.Tensor] = ()
         if captured.outputs:
@@ -220,14 +223,16 @@ class CapturedStep:
             log_rank0(text)
 
     def _place_in_window(self) -> Hashable:
-        """Return what a backward depends on before it begins: what the flat buffers hold and where,
-        whether it reduces, and which parameters a script has frozen.
+        """Return what a pass depends on before it begins: what the flat buffers hold and where,
+        whether it reduces, which parameters a script has frozen, and the modes of the modules.
         """
         gradients = [flat.gradient for flat in self._model.trainable]
         held = tuple((gradient.state, gradient.address) for gradient in gradients)
         with torch._C.DisableTorchFunctionSubclass():
             trains = tuple(map(_requires_grad, self._members))
-        return self._window.syncs, self._window.ends, self._window.accumulation_steps, held, trains
+        modes = tuple(map(_training, self._modules))
+        window = self._window.syncs, self._window.ends, self._window.accumulation_steps
+        return window, held, trains, modes
 
     def _capture_forward(
         self, args: tuple[object, ...], kwargs: dict[str, object]
@@ -272,6 +277,11 @@ class CapturedStep:
                 f"{KEY}: this backward goes through a forward whose activations a later forward "
                 "or backward has overwritten; call backward after each forward, and once, or "
                 "remove the key"
+            )
+        if captured.versions != tuple(map(_version, tensors_in(captured.output))):
+            raise PartitionError(
+                f"{KEY}: an output of the model, whose memory the captured backward reads, was "
+                "written in place before it; write to a clone of the output, or remove the key"
             )
         if not self._backward.runs_captured:
             raise PartitionError(
@@ -368,11 +378,12 @@ class CapturedStep:
             assert step.norm is not None
             graph.held.extend(tensors)
             self._captured_update = key, graph, step.norm
+            graph.launch()  # the hooks of the optimizer have run in the capture
         else:
             for flat in self._model.trainable:
                 flat.user_writes.mark_updated()
-        _, graph, norm = self._captured_update
-        graph.launch()
+            step.bound.launch(self._captured_update[1].launch)
+        norm = self._captured_update[2]
         step.norm = norm.clone()  # of this step, which the next launch does not change
         step.sanity.on_norm(step.norm, steps_before + 1)
         return False
