@@ -64,7 +64,8 @@ def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """
     device = torch.device(device)
     dense_here = tensor.device.type == "cpu" and tensor.layout is torch.strided
-    if not kinds.is_synchronous(device) and dense_here and not tensor.is_pinned():
+    waits = kinds.is_synchronous(device)  # a temporary of the caller may be gone before a late copy
+    if not waits and dense_here and not tensor.is_pinned():
         # not pin_memory(), which keeps the strides, and rejects those of expanded tensors
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=not waits)

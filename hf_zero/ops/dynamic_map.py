@@ -13,6 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hf_zero.device.pinned import upload
+
 DECADES = 7
 EDGES, LINES = DECADES + 1, DECADES + 2  # of the regions
 
@@ -57,6 +59,12 @@ def regions(signed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     edges.append(float(ranks[last - 1] + ranks[last]) / 2)
     tables = [ranks.new_tensor(table) for table in (edges, slopes, shifts, tops)]
     return tables[0], tables[1], tables[2], tables[3]
+
+
+@cache
+def on_device(signed: bool, device: torch.device) -> tuple[Tensor, ...]:
+    """Return :func:`values` and the tables of :func:`regions` on ``device``, copied there once."""
+    return tuple(upload(table, device) for table in (values(signed), *regions(signed)))
 
 
 @cache

@@ -76,10 +76,12 @@ def round_to_levels(
             f"round_to_levels: {numel} values of {values.dtype} with strides {values.stride()} in "
             f"{parts} parts; give contiguous ones in floating point, and a divisor of their number"
         )
-    if noise is not None and (noise.dtype != torch.float32 or noise.numel() != numel):
+    if noise is not None and (
+        noise.dtype != torch.float32 or noise.numel() != numel or not noise.is_contiguous()
+    ):
         raise KernelError(
-            f"round_to_levels: noise has {noise.numel()} elements of {noise.dtype} for {numel} "
-            "values; give one in torch.float32 for each"
+            f"round_to_levels: noise has {noise.numel()} elements of {noise.dtype} with strides "
+            f"{noise.stride()} for {numel} values; give a contiguous one in torch.float32 for each"
         )
     if not numel:
         return values

@@ -41,7 +41,7 @@ def _forward(
     needs = Wanted(for_hidden, for_weight, for_bias)
     with torch.autocast(hidden.device.type, enabled=False):  # the operands have been cast
         total, grads = chunked_head.losses_and_gradients(
-            hidden.contiguous(), weight.detach(), bias, labels, terms, needs, rows
+            hidden.contiguous(), weight.detach(), bias, labels.contiguous(), terms, needs, rows
         )
     return total, *grads.finish()
 
@@ -85,7 +85,7 @@ def _log_probs(
     terms = Terms(ignore_index, softcap=softcap, scale=scale)
     with torch.autocast(hidden.device.type, enabled=False):
         return chunked_head.log_probabilities(
-            hidden.contiguous(), weight.detach(), bias, labels, terms, rows
+            hidden.contiguous(), weight.detach(), bias, labels.contiguous(), terms, rows
         )
 
 
@@ -120,7 +120,7 @@ def _log_probs_backward(
             hidden.contiguous(),
             weight.detach(),
             bias,
-            labels,
+            labels.contiguous(),
             lse,
             terms,
             needs,

@@ -309,7 +309,7 @@ def encode_dynamic(
     zero = ZERO_CODE if signed else 0
     scales, live = _scales(source) if scales is None else (scales, scales > 0)
     element_scales = scales.repeat_interleave(BLOCK)[: source.numel()]
-    edges, slopes, shifts, tops = (t.to(source.device) for t in dynamic_map.regions(signed))
+    _, edges, slopes, shifts, tops = dynamic_map.on_device(signed, source.device)
     part = source.abs() * element_scales.reciprocal()
     region = torch.bucketize(part, edges)
     code = torch.minimum(part * slopes[region] + shifts[region], tops[region]).nan_to_num(0.0)
@@ -324,7 +324,7 @@ def encode_dynamic(
 def decode(codes: Tensor, scales: Tensor, signed: bool, dynamic: bool = False) -> Tensor:
     """Return the values, fp32 [n]."""
     if dynamic:
-        value = dynamic_map.values(signed).to(codes.device)[codes.long()]
+        value = dynamic_map.on_device(signed, codes.device)[0][codes.long()]
         return value * scales.repeat_interleave(BLOCK)[: codes.numel()]
     code = codes.to(torch.int64)
     magnitude = code & 0x7F if signed else code

@@ -165,6 +165,28 @@ def test_log_probabilities_and_their_gradients(form: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("view", ["strided", "expanded"])
+def test_labels_that_are_views(form: str, view: str) -> None:
+    given, labels = operands()
+    views = labels[:, None].expand(-1, 3).contiguous()[:, 1], labels[1:2].expand(TOKENS)
+    chosen = views[view == "expanded"]
+    told: dict[str, Any] = {"bias": given[2]}
+    pairs = (
+        (chunked_loss, plain_loss),
+        (
+            lambda *args, **more: chunked_log_probabilities(*args, chunk=CHUNK, **more).sum(),
+            lambda hidden, weight, at, bias: plain_log_probabilities(
+                whole_logits(hidden, weight, bias, 0.0, 1.0), at
+            ).sum(),
+        ),
+    )
+    for ours, plain in pairs:
+        found, exact = (each(*given[:2], chosen, **told) for each in (ours, plain))
+        torch.testing.assert_close(found, exact.reshape(()), rtol=1e-5, atol=1e-5)
+        for one, other in zip(grads(found, given), grads(exact, given)):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_autocast_around_the_operator_casts_nothing(form: str) -> None:
     """The operands have been cast before, as autocast casts those of a linear layer."""
     given, labels = operands()

@@ -186,6 +186,7 @@ FLAT: list[Row] = [
     *((lambda n=n: round_to_levels(torch.ones(4), 4, n), f"in {n} parts") for n in (0, -1)),
     (lambda: round_to_levels(torch.ones(4), 4, noise=zeros(3)), "noise has 3 elements"),
     (lambda: round_to_levels(torch.ones(4), 4, noise=zeros(4, of=F64)), "noise .*float64"),
+    (lambda: round_to_levels(torch.ones(4), 4, noise=torch.ones(8)[::2]), "noise .*strides"),
 ]
 
 SIGNS = SignBlocks(32).cut((0,), 80, 2, 40)

@@ -22,6 +22,7 @@ ONE_BIT = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
 }
 LARS = {"optimizer": {"type": "LARS", "params": {"lr": 0.1}}}
+LION_8BIT = {"optimizer": {"type": "Lion8bit", "params": {"lr": 1e-3}}}
 MEASURES = {
     **{name: {"enabled": True} for name in ("metrics", "comms_logger")},
     **{"wall_clock_breakdown": True, "steps_per_print": 1, "memory_breakdown": True},
@@ -40,6 +41,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "alone": {
         "one bit": {"stage": 1, **ONE_BIT},
         "LARS": {"stage": 3, **LARS},
+        "Lion in 8 bits": {"stage": 1, **LION_8BIT},
         "measures": {"stage": 3, **MEASURES},
         "state in bf16": {"stage": 3, **NARROW},
         "tokens dropped": {"stage": 3, **token_drop.section([1, 2])},
