@@ -1,5 +1,6 @@
 """Loaders of Accelerate for ranks that train on the same batches, and loaders that draw samples by
-difficulty; metrics that count each sample once, schedulers that count each batch once.
+difficulty; metrics that count each sample once, schedulers that count each batch once; the refusal
+of loaders that give ranks different numbers of batches.
 
 [Note: one data-parallel rank]
 Neighboring tensor-parallel ranks are one data-parallel rank: rank r of n reads as rank r // size
@@ -36,6 +37,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.files import value_at
 from hf_zero.config.sections import TENSOR, TENSOR_ALIASES, TENSOR_SIZE
 from hf_zero.config.techniques import EFFICIENCY
+from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.logging import JsonObject
@@ -117,9 +119,38 @@ def share_out(
         return prepared
 
     prepared = share(layers)
+    plugin = getattr(state, "deepspeed_plugin", None) if finder.chosen() else None
     if sequences > 1:
         vars(prepared)[SHARE] = functools.partial(share, layers * sequences)
+    elif plugin is not None and plugin.zero_stage == 3:
+        refuse_uneven(prepared, 3)  # also for evaluation, whose forwards gather parameters
     return prepared
+
+
+def refuse_uneven(loader: object, stage: int, steps: int = 1) -> None:
+    """Raise ConfigError if ``even_batches=False`` gives ranks different numbers of collectives at
+    ``stage``, whose windows have ``steps`` micro-batches: at stages 0 and 1 only steps are counted.
+    """
+    from accelerate.data_loader import BatchSamplerShard
+
+    shard: object = getattr(loader, "batch_sampler", None)
+    while not isinstance(shard, BatchSamplerShard) and hasattr(shard, "batch_sampler"):
+        shard = shard.batch_sampler  # inside one that skips
+    if not isinstance(shard, BatchSamplerShard):
+        return
+    if shard.even_batches or shard.drop_last or shard.split_batches:
+        return
+    try:
+        batches, ranks = len(shard.batch_sampler), shard.num_processes
+    except TypeError:
+        return
+    if batches % ranks and (stage > 1 or batches // ranks % steps == 0):
+        raise ConfigError(
+            f"even_batches=False divides the {batches} batches of a loader unevenly among {ranks} "
+            f"ranks, and at stage {stage} no rank can run one without the others; leave "
+            "even_batches true (gather_for_metrics does not count the samples that fill up the "
+            "last batches), or set drop_last of the loader, dataloader_drop_last of the Trainer"
+        )
 
 
 def _shuffle_alike(prepared: DataLoaderShard, loader: DataLoader[object]) -> None:

@@ -27,6 +27,7 @@ from hf_zero.config.resolving import ACCUMULATION
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.loaders import refuse_uneven
 from hf_zero.integrations.seams import Original
 from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.parameter import owner_of
@@ -55,8 +56,12 @@ class AccumulationOfScript:
 
     def pass_on(self, engines: Iterable[Engine]) -> None:
         """Set the number of micro-batches per step of ``engines`` if the script has changed its
-        own. Raises ConfigError inside a window, whose earlier micro-batches have another weight.
+        own. Raises ConfigError inside a window, whose earlier micro-batches have another weight,
+        and for a loader that the ranks do not train on alike.
         """
+        loader = self._state.active_dataloader
+        for engine in engines:
+            refuse_uneven(loader, engine.config.stage, engine.gradient_accumulation_steps())
         steps = self._state.num_steps
         if steps == self._last:
             return

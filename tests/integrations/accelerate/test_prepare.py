@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
+from accelerate.data_loader import prepare_data_loader
 from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, DummyOptim, DummyScheduler
 from torch.utils.data import DataLoader
@@ -26,7 +28,7 @@ from hf_zero.integrations.accelerate.accelerator import (
     _counting_data_parallel_ranks,
     refuse_optimizer_apart,
 )
-from hf_zero.integrations.accelerate.loaders import count_batches_once
+from hf_zero.integrations.accelerate.loaders import count_batches_once, share_out
 from hf_zero.integrations.accelerate.memory_saves import engines_of
 from hf_zero.integrations.accelerate.state import division_in_effect
 from hf_zero.launch.hosts import free_port
@@ -163,9 +165,9 @@ def test_models_made_with_zero_init_disabled_stay_whole() -> None:
 ROWS = features(0, 0, 0)
 
 
-def accelerator() -> Accelerator:
+def accelerator(stage: int = 2) -> Accelerator:
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    config = {"zero_optimization": {"stage": 2}, **dict.fromkeys(sizes, "auto")}
+    config = {"zero_optimization": {"stage": stage}, **dict.fromkeys(sizes, "auto")}
     return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 
 
@@ -227,6 +229,50 @@ def test_what_is_counted_by_data_parallel_ranks(
     wrapped = SimpleNamespace(scheduler=schedule, split_batches=False, step_with_optimizer=True)
     count_batches_once(lambda self: [self.scheduler.step() for _ in range(4)], wrapped)
     assert schedule.last_epoch == 2
+
+
+def shared(monkeypatch: pytest.MonkeyPatch, stage: int, batches: int, **loading: Any) -> Any:
+    """A loader of ``batches`` batches as the first of two ranks has it."""
+    finder.choose()
+    plugin = SimpleNamespace(deepspeed_config={}, zero_stage=stage)
+    state = SimpleNamespace(deepspeed_plugin=plugin, parallelism_config=None)
+    even = {"even_batches": loading.pop("even_batches", False)}
+    loader = DataLoader(torch.ones(2 * batches, *ROWS.shape[1:]), batch_size=2, **loading)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr("accelerate.state.AcceleratorState", lambda: state)
+        return share_out(prepare_data_loader, loader, None, 2, 0, **even)
+
+
+def test_a_loader_that_brings_ranks_different_numbers_of_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Is refused at stage 3, for evaluation too."""
+    for stage, batches, changes in (
+        (2, 3, {}), (3, 4, {}), (3, 3, {"drop_last": True}), (3, 3, {"even_batches": True}),
+    ):  # fmt: skip
+        assert len(shared(monkeypatch, stage, batches, **changes)) in (1, 2)
+    with pytest.raises(ConfigError, match="even_batches"):
+        shared(monkeypatch, 3, 3)
+
+
+@in_turn("stage", [1, 2])
+def test_a_loader_that_trains_ranks_on_different_numbers_of_batches(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is refused by its first backward; windows of two of three batches are as many at stage 1."""
+    forget()
+    for batches, steps in ((4, 1), (7, 2), (5, 2), (3, 1)):
+        ours = accelerator(stage)
+        ours.gradient_accumulation_steps = steps
+        engine, _ = prepared(ours, DataLoader(ROWS, batch_size=2))  # type: ignore[arg-type]
+        trains = batches == 4 or (batches == 7 and stage == 1)
+        expected = nullcontext() if trains else pytest.raises(ConfigError, match="even_batches")
+        with expected:
+            for batch in shared(monkeypatch, stage, batches):
+                ours.backward(engine(batch).pow(2).mean())
+        assert trains is (engine.global_steps > 0)
+        engine.destroy()
+        forget()
 
 
 def test_an_optimizer_apart_from_its_model_is_refused() -> None:
