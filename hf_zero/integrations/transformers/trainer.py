@@ -84,13 +84,32 @@ def find_zero_callback(original: Original, self: Trainer, *args: object, **kwarg
 
 def route_accelerator(original: Original, self: Trainer) -> None:
     """Wraps ``Trainer.create_accelerator_and_postprocess``: makes the Accelerator with ZeRO if
-    requested, and checks that it is on.
+    requested, and checks that it is on. Raises ConfigError for arguments that cannot train so.
     """
     with environment(), route(self) as expected:
+        if expected and finder.chosen():
+            _refuse_arguments(self.args)
         original(self)
     if expected or under_zero(self):
         verify(self)
         _refuse_shared_completions(self)
+
+
+def _refuse_arguments(args: TrainingArguments) -> None:
+    """Raise ConfigError for the arguments that Transformers refuses under DeepSpeed."""
+    if args.save_only_model and args.load_best_model_at_end:
+        raise ConfigError(
+            "load_best_model_at_end=True reads a checkpoint in shards, and with "
+            "save_only_model=True there is none; leave save_only_model out (save_total_limit=1 "
+            "keeps the best checkpoint and the last), or leave load_best_model_at_end out, write "
+            "metric_for_best_model, and load trainer.state.best_model_checkpoint by from_pretrained"
+        )
+    if args.auto_find_batch_size and args.deepspeed_plugin.zero_stage == 3:
+        raise ConfigError(
+            "auto_find_batch_size=True makes the engine again for each batch size, which the "
+            "Trainer does at stages 0 to 2 alone; write zero_optimization.stage = 2, or leave it "
+            "out and write a per_device_train_batch_size that fits"
+        )
 
 
 def _refuse_scheduler_alone(trainer: Trainer) -> None:

@@ -23,6 +23,8 @@ from transformers import (
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations.transformers.trainer_route import refuse_full_eval
 from tests.helpers.cells import in_turn
+from tests.helpers.plain_process import forget
+from tests.helpers.trainers import BEST, EVERY_STEP, ROUTES, logged, routed
 
 
 def bert() -> BertForMaskedLM:
@@ -77,6 +79,27 @@ def test_an_evaluation_in_another_precision() -> None:
         refuse_full_eval({kind: {"enabled": True}}, SimpleNamespace(**full))
         refuse_full_eval({}, SimpleNamespace(**full | {kind: True}))
     refuse_full_eval({}, SimpleNamespace(**off))
+
+
+@in_turn("route", ROUTES)
+def test_arguments_that_transformers_refuses_under_deepspeed(route: str, tmp_path: Path) -> None:
+    """The best of checkpoints with the model alone can be loaded after training."""
+    forget()
+    alone = {**EVERY_STEP, **BEST, "save_only_model": True, "max_steps": 2}
+    for stage, changes, name in (
+        (2, alone, "save_only_model"), (3, {"auto_find_batch_size": True}, "auto_find_batch_size")
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=name):
+            routed(route, stage, tmp_path, **changes)
+        forget()
+    remedy = {"load_best_model_at_end": False, "metric_for_best_model": "loss"}
+    run = routed(route, 3, tmp_path, **alone | remedy)
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    best = type(run.model).from_pretrained(run.state.best_model_checkpoint)
+    forget()
+    found = routed("plain", 0, tmp_path, model=best).evaluate()["eval_loss"]
+    assert found == pytest.approx(logged(run, "eval_loss")[0], rel=1e-5)
 
 
 @in_turn("kind", ["GRPOConfig", "RLOOConfig"])
