@@ -47,6 +47,11 @@ OTHER_TRAINER = (
     "read; start a new run from its weights{convert} with from_pretrained, or continue it without "
     "ZeRO"
 )
+MODEL_ALONE = (
+    "holds the model alone, as save_only_model=True writes it, and nothing that training resumes "
+    "from; start a new run from its weights with from_pretrained, and leave save_only_model out of "
+    "a run that is to be resumed"
+)
 
 
 def has_engine_checkpoint(folder: Path) -> bool:
@@ -75,7 +80,8 @@ def written_otherwise(folder: Path) -> str:
         without = "under FSDP"
         convert = f", which hf-zero convert-checkpoint {folder} MODEL writes,"
     elif not (folder / "optimizer.pt").is_file():
-        return ""
+        model = next(folder.glob("*model*.safetensors*"), None)  # also adapters
+        return "" if model is None else f"{folder} {MODEL_ALONE}"
     return f"{folder} {OTHER_TRAINER.format(without=without, convert=convert)}"
 
 

@@ -20,7 +20,7 @@ from hf_zero.checkpoint.memory import saving
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
 from tests.helpers.plain_process import forget
-from tests.helpers.trainers import BEST, EVERY_STEP, began_at, logged, routed
+from tests.helpers.trainers import BEST, EVERY_STEP, began_at, logged, routed, weights
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
 
 RANK = "rank-00000-of-00001.safetensors"
@@ -196,13 +196,22 @@ def test_what_is_no_checkpoint_of_this_trainer_is_called_by_its_name(tmp_path: P
     hf_zero.convert_checkpoint(state, tmp_path / "MODEL")
     type(net).from_pretrained(tmp_path / "MODEL")
 
-    folder = tmp_path / "weights"
-    routed("ours", 3, folder, **EVERY_STEP, save_only_model=True, max_steps=1).train()
-    forget()
-    nothing = "whole weights and nothing that training resumes from"
-    rest = rf".*\. No other checkpoint in {folder} is whole$"
-    refused(folder, str(folder / "checkpoint-1"), nothing + rest, 3)
-    refused(folder, True, nothing, 3)
+    for config in ({},):
+        folder = tmp_path / f"weights {len(config)}"
+        alone = {**EVERY_STEP, "save_only_model": True, "max_steps": 1}
+        run = routed("ours", 3, folder, config=config, **alone)
+        run.train()
+        forget()
+        only = r"checkpoint-1 holds the model alone, .*save_only_model"
+        for resume in (True, str(folder / "checkpoint-1")):
+            told = refused(folder, resume, only, 3)
+        assert "whole" not in told
+        loaded = type(run.model).from_pretrained(folder / "checkpoint-1").state_dict()
+        assert all(torch.equal(value, loaded[name]) for name, value in weights(run).items())
+    (folder / "checkpoint-1" / "model.safetensors").rename(
+        folder / "checkpoint-1" / "adapter_model.safetensors"
+    )
+    refused(folder, True, only, 3)
 
     sharded = ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"]
     converted = "under FSDP, .* weights, which hf-zero convert-checkpoint .* MODEL writes, with"
