@@ -373,7 +373,7 @@ def save_untrained(
 ) -> None:
     """Wraps ``Trainer.save_model``: saves a model that was never trained, and returns when the
     files of a running save are complete. Checkpoints of the Trainer include whole weights according
-    to stage3_gather_16bit_weights_on_model_save.
+    to stage3_gather_16bit_weights_on_model_save, and always if they hold the model alone.
     """
     if not under_zero(self):
         original(self, output_dir, _internal_call)
@@ -382,7 +382,8 @@ def save_untrained(
     if engine is not None:
         # push_to_hub, the other internal caller, passes no folder
         in_checkpoint = _internal_call and output_dir is not None
-        with replaced(engine, saving_in_checkpoint=in_checkpoint):
+        beside_shards = in_checkpoint and not self.args.save_only_model
+        with replaced(engine, saving_in_checkpoint=beside_shards):
             if engine.zero_gather_16bit_weights_on_model_save() or _is_adapted(self.model):
                 original(self, output_dir, _internal_call)
             else:

@@ -19,6 +19,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.memory import saving
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
+from hf_zero.integrations.transformers.trainer_route import SAVE_WEIGHTS
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import BEST, EVERY_STEP, began_at, logged, routed, weights
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
@@ -169,6 +170,8 @@ def test_folders_that_are_not_whole_or_not_there_are_refused(
     tear("a shard cut short", *(folder / f"checkpoint-{step}" for step in (1, 2)))
     none = r"none of the 4 checkpoint\(s\) is whole \(checkpoint-4: .*checkpoint-1: .*cut short"
     refused(folder, True, none)
+    rest = rf"is not whole: .*\. No other checkpoint in {folder} is whole$"
+    refused(folder, str(folder / "checkpoint-3"), rest)
     with pytest.raises(ValueError, match="No valid checkpoint found"):
         routed("ours", 2, tmp_path / "empty").train(resume_from_checkpoint=True)
     forget()
@@ -196,7 +199,8 @@ def test_what_is_no_checkpoint_of_this_trainer_is_called_by_its_name(tmp_path: P
     hf_zero.convert_checkpoint(state, tmp_path / "MODEL")
     type(net).from_pretrained(tmp_path / "MODEL")
 
-    for config in ({},):
+    without = {"zero_optimization": {"stage": 3, SAVE_WEIGHTS: False}}
+    for config in ({}, without):
         folder = tmp_path / f"weights {len(config)}"
         alone = {**EVERY_STEP, "save_only_model": True, "max_steps": 1}
         run = routed("ours", 3, folder, config=config, **alone)
