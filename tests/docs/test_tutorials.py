@@ -6,14 +6,22 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import hf_zero
 from hf_zero.cli.docs import FOLDER
 from tests.docs.documents import LINK, blocks, of_kind
 from tests.docs.test_pages import commands_in
+from tests.helpers.cells import in_turn
 from tests.helpers.commands import completed
+from tests.helpers.engines import config_of, start
 from tests.helpers.launched import environment
+from tests.helpers.oracle import compare_tensors
+from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import stack
 
 TUTORIALS = {
     "trl-peft": "runs/sft/model/adapter_model.safetensors",
@@ -67,3 +75,39 @@ def test_a_page_runs(page: str, tmp_path: Path) -> None:
         assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
     made = sorted(map(str, folder.rglob("*.safetensors")))
     assert page == "lightning" or any(each.endswith(TUTORIALS.get(page, "")) for each in made), made
+
+
+@in_turn("stage", [1, 3])
+def test_the_average_in_the_loop_is_that_of_plain_torch(stage: int) -> None:
+    (block,) = [each for each in blocks("loop") if "update_average" in each.text]
+    batches = torch.randn(4, 4, 7, generator=torch.Generator().manual_seed(0))
+    models = [stack(), stack()]
+
+    def averaged(rank: int) -> dict[str, torch.Tensor]:
+        model = models[rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        engine = start(model, optimizer, config_of(stage, zero_optimization=zero))
+        names: dict[str, Any] = {
+            "torch": torch, "hf_zero": hf_zero, "model": model, "engine": engine
+        }  # fmt: skip
+        exec(block.text, names)
+        for batch in batches:
+            engine.backward(engine(batch.chunk(2)[rank]).square().mean())
+            engine.step()
+            names["update_average"](0.8)
+        engine.destroy()
+        return dict(names["average"])
+
+    plain, expected = stack(), dict[str, torch.Tensor]()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        plain(batch).square().mean().backward()
+        optimizer.step()
+        for name, value in plain.named_parameters():
+            now = value.detach().clone()
+            expected[name] = 0.8 * expected.get(name, now) + 0.2 * now
+    found, nothing = run_ranks(2, averaged)
+    assert nothing == {}
+    compare_tensors("average", found, expected)
