@@ -104,7 +104,8 @@ def _refuse_arguments(args: TrainingArguments) -> None:
             "keeps the best checkpoint and the last), or leave load_best_model_at_end out, write "
             "metric_for_best_model, and load trainer.state.best_model_checkpoint by from_pretrained"
         )
-    if args.auto_find_batch_size and args.deepspeed_plugin.zero_stage == 3:
+    plugin = args.deepspeed_plugin  # None if an Accelerator of the script has it
+    if args.auto_find_batch_size and plugin is not None and plugin.zero_stage == 3:
         raise ConfigError(
             "auto_find_batch_size=True makes the engine again for each batch size, which the "
             "Trainer does at stages 0 to 2 alone; write zero_optimization.stage = 2, or leave it "

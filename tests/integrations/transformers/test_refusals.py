@@ -20,6 +20,7 @@ from transformers import (
     Trainer,
 )
 
+from hf_zero import ZeroCallback
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations.transformers.trainer_route import refuse_full_eval
 from tests.helpers.cells import in_turn
@@ -92,6 +93,9 @@ def test_arguments_that_transformers_refuses_under_deepspeed(route: str, tmp_pat
         with pytest.raises(ConfigError, match=name):
             routed(route, stage, tmp_path, **changes)
         forget()
+    with pytest.raises(ConfigError, match="unsharded"):  # without the launcher's configuration
+        routed("plain", 0, tmp_path, callbacks=[ZeroCallback()], auto_find_batch_size=True)
+    forget()
     remedy = {"load_best_model_at_end": False, "metric_for_best_model": "loss"}
     run = routed(route, 3, tmp_path, **alone | remedy)
     run.train()
