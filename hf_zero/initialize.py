@@ -185,6 +185,7 @@ def join(request: SetupRequest[Any]) -> Resumed | None:
     if config.log_level is not None:
         on_rollback(set_level, logger.level)
         set_level(config.log_level.upper())
+    init.leave_group_of_one()
     if not process_group.is_initialized():
         before = frozenset(os.environ)
         init.init_from_config(config, request.distributed_port)

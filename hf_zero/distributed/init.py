@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,6 +27,8 @@ from hf_zero.distributed.process_group import (
     allow_connections,
     backends_asked,
     default_device,
+    destroy_process_group,
+    get_rank,
     get_world_size,
     is_initialized,
     refuse_missing_backends,
@@ -32,12 +36,15 @@ from hf_zero.distributed.process_group import (
 from hf_zero.distributed.rank_hosts import RESOLVE_SECONDS, choose_interface, wait_for_address
 from hf_zero.distributed.rank_hosts import VARIABLES as INTERFACE_VARIABLES
 from hf_zero.distributed.rank_status import first_line
-from hf_zero.distributed.rendezvous import LOOPBACK, VARIABLES, Place, announce
+from hf_zero.distributed.rendezvous import LOOPBACK, VARIABLES, Place, announce, place_told
 from hf_zero.distributed.uncaught import connect_to_agent_store, has_agent_store
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.logging import log_rank0
+
+# the group of one rank that init_distributed made last, and the process that made it
+_alone: tuple[weakref.ref[dist.ProcessGroup], int] | None = None
 
 
 @contextmanager
@@ -71,7 +78,7 @@ def init_distributed(
 ) -> None:
     """Join the launcher's process group; without a launcher, create a group of only this process.
 
-    Does nothing if a group exists.
+    Does nothing if a group exists, except what :func:`leave_group_of_one` does.
 
     Args:
         backend: None or the device's own, such as "nccl", means that backend, with gloo for host
@@ -86,6 +93,9 @@ def init_distributed(
     a backend that is not here, a timeout, a port or an interface that a configuration would not
     take, and a rank or a world size that is no integer.
     """
+    rank = argument("init_distributed", "rank", integer(), rank)
+    world_size = argument("init_distributed", "world_size", integer(), world_size)
+    leave_group_of_one(rank, world_size)
     if is_initialized():
         return
     if backend is not None:
@@ -100,8 +110,6 @@ def init_distributed(
         port = read("port", KEYS["distributed_port"].value_type, port)
     if interface is not None:
         interface = read("interface", KEYS["distributed_interface"].value_type, interface)
-    rank = read("rank", integer(), rank)
-    world_size = read("world_size", integer(), world_size)
     by_address = init_method not in (None, "env://")
     given = _ranks_by(init_method, rank, world_size) if by_address else (rank, world_size)
     rendezvous = None if by_address else announce(rank, world_size, port)
@@ -130,6 +138,35 @@ def init_distributed(
     _join(size, str(init_method) if by_address else where, join)
     if get_world_size() > 1:
         get_world_group().log.timeout = seconds
+    elif dist.group.WORLD is not None:
+        global _alone
+        _alone = weakref.ref(dist.group.WORLD), os.getpid()
+
+
+def leave_group_of_one(rank: int = -1, world_size: int = -1) -> None:
+    """Destroy the group of one rank that :func:`init_distributed` made, in this process or in one
+    that it was forked from, if ``rank`` and ``world_size``, or else RANK and WORLD_SIZE, name
+    another place: this process would train alone.
+
+    Raises LaunchError for other groups if arguments contradict them, or the variables a group of
+    one rank. A group of several ranks that a script makes of a part of the launcher's stays.
+    """
+    is_real = is_initialized() and dist.get_backend() != "fake"  # a simulation has ranks of its own
+    place = place_told(os.environ, rank, world_size) if is_real else None
+    at, size = get_rank(), get_world_size()
+    if place is None or [number.value for number in place] == [at, size]:
+        return
+    group = dist.group.WORLD
+    if size == 1 and _alone is not None and _alone[0]() is group:
+        if _alone[1] != os.getpid():  # gloo would wait for threads that a fork does not copy
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        destroy_process_group()
+    elif size == 1 or rank >= 0 or world_size >= 0:
+        raise LaunchError(
+            f"{place[0]} and {place[1]} contradict the process group that exists, of rank {at} "
+            f"among {size}; call torch.distributed.destroy_process_group() before, or set both to "
+            "those of the group"
+        )
 
 
 def _prepare_network(

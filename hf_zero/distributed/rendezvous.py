@@ -176,6 +176,19 @@ def discover(
     )
 
 
+def place_told(
+    environ: Mapping[str, str], rank: int = -1, world_size: int = -1
+) -> tuple[SourcedInt, SourcedInt] | None:
+    """Return ``rank`` and ``world_size``, each that is not given (-1) by RANK or WORLD_SIZE of
+    ``environ``; None unless both are known.
+    """
+    at, size = (
+        _number(environ, name) if given < 0 else _passed(name, given)
+        for name, given in (("RANK", rank), ("WORLD_SIZE", world_size))
+    )
+    return (at, size) if at is not None and size is not None else None
+
+
 def is_loopback(address: str) -> bool:
     """Return whether ``address`` is written as a loopback address: localhost, 127.0.0.2, ::1."""
     try:
@@ -201,11 +214,15 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> SourcedInt | N
     return next((number for name in names if (number := _number(environ, name)) is not None), None)
 
 
+def _passed(name: str, argument: int) -> SourcedInt:
+    return SourcedInt(argument, f"init_distributed({name.lower()})")
+
+
 def _given(environ: Mapping[str, str], name: str, argument: int) -> SourcedInt | None:
     variable = _number(environ, name)
     if argument < 0:
         return variable
-    number = SourcedInt(argument, f"init_distributed({name.lower()})")
+    number = _passed(name, argument)
     if variable is not None and variable.value != argument:
         raise LaunchError(f"{number} contradicts {variable}; pass one of them")
     return number

@@ -146,6 +146,50 @@ def test_ranks_in_an_address_count_as_if_they_were_passed(
     assert ranks == 2 and (given["rank"], given["world_size"]) == (-1, -1), "torch reads them"
 
 
+def test_a_group_of_one_gives_way_to_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only hf-zero's own; one of several ranks is a script's choice, unless arguments say more."""
+    joined: list[Any] = []
+
+    def alone() -> None:
+        init.init_distributed()
+        joined.clear()
+        monkeypatch.setattr(dist, "init_process_group", lambda *args, **given: joined.append(given))
+        monkeypatch.setattr(init, "_group_by_store", lambda place, _: {"place": place})
+
+    alone()
+    places: tuple[dict[str, Any], ...] = ({}, {"rank": 0, "world_size": 1}, {"rank": 1})
+    for given in places:
+        init.init_distributed(**given)
+        assert dist.is_initialized() and not joined, given
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**address, "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    init.init_distributed()
+    assert not dist.is_initialized() and joined[0]["place"].world_size == 2
+    monkeypatch.undo()
+    for made, given, refused in (
+        ((0, 1), {}, False),
+        ((0, 1), {"rank": 1, "world_size": 2}, True),
+        ((1, 3), {"rank": 1, "world_size": 2}, True),
+        ((1, 3), {"rank": 1, "world_size": 3}, False),
+    ):
+        dist.init_process_group("fake", store=FakeStore(), rank=made[0], world_size=made[1])
+        monkeypatch.setattr(dist, "get_backend", lambda *_: "gloo")
+        with pytest.raises(LaunchError, match="world_size") if refused else nullcontext():
+            init.init_distributed(**given)
+        assert dist.get_world_size() == made[1]
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        with pytest.raises(LaunchError, match="WORLD_SIZE") if made[1] == 1 else nullcontext():
+            init.leave_group_of_one()
+        monkeypatch.undo()
+        with monkeypatch.context() as patch:  # a simulation of one rank, beside a launcher's two
+            patch.setenv("RANK", "1")
+            patch.setenv("WORLD_SIZE", "8")
+            init.init_distributed()
+        dist.destroy_process_group()
+
+
 def test_backends_that_others_have_registered_with_torch_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,6 +5,7 @@ error, and checkpoints are whole.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_zero.checkpoint import verify_all, verify_checkpoint
 from hf_zero.launch.hosts import free_port
@@ -122,6 +124,21 @@ def test_a_rank_that_never_comes_ends_the_other_at_the_timeout(rank, reason):
     wanted = rf"LaunchError: the ranks cannot meet at {HOST}:{port}: {reason}"
     assert re.search(wanted, done.stderr), done.stderr
     assert "c10d" not in done.stderr  # torch's lines about its own attempts
+
+
+def test_ranks_that_are_forked_after_a_training_alone_train_together():
+    """As ``notebook_launcher`` starts them: the process group of the cell before is copied."""
+    script = Path(__file__).with_name("forked.py")
+    done = completed([python(), str(script), str(free_port())], env=environment(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = sorted(map(json.loads, done.stdout.splitlines()))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1, bias=False)
+    (model(torch.tensor([[1.0, -2.0], [2.0, -1.0]])).square().sum() / 2).backward()
+    wanted = (model.weight - 0.5 * model.weight.grad).tolist()
+    assert [each[:2] for each in found] == [[0, 2], [1, 2]]
+    for *_, weights in found:
+        torch.testing.assert_close(torch.tensor(weights), torch.tensor(wanted))
 
 
 # ---- signals while checkpoints are written ----
