@@ -3,6 +3,7 @@ no other step pays for it.
 """
 
 import os
+import re
 import signal
 import time
 
@@ -10,7 +11,7 @@ import pytest
 from torch.utils.data._utils import signal_handling
 
 from hf_zero.distributed import process_group, rank_requests
-from hf_zero.errors import PartitionError, RankMismatchError
+from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.zero.step import preemption
 from hf_zero.zero.step.preemption import _Handler
 from tests.helpers import oracle
@@ -140,6 +141,24 @@ def test_a_signal_is_seen_after_the_step_and_handlers_come_back(one_process, hea
     train(engine, 0, 1)
     assert engine.stop_requested
     getattr(engine, end)()
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_a_signal_that_cannot_be_handled_leaves_the_handlers(one_process, heard_before):
+    heard, handler = heard_before
+    heard.clear()
+    engine = listening(signal.SIGUSR1)
+    ours = signal.getsignal(signal.SIGUSR1)
+    before = signal.getsignal(signal.SIGTERM)
+    for wrong in (signal.SIGKILL, signal.SIGSTOP, 999, 0, -1, "SIGTERM", None, [signal.SIGTERM]):
+        with pytest.raises(ConfigError, match=re.escape(repr(wrong))):
+            engine.stop_on(signal.SIGTERM, wrong)
+        assert signal.getsignal(signal.SIGTERM) is before, wrong
+        assert signal.getsignal(signal.SIGUSR1) is ours, wrong
+    os.kill(os.getpid(), signal.SIGUSR1)
+    train(engine, 0, 0)
+    assert engine.stop_requested, "it listens still"
+    engine.destroy()
     assert signal.getsignal(signal.SIGUSR1) is handler
 
 

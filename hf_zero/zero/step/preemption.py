@@ -21,7 +21,7 @@ import torch
 from torch.utils.data._utils import signal_handling
 
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.errors import PartitionError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import log_rank0
 from hf_zero.ops import native
 from hf_zero.zero.layout.unit import SharedShards
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _listening: weakref.WeakSet[StopRequests] = weakref.WeakSet()  # of all engines of this process
+HANDLED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 _begin = signal_handling._set_worker_signal_handlers
 
 
@@ -55,7 +56,16 @@ class StopRequests:
         self.asked = False  # this rank was asked
 
     def listen(self, *signals: int) -> None:
-        """Listen for requests from now on; each of ``signals`` triggers one."""
+        """Listen for requests from now on; each of ``signals`` triggers one. Raises ConfigError for
+        what is no signal, or cannot be handled, and PartitionError for signals beside the main
+        thread.
+        """
+        for number in signals:
+            if not isinstance(number, int) or number not in HANDLED:
+                raise ConfigError(
+                    f"stop_on({number!r}): it is no number of a signal that a process can handle; "
+                    "pass numbers one by one, such as signal.SIGTERM, without SIGKILL and SIGSTOP"
+                )
         if signals and threading.current_thread() is not threading.main_thread():
             raise PartitionError(
                 "stop_on with signals needs the main thread: Python handles signals only there; "
