@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -324,6 +324,12 @@ class TrainingEngine(EngineParts):
 
     # ---- the step ----
 
+    def _refuse_destroyed(self, call: str) -> NoReturn:
+        raise PartitionError(
+            f"{call} of an engine that was destroyed; train with another one: "
+            "hf_zero.initialize(model=..., optimizer=...)"
+        )
+
     @torch.no_grad()
     def step(self) -> None:
         """At the end of an accumulation window clip, update, and step the scheduler; elsewhere only
@@ -333,10 +339,7 @@ class TrainingEngine(EngineParts):
         unchanged.
         """
         if self._installed is None:
-            raise PartitionError(
-                "step() of an engine that was destroyed; train with another one: "
-                "hf_zero.initialize(model=..., optimizer=...)"
-            )
+            self._refuse_destroyed("step()")
         if self.changes.broken:
             self.changes.refuse("step()")
         ends_window = self.accumulation.ends_by_step
@@ -535,14 +538,26 @@ class TrainingEngine(EngineParts):
         A signal among ``signals`` no longer ends this process. Its previous handler is called too,
         and is restored by another ``stop_on()`` or by ``destroy``. Needs the main thread if there
         are signals.
+
+        Raises:
+            ConfigError: one of ``signals`` is none that a process can handle.
+            PartitionError: there are signals beside the main thread, or for a destroyed engine,
+                for which ``stop_on()`` has no effect.
         """
+        if self.destroyed:
+            if signals:
+                self._refuse_destroyed("stop_on()")
+            return
         self.stop_requests.listen(*signals)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after one of the next steps.
 
-        One rank is enough; signal handlers may call it.
+        One rank is enough; signal handlers may call it. Raises PartitionError for ranks that do not
+        listen, and for a destroyed engine.
         """
+        if self.destroyed:
+            self._refuse_destroyed("request_stop()")
         self.stop_requests.request()
 
     @property

@@ -144,6 +144,17 @@ def test_a_signal_is_seen_after_the_step_and_handlers_come_back(one_process, hea
     assert signal.getsignal(signal.SIGUSR1) is handler
 
 
+def test_an_engine_that_was_destroyed_cannot_be_told(one_process, heard_before):
+    _, handler = heard_before
+    engine = listening(signal.SIGUSR1)
+    engine.destroy()
+    engine.stop_on()
+    for call in (lambda: engine.stop_on(signal.SIGUSR1), engine.request_stop):
+        with pytest.raises(PartitionError, match="engine that was destroyed"):
+            call()
+    assert signal.getsignal(signal.SIGUSR1) is handler and not engine.stop_requested
+
+
 def test_a_signal_that_cannot_be_handled_leaves_the_handlers(one_process, heard_before):
     heard, handler = heard_before
     heard.clear()
