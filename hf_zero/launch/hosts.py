@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_zero.distributed.rendezvous import is_loopback
 from hf_zero.errors import LaunchError
 
 LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
@@ -228,10 +229,10 @@ def ssh_command(given: str | None = None, port: int | None = None) -> list[str]:
 
 
 def is_here(host: str) -> bool:
-    """Return whether ``host`` is this machine: its name, or an address that a socket can be bound
-    to.
+    """Return whether ``host`` is this machine: its name, a loopback address, or another one that a
+    socket can be bound to.
     """
-    if host in ("localhost", socket.gethostname()):
+    if is_loopback(host) or host == socket.gethostname():
         return True
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -249,12 +250,14 @@ def is_here(host: str) -> bool:
 
 def address_of(host: str, ssh: Sequence[str]) -> str:
     """Return the address by which other hosts reach ``host``: the one that its name resolves to
-    here or, if that is a loopback address, the one that the host itself reports.
+    here or, if that or ``host`` is a loopback address, the one that the host itself reports.
 
     Raises LaunchError if the host does not report any.
     """
     try:
-        return str(ipaddress.ip_address(host))
+        address = ipaddress.ip_address(host)
+        if not address.is_loopback:
+            return str(address)
     except ValueError:
         pass
     try:

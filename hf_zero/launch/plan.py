@@ -237,10 +237,16 @@ def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tup
     """
     if request.master_port is not None and not 0 < request.master_port < 65536:
         raise LaunchError(f"--master-port {request.master_port} is not a port; pass 1 to 65535")
-    if request.node_rank is not None:
-        address = request.master_addr or (
-            address_of(hosts[0].name, ssh) if request.hostfile else None
+    first, given = hosts[0].name, request.master_addr
+    apart = not all(is_loopback(host.name) for host in hosts)  # else all are this machine
+    if given and is_loopback(given) and apart and len(hosts) > 1:
+        raise LaunchError(
+            f"--master-addr {given} is a loopback address, which means another machine on each "
+            f"host; pass the address by which the others reach {first}, or leave it out"
         )
+    if request.node_rank is not None:
+        tells = request.hostfile is not None and not (apart and is_loopback(first))
+        address = given or (_address(first, apart, ssh) if tells else None)
         if address is None or request.master_port is None:
             lacking = "--master-addr" if address is None else "--master-port"
             raise LaunchError(
@@ -253,8 +259,13 @@ def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tup
             if request.master_addr or request.master_port
             else None
         )
-    address = request.master_addr or address_of(hosts[0].name, ssh)
+    address = given or _address(first, apart, ssh)
     return address, request.master_port or random.choice(PORTS)
+
+
+def _address(first: str, apart: bool, ssh: Sequence[str]) -> str:
+    """Return the address by which hosts reach ``first``; ``apart``: not all are one machine."""
+    return address_of(first, ssh) if apart or not is_loopback(first) else first
 
 
 def _loopback_of_gloo() -> dict[str, str]:

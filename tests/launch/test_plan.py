@@ -200,6 +200,27 @@ def test_a_host_tells_its_address_where_its_name_does_not(
     assert address_of("own", ssh) == "10.1.2.3", "what is loopback here is loopback there"
 
 
+def test_other_hosts_are_not_sent_to_their_own_loopback(tmp_path: Path) -> None:
+    ssh = told(tmp_path, "exit 1")
+    (tmp_path / "bin").mkdir()
+    Path(*told(tmp_path / "bin", "echo 10.1.2.3")).rename(tmp_path / "bin" / "hostname")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        for first in ("127.0.0.1", "::1", "127.0.0.9", "localhost"):
+            file = hostfile(tmp_path, f"{first} slots=1", "10.9.9.2 slots=1")
+            given: dict[str, Any] = {"hostfile": file, "ssh": ssh[0], "master_port": 99}
+            assert made(**given).meeting == "10.1.2.3:99"
+            with pytest.raises(LaunchError, match=f"--master-addr {first}"):
+                made(**given, master_addr=first)
+            with pytest.raises(LaunchError, match="--node-rank needs --master-addr"):
+                made(**given, node_rank=1)
+            assert made(**given, node_rank=1, master_addr="10.9.9.1").meeting == "10.9.9.1:99"
+    file = hostfile(tmp_path, "127.0.0.2 slots=1", "127.0.0.3 slots=1")
+    for more in ({}, {"node_rank": 1}, {"master_addr": "127.0.0.2"}):
+        planned = made(hostfile=file, master_port=99, **more)
+        assert planned.meeting == "127.0.0.2:99", "all are this machine"
+
+
 def test_a_host_that_cannot_be_asked(tmp_path: Path) -> None:
     for text, says in (
         ("echo no route >&2; exit 255", "ended with 255: 'no route'"),
