@@ -181,7 +181,7 @@ def plan(request: Request, default_ranks: Callable[[], int]) -> LaunchPlan:
         elif len(hosts) == 1 and (meeting is None or is_loopback(meeting[0])):
             environment = _loopback_of_gloo() | environment
         if host.chosen:
-            environment[VISIBLE] = _devices(host, only)
+            environment[VISIBLE] = _devices(host, only or (local and request.hostfile is None))
         agent = shlex.join(["cd", os.getcwd()]) + " && exec " + shlex.join(_agent(request.python))
         reached = ["sh", "-c", agent] if is_local else [*ssh, host.name, agent]
         starts.append(
@@ -200,6 +200,10 @@ def _hosts(request: Request, default_ranks: Callable[[], int]) -> list[Host]:
             request.exclude,
             request.num_nodes,
             request.num_procs,
+        )
+    if request.num_nodes is not None and request.num_nodes < 1:
+        raise LaunchError(
+            f"--num-nodes {request.num_nodes} is not a number of hosts; pass at least 1"
         )
     if request.num_nodes is not None and request.num_nodes != 1 and request.node_rank is None:
         raise LaunchError(
@@ -225,9 +229,8 @@ def _hosts(request: Request, default_ranks: Callable[[], int]) -> list[Host]:
             "--master-addr and --master-port, or leave out the options that count ranks"
         )
     this_host = Host(LOCAL, tuple(range(request.num_procs or default_ranks())))
-    if request.node_rank is not None:
-        return [this_host] * (request.num_nodes or 1)
-    return select([this_host], request.include, request.exclude, None, request.num_procs)
+    chosen = select([this_host], request.include, request.exclude, None, request.num_procs)
+    return chosen * (request.num_nodes or 1)
 
 
 def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tuple[str, int] | None:

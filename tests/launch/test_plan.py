@@ -123,6 +123,8 @@ def test_accelerate_launch_starts_as_many_ranks_as_torchrun(tmp_path: Path) -> N
         ({"exclude": "localhost:0"}, 1, 1, "1"),
         ({**NODE, "num_procs": 3}, 1, 3, ""),
         ({**NODE, "num_procs": 3, "num_nodes": 2}, 2, 6, ""),
+        ({**NODE, "include": "localhost:1", "num_nodes": 2}, 2, 2, "1"),
+        ({**NODE, "exclude": "localhost:1"}, 1, 1, "0"),
     ):
         command = made(**options).starts[0].command
         assert option(command, "--nproc-per-node") == str(ranks // machines)
@@ -150,6 +152,11 @@ def test_ranks_are_not_counted_for_one_of_the_machines_of_a_file() -> None:
 @in_one_item(
     [
         ({"num_nodes": 2}, "--num-nodes 2 needs --hostfile"),
+        ({"num_nodes": 0}, "--num-nodes 0"),
+        ({**NODE, "num_nodes": -1}, "--num-nodes -1"),
+        ({**NODE, "include": "localhost:2"}, "--include 'localhost:2'"),
+        ({**NODE, "exclude": "worker-1"}, "--exclude 'worker-1'"),
+        ({**NODE, "include": "localhost", "num_procs": 1}, "--include and --num-procs"),
         ({"num_procs": 0}, "--num-procs 0 is not a number of ranks"),
         ({"master_port": 70000}, "--master-port 70000 is not a port"),
         ({**PART, "node_rank": 2, "master_addr": "a", "master_port": 1}, "there are 2 host"),
@@ -163,6 +170,22 @@ def test_what_cannot_be_planned(case: tuple[dict[str, Any], str]) -> None:
     options, says = case
     with pytest.raises(LaunchError, match=says.replace("(", r"\(")):
         made(**options)
+
+
+def test_the_devices_of_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine slots index the visible devices."""
+    one = {"hostfile": hostfile(tmp_path, "localhost slots=4")}
+    pair = {**PART, "master_addr": "10.9.9.1", "master_port": 99}
+    for visible, options, devices in (
+        (None, {**one, "include": "localhost:1,3"}, "1,3"),
+        ("2,3", {**one, "num_procs": 1}, "2"),
+        ("GPU-aa, GPU-bb", {**one, "include": "localhost:1"}, "GPU-bb"),
+        ("2,3", {**pair, "include": "localhost:1"}, "3"),
+    ):
+        monkeypatch.delenv(planning.VISIBLE, raising=False)
+        if visible is not None:
+            monkeypatch.setenv(planning.VISIBLE, visible)
+        assert made(**options).starts[0].environment[planning.VISIBLE] == devices, visible
 
 
 def test_the_local_rank_as_the_deepspeed_launcher_passes_it(tmp_path: Path) -> None:
