@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from hf_zero.distributed.rank_hosts import VARIABLES as INTERFACE_VARIABLES
@@ -278,13 +279,22 @@ def _loopback_of_gloo() -> dict[str, str]:
 
 
 def _devices(host: Host, only: bool) -> str:
-    """Return the devices of the slots; on this machine alone, slots index the visible ones."""
-    visible = (
-        [device.strip() for device in os.environ.get(VISIBLE, "").split(",")]
-        if only and os.environ.get(VISIBLE)
-        else []
-    )
-    return ",".join(visible[slot] if slot < len(visible) else str(slot) for slot in host.slots)
+    """Return the devices of the slots; on this machine alone, slots index the visible ones. Where
+    CUDA_VISIBLE_DEVICES hides all devices, it stays. Raises LaunchError for slots beyond them.
+    """
+    shown = os.environ.get(VISIBLE) if only else None
+    if shown is None:
+        return ",".join(map(str, host.slots))
+    entries = (entry.strip() for entry in shown.split(","))
+    visible = [*takewhile(lambda entry: entry not in ("", "-1"), entries)]  # as CUDA reads it
+    beyond = [str(slot) for slot in host.slots if slot >= len(visible)]
+    if visible and beyond:
+        raise LaunchError(
+            f"{VISIBLE}={shown} shows {len(visible)} device(s), slots 0 to {len(visible) - 1}, and "
+            f"slot {', '.join(beyond)} is chosen; choose fewer (--num-procs, --include), or unset "
+            f"{VISIBLE}"
+        )
+    return ",".join(visible[slot] for slot in host.slots) if visible else shown
 
 
 def _agent(python: str) -> list[str]:

@@ -181,11 +181,22 @@ def test_the_devices_of_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("2,3", {**one, "num_procs": 1}, "2"),
         ("GPU-aa, GPU-bb", {**one, "include": "localhost:1"}, "GPU-bb"),
         ("2,3", {**pair, "include": "localhost:1"}, "3"),
+        ("", {**one, "num_procs": 2}, ""),
+        ("-1", {**one, "num_procs": 2}, "-1"),
     ):
         monkeypatch.delenv(planning.VISIBLE, raising=False)
         if visible is not None:
             monkeypatch.setenv(planning.VISIBLE, visible)
         assert made(**options).starts[0].environment[planning.VISIBLE] == devices, visible
+    for visible, options in (
+        ("2,3", {**one, "num_procs": 3}),
+        ("2,3,-1,4", {**one, "num_procs": 3}),
+        ("GPU-aa,GPU-bb", {**one, "include": "localhost:0,2"}),
+        ("5", {**pair, "include": "localhost:1"}),
+    ):
+        monkeypatch.setenv(planning.VISIBLE, visible)
+        with pytest.raises(LaunchError, match=f"{planning.VISIBLE}={visible}"):
+            made(**options)
 
 
 def test_the_local_rank_as_the_deepspeed_launcher_passes_it(tmp_path: Path) -> None:
