@@ -43,6 +43,8 @@ DEFAULT_TIMEOUT = 1800.0
 MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # of this rank alone
 SMALL_NUMEL = 6  # sums of at most this many numbers carry a code of their collective
+# of torch's ValueErrors for a group, and for the default group, that was destroyed
+DESTROYED = ("is not registered", "has not been initialized")
 # backends whose works are completed when their wait returns
 BLOCKING = ("gloo", "threaded", "fake")
 
@@ -249,7 +251,7 @@ def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
 
 class _Starting:
     """Context of the calls that start one collective: a span of the step around them, and an error
-    that names the cause if the connection was lost before.
+    that names the cause if the connection was lost, or the group destroyed, before.
     """
 
     def __init__(
@@ -272,6 +274,20 @@ class _Starting:
             self._pending.log.abandon(self._pending.number, self._pending.what)
         if isinstance(error, RuntimeError) and not isinstance(error, DEVICE_ERRORS):
             raise self._watchdog.conclude_failure(self._pending, error) from error
+        if isinstance(error, ValueError):
+            _refuse_destroyed(self._pending, error)
+
+
+def _refuse_destroyed(pending: PendingCollective, error: ValueError) -> None:
+    """Raise PartitionError if torch has raised ``error`` because the script has destroyed the
+    process group of ``pending``.
+    """
+    if any(part in str(error) for part in DESTROYED):
+        raise PartitionError(
+            f"{pending.what} needs a process group that is destroyed; call "
+            "torch.distributed.destroy_process_group() after the last step and engine.destroy(), "
+            "or hf_zero.initialize again after it"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -773,6 +789,9 @@ def tagged_barrier(
                 came.append(dist.irecv(empty.clone(), target, group, tag))
     except RuntimeError as error:
         raise watchdog.conclude_failure(pending, error) from error
+    except ValueError as error:
+        _refuse_destroyed(pending, error)
+        raise
     if rank == source:
         return sent
     Handle([*came, *sent], watchdog, pending).wait()

@@ -17,10 +17,12 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hf_zero.distributed.world_group import get_world_group
+from hf_zero.errors import PartitionError
 from hf_zero.planning.simulation.store_load import store_load
 from tests.helpers.engines import config_of, start
 from tests.helpers.leftovers import await_threads, held_of_the_job, working
@@ -164,3 +166,26 @@ def test_an_engine_connects_ranks_once_and_closes_its_connections():
                 assert remain == 0 and same, who
                 for what in ("file descriptors", "threads", "process groups"):
                     assert after[what] <= before[what], f"{who}: {what}"
+
+
+def steps_without_a_group(rank: int, stage: int) -> None:
+    """Train, destroy the process group, and go on."""
+    model = seeded(lambda: Stack(3))
+    engine = start(model, adamw(model), config_of(stage))
+
+    def step(number: int) -> None:
+        engine.backward(engine(features(0, number, rank)).square().mean())
+        engine.step()
+
+    step(0)
+    dist.destroy_process_group()
+    with pytest.raises(PartitionError, match="destroy_process_group"):
+        step(1)
+    engine.destroy()
+    # the end of this process destroys a group
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_a_step_after_the_end_of_the_process_group_is_refused() -> None:
+    for stage in (1, 3):
+        run_processes(2, steps_without_a_group, stage)
