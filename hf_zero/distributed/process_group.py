@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hf_zero.config.variables import local_world_size
 from hf_zero.device import kinds
 from hf_zero.distributed.rank_hosts import choose_interface
+from hf_zero.distributed.rendezvous import local_rank_told
 from hf_zero.errors import ConfigError
 from hf_zero.logging import log_rank0, logger
 
@@ -49,9 +50,12 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 def get_local_rank(rank: int | None = None) -> int:
     """Return the number of this rank on its host: LOCAL_RANK, or else ``rank``, by default that in
-    the process group.
+    the process group. Raises LaunchError if LOCAL_RANK is no number.
     """
-    return int(os.environ.get("LOCAL_RANK", get_rank() if rank is None else rank))
+    local = local_rank_told(os.environ)
+    if local is not None:
+        return local
+    return get_rank() if rank is None else rank
 
 
 def default_store() -> dist.Store:

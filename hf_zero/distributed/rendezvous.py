@@ -189,6 +189,14 @@ def place_told(
     return (at, size) if at is not None and size is not None else None
 
 
+def local_rank_told(environ: Mapping[str, str]) -> int | None:
+    """Return LOCAL_RANK of ``environ``; None if it is unset or empty. Raises LaunchError for what
+    is no number.
+    """
+    number = _number(environ, "LOCAL_RANK")
+    return None if number is None else number.value
+
+
 def is_loopback(address: str) -> bool:
     """Return whether ``address`` is written as a loopback address: localhost, 127.0.0.2, ::1."""
     try:

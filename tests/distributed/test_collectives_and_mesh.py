@@ -146,6 +146,15 @@ def test_ranks_in_an_address_count_as_if_they_were_passed(
     assert ranks == 2 and (given["rank"], given["world_size"]) == (-1, -1), "torch reads them"
 
 
+def test_a_local_rank_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, expected in (("", 5), (" ", 5), ("3", 3)):
+        monkeypatch.setenv("LOCAL_RANK", text)
+        assert process_group.get_local_rank(5) == expected
+    monkeypatch.setenv("LOCAL_RANK", "one")
+    with pytest.raises(LaunchError, match="LOCAL_RANK='one'"):
+        process_group.get_local_rank()
+
+
 def test_a_group_of_one_gives_way_to_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only hf-zero's own; one of several ranks is a script's choice, unless arguments say more."""
     joined: list[Any] = []

@@ -17,7 +17,7 @@ from hf_zero.config.launched import LAUNCH_FILE, WRITTEN
 from hf_zero.config.refusals import STANDARD, launcher_refusal
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.rank_hosts import choose_interface
-from hf_zero.distributed.rendezvous import announce
+from hf_zero.distributed.rendezvous import announce, local_rank_told
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
@@ -143,7 +143,7 @@ def launched() -> bool:
     rendezvous = announce()
     if rendezvous is not None:
         choose_interface(rendezvous.master_addr, rendezvous.several_hosts)
-    return int(os.environ.get("LOCAL_RANK", -1)) != -1
+    return local_rank_told(os.environ) is not None
 
 
 def _flag(value: str) -> bool:

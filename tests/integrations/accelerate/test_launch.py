@@ -17,6 +17,7 @@ from accelerate.utils import DeepSpeedPlugin
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.launch import launched
 
 ZERO3 = {
     "compute_environment": "LOCAL_MACHINE",
@@ -108,6 +109,16 @@ def test_cpu_ranks_see_no_gpu_and_keep_zero(
         assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
         assert "ACCELERATE_USE_CPU" not in environment
+
+
+def test_only_a_local_rank_with_a_number_tells_of_a_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for text, told in (("", False), ("0", True)):
+        monkeypatch.setenv("LOCAL_RANK", text)
+        assert launched() is told, text
 
 
 def test_other_launches(
