@@ -1,5 +1,6 @@
-"""Two ranks that are forked from a process which has trained alone: ``forked.py PORT``. Each prints
-its rank, the size of its world, and the weights after a step.
+"""Two ranks that are forked from a process which has trained alone: ``forked.py PORT WAY``. Each
+prints its rank, the size of its world, and what it has done in this WAY: the weights after a step,
+or nothing more than to divide sequences or layers.
 """
 
 import json
@@ -28,11 +29,19 @@ def train(rank: int) -> list[object]:
     return [rank, engine.world_size, engine.module.weight.tolist()]
 
 
+def divide(rank: int) -> list[object]:
+    if sys.argv[2] == "sequences":
+        hf_zero.sequence_parallel(2)
+    else:
+        hf_zero.PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], num_stages=2)
+    return [rank, torch.distributed.get_world_size()]
+
+
 def run(rank: int) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
-    print(json.dumps(train(rank)), flush=True)
+    print(json.dumps((train if sys.argv[2] == "step" else divide)(rank)), flush=True)
 
 
 train(0)

@@ -2,7 +2,7 @@ import pytest
 import torch
 import transformers
 
-from hf_zero.distributed import process_group
+from hf_zero.distributed import init, process_group
 from hf_zero.parallel.pipeline import staged
 
 
@@ -11,7 +11,7 @@ def as_rank(monkeypatch):
     """Have what rank ``rank`` of ``world`` has, without the others."""
 
     def set_rank(rank, world):
-        monkeypatch.setattr(process_group, "is_initialized", lambda: True)
+        monkeypatch.setattr(init, "init_distributed", lambda: None)
         monkeypatch.setattr(process_group, "get_world_size", lambda: world)
         monkeypatch.setattr(process_group, "get_rank", lambda: rank)
         monkeypatch.setattr(staged, "get_parallel", lambda: None)

@@ -58,8 +58,7 @@ class StagedModule(nn.Module):
         ranks do not match the topology.
         """
         super().__init__()
-        if not process_group.is_initialized():
-            init.init_distributed()
+        init.init_distributed()
         world, self.global_rank = process_group.get_world_size(), process_group.get_rank()
         if topology is None:
             if num_stages is None:

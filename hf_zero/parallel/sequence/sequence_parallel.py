@@ -78,8 +78,7 @@ def sequence_parallel(
     Raises ConfigError for a size that does not divide the ranks, and without a size if the job is
     not sequence parallel.
     """
-    if not process_group.is_initialized():
-        init_distributed()
+    init_distributed()
     groups = get_parallel()
     if size is None and context_parallel_size is None:
         if groups is None or groups.dims.sequence_context == 1:
