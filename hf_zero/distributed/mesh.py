@@ -194,9 +194,8 @@ class Mesh:
         self.pp_stage_ranks = len(self.ranks)
         self.stats = CollectiveStats()
         self.device, self.timeout = device, timeout
-        self.blocks = kinds.is_synchronous(
-            device
-        )  # waiting for a collective blocks the host, no stream
+        # waiting for a collective blocks the host, no stream
+        self.blocks = kinds.is_synchronous(device)
         self._parallel = parallel
         if parallel is not None:
             parallel.wait_at_most(timeout)

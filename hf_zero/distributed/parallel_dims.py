@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 from hf_zero.errors import ConfigError, NotBuiltError
 
@@ -36,7 +37,7 @@ _ORDERS = (
 
 def check_size(size: object, name: str, what: str = "ranks") -> None:
     """Raise ConfigError unless ``size``, which ``name`` names, is a number of ``what``."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
         raise ConfigError(
             f"{name} = {size!r} is not a number of {what}; write an integer of at least 1"
         )

@@ -4,6 +4,7 @@ checkpoint files.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -27,8 +28,8 @@ from hf_zero.zero.layout.sharding import (
     take_own_part,
 )
 
-# what is known of a part beside its values: of which whole, for which ranks, in which file
-_MARKS = ("_hf_zero_sharding", "_hf_zero_source", "allreduce", "group_name")
+# what is known of a part beside its values: of which whole it is, and for which ranks
+_MARKS = ("_hf_zero_sharding", "allreduce", "group_name")
 _COPIED = "_hf_zero_copied"
 
 
@@ -113,12 +114,17 @@ class HoldsParts(nn.Module):
         errors: list[str],
     ) -> None:
         before = dict(self._parameters)
-        for name, parameter in before.items():
-            if parameter is not None and not isinstance(parameter, OwnedParameter):
-                take_own_part(sharding_of(parameter), state_dict, prefix + name, errors)
+        refused = [
+            prefix + name
+            for name, parameter in before.items()
+            if parameter is not None
+            and not isinstance(parameter, OwnedParameter)
+            and not take_own_part(sharding_of(parameter), state_dict, prefix + name, errors)
+        ]
         super()._load_from_state_dict(
             state_dict, prefix, metadata, strict, missing, unexpected, errors
         )
+        missing[:] = [name for name in missing if name not in refused]
         for name, parameter in before.items():
             _mark_like(parameter, self._parameters.get(name))  # new with assign=True
 
@@ -129,7 +135,7 @@ class HoldsParts(nn.Module):
         marked = self.__dict__.pop(_COPIED, {})
         super().__setstate__(state)
         for name, parameter in marked.items():
-            _mark_like(parameter, self._parameters[name])
+            _mark_like(parameter, self._parameters[name], (*_MARKS, "_hf_zero_source"))
 
 
 class _Copied:
@@ -159,9 +165,11 @@ def _new(copied: _Copied) -> nn.Module:
     return module
 
 
-def _mark_like(parameter: nn.Parameter | None, other: nn.Parameter | None) -> None:
+def _mark_like(
+    parameter: nn.Parameter | None, other: nn.Parameter | None, marks: Sequence[str] = _MARKS
+) -> None:
     """Mark ``other`` as the part that ``parameter`` is."""
     if parameter is not None and other is not None and other is not parameter:
-        for name in _MARKS:
+        for name in marks:
             if name in parameter.__dict__:
                 other.__dict__.setdefault(name, parameter.__dict__[name])

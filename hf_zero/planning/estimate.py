@@ -90,7 +90,8 @@ class StageEstimate:
     ``gradient_buffers`` hold gradients on their way between ranks and stay for the next step; over
     gloo with more than two ranks, chunks from all peers add to it. ``communicators``: how many a
     rank takes on a GPU, at most, whose bytes are in none of these. ``pipeline_stage``: of a
-    pipeline, the stage that needs most of the device, and of those that need the same, most RAM.
+    pipeline, the stage that needs most of the device, and of those that need the same, most RAM;
+    of RAM and disk ``tiers`` has what the stage needs that needs most there.
     ``memory_checkpoints``: bytes of ``checkpoint.memory`` on a host for each of its ranks, part of
     ``tiers.ram``.
     """
@@ -595,12 +596,16 @@ def tokens_of(length: object) -> int:
 
 
 def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEstimate:
-    """Return the row, with ``settings``, of the pipeline stage that needs most."""
+    """Return the row, with ``settings``, of the pipeline stage that needs most of the device; of
+    the other tiers, what the stage needs that needs most there.
+    """
     rows = [
         replace(_row(replan(part, settings)), pipeline_stage=stage)
         for stage, part in enumerate(parts)
     ]
-    return max(rows, key=lambda row: (row.tiers.device, row.tiers.ram, row.tiers.disk))
+    chosen = max(rows, key=lambda row: (row.tiers.device, row.tiers.ram, row.tiers.disk))
+    most = [max(of_tier) for of_tier in zip(*(dataclasses.astuple(row.tiers) for row in rows))]
+    return replace(chosen, tiers=Tiers(*most))
 
 
 def open_model(model: object, needs_loss: bool = False) -> tuple[str, nn.Module]:

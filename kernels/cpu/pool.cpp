@@ -24,7 +24,7 @@ namespace {
 constexpr unsigned kDefaultControl = 0x1f80;
 unsigned control() { return _mm_getcsr(); }
 void set_control(unsigned value) { _mm_setcsr(value); }
-void pause() { _mm_pause(); }
+void relax() { _mm_pause(); }
 #elif defined(__aarch64__)
 constexpr unsigned long kDefaultControl = 0;
 unsigned long control() {
@@ -33,11 +33,12 @@ unsigned long control() {
     return value;
 }
 void set_control(unsigned long value) { __asm__ volatile("msr fpcr, %0" : : "r"(value)); }
+void relax() { __asm__ volatile("yield"); }
 #else
 constexpr int kDefaultControl = 0;
 int control() { return 0; }
 void set_control(int) {}
-void pause() {}
+void relax() {}
 #endif
 
 // Poll `ready` for at most kPolled before a wait that sleeps: the last part of a call, and the next
@@ -47,7 +48,7 @@ constexpr std::chrono::microseconds kPolled{50};
 template <class Ready>
 void poll(const Ready& ready) {
     const auto end = std::chrono::steady_clock::now() + kPolled;
-    while (!ready() && std::chrono::steady_clock::now() < end) pause();
+    while (!ready() && std::chrono::steady_clock::now() < end) relax();
 }
 
 // Never destroyed: threads may outlive main. A child of fork() has none of its parent's threads, so
@@ -96,6 +97,7 @@ bool Pool::Call::has_parts() const {
 void Pool::Call::take_parts(size_t thread) {
     for (size_t i = 0; i < shares.size(); ++i) {
         Share& share = shares[(thread + i) % shares.size()];
+        if (share.next.load(std::memory_order_relaxed) >= share.end) continue;  // without a write
         for (int64_t part; (part = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) (*work)(part);
     }
 }
@@ -133,11 +135,12 @@ void Pool::serve(int thread) {
         for (Call* each : calls_)
             if (each->helpers < call->helpers && each->has_parts()) call = each;
         ++call->helpers;
-        const int64_t posted = posted_.load(std::memory_order_relaxed);
         lock.unlock();
         call->take_parts(thread);
         lock.lock();
         if (--call->helpers == 0) through_.notify_all();
+        if (std::any_of(calls_.begin(), calls_.end(), [](const Call* each) { return each->has_parts(); })) continue;
+        const int64_t posted = posted_.load(std::memory_order_relaxed);
         lock.unlock();
         poll([&] { return posted_.load(std::memory_order_relaxed) != posted; });
         lock.lock();

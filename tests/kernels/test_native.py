@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import pybind11
 import pytest
 import torch
 
@@ -182,3 +187,14 @@ def test_quotas_of_cgroups(tmp_path: Path) -> None:
     (root / "cpu,cpuacct" / "job" / "cpu.cfs_quota_us").write_text("200000\n")
     assert cpu_quota(root, groups) == 2.0
     assert cpu_quota(root, tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("machine", [["-U__SSE2__", "-D__aarch64__"], ["-U__SSE2__"]])
+def test_the_pool_of_other_machines_calls_only_what_it_defines(machine: list[str]) -> None:
+    """libc's ``pause``, for one, would sleep until a signal."""
+    compiler = shutil.which("g++") or pytest.skip("no g++")
+    source = Path(__file__).parents[2] / "kernels" / "cpu" / "pool.cpp"
+    headers = [pybind11.get_include(), sysconfig.get_paths()["include"]]
+    command = [compiler, "-std=c++17", "-S", "-o", "-", *machine, *(f"-I{h}" for h in headers)]
+    made = subprocess.run([*command, str(source)], capture_output=True, text=True, check=True)
+    assert not re.search(r"call\s+(sched_yield|pause|usleep)\b", made.stdout)

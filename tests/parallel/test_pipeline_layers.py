@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hf_zero
 from hf_zero.distributed import flat_mesh, stage_messages
@@ -495,9 +496,18 @@ PASSED: dict[str, tuple[Callable[[torch.Tensor], Any], type, int]] = {
 
 
 # stages, and how many layers are recomputed together
-@in_one_item([*itertools.product(PASSED, ((1, 0), (1, 2), (2, 0), (2, 1)))])
+@in_one_item(
+    [
+        *itertools.product(PASSED, ((1, 0), (1, 2), (2, 0), (2, 1)), (False,)),
+        *itertools.product(PASSED, ((1, 1), (2, 1)), (True,)),
+    ]
+)
 def test_a_layer_gets_what_the_one_before_gives(case):
-    passed, (stages, interval) = case
+    passed, (stages, interval), reentrant = case
+    recompute = {
+        "activation_checkpoint_func": partial(checkpoint, use_reentrant=True),
+        "checkpointable_layers": ["Opened"],  # whose inputs require grad, as such checkpoints need
+    }
     whole = Chain(opening(*PASSED[passed]))
     data = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(2)]
     loss = nn.functional.mse_loss
@@ -506,6 +516,7 @@ def test_a_layer_gets_what_the_one_before_gives(case):
         module = PipelineModule(
             opening(*PASSED[passed]), 1, stages_per_rank=stages, loss_fn=loss,
             partition_method="uniform", activation_checkpoint_interval=interval,
+            **recompute if reentrant else {},
         )  # fmt: skip
         engine, _, _, _ = hf_zero.initialize(model=module, config=config(2, 0), optimizer=sgd)
         if passed == "a named tuple" and stages > 1:

@@ -243,7 +243,7 @@ def test_a_row_is_that_of_the_stage_that_needs_most(as_rank):
         tiers = [each.at(row.stage).tiers for each in held]
         assert row.tiers.device == max(each.device for each in tiers)
         of_stage = held[row.pipeline_stage].at(row.stage)
-        assert row.tiers == of_stage.tiers and row.state == of_stage.state
+        assert row.tiers.device == of_stage.tiers.device and row.state == of_stage.state
 
 
 def free(device):
@@ -259,17 +259,19 @@ def test_the_stage_that_needs_most_may_not_have_most_state():
     model.lm_head.requires_grad_(True)
     job = {"stage": 1, "pipeline_parallel": 2}
 
-    def device_bytes(**offload):
+    def stages(**offload):
         _, plans = plans_of_stages(model, 2, **job, **offload)
-        return [needs(part).device_bytes for part in plans]
+        return plans, [needs(part).device_bytes for part in plans]
 
-    away, here = device_bytes(offload_optimizer="cpu"), device_bytes()
+    (apart, away), (together, here) = stages(offload_optimizer="cpu"), stages()
+    assert needs(apart[1]).ram_bytes > needs(apart[0]).ram_bytes  # of another stage
     assert away[0] > away[1] and here[0] < here[1]
-    for wanted, row in (
-        (away, hf_zero.estimate(model, 2, offload_optimizer="cpu", **job).at(1)),
-        (here, hf_zero.estimate(model, 2, **job).at(1)),
+    for parts, wanted, row in (
+        (apart, away, hf_zero.estimate(model, 2, offload_optimizer="cpu", **job).at(1)),
+        (together, here, hf_zero.estimate(model, 2, **job).at(1)),
     ):
         assert row.tiers.device == max(wanted) == wanted[row.pipeline_stage]
+        assert row.tiers.ram == max(needs(part).ram_bytes for part in parts)
 
     def proposed(device):
         room = replace(free("1GB"), device=device)

@@ -358,6 +358,23 @@ def test_copies_of_a_cut_model_are_cut_once(name, made):
     run_ranks(2, run)
 
 
+@pytest.mark.usefixtures("loads_at_once")
+def test_values_that_are_assigned_before_those_of_the_file_are_read(tmp_path):
+    whole = seeded(llama)
+    whole.save_pretrained(tmp_path)
+    given = {name: torch.full_like(value, 7.0) for name, value in whole.state_dict().items()}
+
+    def run(rank):
+        def build():
+            model = type(whole).from_pretrained(tmp_path)
+            hf_zero.tensor_parallel(model, 2).load_state_dict(dict(given), assign=True)
+            return model
+
+        _compare(hf_zero.pipeline_stages(build, 1).state_dict(), given)
+
+    run_ranks(2, run)
+
+
 @pytest.mark.parametrize("name, stage", [("llama", 3), ("phi3", 1)])
 def test_weights_in_buckets_and_in_parts(name, stage):
     """``iter_weights``, and what ``torch.distributed.checkpoint.state_dict`` gives on each rank."""

@@ -18,7 +18,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import MethodType
+from types import MethodType, NoneType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -287,10 +287,14 @@ class SingleEngine:
 
 
 def _settings_of(engine: Engine) -> list[dict[str, object]]:
-    """Return the settings of the optimizer's groups; for a tensor, its identity and version."""
+    """Return the settings of the optimizer's groups; of a tensor or another object, its identity,
+    and the tensor's version.
+    """
     return [
         {
-            key: (id(value), value._version) if isinstance(value, torch.Tensor) else value
+            key: value
+            if isinstance(value, (int, float, str, tuple, NoneType))
+            else (id(value), getattr(value, "_version", None))
             for key, value in group.items()
             if key != "params"
         }

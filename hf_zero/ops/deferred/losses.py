@@ -179,9 +179,8 @@ def _labeled(
     labeled = _kept_rows(labels, ignored)
     if labeled is not None:
         return flat.rows(lambda rows: rows[labeled]), labels[labeled]
-    if (
-        kinds.is_synchronous(labels.device) or graphs.arguments() is not None
-    ):  # no host reads the count
+    # a host that reads the count would wait, or not be in the graph
+    if kinds.is_synchronous(labels.device) or graphs.arguments() is not None:
         return flat.value(), labels
     capacity = _CAPACITIES.setdefault(call.module, RowCapacity())
     early = _COUNTS.pop(call.module, None)

@@ -35,8 +35,9 @@ class PipelineModule(StagedModule):
     A layer is a module, a function, or a :class:`LayerSpec`, built only by the rank that holds it.
     Its output is the input of the next one; where the next one is in another stage, it is a tensor,
     or a plain tuple or list of tensors and None. Of inputs in a tuple of one, the first layer gets
-    that one, as in DeepSpeed. Parameter names begin with the index of their layer in the list,
-    those of tied layers with ``tied_modules.KEY``; they are the same for any number of stages.
+    that one, as in DeepSpeed with recomputation. Parameter names begin with the index of their
+    layer in the list, those of tied layers with ``tied_modules.KEY``; they are the same for any
+    number of stages.
     """
 
     def __init__(
@@ -163,9 +164,9 @@ class PipelineModule(StagedModule):
         for start in range(0, len(functions), every):
             chosen = functions[start : start + every]
             # a function that recomputes takes tensors as arguments of their own
-            args = inputs if type(inputs) is tuple else (inputs,)
-            several = args is inputs
-            run = partial(self._run, chosen, first + start, self.micro_offset + 1, several)
+            rebuild = _rebuild(inputs)
+            args: Any = (inputs,) if rebuild is None else inputs
+            run = partial(self._run, chosen, first + start, self.micro_offset + 1, rebuild)
             recomputes = torch.is_grad_enabled() and self._is_recomputed(chosen)
             inputs = self._checkpointing[0](run, *args) if recomputes else run(*args)
         return inputs
@@ -175,10 +176,10 @@ class PipelineModule(StagedModule):
         functions: Sequence[Callable[[object], object]],
         first: int,
         offset: int,
-        several: bool,
+        rebuild: Callable[[Sequence[object]], object] | None,
         *inputs: object,
     ) -> object:
-        value = inputs if several else inputs[0]
+        value = inputs[0] if rebuild is None else rebuild(inputs)
         for index, function in enumerate(functions, first):
             if self.seed_layers:
                 self.seed_fn(self.base_seed * offset + index)
@@ -240,16 +241,27 @@ class PipelineModule(StagedModule):
         )
 
 
+def _rebuild(values: object) -> Callable[[Sequence[object]], object] | None:
+    """Return what makes ``values`` again of its items; None unless it is a list or a tuple, plain
+    or with names.
+    """
+    kind: Any = type(values)
+    if kind in (tuple, list):
+        return kind  # type: ignore[no-any-return]
+    return getattr(kind, "_make", None) if isinstance(values, tuple) else None
+
+
 def _checked_layers(layers: Iterable[object]) -> list[object]:
     """Return ``layers`` as a list. Raises ConfigError for another object than an iterable, and for
     what is not a layer.
     """
-    if not isinstance(layers, Iterable):
+    try:
+        layers = list(layers)
+    except TypeError as error:
         raise ConfigError(
             f"layers is a {type(layers).__name__}; pass a list of layers, such as "
             "[LayerSpec(torch.nn.Linear, 8, 8), torch.tanh]"
-        )
-    layers = list(layers)
+        ) from error
     for layer in layers:
         if isinstance(layer, type) and issubclass(layer, nn.Module):
             raise ConfigError(

@@ -112,11 +112,13 @@ class _StateDictCall:
 @dataclass
 class _LoadCall:
     """A call of ``load_state_dict`` of one module, during which the units ``pinned`` are whole;
-    ``named``: its parameters in the state dict.
+    ``named``: its parameters in the state dict; ``refused``: keys there of tensors with another
+    shape than the whole ones.
     """
 
     pinned: list[Unit] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
+    refused: list[str] = field(default_factory=list)
 
 
 class ModuleGuards:
@@ -390,15 +392,20 @@ class ModuleGuards:
                 for part, path in names_of_parts(name, weight, prefix).items():
                     state[path] = getattr(whole, part)
         parameters = self._own.get(module, {})
-        call.named.update(name for name in parameters if prefix + name in state)
         for name, parameter in parameters.items():
-            if sharding_of(parameter).axes:
-                take_own_part(sharding_of(parameter), state, prefix + name, errors)
+            if sharding_of(parameter).axes and not take_own_part(
+                sharding_of(parameter), state, prefix + name, errors
+            ):
+                call.refused.append(prefix + name)
+        call.named.update(name for name in parameters if prefix + name in state)
 
     @torch.no_grad()
-    def _after_load(self, module: nn.Module, incompatible: object) -> None:
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         # a module with a ``_load_from_state_dict`` of its own may have called no pre-hook
         call = self._loads.get(module, _LoadCall())
+        for key in call.refused:  # torch counts them as missing, too
+            if key in incompatible.missing_keys:
+                incompatible.missing_keys.remove(key)
         with self._schedule.shards.writing():
             for name, parameter in self._own.get(module, {}).items():
                 if name in call.named and module._parameters.get(name) is parameter:

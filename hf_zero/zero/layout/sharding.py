@@ -185,20 +185,23 @@ def own_part(sharding: Sharding, whole: torch.Tensor) -> torch.Tensor:
 
 def take_own_part(
     sharding: Sharding, state: dict[str, object], name: str, errors: list[str]
-) -> None:
+) -> bool:
     """Replace the whole tensor ``name`` of ``state``, if it is there, by this rank's part. One that
-    has the shape of the part is of another model: remove it and add torch's message to ``errors``.
+    has the shape of the part is of another model: remove it, add torch's message to ``errors``, and
+    return False.
     """
     whole, box = state.get(name), sharding.box
     if not isinstance(whole, torch.Tensor) or box is None:
-        return
+        return True
     state[name] = own_part(sharding, whole)
-    if tuple(whole.shape) == box.shape != box.whole:
-        del state[name]
-        errors.append(
-            f"size mismatch for {name}: copying a param with shape {whole.shape} from checkpoint, "
-            f"the shape in current model is {torch.Size(box.whole)}."
-        )
+    if tuple(whole.shape) != box.shape or box.shape == box.whole:
+        return True
+    del state[name]
+    errors.append(
+        f"size mismatch for {name}: copying a param with shape {whole.shape} from checkpoint, the "
+        f"shape in current model is {torch.Size(box.whole)}."
+    )
+    return False
 
 
 # ---- names in the whole model, where ranks number their experts from 0 ----
