@@ -41,7 +41,8 @@ def run(rank: int) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
-    print(json.dumps((train if sys.argv[2] == "step" else divide)(rank)), flush=True)
+    line = json.dumps((train if sys.argv[2] == "step" else divide)(rank)) + "\n"
+    os.write(1, line.encode())  # at once: both ranks write to one pipe
 
 
 train(0)
