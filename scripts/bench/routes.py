@@ -5,7 +5,7 @@ hf-zero, in turns.
     scripts/bench/results]
 
 Two ranks with one thread each train a Llama of 0.9M parameters in fp32 (4 x 32 tokens a rank,
-AdamW). A row is the CPU time of both ranks in a step, without the first third, which records
+AdamW). A row is the CPU time of both ranks in a step, without the first quarter, which records
 orders; wall-clock time would be that of the machine's other work, too. Each rank is a process of
 its own in each round. Raw rows with versions go to OUT as JSON lines.
 """
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RANKS, STEPS, SKIPPED, BATCH, LENGTH, VOCABULARY = 2, 60, 20, 4, 32, 512
+RANKS, STEPS, SKIPPED, BATCH, LENGTH, VOCABULARY = 2, 240, 60, 4, 32, 512
 CONTENDERS = ("ddp", "stage1", "stage2", "stage3")
 PEER = CONTENDERS[0]
 
