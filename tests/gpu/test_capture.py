@@ -359,7 +359,10 @@ def test_a_part_that_a_script_sets_to_evaluation():
         for number, batch in enumerate(batches(STEPS + 4)):
             if number == STEPS:
                 engine.module.blocks.eval()
-            engine.backward(engine(batch)["loss"])
+            loss = engine(batch)["loss"]
+            engine.module.head.train(number % 2 == 0)  # the modes of a pass are its forward's
+            engine.backward(loss)
+            engine.module.head.train()
             engine.step()
         trained.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
         engine.destroy()

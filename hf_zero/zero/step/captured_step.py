@@ -134,8 +134,9 @@ class CapturedStep:
         self._steps = 0  # updates that ran as they are
         self._forms: Counter[Hashable] = Counter()  # forwards by the form of their arguments
         self._form: Hashable = None  # the captured one
-        self._known: set[Hashable] = set()  # places in the window at which a backward has run
-        self._passes: dict[Hashable, _CapturedPass] = {}  # by place in the window
+        # places in the window, and modes of the modules, at which a pass has run
+        self._known: set[Hashable] = set()
+        self._passes: dict[Hashable, _CapturedPass] = {}  # by these
         self._prepared: Hashable = None  # what the last update depended on, if it can be captured
         # key, graph, norm
         self._captured_update: tuple[Hashable, Graph, torch.Tensor] | None = None
@@ -154,7 +155,8 @@ class CapturedStep:
         if not torch.is_grad_enabled() or not run.training or self._backward.under_way:
             return run(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
-        form, place = self._form_of(tensors, args, kwargs), self._place_in_window()
+        form = self._form_of(tensors, args, kwargs)
+        place = self._place_in_window(), tuple(map(_training, self._modules))
         if form is None or not self._takes(form) or place not in self._known:
             self._known.add(place)
             with self._graphs.beside(), self._repeatable(args, kwargs):
@@ -223,16 +225,14 @@ class CapturedStep:
             log_rank0(text)
 
     def _place_in_window(self) -> Hashable:
-        """Return what a pass depends on before it begins: what the flat buffers hold and where,
-        whether it reduces, which parameters a script has frozen, and the modes of the modules.
+        """Return what a backward depends on before it begins: what the flat buffers hold and where,
+        whether it reduces, and which parameters a script has frozen.
         """
         gradients = [flat.gradient for flat in self._model.trainable]
         held = tuple((gradient.state, gradient.address) for gradient in gradients)
         with torch._C.DisableTorchFunctionSubclass():
             trains = tuple(map(_requires_grad, self._members))
-        modes = tuple(map(_training, self._modules))
-        window = self._window.syncs, self._window.ends, self._window.accumulation_steps
-        return window, held, trains, modes
+        return self._window.syncs, self._window.ends, self._window.accumulation_steps, held, trains
 
     def _capture_forward(
         self, args: tuple[object, ...], kwargs: dict[str, object]
