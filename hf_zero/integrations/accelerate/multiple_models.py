@@ -53,6 +53,7 @@ class AccumulationOfScript:
 
     def __init__(self, state: GradientState):
         self._state, self._last = state, state.num_steps
+        self._checked: weakref.ref[object] | None = None  # the loader checked for these steps
 
     def pass_on(self, engines: Iterable[Engine]) -> None:
         """Set the number of micro-batches per step of ``engines`` if the script has changed its
@@ -60,8 +61,10 @@ class AccumulationOfScript:
         and for a loader that the ranks do not train on alike.
         """
         loader = self._state.active_dataloader
-        for engine in engines:
-            refuse_uneven(loader, engine.config.stage, engine.gradient_accumulation_steps())
+        if loader is not None and (self._checked is None or self._checked() is not loader):
+            for engine in engines:
+                refuse_uneven(loader, engine.config.stage, engine.gradient_accumulation_steps())
+            self._checked = weakref.ref(loader)
         steps = self._state.num_steps
         if steps == self._last:
             return
@@ -76,7 +79,7 @@ class AccumulationOfScript:
                     "window"
                 )
             engine.set_batches(engine.train_micro_batch_size_per_gpu(), steps)
-        self._last = steps
+        self._last, self._checked = steps, None
 
 
 class MultipleEngines:
