@@ -72,7 +72,5 @@ def device_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the tables of the map with a sign and of that without on ``device``: the values of the
     codes, then what :func:`regions` returns, concatenated.
     """
-    signed, unsigned = (
-        torch.cat([values(sign), *regions(sign)]).to(device) for sign in (True, False)
-    )
+    signed, unsigned = (torch.cat(on_device(sign, device)) for sign in (True, False))
     return signed, unsigned

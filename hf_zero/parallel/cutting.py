@@ -124,7 +124,9 @@ class HoldsParts(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, metadata, strict, missing, unexpected, errors
         )
-        missing[:] = [name for name in missing if name not in refused]
+        for name in refused:  # torch counts them as missing, too
+            if name in missing:
+                missing.remove(name)
         for name, parameter in before.items():
             _mark_like(parameter, self._parameters.get(name))  # new with assign=True
 
