@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <pybind11/pybind11.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <chrono>
@@ -50,6 +51,23 @@ void poll(const Ready& ready) {
     const auto end = std::chrono::steady_clock::now() + kPolled;
     while (!ready() && std::chrono::steady_clock::now() < end) relax();
 }
+
+#if defined(__linux__)
+int current_cpu() { return sched_getcpu(); }
+
+// Move this thread away from `cpu`, where its caller was running, and keep it away from there.
+// Linux often wakes a thread on the CPU that woke it, above all in virtual machines, whose idle
+// CPUs it takes for occupied ones; the two would share that CPU until a later tick.
+void leave(int cpu, pthread_t caller) {
+    cpu_set_t others;
+    if (sched_getcpu() != cpu || pthread_getaffinity_np(caller, sizeof others, &others) != 0) return;
+    CPU_CLR(cpu, &others);
+    if (CPU_COUNT(&others) > 0) pthread_setaffinity_np(pthread_self(), sizeof others, &others);
+}
+#else
+int current_cpu() { return -1; }
+void leave(int, pthread_t) {}
+#endif
 
 // Never destroyed: threads may outlive main. A child of fork() has none of its parent's threads, so
 // it gets a new pool.
@@ -136,6 +154,7 @@ void Pool::serve(int thread) {
             if (each->helpers < call->helpers && each->has_parts()) call = each;
         ++call->helpers;
         lock.unlock();
+        leave(call->cpu, call->caller);
         call->take_parts(thread);
         lock.lock();
         if (--call->helpers == 0) through_.notify_all();
@@ -151,6 +170,8 @@ void Pool::run(int64_t parts, const std::function<void(int64_t)>& work) {
     if (parts <= 0) return;
     Call call;
     call.work = &work;
+    call.caller = pthread_self();
+    call.cpu = current_cpu();
     const auto before = control();
     set_control(kDefaultControl);
     if (parts == 1) {
@@ -169,6 +190,7 @@ void Pool::run(int64_t parts, const std::function<void(int64_t)>& work) {
             posted_.fetch_add(1, std::memory_order_relaxed);
         }
         wake_.notify_all();
+        if (call.shares.size() > 1) std::this_thread::yield();  // to a thread that has to leave this CPU
         call.take_parts(0);
         poll([&] { return call.helpers.load(std::memory_order_relaxed) == 0; });
         std::unique_lock<std::mutex> lock(mutex_);

@@ -3,6 +3,8 @@
 // caller waits for another's call to end.
 #pragma once
 
+#include <pthread.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -37,6 +39,8 @@ class Pool {
     struct Call {
         const std::function<void(int64_t)>* work;
         std::vector<Share> shares;
+        pthread_t caller;
+        int cpu;                      // where the caller ran
         std::atomic<int> helpers{0};  // written with mutex_ held
 
         bool has_parts() const;

@@ -113,6 +113,36 @@ def test_threads_are_made_once_and_leave_and_a_child_of_fork_has_its_own() -> No
     assert done.stdout.split() == ["3", "{5}", "1", "True"], done.stdout + done.stderr
 
 
+ONE_CPU = """
+import os, torch
+from hf_zero.ops import native
+from hf_zero.ops.host import squared_norm
+native.set_threads(2)
+x, before = torch.ones(1_000_000), set(os.listdir("/proc/self/task"))
+squared_norm(x)
+(helper,) = (int(task) for task in set(os.listdir("/proc/self/task")) - before)
+cpu, other = sorted(os.sched_getaffinity(0))[:2]
+both = {cpu, other}
+for _ in range(100):
+    os.sched_setaffinity(helper, {cpu})
+    os.sched_setaffinity(0, {cpu})
+    os.sched_setaffinity(0, both)  # without a move
+    assert squared_norm(x) == 1e6
+    if os.sched_getaffinity(helper) == {other}: break
+print(os.sched_getaffinity(helper) == {other}, os.sched_getaffinity(0) == both)
+os.sched_setaffinity(0, {other})
+for _ in range(100): squared_norm(x)
+print(os.sched_getaffinity(helper) == {other})
+"""
+
+
+@pytest.mark.skipif(len(native._affinity(0)) < 2, reason="one CPU")
+def test_a_helper_leaves_the_cpu_of_its_caller_where_there_is_another() -> None:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = completed([sys.executable, "-c", ONE_CPU], timeout=300, env=variables)
+    assert done.stdout.split() == ["True"] * 3, done.stdout + done.stderr
+
+
 def test_several_callers_at_once_each_get_their_own_result() -> None:
     native.set_threads(4)
     expected = {value: float(value * value * LARGE) for value in range(6)}
@@ -197,4 +227,5 @@ def test_the_pool_of_other_machines_calls_only_what_it_defines(machine: list[str
     headers = [pybind11.get_include(), sysconfig.get_paths()["include"]]
     command = [compiler, "-std=c++17", "-S", "-o", "-", *machine, *(f"-I{h}" for h in headers)]
     made = subprocess.run([*command, str(source)], capture_output=True, text=True, check=True)
-    assert not re.search(r"call\s+(sched_yield|pause|usleep)\b", made.stdout)
+    assert not re.search(r"call\s+(pause|usleep)\b", made.stdout)
+    assert len(re.findall(r"call\s+sched_yield\b", made.stdout)) == 1  # before the caller's parts
