@@ -115,7 +115,7 @@ class FlatLamb(FlatMomentum):
         assert self.momentum is not None and self.weights is not None
         assert self.exponents is not None
         first, stop_of = self.flat.owned
-        own_row = self.momentum[self.flat.axis.rank : self.flat.axis.rank + 1]
+        own_row = self.momentum[self.flat.mesh.shard.rank : self.flat.mesh.shard.rank + 1]
         update = self._own_blocks.values(own_row)
         update *= powers(self.exponents[first:stop_of])
         sums = torch.zeros(2, len(self._slots), dtype=torch.float64, device=update.device)

@@ -56,7 +56,7 @@ class FlatMomentum:
         self.flat = flat
         layout, form = flat.layout, flat.spec.momentum_blocks or SignBlocks()
         self.blocks = form.cut(layout.edges, layout.end, layout.num_shards, layout.shard_numel)
-        self._own_blocks: BlockTable = self.blocks.row(flat.axis.rank)
+        self._own_blocks: BlockTable = self.blocks.row(flat.mesh.shard.rank)
         self._bound = bound
         self.runs = [  # every element belongs to a group
             (run.group or 0, run.start, run.stop)
@@ -222,7 +222,7 @@ class FlatMomentum:
     def combine(self, came: Tensor, beta: float) -> Tensor:
         """Return the message of this rank's chunk of the momentum from all ranks' messages."""
         assert self.momentum is not None
-        rank = self.flat.axis.rank
+        rank = self.flat.mesh.shard.rank
         own_row = self.momentum[rank : rank + 1]
         return self._own_blocks.combine(came, self.state(AVERAGE), own_row, beta)
 

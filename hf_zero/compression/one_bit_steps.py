@@ -344,23 +344,23 @@ class OneBitSteps(StepExtension):
         ``unused``, the parameters unused by local steps, the messages are means of local steps
         instead.
         """
-        axis, beta = self._mesh.shard, self._beta
+        dim, beta = self._mesh.shard, self._beta
         # means of local steps include the momentum already
         past, limit = (beta, LIMIT) if unused is None else (0.0, LIMIT_OF_MEANS)
         sent = []
         for m, gradient in messages:
             restore = m.unused(m.flat.gradient.unused if unused is None else unused[m])
             rows = m.compress(gradient, past, factor)
-            sizes = [rows.shape[1]] * axis.size
+            sizes = [rows.shape[1]] * dim.size
             key = f"momentum of {m.flat.key}"
-            sent.append((m, restore, *axis.all_to_all(rows.view(-1), sizes, sizes, key)))
+            sent.append((m, restore, *dim.all_to_all(rows.view(-1), sizes, sizes, key)))
         gathers = []
         for m, restore, handle, came in sent:
             handle.wait()
-            row = m.combine(came.view(axis.size, -1), beta)
+            row = m.combine(came.view(dim.size, -1), beta)
             assert m.momentum is not None
             pair = (m.momentum.view(-1), row.view(-1))
-            gathers.append((m, restore, axis.all_gather([pair], f"momentum of {m.flat.key}")))
+            gathers.append((m, restore, dim.all_gather([pair], f"momentum of {m.flat.key}")))
         for _, _, gather in gathers:
             gather.wait()
         if self._lamb:
@@ -438,12 +438,12 @@ class OneBitSteps(StepExtension):
         loaded = self._loads != self._bound.group_scalars.loads
         if loaded or any(momentum.error is None for momentum in self._chosen):
             return
-        axis, beta = self._mesh.shard, self._beta
+        dim, beta = self._mesh.shard, self._beta
         for momentum in self._chosen:
             assert momentum.error is not None
             mean = torch.empty_like(momentum.error[: momentum.flat.layout.shard_numel])
-            handle = axis.reduce_scatter(momentum.error, f"errors of {momentum.flat.key}")
-            handle.reduce_into(mean, False, 1.0 / axis.size)
+            handle = dim.reduce_scatter(momentum.error, f"errors of {momentum.flat.key}")
+            handle.reduce_into(mean, False, 1.0 / dim.size)
             momentum.take_errors(mean, beta)
         for lamb in self._lamb:
             lamb.store_scales()

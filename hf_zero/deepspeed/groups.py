@@ -19,7 +19,7 @@ from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.distributed.parallel_groups import dims_in_effect, get_parallel
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.expert.marks import AXIS, expert_axis, split_groups
+from hf_zero.parallel.expert.marks import AXIS, expert_mesh_dim, split_groups
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.parallel.sequence.division import SEQUENCE_CONTEXT as SEQUENCE
 from hf_zero.parallel.sequence.sequence_parallel import sequence_parallel
@@ -43,7 +43,7 @@ def get_data_parallel_world_size() -> int:
 
 def initialize(ep_size: int = 1, mpu: object = None) -> None:
     """Make the expert axis of ``ep_size`` ranks (collective); an ``mpu`` must split no model."""
-    expert_axis(ep_size, "ep_size")
+    expert_mesh_dim(ep_size, "ep_size")
     if mpu is not None:
         check_mpu(mpu, process_group.get_world_size())
 
@@ -162,7 +162,7 @@ NAME = "ep_size_"
 
 def create(expert_parallel_size_: int, mp_size: int | None = None, **_: object) -> None:
     """Make the expert axis (collective over all ranks)."""
-    expert_axis(expert_parallel_size_, "expert_parallel_size_")
+    expert_mesh_dim(expert_parallel_size_, "expert_parallel_size_")
 
 
 def _size(group_name: str) -> int:

@@ -297,7 +297,7 @@ class FlatMeshMaker:
         shares_communicator: bool = False,
         over: dist.ProcessGroup | None = None,
     ) -> MeshDim:
-        axis = self._maker.make(
+        dim = self._maker.make(
             sets,
             name,
             self._stats,
@@ -305,12 +305,12 @@ class FlatMeshMaker:
             shares_communicator=shares_communicator,
             over=over,
         )
-        self._owner.hold(axis)
-        if axis.size > 1:
-            for log in (axis.gathers, axis.reductions):
+        self._owner.hold(dim)
+        if dim.size > 1:
+            for log in (dim.gathers, dim.reductions):
                 log.prior = get_world_group().prior
-            self.logs |= {f"gathers{role}": axis.gathers, f"reductions{role}": axis.reductions}
-        return axis
+            self.logs |= {f"gathers{role}": dim.gathers, f"reductions{role}": dim.reductions}
+        return dim
 
     def _group(self, axes: tuple[str, ...], name: str) -> RankGroup | None:
         """Return the group of all ranks that hold the same part of values cut by ``axes``, for

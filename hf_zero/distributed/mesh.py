@@ -105,19 +105,19 @@ class MeshResources:
     def abandon(self) -> None:
         """Note that the engine was garbage-collected: :meth:`release` closes what it left open."""
         self._abandoned = True
-        for axis in self._dims:
-            axis.spare.clear()
+        for dim in self._dims:
+            dim.spare.clear()
         self._unreleased.append(self)
 
     def close_connections(self) -> None:
         """Destroy the process groups that gathers of values left sharded do without. Idempotent."""
-        for axis in self._dims:
-            axis.close_connections()
+        for dim in self._dims:
+            dim.close_connections()
 
     def close_groups(self) -> None:
         """Destroy the process groups. Idempotent."""
-        for axis in self._dims:
-            axis.close()
+        for dim in self._dims:
+            dim.close()
         for group in self._groups:
             group.close()
         self._dims, self._groups = [], []
@@ -148,7 +148,7 @@ class MeshResources:
         logs of one that all ranks have left.
         """
         if self._abandoned:
-            abort_together(dict(item for axis in self._dims for item in axis.aborts().items()))
+            abort_together(dict(item for dim in self._dims for item in dim.aborts().items()))
             self.close_groups()
             self.leave()
         if self._dims or self._used_elsewhere():
@@ -314,16 +314,16 @@ class Mesh:
         get_world_group().prior.add(issue)
 
     @property
-    def axes(self) -> list[MeshDim]:
+    def mesh_dims(self) -> list[MeshDim]:
         """The dimensions over which this engine communicates."""
         of_flats = [
             (m.shard, m.replicate, m.update_dim, m.node, *m.hops) for m in self._of.values()
         ]
         sums = () if self.sums.counted is self.shard else (self.sums.counted,)
-        return [axis for axes in (*of_flats, sums) for axis in axes if axis is not None]
+        return [dim for dims in (*of_flats, sums) for dim in dims if dim is not None]
 
     @property
-    def parallel_axes(self) -> list[MeshDim]:
+    def parallel_mesh_dims(self) -> list[MeshDim]:
         """The dimensions of activations: tensor, sequence, context, expert and pipeline
         parallelism. Engines of one job may share them.
         """
@@ -341,8 +341,8 @@ class Mesh:
         """
         if self.consensus is not None:
             self.consensus.close(why)
-        for axis in self.axes:
-            axis.gathers.end_reason = axis.reductions.end_reason = why
+        for dim in self.mesh_dims:
+            dim.gathers.end_reason = dim.reductions.end_reason = why
         if self.watchdog.rank_status is not None:
             self.watchdog.rank_status.publish(RankState.HERE)
         self.passes.close()

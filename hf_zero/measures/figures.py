@@ -282,8 +282,8 @@ class StepFigures:
             loss = loss / micros
         local = torch.stack([loss.to(self._device), *map(number, counts)])
         mesh = engine.mesh
-        for axis in () if self._alone else (mesh.sums.stages, mesh.shard, mesh.replicate):
-            axis.all_reduce(local, FIGURES).wait()
+        for dim in () if self._alone else (mesh.sums.stages, mesh.shard, mesh.replicate):
+            dim.all_reduce(local, FIGURES).wait()
         norm = engine.grad_norm_tensor().double().reshape(1).to(self._device)
         numbers = torch.cat([local, norm])
         if kinds.is_synchronous(self._device):

@@ -110,8 +110,8 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         if folder is not None:
             self.keep_in(folder)
         counts_samples = config.metrics.enabled or self.monitor.enabled or self._logs_collectives
-        axes = [*engine.mesh.axes, *engine.mesh.parallel_axes]
-        self.counts = EngineCollectives(axes, device) if counts_samples else None
+        dims = [*engine.mesh.mesh_dims, *engine.mesh.parallel_mesh_dims]
+        self.counts = EngineCollectives(dims, device) if counts_samples else None
         if self.counts is not None:
             opened.callback(self.counts.close)
         self.counts_samples = counts_samples

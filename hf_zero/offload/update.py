@@ -190,9 +190,9 @@ class Updater:
         if self._gathers is not None:
             messages: dict[MeshDim, list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for flat in unit.offloaded_flats:
-                axis, part = flat.mesh.update_dim, flat.full[flat.owned[0] : flat.owned[1]]
-                if axis is not None:
-                    messages.setdefault(axis, []).append((flat.full, part))
+                dim, part = flat.mesh.update_dim, flat.full[flat.owned[0] : flat.owned[1]]
+                if dim is not None:
+                    messages.setdefault(dim, []).append((flat.full, part))
             gather = self._gathers.add(
                 unit.label, list(messages.items()), future, self._copies.stream
             )

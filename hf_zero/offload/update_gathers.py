@@ -206,8 +206,8 @@ class UpdateGathers:
             gather.updated.result()
             with streams.on_stream(gather.stream):
                 handles = [
-                    axis.all_gather(pairs, f"updated {gather.label}")
-                    for axis, pairs in gather.messages
+                    dim.all_gather(pairs, f"updated {gather.label}")
+                    for dim, pairs in gather.messages
                 ]
         except BaseException as error:
             with self._changed:

@@ -165,12 +165,12 @@ class ShardedModel:
             assert master is not None
             codecs = [flat.spec.gather_codec]
             key = f"updated {flat.key}"
-            handles.append(flat.axis.all_gather([(flat.full, master)], key, codecs))
+            handles.append(flat.mesh.shard.all_gather([(flat.full, master)], key, codecs))
         for several in packs(whole, self.packed_elements) if whole else ():
             pairs = [(flat.full, flat.shard) for flat in several]
             last = f"..{several[-1].key}" if len(several) > 1 else ""
             key = f"updated {several[0].key}{last}"
-            handle = several[0].axis.all_gather_packed(pairs, key)
+            handle = several[0].mesh.shard.all_gather_packed(pairs, key)
             puts_off = after_step and self.overlaps and not graphs.capturing()
             if puts_off and not any(flat.spec.persistent for flat in several):
                 UpdatedGather(handle, key, several)
@@ -275,7 +275,7 @@ class UpdatedGather:
 
 
 class MeshRanks(ShardRanks):
-    """Collectives over the shard axis of ``mesh``, for optimizers."""
+    """Collectives over the shard dimension of ``mesh``, for optimizers."""
 
     def __init__(self, mesh: Mesh):
         self._mesh, self._device, self._axis = mesh, mesh.device, mesh.shard

@@ -149,7 +149,7 @@ def _wholes(
             whole[first : first + stop - start] = own[start:stop]
             found[name] = whole.view(parameter.shape)
         if flat.layout.num_shards > 1:
-            flat.axis.all_reduce(joined, f"whole {flat.key}").wait()
+            flat.mesh.shard.all_reduce(joined, f"whole {flat.key}").wait()
     return {name: found[name] for name in parameters}
 
 

@@ -185,13 +185,13 @@ def _updates_with_the_others() -> Iterator[Callable[[], int]]:
     groups: list[Any] = []
 
     def noted(plain: Any, self: update.Updater, updated: unit.Unit, future: Any) -> None:
-        groups[:] = [updated.trainable_flats[0].axis._reduce_group]
+        groups[:] = [updated.trainable_flats[0].mesh.shard._reduce_group]
         plain(self, updated, future)
 
     def elsewhere(plain: Any, self: update_gathers.UpdateGathers, gather: Any) -> None:
         with contextlib.ExitStack() as others:
-            for axis, _ in gather.messages:
-                others.enter_context(mock.patch.object(axis, "_group", groups[0]))
+            for dim, _ in gather.messages:
+                others.enter_context(mock.patch.object(dim, "_group", groups[0]))
             plain(self, gather)
 
     adds = replaced(update.Updater, "_add", noted)

@@ -312,12 +312,12 @@ def test_a_gather_whose_wait_is_interrupted_ends_before_its_memory():
         engine = start(
             model, plain_sgd(model), config_of(3, zero_optimization=APART | {"stage": 3})
         )
-        axis, made = engine.units[1].sharded_flats[0].axis, []
-        plain = axis._handle
-        axis._handle = lambda *given, **more: made.append(Interrupted(*given, **more)) or made[-1]
+        dim, made = engine.units[1].sharded_flats[0].mesh.shard, []
+        plain = dim._handle
+        dim._handle = lambda *given, **more: made.append(Interrupted(*given, **more)) or made[-1]
         with pytest.raises(KeyboardInterrupt):
             squared(engine, At(8, 0, rank))
-        axis._handle = plain
+        dim._handle = plain
         assert made and made[0].waits == 2 and all(handle.is_over for handle in made)
         assert not still_gathered(engine)
         run_steps(engine, rank, range(3))

@@ -543,7 +543,7 @@ def test_collectives_are_counted_by_unit_and_group(heard_in_full):
         kept = deepspeed.comm.log_summary(return_dict=True)["engines"] if rank == 0 else []
         log = [each for each in engine.mesh.stats.log if each[1] != FIGURES]
         engine.destroy()
-        assert all(axis._handle is Handle for axis in engine.mesh.axes)
+        assert all(dim._handle is Handle for dim in engine.mesh.mesh_dims)
         sizes: dict[tuple[str, str], list[int]] = {}
         for operation, key, size in log:
             sizes.setdefault((operation, key), []).append(size)

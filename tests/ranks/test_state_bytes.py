@@ -230,8 +230,8 @@ def gradient_bytes(engine):
 
 def pooled(engine):
     """Number of buffers kept for messages."""
-    axes = [axis for flat in engine.flats for axis in (flat.mesh.shard, flat.mesh.replicate)]
-    pools = [engine.pass_runner.reducer._buffers, *(axis.spare for axis in axes)]
+    dims = [dim for flat in engine.flats for dim in (flat.mesh.shard, flat.mesh.replicate)]
+    pools = [engine.pass_runner.reducer._buffers, *(dim.spare for dim in dims)]
     assert all(type(pool) is TensorPool for pool in pools)
     return sum(len(free) for pool in pools for free in pool._free.values())
 

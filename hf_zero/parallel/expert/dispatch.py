@@ -1,6 +1,6 @@
 """Dispatch tokens to the ranks of their experts and back: expert parallelism's two all-to-alls.
 
-Rank r of an expert axis of n ranks holds experts r E/n to (r + 1) E/n - 1. Each (token, expert)
+Rank r of n expert-parallel ranks holds experts r E/n to (r + 1) E/n - 1. Each (token, expert)
 pair is sent without padding; the ranks first exchange the row counts, which the host reads once per
 layer and forward. The backward sends gradients along the same routes, and a recomputation in it
 reuses the routes of its forward: it sends rows to the same ranks, without communication and without
@@ -55,21 +55,21 @@ KeepRoutes = Callable[[Callable[[], Routes]], Routes]
 
 @dataclass(frozen=True)
 class _Swap:
-    """All-to-all of rows along ``axis``: row counts to and from each rank; ``name``: the
+    """All-to-all of rows along ``mesh_dim``: row counts to and from each rank; ``name``: the
     collective's name in CollectiveStats.
     """
 
-    axis: MeshDim
+    mesh_dim: MeshDim
     sent: Sequence[int]
     received: Sequence[int]
     name: str
 
     def back(self) -> _Swap:
-        return _Swap(self.axis, self.received, self.sent, self.name)
+        return _Swap(self.mesh_dim, self.received, self.sent, self.name)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         width = math.prod(rows.shape[1:])
-        handle, came = self.axis.all_to_all(
+        handle, came = self.mesh_dim.all_to_all(
             rows.contiguous().view(-1),
             [count * width for count in self.sent],
             [count * width for count in self.received],
@@ -97,30 +97,30 @@ def run_experts(
     weights: torch.Tensor,
     count: int,
     run: RunExperts,
-    axis: MeshDim | None = None,
+    mesh_dim: MeshDim | None = None,
     name: str = "experts",
     keep: KeepRoutes | None = None,
 ) -> torch.Tensor:
     """Return for each token the weighted sum of its experts' outputs: [S, hidden]. Collective over
-    ``axis``, in forward and backward.
+    ``mesh_dim``, in forward and backward.
 
     Args:
         tokens: [S, hidden]; a rank may have none.
         experts: [S, k], indices among all experts; ``count`` where a token has none.
         weights: [S, k]; 0 where a token has none.
-        count: number of experts on all ranks of ``axis`` together.
+        count: number of experts on all ranks of ``mesh_dim`` together.
         run: computes this rank's experts.
-        axis: mesh dimension of the expert ranks; None: this rank holds all experts.
+        mesh_dim: mesh dimension of the expert ranks; None: this rank holds all experts.
         keep: keeps the routes of forwards for their recomputations.
     """
 
     def find() -> Routes:
-        return _routes(experts, count, axis, name)
+        return _routes(experts, count, mesh_dim, name)
 
     routes = find() if keep is None else keep(find)
     k, pairs = experts.shape[-1], routes.pairs
     rows = tokens[pairs // k]
-    swap = None if axis is None else _Swap(axis, routes.sent, routes.received, name)
+    swap = None if mesh_dim is None else _Swap(mesh_dim, routes.sent, routes.received, name)
     if swap is not None:
         rows = _Exchange.apply(rows, swap)
     outputs = run(rows, routes.numbers, routes.sizes)
@@ -132,18 +132,18 @@ def run_experts(
     return whole.view(len(tokens), k, outputs.shape[-1]).sum(1)
 
 
-def _routes(experts: torch.Tensor, count: int, axis: MeshDim | None, name: str) -> Routes:
+def _routes(experts: torch.Tensor, count: int, mesh_dim: MeshDim | None, name: str) -> Routes:
     """Return the routes of tokens whose ``experts`` [S, k] are indices among ``count`` (collective
-    over ``axis``). The host waits for the device once.
+    over ``mesh_dim``). The host waits for the device once.
     """
     flat = experts.reshape(-1)
     by_expert = flat.argsort(stable=True)
-    size = 1 if axis is None else axis.size
+    size = 1 if mesh_dim is None else mesh_dim.size
     counts = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
     counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:count].view(size, -1)
-    arriving = counts if axis is None else _exchange_counts(axis, counts, name)
+    arriving = counts if mesh_dim is None else _exchange_counts(mesh_dim, counts, name)
     if flat.is_meta:
-        sent, *by_rank = _even_rows(flat.numel(), count, axis)
+        sent, *by_rank = _even_rows(flat.numel(), count, mesh_dim)
     else:
         sent, *by_rank = _on_host(counts.sum(1), arriving)
     received = [sum(counts) for counts in by_rank]
@@ -153,12 +153,12 @@ def _routes(experts: torch.Tensor, count: int, axis: MeshDim | None, name: str) 
     return Routes(sent, received, sizes, by_expert[: sum(sent)], numbers)
 
 
-def _exchange_counts(axis: MeshDim, counts: torch.Tensor, name: str) -> torch.Tensor:
+def _exchange_counts(mesh_dim: MeshDim, counts: torch.Tensor, name: str) -> torch.Tensor:
     """Exchange row counts: from ``counts`` [ranks, experts per rank] sent by this rank, return the
     rows that each expert of this rank receives, by source rank.
     """
-    ones = [1] * axis.size
-    return _Swap(axis, ones, ones, f"counts of {name}")(counts)
+    ones = [1] * mesh_dim.size
+    return _Swap(mesh_dim, ones, ones, f"counts of {name}")(counts)
 
 
 def _on_host(sent: torch.Tensor, arriving: torch.Tensor) -> list[list[int]]:
@@ -169,11 +169,11 @@ def _on_host(sent: torch.Tensor, arriving: torch.Tensor) -> list[list[int]]:
     return [numbers[:ranks], *(numbers[start : start + experts] for start in starts)]
 
 
-def _even_rows(pairs: int, count: int, axis: MeshDim | None) -> list[list[int]]:
+def _even_rows(pairs: int, count: int, mesh_dim: MeshDim | None) -> list[list[int]]:
     """Return what :func:`_on_host` does if every rank sends as many ``pairs``, evenly to ``count``
     experts: tensors without values, of a simulation, do not tell.
     """
-    size, rank = (1, 0) if axis is None else (axis.size, axis.rank)
+    size, rank = (1, 0) if mesh_dim is None else (mesh_dim.size, mesh_dim.rank)
     rows = [pairs // count + (expert < pairs % count) for expert in range(count)]
     share = count // size
     by_rank = [rows[at : at + share] for at in range(0, count, share)]

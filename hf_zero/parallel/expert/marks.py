@@ -87,7 +87,7 @@ def _cut(parameters: list[nn.Parameter], most: int | None) -> list[list[nn.Param
     return parts
 
 
-def expert_axis(size: int, key: str) -> MeshDim | None:
+def expert_mesh_dim(size: int, key: str) -> MeshDim | None:
     """Return the mesh dimension of ``size`` expert-parallel ranks, or None for one rank. The first
     call creates it (collective over all ranks of the job). Arguments and errors:
     :func:`expert_dims`.

@@ -20,7 +20,7 @@ from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.cutting import HoldsParts, check_module, cut
 from hf_zero.parallel.expert.dispatch import KEPT, RoutesOfForwards, run_experts
-from hf_zero.parallel.expert.marks import AXIS, expert_axis, expert_dims, mark
+from hf_zero.parallel.expert.marks import AXIS, expert_dims, expert_mesh_dim, mark
 from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
 from hf_zero.zero.layout.declared import attribute_of
@@ -38,7 +38,7 @@ _ADAPTED, _COPIED = ".base_layer", re.compile(r"\.original_module|\.modules_to_s
 class _Experts:
     """Distribution of one module's experts over ranks, stored as an attribute of the module."""
 
-    axis: MeshDim
+    mesh_dim: MeshDim
     count: int  # on all ranks
     name: str
 
@@ -62,7 +62,7 @@ class Dispatches(HoldsParts):
             top_k_weights,
             experts.count,
             self._run,
-            experts.axis,
+            experts.mesh_dim,
             experts.name,
             self.__dict__.get(KEPT),
         )
@@ -107,13 +107,13 @@ def expert_parallel(model: nn.Module, size: int) -> nn.Module:
     rank = dims.coordinate(process_group.get_rank(), AXIS)
     cuts = cuts_of_experts(model, rank, size)
     # All checks have passed: a refused call leaves the job unchanged.
-    axis = init_parallel(dims).along(AXIS)
+    mesh_dim = init_parallel(dims).along(AXIS)
     for parameter, sharding in cuts.items():
         cut(parameter, sharding)
         mark(parameter, f"ep_size_{size}")
     for path, module, _ in _stacked(model):
         if RECORD not in module.__dict__:
-            _dispatch(module, _Experts(axis, module.num_experts, path))  # type: ignore[arg-type]
+            _dispatch(module, _Experts(mesh_dim, module.num_experts, path))  # type: ignore[arg-type]
     return model
 
 
@@ -136,7 +136,7 @@ def _dispatch(module: Any, experts: _Experts) -> None:
     """
     around = take_off(module) if is_sharded(module) else None
     module.__dict__[RECORD] = experts
-    module.num_experts //= experts.axis.size
+    module.num_experts //= experts.mesh_dim.size
     kind = type(module)
     name = f"ExpertParallel{kind.__name__}"
     module.__class__ = type(name, (Dispatches, kind), {"__module__": kind.__module__})
@@ -161,10 +161,10 @@ def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
     """
     expert_parallel(model, config.expert_parallel.size)
     for path, module in _spread_layers(model):
-        module.axis = axis = expert_axis(module.ep_size, f"ep_size of {path}")
-        assert axis is not None
+        module.mesh_dim = mesh_dim = expert_mesh_dim(module.ep_size, f"ep_size of {path}")
+        assert mesh_dim is not None
         for at, expert in enumerate(module.experts.deepspeed_experts):
-            numbers = range(at, axis.size * module.num_local_experts, module.num_local_experts)
+            numbers = range(at, mesh_dim.size * module.num_local_experts, module.num_local_experts)
             before = f"{path}.experts" if path else "experts"
             names = tuple(f"{before}.deepspeed_experts.{number}" for number in numbers)
             for tensor in itertools.chain(expert.parameters(), expert.buffers()):

@@ -167,7 +167,7 @@ class MOELayer(nn.Module):
         self.ep_group_name = ep_group_name
         self.ep_size = ep_size
         self.num_local_experts = num_local_experts
-        self.axis: MeshDim | None = None
+        self.mesh_dim: MeshDim | None = None
         self.l_aux: torch.Tensor | None = None
         self.exp_counts: torch.Tensor | None = None
 
@@ -175,7 +175,7 @@ class MOELayer(nn.Module):
         """Return the output for hidden states [..., hidden] and an optional mask of used tokens,
         [S] or of the leading dimensions.
         """
-        if self.ep_size > 1 and self.axis is None:
+        if self.ep_size > 1 and self.mesh_dim is None:
             raise ConfigError(
                 f"a layer of experts over {self.ep_size} ranks (ep_size={self.ep_size}) runs "
                 "without an engine; call initialize with the model first, or pass ep_size=1"
@@ -191,7 +191,7 @@ class MOELayer(nn.Module):
             route.weights,
             count,
             self._run,
-            self.axis,
+            self.mesh_dim,
             self.ep_group_name,
             self.__dict__.get(KEPT),
         )

@@ -288,8 +288,8 @@ class PipelineTraining(TrainingEngine):
         if losses:
             sums[0] += torch.stack([loss.detach().double() for loss in losses]).mean()
         mesh = self.mesh
-        for axis in (mesh.sums.stages, mesh.shard, mesh.replicate):
-            axis.all_reduce(sums, "loss of the pipeline").wait()
+        for dim in (mesh.sums.stages, mesh.shard, mesh.replicate):
+            dim.all_reduce(sums, "loss of the pipeline").wait()
         return (sums / mesh.pp_stage_ranks).float()
 
     # ---- data ----

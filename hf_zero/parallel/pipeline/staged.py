@@ -300,14 +300,14 @@ class TiedParameters:
                 flat.gradient.mark_reduced()
 
     @property
-    def axes(self) -> list[MeshDim]:
+    def mesh_dims(self) -> list[MeshDim]:
         """The dimensions over which gradients of tied parameters are summed."""
         return list(self._along.values())
 
     @property
     def logs(self) -> list[CollectiveLog]:
         """The logs of its communicators."""
-        return [log for along in self.axes for log in (along.gathers, along.reductions)]
+        return [log for along in self.mesh_dims for log in (along.gathers, along.reductions)]
 
     def close(self) -> None:
         for along in self._along.values():

@@ -129,12 +129,12 @@ class TiledMlps(Technique):
         width = getattr(text_config_of(model), "hidden_size", 0) or tokens
         self._shards = math.ceil(tokens / width)
         engine = self._engine
-        axes = [axis for axis in (engine.mesh.shard, engine.mesh.replicate) if axis.size > 1]
-        if engine.stage != 3 or not axes:
+        dims = [dim for dim in (engine.mesh.shard, engine.mesh.replicate) if dim.size > 1]
+        if engine.stage != 3 or not dims:
             return
         most = torch.full((1,), self._shards, device=engine.device)
-        for axis in axes:
-            axis.all_reduce(most, "stretches of MLPs", maximum=True).wait()
+        for dim in dims:
+            dim.all_reduce(most, "stretches of MLPs", maximum=True).wait()
         self._shards = int(most)  # the host waits
 
     def remove(self) -> None:

@@ -450,7 +450,7 @@ def recorder_of(
     :class:`StageRecorder`.
     """
     if isinstance(engine, PipelineTraining):
-        dims = [*dims_of(engine), *engine.tied.axes]
+        dims = [*dims_of(engine), *engine.tied.mesh_dims]
         return StageRecorder(engine, dims, simulated, announced)
     return Recorder(engine, dims_of(engine))
 
@@ -512,7 +512,7 @@ def dims_of(engine: TrainingEngine) -> list[MeshDim]:
     """Return the dimensions over which the ranks of ``engine`` exchange messages."""
     groups = get_parallel()
     parallel = [] if groups is None else [*groups.axes.values()]
-    return [*engine.mesh.axes, *parallel]
+    return [*engine.mesh.mesh_dims, *parallel]
 
 
 def _loss(engine: Engine, inputs: Mapping[str, object]) -> torch.Tensor:

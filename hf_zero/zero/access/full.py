@@ -298,7 +298,7 @@ def join_parts(
     whole[first : first + len(part)] = part
     if flat.layout.num_shards > 1:
         # bytes, because a sum of floats would lose the sign of a zero
-        flat.axis.all_reduce(whole.view(torch.uint8), f"whole {name_of(parameter)}").wait()
+        flat.mesh.shard.all_reduce(whole.view(torch.uint8), f"whole {name_of(parameter)}").wait()
     return whole.view(parameter.shape)
 
 

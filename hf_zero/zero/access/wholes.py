@@ -221,7 +221,7 @@ def _issue(
         if not masters and not flat.sharded:
             whole.copy_(flat.full)
             continue
-        own = whole.narrow(0, flat.axis.rank * layout.shard_numel, layout.shard_numel)
+        own = whole.narrow(0, flat.mesh.shard.rank * layout.shard_numel, layout.shard_numel)
         if masters:
             values = flat.optimizer_shard.master
             assert values is not None
@@ -233,9 +233,9 @@ def _issue(
         if values is not own:
             own.copy_(values)
         if layout.num_shards > 1:
-            pairs.setdefault(flat.axis, []).append((whole, own))
+            pairs.setdefault(flat.mesh.shard, []).append((whole, own))
     keys = "..".join(dict.fromkeys(flat.key for flat in (*group[:1], *group[-1:])))
-    handles = [axis.all_gather(each, f"whole {keys}") for axis, each in pairs.items()]
+    handles = [dim.all_gather(each, f"whole {keys}") for dim, each in pairs.items()]
     return handles, buffers
 
 

@@ -79,7 +79,7 @@ class FlatBuffer:
         self.layout, self.dtype, self.owned = spec.layout, spec.dtype, spec.owned
         self.trainable, self.sharded = spec.trainable, spec.sharded
         self.raw, self.saves_shard = spec.raw, spec.saves_shard
-        self.mesh, self.axis = spec.mesh, spec.mesh.shard
+        self.mesh = spec.mesh
         self.engine_flats, self.engine_mesh = engine_flats, engine_flats.mesh
         self.parameter_views = ParameterViews(spec, parameters)
         self.parameters = parameters
@@ -495,5 +495,5 @@ class FlatBuffer:
         Collective.
         """
         whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)
-        self.axis.all_gather([(whole, self.shard)], self.key).wait()
+        self.mesh.shard.all_gather([(whole, self.shard)], self.key).wait()
         return whole

@@ -121,12 +121,12 @@ def scales_of(amax: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torc
 
 
 class AgreedScales:
-    """The scales of ``flats``, which the ranks of one ``axis`` share, with codecs
+    """The scales of ``flats``, which the ranks of one ``dim`` share, with codecs
     :class:`Float8Weights`.
     """
 
-    def __init__(self, axis: MeshDim, flats: Sequence[FlatBuffer]):
-        self._axis, self._flats = axis, list(flats)
+    def __init__(self, dim: MeshDim, flats: Sequence[FlatBuffer]):
+        self._dim, self._flats = dim, list(flats)
         self._changes: list[int] = []  # of each flat buffer, at the last agreement
 
     def renew(self) -> None:
@@ -140,9 +140,9 @@ class AgreedScales:
     def _agree(self) -> None:
         own = [_codec(flat).amax(flat.shard, flat.owned[0]) for flat in self._flats]
         chunk = torch.cat(own)
-        every = chunk.new_empty(self._axis.size * chunk.numel())
-        self._axis.all_gather([(every, chunk)], "scales of float8 weights").wait()
-        scales, units = scales_of(every.view(self._axis.size, -1).amax(0))
+        every = chunk.new_empty(self._dim.size * chunk.numel())
+        self._dim.all_gather([(every, chunk)], "scales of float8 weights").wait()
+        scales, units = scales_of(every.view(self._dim.size, -1).amax(0))
         at = 0
         for codec in map(_codec, self._flats):
             end = at + codec.weights
@@ -157,9 +157,9 @@ def _codec(flat: FlatBuffer) -> Float8Weights:
 
 
 def agreed_scales(flats: Sequence[FlatBuffer]) -> Sequence[AgreedScales]:
-    """Return the scales of the weights among ``flats`` that are gathered in float8, by axis."""
+    """Return the scales of the weights gathered in float8 among ``flats``, by mesh dimension."""
     coded = [flat for flat in flats if isinstance(flat.spec.gather_codec, Float8Weights)]
     return [
-        AgreedScales(axis, [flat for flat in coded if flat.axis is axis])
-        for axis in dict.fromkeys(flat.axis for flat in coded)
+        AgreedScales(dim, [flat for flat in coded if flat.mesh.shard is dim])
+        for dim in dict.fromkeys(flat.mesh.shard for flat in coded)
     ]

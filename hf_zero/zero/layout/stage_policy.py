@@ -22,7 +22,7 @@ class StagePolicy:
     shards_optimizer: bool
 
     def num_shards(self, world: int, replicas: int = 1) -> int:
-        """Return the length of the shard axis for ``world`` ranks in ``replicas`` copies."""
+        """Return the length of the shard dimension for ``world`` ranks in ``replicas`` copies."""
         if world % replicas:
             raise ValueError(
                 f"{world} ranks cannot be split into {replicas} equal replicas; choose a "

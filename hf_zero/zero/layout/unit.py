@@ -134,7 +134,7 @@ class GatherRequest(NamedTuple):
     codecs. It is issued as one collective per flat buffer and counted as one.
     """
 
-    axis: MeshDim
+    dim: MeshDim
     key: str
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     codecs: Sequence[GatherCodec | None] = ()
@@ -151,10 +151,10 @@ class ShardGather:
 
     def __init__(self, unit: Unit):
         self.unit = unit
-        # flat buffers by axis: those with the same ranks share a request
+        # flat buffers by dimension: those with the same ranks share a request
         self._together = [
-            [flat for flat in unit.sharded_flats if flat.axis is axis]
-            for axis in dict.fromkeys(flat.axis for flat in unit.sharded_flats)
+            [flat for flat in unit.sharded_flats if flat.mesh.shard is dim]
+            for dim in dict.fromkeys(flat.mesh.shard for flat in unit.sharded_flats)
         ]
 
     def requests(self, exact: bool, backward: bool) -> Sequence[GatherRequest]:
@@ -167,7 +167,7 @@ class ShardGather:
             for flat in flats:
                 pairs.append((flat.full, flat.shard_to_send()))
                 codecs.append(None if exact else flat.spec.gather_codec)
-            requests.append(GatherRequest(flats[0].axis, self.unit.label, pairs, codecs))
+            requests.append(GatherRequest(flats[0].mesh.shard, self.unit.label, pairs, codecs))
         return requests
 
     def keep(self) -> None:
@@ -236,7 +236,7 @@ class Unit:
     @cached_property
     def needs_no_peer(self) -> bool:
         """Return whether a gather sends nothing: this rank has all elements of the unit."""
-        return all(flat.axis.size == 1 for flat in self.sharded_flats)
+        return all(flat.mesh.shard.size == 1 for flat in self.sharded_flats)
 
     @cached_property
     def copies_alone(self) -> bool:
@@ -244,7 +244,7 @@ class Unit:
         must wait for an event.
         """
         return self.device_of_streams is not None and any(
-            f.axis.size == 1 for f in self.sharded_flats
+            f.mesh.shard.size == 1 for f in self.sharded_flats
         )
 
     @property
@@ -355,8 +355,8 @@ class Unit:
             stream = streams.on_stream(beside) if beside is not None else NOTHING
             with torch.no_grad(), stream:
                 for request in self.source.requests(exact, backward):
-                    axis, key, pairs, codecs = request
-                    handles.append(axis.all_gather(pairs, key, codecs))
+                    dim, key, pairs, codecs = request
+                    handles.append(dim.all_gather(pairs, key, codecs))
                 here = beside or (streams.current_stream(device) if self.copies_alone else None)
                 copied = streams.record_event(here) if here is not None else None
             self._in_flight = handles, copied
@@ -433,12 +433,12 @@ class Unit:
                 flat.allocate(exact)
                 flat.bring_shard()
                 for rank, data in shards.items():
-                    if rank not in flat.axis.ranks:
+                    if rank not in flat.mesh.shard.ranks:
                         continue
                     values = torch.frombuffer(
                         bytearray(data[at : at + size]), dtype=torch.uint8
                     ).view(flat.dtype)
-                    start, stop = flat.layout.shard_range(flat.axis.ranks.index(rank))
+                    start, stop = flat.layout.shard_range(flat.mesh.shard.ranks.index(rank))
                     flat.full[start:stop].copy_(values)
                 codec = flat.spec.gather_codec
                 if codec is not None and not exact:  # same rounding as a gather
@@ -547,7 +547,9 @@ class SharedShards(CopiedState):
         """
         consensus = self._mesh.consensus
         assert consensus is not None
-        peers = sorted({rank for flat in unit.sharded_flats for rank in flat.axis.other_ranks})
+        peers = sorted(
+            {rank for flat in unit.sharded_flats for rank in flat.mesh.shard.other_ranks}
+        )
         size = sum(flat.layout.shard_numel * flat.dtype.itemsize for flat in unit.sharded_flats)
         fetches = consensus.fetches
         fetch = fetches.fetch_alone if outside_passes else fetches.fetch

@@ -151,8 +151,8 @@ class UsedParameters:
         self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
         self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
         self._received: dict[Unit, torch.Tensor] = {}
-        for axis in mesh.sums[:2]:  # stages of a pipeline differ in the words of their parameters
-            axis.allow_small_sums(2 + self._all.numel())
+        for dim in mesh.sums[:2]:  # stages of a pipeline differ in the words of their parameters
+            dim.allow_small_sums(2 + self._all.numel())
 
     def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
         """Return [words] fp64: a digit for each parameter, 1 if its bit in ``used`` is set."""
@@ -206,9 +206,9 @@ class UsedParameters:
         (collective).
         """
         words = self._message(self._flats, [flat.gradient.used for flat in self._flats])
-        for axis in self._mesh.sums[:2]:
-            if axis.size > 1:
-                axis.all_reduce(words, "parameters that have a gradient").wait()
+        for dim in self._mesh.sums[:2]:
+            if dim.size > 1:
+                dim.all_reduce(words, "parameters that have a gradient").wait()
         return [
             slot.name
             for flat, counts in zip(self._flats, self.counts(self._flats, words))
@@ -221,7 +221,7 @@ class UsedParameters:
         :meth:`receive` completes it (collective).
         """
         shards, repeats, _ = self._mesh.sums
-        axis = shards if shards.size > 1 else repeats
+        dim = shards if shards.size > 1 else repeats
         words = self._message(
             unit.trainable_flats, [flat.gradient.used for flat in unit.trainable_flats]
         )
@@ -230,7 +230,7 @@ class UsedParameters:
             self._units.pop(unit)[1].wait()
         self._units[unit] = (
             words,
-            axis.all_reduce(words, f"used parameters of {unit.label}", ordered=True),
+            dim.all_reduce(words, f"used parameters of {unit.label}", ordered=True),
         )
 
     def receive(self, unit: Unit, flats: Sequence[FlatBuffer]) -> None:

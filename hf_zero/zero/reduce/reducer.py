@@ -103,9 +103,9 @@ class Reducer:
         self._offload = offload
         self._buffers = wire_buffers(flat for unit in units for flat in unit.trainable_flats)
         meshes = dict.fromkeys(flat.mesh for unit in units for flat in unit.trainable_flats)
-        axes = [axis for mesh in meshes for axis in (mesh.shard, mesh.replicate)]
+        dims = [dim for mesh in meshes for dim in (mesh.shard, mesh.replicate)]
         # freed before the update, which does not need them
-        self._freed = [] if keeps_buffers else [self._buffers, *(a.spare for a in axes)]
+        self._freed = [] if keeps_buffers else [self._buffers, *(dim.spare for dim in dims)]
         self._intake = GradientIntake(scaling, self._buffers, offload)
         self._reductions = Reductions(
             mesh, self._intake, self._buffers, offload, kernels, packed, self._issue_gathers
@@ -176,8 +176,8 @@ class Reducer:
         a graph neither uses memory from before it nor leaves its own behind.
         """
         self._buffers.clear()
-        for axis in self._mesh.axes:
-            axis.forget_buffers()
+        for dim in self._mesh.mesh_dims:
+            dim.forget_buffers()
 
     def leave_out(self, units: frozenset[Unit]) -> None:
         """Leave ``units`` out of the backward under way: all ranks know that none uses them. Called

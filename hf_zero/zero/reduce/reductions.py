@@ -62,7 +62,7 @@ class _Message:
     handles: Sequence[Handle]  # one per reduction
     number: int  # number of the message in its backward
     takes_memory: bool  # besides the gradients themselves, until it is over
-    # the sum over the shard axis, which is yet to be summed over the replicas
+    # the sum over the shard dimension, which is yet to be summed over the replicas
     part: torch.Tensor | None = None
 
 
@@ -117,8 +117,8 @@ class Reductions:
     # ---- sending ----
 
     def _is_small(self, flat: FlatBuffer) -> bool:
-        """Return whether the gradient of ``flat`` may share a message. A sum over two axes needs
-        two messages per flat buffer and does not.
+        """Return whether the gradient of ``flat`` may share a message. A sum over two dimensions
+        needs two messages per flat buffer and does not.
         """
         return (
             flat.layout.padded <= self._pack.small

@@ -203,8 +203,8 @@ class OptimizerStep:
         if not any(flat.gradient.ready for flat in self.model.trainable):
             return 0.0
         total = self._squares()
-        for axis in (self.model.mesh.sums.stages, self.model.mesh.sums.counted):
-            axis.all_reduce(total, "gradient norm").wait()
+        for dim in (self.model.mesh.sums.stages, self.model.mesh.sums.counted):
+            dim.all_reduce(total, "gradient norm").wait()
         return float(total.sqrt()) / self.scaler.scale
 
     def _squares(self, local: bool = False) -> torch.Tensor:
