@@ -28,7 +28,7 @@ from hf_zero.initialize import start
 from hf_zero.loading.shard_only import engines_of
 from hf_zero.logging import log_rank0
 from hf_zero.setup.request import SetupRequest, configuration
-from hf_zero.zero.layout.precision import is_raw
+from hf_zero.zero.layout.precision import holds_raw_bytes
 from hf_zero.zero.layout.wrap import repeated_blocks
 
 _SIGNATURE = inspect.signature(_initialize)
@@ -127,7 +127,7 @@ def _in_precision_of(model: object, config: ZeroConfig) -> ZeroConfig:
     """
     if config.precision != "fp32" or not isinstance(model, torch.nn.Module):
         return config
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and not is_raw(p)}
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and not holds_raw_bytes(p)}
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     if len(dtypes) != 1 or not dtypes <= names.keys():
         return config

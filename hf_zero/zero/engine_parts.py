@@ -197,7 +197,7 @@ class EngineParts(ModelWrapper):
         if self.optimizer is not None:
             installed.callback(limit_native_threads(placement))
         self._build_step(mesh, installed)
-        installed.callback(sharded.guards.remove)
+        installed.callback(sharded.patches.remove)
         self._install_patches(mesh, installed)
         if self.optimizer is not None:
             patch_optimizer(self.optimizer, self, installed)

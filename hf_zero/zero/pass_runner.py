@@ -356,7 +356,7 @@ class PassRunner:
         """Raise PartitionError, or UnreducedGradientsError inside no_sync, if a step cannot use the
         gradients held.
         """
-        if self.reducer.spoiled:
+        if self.reducer.gradients_lost:
             refuse_pending_update(
                 self._optimizer_step.updater, "a step whose gradients are not complete"
             )

@@ -29,7 +29,7 @@ from hf_zero.optim.sharded_tensors import ShardRanks
 from hf_zero.optim.state import collect
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.extensions import Extensions
-from hf_zero.zero.gather.model_patches import ModuleGuards
+from hf_zero.zero.gather.model_patches import ModelPatches
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.layout.codecs import report
 from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
@@ -93,7 +93,7 @@ class ShardedModel:
         )
         # whether a step returns before the gathers of updated parameters are done
         self.overlaps = OVERLAPS_ON_HOST or not kinds.is_synchronous(mesh.device)
-        self.guards = ModuleGuards(plan.model, self.units, self.schedule)
+        self.patches = ModelPatches(plan.model, self.units, self.schedule)
 
     def attach(self, engine: Callable[[], object | None]) -> None:
         """Set ``engine``, a weak reference, as the engine of these parameters."""

@@ -153,7 +153,7 @@ class TrainingEngine(EngineParts):
     def window_is_open(self) -> bool:
         """Return whether gradients of micro-batches are held that the next update will use."""
         accumulating = self.optimizer_step.bound is not None and self.held_micro_batches > 0
-        return accumulating and not self.pass_runner.reducer.spoiled
+        return accumulating and not self.pass_runner.reducer.gradients_lost
 
     @property
     def held_micro_batches(self) -> int:
@@ -345,7 +345,7 @@ class TrainingEngine(EngineParts):
         ends_window = self.accumulation.ends_by_step
         self.pass_runner.reset(counts_only=not ends_window)
         self.pass_runner.reduce_stray_gradients()
-        self.sharded_model.guards.check()
+        self.sharded_model.patches.check()
         self.pass_runner.refuse_unusable()
         self.optimizer_step.applied = False
         window = self.accumulation

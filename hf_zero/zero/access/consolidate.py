@@ -100,7 +100,7 @@ def gather_state_dict(
     @torch.no_grad()
     def build() -> dict[str, object]:
         # torch's own walk: hooks of modules change names and values
-        with engine.sharded_model.guards.state_dict_from(take_values):
+        with engine.sharded_model.patches.state_dict_from(take_values):
             state: dict[str, object] = engine.module.state_dict()
         for key, value in state.items():
             if isinstance(value, torch.Tensor):

@@ -121,7 +121,7 @@ class _LoadCall:
     refused: list[str] = field(default_factory=list)
 
 
-class ModuleGuards:
+class ModelPatches:
     """Hooks on every module that owns parameters of an engine or wraps a unit.
 
     ``state_dict`` gathers and returns copies (on the CPU where parameters are sharded), which a

@@ -43,7 +43,7 @@ from hf_zero.zero.layout.engine_plan import (
 from hf_zero.zero.layout.flat_layout import BLOCK, FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.float8_weights import Float8Weights
-from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw, kept_in_fp32
+from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, holds_raw_bytes, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding
 from hf_zero.zero.layout.stage_policy import POLICIES, StagePolicy
 from hf_zero.zero.layout.walk import buffers_of, parameters_of
@@ -315,7 +315,7 @@ class _FlatLayouts:
                 else compute_dtype(name, parameter, self.precision, self.in_fp32)
             )
             policy = for_persistent if name in self.persistent else self.policy
-            trains, raw = name in self.group_of, is_raw(parameter)
+            trains, raw = name in self.group_of, holds_raw_bytes(parameter)
             compressed = not raw and self.codecs.takes(parameter, trains)
             moments = "+".join(self.moments[self.group_of[name]]) if trains and differ else ""
             sharding = sharding_under(parameter, self.cuts).kind

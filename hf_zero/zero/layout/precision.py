@@ -17,7 +17,7 @@ CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def is_raw(parameter: torch.Tensor) -> bool:
+def holds_raw_bytes(parameter: torch.Tensor) -> bool:
     """Return whether the values of ``parameter`` are bytes that only their module can read,
     never cast.
     """
@@ -62,7 +62,7 @@ def compute_dtype(
     Raises ConfigError for a 16-bit trainable parameter in fp32 training: its updates would vanish
     without a master copy.
     """
-    if is_raw(parameter):
+    if holds_raw_bytes(parameter):
         return parameter.dtype
     if precision == "fp32":
         if parameter.dtype in (torch.bfloat16, torch.float16) and parameter.requires_grad:

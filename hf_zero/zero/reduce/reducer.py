@@ -123,7 +123,7 @@ class Reducer:
         self._schedule = schedule
         self.remaining = RemainingForwards()
         # an exception has broken a backward of the window and some of its gradients are lost
-        self.spoiled = False
+        self.gradients_lost = False
         # number of backwards with gradients since the last step or ``zero_grad``
         self.backwards = 0
 
@@ -206,7 +206,7 @@ class Reducer:
         if progress.learns:
             progress.observed.depths[unit.index] = self._schedule.issued
         if not self._reduces_now:
-            progress.observed.brought |= self._intake.accumulate(unit, self._settings)
+            progress.observed.has_gradients |= self._intake.accumulate(unit, self._settings)
 
     def take_next(self) -> Unit | None:
         """Return the next unit in order, to be launched; None if it may still get gradients on this
@@ -279,8 +279,8 @@ class Reducer:
                 pool.clear()
         else:
             for unit in progress.units:
-                progress.observed.brought |= self._intake.accumulate(unit, self._settings)
-        self.backwards += progress.observed.brought
+                progress.observed.has_gradients |= self._intake.accumulate(unit, self._settings)
+        self.backwards += progress.observed.has_gradients
         self.idle.end_backward()
         if self._settings.ends_window:
             self._record_left_out()
@@ -337,11 +337,11 @@ class Reducer:
         if not learns:
             return
         progress.observed.late = [unit.index for unit in late]
-        progress.observed.brought |= bool(late)
+        progress.observed.has_gradients |= bool(late)
         observed = self._mesh.all_gather_object(progress.observed, "observations of a backward")
         self._launch_again({index for record in observed for index in record.late})
         # If an older forward is pending, units are not complete before the end: nothing to learn.
-        if any(r.brought for r in observed) and not any(r.waits for r in observed):
+        if any(r.has_gradients for r in observed) and not any(r.waits for r in observed):
             self._known.add(progress.key)
             plan = [unit.index for unit in self._schedule.last_plan]
             positions = self._schedule.last_plan_positions
@@ -411,28 +411,28 @@ class Reducer:
         """Abort the backward under way after an exception, and drop the gradients it left on the
         parameters.
 
-        If it had produced any, or had begun a reduction, the window is spoiled until :meth:`clear`:
-        gradients that plain PyTorch would keep in ``.grad`` are lost.
+        If it had produced any, or had begun a reduction, :attr:`gradients_lost` is set until
+        :meth:`clear`: plain PyTorch would keep these gradients in ``.grad``.
         """
         progress = self.progress
         if progress.under_way:
             flats = (flat for unit in self._order.units for flat in unit.trainable_flats)
-            brought = any(any_raw_grad(flat.members) for flat in flats)
-            if brought or progress.ready or progress.next:
-                self.spoiled = True
+            has_gradients = any(any_raw_grad(flat.members) for flat in flats)
+            if has_gradients or progress.ready or progress.next:
+                self.gradients_lost = True
         self._drop()
         self._leave()
 
     def lose_gradients(self) -> None:
-        """End the backward under way, whose end an exception has broken, and mark the window as
-        spoiled until :meth:`clear`: some of its gradients are in no finished reduction.
+        """End the backward under way, whose end an exception has broken, and set
+        :attr:`gradients_lost` until :meth:`clear`: some gradients are in no finished reduction.
         """
         self._leave()
-        self.spoiled = True
+        self.gradients_lost = True
 
     def clear(self) -> None:
         """Drop all gradients, after a step and for ``zero_grad``."""
-        self.spoiled = False
+        self.gradients_lost = False
         self.backwards = 0
         self.idle.clear()
         self._drop()
@@ -461,7 +461,7 @@ class Reducer:
             if unit.streams:
                 unit.await_gradients()
         else:
-            self.progress.observed.brought |= self._intake.accumulate(unit, settings)
+            self.progress.observed.has_gradients |= self._intake.accumulate(unit, settings)
         # the update of the unit may begin once its gradients are reduced
         if settings.on_reduced is not None:
             for flat in unit.trainable_flats:
@@ -476,7 +476,7 @@ class Reducer:
             )
             used = collect_gradients(flat, wire, False, self._before)
             flat.gradient.mark_used(used)
-            self.progress.observed.brought |= used > 0
+            self.progress.observed.has_gradients |= used > 0
             self._reductions.send(flat, wire, wire, self._after * flat.mesh.gain)
         if self._reductions.waiting:
             units, at = self.progress.units, self.progress.next

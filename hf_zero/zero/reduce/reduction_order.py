@@ -74,7 +74,7 @@ class BackwardObservations:
 
     # an older forward's backward was pending, so units were not complete before the end
     waits: bool
-    brought: bool = False  # gradients on parameters, unlike torch.autograd.grad
+    has_gradients: bool = False  # on parameters, unlike torch.autograd.grad
     complete: list[int] = field(default_factory=list)  # units in the order of completion
     # number of gathers issued before it, by unit
     depths: dict[int, int] = field(default_factory=dict)

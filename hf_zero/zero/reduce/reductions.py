@@ -333,7 +333,7 @@ class GradientIntake:
         """
         if unit.streams:
             unit.await_gradients()
-        brought = False
+        has_gradients = False
         factor = self.scaling.before(settings.weight) * settings.unscale
         for flat in unit.trainable_flats:
             gradient = flat.gradient
@@ -358,8 +358,8 @@ class GradientIntake:
             else:
                 used = collect_gradients(flat, accumulated, adds, factor)
             gradient.mark_accumulated(used)
-            brought |= used > 0
-        return brought
+            has_gradients |= used > 0
+        return has_gradients
 
     def upcast(self, flat: FlatBuffer) -> None:
         """Upcast the gradient of ``flat``, which was kept in 16 bits, before something is added to
