@@ -30,7 +30,7 @@ from hf_zero.distributed.rank_requests import STOP
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import listed, logger, parse_size
 from hf_zero.measures.step import EngineMeasures, measures_of
-from hf_zero.techniques.data_sampling import Finish
+from hf_zero.techniques.data_sampling import PostProcess
 from hf_zero.techniques.registry import set_custom_schedule, set_post_process
 from hf_zero.zero.access.weight_stream import BareNames, Names, WeightStream
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -212,7 +212,7 @@ class Engine(TrainingEngine):
         """
         set_custom_schedule(self.techniques, schedule_func_dict)
 
-    def set_data_post_process_func(self, post_process_func: Finish) -> None:
+    def set_data_post_process_func(self, post_process_func: PostProcess) -> None:
         """Have ``post_process_func(batch, state)`` make each batch of the loader of
         ``training_data=`` while samples are chosen by difficulty; ``state`` has
         ``curriculum_step``, the optimizer step of the batch, counted from 1, and

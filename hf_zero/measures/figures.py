@@ -147,7 +147,7 @@ class StepFigures:
     def zero_grad(self) -> None:
         """Drop the losses so far."""
         self._loss: torch.Tensor | None = None
-        self._told = 0  # backwards whose loss is known
+        self._known_losses = 0  # of backwards
 
     # ---- within a step ----
 
@@ -181,7 +181,7 @@ class StepFigures:
             value, weighed = value * self._divisor, False
         self._loss = value if self._loss is None else self._loss + value
         self._weighed = weighed
-        self._told += 1
+        self._known_losses += 1
 
     def begin_step(self, engine: TrainingEngine) -> None:
         """Note the learning rate of the step, its loss scale, and the bytes of its state."""
@@ -273,7 +273,7 @@ class StepFigures:
             return torch.full((), value, dtype=torch.float64, device=self._device)
 
         micros = engine.micro_steps - self._micro_steps
-        loss = self._loss if self._told >= micros else None
+        loss = self._loss if self._known_losses >= micros else None
         ranks = engine.mesh.pp_stage_ranks if self._alone else 1
         counts = (float(loss is not None), ranks * self._samples, ranks * self._tokens)
         if loss is None:

@@ -80,23 +80,23 @@ def misfits(value: Any, shape: Any, where: str = "") -> Iterator[str]:
         for index, child in enumerate(value):
             yield from misfits(child, shape[0], f"{where}[{index}]")
     elif isinstance(shape, (Mapping, list)):
-        yield _told(where, value, "an object" if isinstance(shape, Mapping) else "a list")
+        yield _mismatch(where, value, "an object" if isinstance(shape, Mapping) else "a list")
     elif isinstance(shape, frozenset):
         if not isinstance(value, str) or value not in shape:
-            yield _told(where, value, f"one of {', '.join(sorted(shape))}")
+            yield _mismatch(where, value, f"one of {', '.join(sorted(shape))}")
     elif isinstance(shape, range):
         if not _is_number(value) or not 0 <= value < shape.stop:
-            yield _told(where, value, f"a number from 0 to {shape.stop:,}")
+            yield _mismatch(where, value, f"a number from 0 to {shape.stop:,}")
     elif shape is float:
         if not _is_number(value) or not abs(value) <= LARGEST:
-            yield _told(where, value, "a finite number")
+            yield _mismatch(where, value, "a finite number")
     elif not isinstance(value, shape):
-        yield _told(where, value, "text")
+        yield _mismatch(where, value, "text")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _told(where: str, value: object, expected: str) -> str:
+def _mismatch(where: str, value: object, expected: str) -> str:
     return f"{where.lstrip('.')} is {value!r:.40}, expected {expected}"

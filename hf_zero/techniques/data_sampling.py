@@ -59,7 +59,7 @@ _KEYS = (
 
 # (batch, state) -> batch; state: curriculum_step, counted from 1, and current_difficulties by
 # metric
-Finish = Callable[..., object]
+PostProcess = Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class _Training:
 
     order: SampleOrder | None = None
     steps_done: Callable[[], int] = int
-    finish: Callable[[object], object] | None = None
+    post_process: Callable[[object], object] | None = None
 
 
 class CurriculumSampler(Sampler[int]):
@@ -229,19 +229,18 @@ class CurriculumSampler(Sampler[int]):
         self,
         order: SampleOrder,
         steps_done: Callable[[], int],
-        finish: Callable[[object], object] | None = None,
+        post_process: Callable[[object], object] | None = None,
     ) -> None:
-        """Draw in ``order``, for a training that has completed ``steps_done()`` steps; ``finish``
-        post-processes the batches of a :class:`hf_zero.techniques.training_loader.TrainingLoader`.
+        """Draw in ``order``, for a training that has completed ``steps_done()`` steps.
+        ``post_process`` changes the batches of a
+        :class:`hf_zero.techniques.training_loader.TrainingLoader`.
         """
         training = self._training
-        training.order, training.steps_done, training.finish = order, steps_done, finish
+        training.order, training.steps_done, training.post_process = order, steps_done, post_process
 
-    def finish(self, batch: object) -> object:
-        """Return the batch that a loader yields for ``batch``: post-processed by ``finish`` if one
-        is set.
-        """
-        return batch if self._training.finish is None else self._training.finish(batch)
+    def post_process(self, batch: object) -> object:
+        """Return the batch that a loader yields for ``batch``, which may be post-processed."""
+        return batch if self._training.post_process is None else self._training.post_process(batch)
 
     def __len__(self) -> int:
         return self._length
@@ -317,8 +316,8 @@ class DifficultySampling(Technique):
         self._seed = seed
         self._counters = Counters()
         self._followed = False
-        self._finish: Finish | None = None
-        self._finished = False  # whether a batch was post-processed since the last step
+        self._post_process: PostProcess | None = None
+        self._post_processed = False  # a batch, since the last step
         for name, settings in metrics.items():
             section = f"{METRICS}.{name}"
             _check(settings, section)
@@ -344,21 +343,21 @@ class DifficultySampling(Technique):
         self.check_dataset(sampler.dataset)
         rows = len(sampler.dataset)
         order = SampleOrder(rows, self._criteria, sampler.batch_size, self._seed)
-        sampler.follow(order, lambda: self._counters.global_steps, self.finish)
+        sampler.follow(order, lambda: self._counters.global_steps, self.post_process)
         self._followed = True
 
-    def finish_by(self, function: Finish) -> None:
+    def set_post_process(self, function: PostProcess) -> None:
         """Post-process the batches of the engine's own loaders with ``function`` from now on."""
-        self._finish = function
+        self._post_process = function
 
-    def finish(self, batch: object) -> object:
+    def post_process(self, batch: object) -> object:
         """Return the batch that a loader yields for ``batch``, which belongs to the next step."""
-        if self._finish is None:
+        if self._post_process is None:
             return batch
-        self._finished = True
+        self._post_processed = True
         step = self._counters.global_steps
         difficulties = {name: at(step + 1) for name, at in self._difficulties.items()}
-        return self._finish(
+        return self._post_process(
             batch, {"curriculum_step": step + 1, "current_difficulties": difficulties}
         )
 
@@ -373,20 +372,20 @@ class DifficultySampling(Technique):
                 "map-style dataset with shuffle=True (the Trainer's default sampling) with the "
                 "model's Accelerator"
             )
-        if self._single and self._finish is None:
+        if self._single and self._post_process is None:
             raise ConfigError(
                 f"{METRICS}.{self._single[0]}.clustering_type is {SINGLE!r}, which admits every "
                 "sample at every step, and nothing takes its difficulty; call "
                 "engine.set_data_post_process_func(function), or write schedule_based "
                 f"({' or '.join(LENGTHS)} for a metric that truncates sequences)"
             )
-        if self._finish is not None and not self._finished:
+        if self._post_process is not None and not self._post_processed:
             raise ConfigError(
                 "set_data_post_process_func was given a function, and no batch of this step has "
                 "gone through it: pass training_data= to initialize and train on its loader, or "
                 "change the data in a collate_fn"
             )
-        self._finished = False
+        self._post_processed = False
 
 
 def _check(settings: Mapping[str, object], section: str) -> None:

@@ -71,7 +71,7 @@ class WeightsInBits(Technique):
         self._bit_schedules: dict[str, BitSchedule] = {}  # by parameter
         self._flats: list[FlatBuffer] = []
         self._began = False
-        self._told: dict[str, set[int]] = {}
+        self._logged_bits: dict[str, set[int]] = {}
         self._stretched = stretched
         self._engine: Any = None
 
@@ -170,14 +170,14 @@ class WeightsInBits(Technique):
         if self._began and self._stretched is not None:
             self._stretched.end_step(self.step)
         if self._began and self._section.verbose and self._engine.global_rank == 0:
-            self._tell()
+            self._log_bits()
 
-    def _tell(self) -> None:
+    def _log_bits(self) -> None:
         bits: dict[str, set[int]] = {}
         for name, now in self.bits().items():
             bits.setdefault(self._bit_schedules[name].name, set()).add(now)
-        if bits != self._told:
-            self._told = bits
+        if bits != self._logged_bits:
+            self._logged_bits = bits
             for where, several in bits.items():
                 numbers = " and ".join(map(str, sorted(several, reverse=True)))
                 logger.info("%s: weights in %s bits", where, numbers)
@@ -209,7 +209,7 @@ def _rounded(
     }
 
 
-def quantize_training(config: ZeroConfig) -> WeightsInBits | None:
+def from_quantize_training(config: ZeroConfig) -> WeightsInBits | None:
     """Return MoQ for the weights of blocks if ``config`` enables it, else None."""
     section = config.quantize_training
     if not section.enabled:
@@ -237,7 +237,7 @@ def quantize_training(config: ZeroConfig) -> WeightsInBits | None:
     )
 
 
-def weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
+def from_weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
     """Return ``compression_training.weight_quantization`` if ``config`` enables it, else None."""
     section = config.compression_weights
     if not section.enabled:

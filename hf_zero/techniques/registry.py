@@ -15,7 +15,7 @@ from hf_zero.techniques import data_sampling, sequence_length, training_phases
 from hf_zero.techniques.data_sampling import CurriculumSampler
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
-from hf_zero.techniques.quantization import quantize_training, weight_quantization
+from hf_zero.techniques.quantization import from_quantize_training, from_weight_quantization
 from hf_zero.techniques.schedules import DifficultySchedule
 from hf_zero.techniques.token_drop import TokenDrop
 from hf_zero.zero.extensions import Technique
@@ -32,8 +32,8 @@ TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
     SAMPLING: data_sampling.from_config,
     PHASES: training_phases.from_config,
     # after the curricula: eigenvalues are measured on truncated batches
-    "quantize_training": quantize_training,
-    "weight_quantization": weight_quantization,
+    "quantize_training": from_quantize_training,
+    "weight_quantization": from_weight_quantization,
     LAYER_DROP: LayerDrop.from_config,
     TOKEN_DROP: TokenDrop.from_config,
     TILED_MLP: TiledMlps.from_config,
@@ -170,7 +170,7 @@ def set_custom_schedule(
         schedules[name].set_function(function)
 
 
-def set_post_process(techniques: Any, function: data_sampling.Finish) -> None:
+def set_post_process(techniques: Any, function: data_sampling.PostProcess) -> None:
     """Post-process the batches of an engine's own loaders with ``function``. Raises ConfigError
     unless samples are selected by difficulty.
     """
@@ -180,4 +180,4 @@ def set_post_process(techniques: Any, function: data_sampling.Finish) -> None:
             "set_data_post_process_func takes the batches that data_efficiency.data_sampling "
             f"chooses, which is off; write {METRICS}, or change the data in a collate_fn"
         )
-    sampling.finish_by(function)
+    sampling.set_post_process(function)

@@ -108,10 +108,10 @@ class TrainingLoader(DataLoader[object]):
         # The seed of an epoch's workers is drawn from the default generator when the epoch begins,
         # which was before the save.
         self.generator = torch.Generator() if resumed else None
-        finish = getattr(sampler, "finish", None)
+        post_process = getattr(sampler, "post_process", None)
         for batch in super().__iter__():
             self.samples += self.samples_of_all_ranks
-            yield batch if finish is None else finish(batch)
+            yield batch if post_process is None else post_process(batch)
         self.epoch, self.samples = self.epoch + 1, 0
 
 

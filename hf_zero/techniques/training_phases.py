@@ -147,7 +147,7 @@ class TrainingPhases(Technique):
         self._sizes = (1, 1)  # configured batch and micro-batch size
         self._set: tuple[int, int] | None = None  # micro-batch size and count, as last set here
         self._engine: weakref.ref[TrainingEngine] | None = None
-        self._told = False  # whether the warning about a learning rate of 0 was logged
+        self._warned = False  # of a learning rate of 0
 
     @property
     def changes_micro_batches(self) -> bool:
@@ -250,11 +250,11 @@ class TrainingPhases(Technique):
                 _set_rows(engine.training_dataloader, micro)
         engine.optimizer_step.lr_scale = self.lr_scale(step)
 
-    def _tell_of_nothing(self, engine: TrainingEngine) -> None:
+    def _warn_of_zero_rate(self, engine: TrainingEngine) -> None:
         """Warn once if the last step had a learning rate of 0 and changed no weight."""
-        if engine.optimizer_step.lr_scale or self._told:
+        if engine.optimizer_step.lr_scale or self._warned:
             return
-        self._told = True
+        self._warned = True
         if engine.global_rank == 0:
             logger.warning(
                 "%s.phases[%d] is over: its lr_decay_power leaves a learning rate of 0 from step "
@@ -267,7 +267,7 @@ class TrainingPhases(Technique):
     def end_step(self) -> None:
         engine = self._engine() if self._engine is not None else None
         if engine is not None:
-            self._tell_of_nothing(engine)
+            self._warn_of_zero_rate(engine)
             self._begin(engine)
 
     def prepare_batch(self, batch: object) -> object:

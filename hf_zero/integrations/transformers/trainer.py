@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from hf_zero.engine import Engine
 
 GIVEN = "_hf_zero_given"
-_told: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose checkpoints have been described
+_announced: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose checkpoints were described
 
 
 def find_zero_callback(original: Original, self: Trainer, *args: object, **kwargs: object) -> None:
@@ -409,8 +409,8 @@ def _save_without_weights(trainer: Trainer, engine: Engine, folder: str | None) 
     from transformers.trainer_pt_utils import remove_dummy_checkpoint
     from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
-    if engine not in _told:
-        _told.add(engine)
+    if engine not in _announced:
+        _announced.add(engine)
         log_rank0(
             f"checkpoints hold shards and no {SAFE_WEIGHTS_NAME}, as {SAVE_WEIGHTS} is false: "
             f"`hf-zero convert-checkpoint {folder} OUT` writes one at any time; with true each "

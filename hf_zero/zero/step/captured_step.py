@@ -143,7 +143,7 @@ class CapturedStep:
         self._reached: _CapturedPass | None = None  # by the backward under way
         # the last forward, if it was launched and awaits its backward
         self._open: _CapturedPass | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         # what makes outputs require grad
         self._anchor = torch.zeros((), device=self._device, requires_grad=True)
 
@@ -212,16 +212,16 @@ class CapturedStep:
                 return False
             self._form = form
         if form != self._form:
-            self._tell(
+            self._log_once(
                 "form",
                 f"{KEY}: a batch has other shapes, dtypes or arguments than the captured one and "
                 "runs uncaptured; pad batches to one shape",
             )
         return form == self._form
 
-    def _tell(self, kind: str, text: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+    def _log_once(self, kind: str, text: str) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
             log_rank0(text)
 
     def _place_in_window(self) -> Hashable:
@@ -406,7 +406,7 @@ class CapturedStep:
                 if launches
                 else "the optimizer is not updated by hf-zero's kernel as its group is set now"
             )
-            self._tell("update", f"{KEY}: an update runs uncaptured: {why}")
+            self._log_once("update", f"{KEY}: an update runs uncaptured: {why}")
         return complete and launches
 
     def close(self) -> None:
