@@ -53,7 +53,7 @@ class Streams:
         if not copied.query():
             home.wait_event(copied)
 
-    def bring(self, source: torch.Tensor) -> Brought:
+    def reload(self, source: torch.Tensor) -> Reloaded:
         """Start to copy ``source``, in host memory, to the device."""
         current = streams.current_stream(self._device)
         # Allocated on the compute stream: once freed, the memory is reused by later work of that
@@ -62,14 +62,14 @@ class Streams:
         self._stream.wait_stream(current)
         with streams.on_stream(self._stream):
             values.copy_(source, non_blocking=True)
-            return Brought(values, streams.record_event(self._stream), current)
+            return Reloaded(values, streams.record_event(self._stream), current)
 
     def close(self) -> None:
         """Wait until no copy is under way."""
         self._stream.synchronize()
 
 
-class Brought:
+class Reloaded:
     """A copy to the device, under way or complete: ``values`` allocated on stream ``home``; the
     event ``came`` marks the end of their copy.
     """

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_zero.activations.host_copies import Brought, HostRegion, Sent, Slabs, Streams
+from hf_zero.activations.host_copies import HostRegion, Reloaded, Sent, Slabs, Streams
 from hf_zero.errors import OffloadError
 from hf_zero.zero.layout.tree import transformed
 
@@ -65,7 +65,7 @@ class _Record:
         self.source: torch.Tensor | None = source.detach()
         self.region: HostRegion | None = region
         self.sent = sent
-        self.brought: Brought | None = None
+        self.reloaded: Reloaded | None = None
         self.waiting = 0  # tickets not used yet
 
     def leave(self) -> None:
@@ -83,10 +83,10 @@ class _Record:
         """Start the copy to the device unless the values are there or under way; return whether it
         was started.
         """
-        if self.source is not None or self.brought is not None:
+        if self.source is not None or self.reloaded is not None:
             return False
         assert self.region is not None
-        self.brought = self.run.transfers.bring(self.region.memory)
+        self.reloaded = self.run.transfers.reload(self.region.memory)
         self.run.ahead += self.nbytes
         return True
 
@@ -99,13 +99,13 @@ class _Record:
         if self.source is not None:
             return self.source.untyped_storage()
         self.launch()
-        assert self.brought is not None
-        return self.brought.use().untyped_storage()
+        assert self.reloaded is not None
+        return self.reloaded.use().untyped_storage()
 
     def drop(self) -> None:
         """Release the copy on the device; a later use copies again."""
-        if self.brought is not None:
-            self.brought = None
+        if self.reloaded is not None:
+            self.reloaded = None
             self.run.ahead -= self.nbytes
 
     def __del__(self) -> None:
@@ -131,7 +131,7 @@ class _Ticket:
     def tensor(self) -> torch.Tensor:
         record = self._record
         missing = record.launch()
-        record.run.bring_before(record.position, missing)
+        record.run.prefetch_before(record.position, missing)
         with torch.no_grad():
             values = torch.empty(0, dtype=self._dtype, device=record.device)
             layout = self._offset, self._size, self._stride
@@ -161,7 +161,7 @@ class _Stayed:
         self._tensor, self._version = tensor.detach(), tensor._version
 
     def tensor(self) -> torch.Tensor:
-        self._run.bring_before(self._position)
+        self._run.prefetch_before(self._position)
         _refuse_changed(self._tensor.shape, self._version, self._tensor._version)
         return self._tensor
 
@@ -182,7 +182,7 @@ class _OffloadedPass:
         )
         self._stays = stays
         self._records: list[weakref.ref[_Record]] = []
-        self._cursor = 0  # records from here on were brought back, or never left
+        self._cursor = 0  # records from here on were reloaded, or never left
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Record]]] = {}
         self._leaving: deque[_Record] = deque()
         self._leaving_bytes = 0
@@ -268,7 +268,7 @@ class _OffloadedPass:
         self._known.clear()
         self._cursor = self.length
 
-    def bring_before(self, position: int, missing: bool = False) -> None:
+    def prefetch_before(self, position: int, missing: bool = False) -> None:
         """Prefetch the storages saved before ``position``, which the backward has reached.
 
         ``missing``: the storage at ``position`` itself had not been prefetched.

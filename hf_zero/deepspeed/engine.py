@@ -257,7 +257,7 @@ class DeepSpeedEngine(ReportingEngine):
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move the state of :meth:`offload_states` back to the device."""
-        self._states_away.bring(self.device, non_blocking)
+        self._states_away.reload(self.device, non_blocking)
 
     def save_checkpoint(  # type: ignore[override]
         self, save_dir: str | os.PathLike[str], tag: object = None, *args: Any, **kwargs: Any
@@ -400,7 +400,7 @@ class StatesAway:
         for storage, _ in self._away:
             storage.resize_(0)
 
-    def bring(self, device: torch.device, non_blocking: bool) -> None:
+    def reload(self, device: torch.device, non_blocking: bool) -> None:
         """Refill the storages."""
         for storage, host in self._away:
             storage.resize_(host.numel())

@@ -33,7 +33,7 @@ class Plain:
     def leave(self, sent: None) -> None:
         pass
 
-    def bring(self, source: torch.Tensor) -> Copied:
+    def reload(self, source: torch.Tensor) -> Copied:
         return Copied(source.clone())
 
     def close(self) -> None:
@@ -128,8 +128,8 @@ def test_what_many_operations_save_leaves_once() -> None:
     assert sends == [LAYER, LAYER]  # h, and its exponential
     assert [what for what, _ in late.log].count("leave") == 1
     y.sum().backward()
-    assert [what for what, _ in late.log].count("bring") == 1, (
-        "brought once for all who use it; the last one had stayed"
+    assert [what for what, _ in late.log].count("reload") == 1, (
+        "reloaded once for all who use it; the last one had stayed"
     )
 
 

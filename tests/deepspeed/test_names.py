@@ -149,8 +149,8 @@ def test_inputs_of_checkpoints_wait_in_host_memory(
             assert torch.equal(got, want)
         (late,) = configured
         assert late.sent_bytes == 4 * 4 * 5 * 8 * 4, "the input of each checkpoint, once"
-        brought = [what for what, _ in late.log].count("bring")
-        assert brought == 4 * 3, "the last one of a forward has stayed"
+        reloaded = [what for what, _ in late.log].count("reload")
+        assert reloaded == 4 * 3, "the last one of a forward has stayed"
         activation_checkpointing.checkpoint(torch.tanh, torch.randn(5, 8, requires_grad=True))
         activation_checkpointing.reset()  # no backward
     configured.clear()

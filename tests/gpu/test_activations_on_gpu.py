@@ -140,7 +140,7 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> random.Random:
 
         return napped
 
-    for name in ("send", "leave", "bring"):
+    for name in ("send", "leave", "reload"):
         monkeypatch.setattr(Streams, name, napping(getattr(Streams, name)))
     return drawn
 

@@ -39,11 +39,11 @@ class Late:
         self.under_way -= sent[0].numel()
         self.run_to(sent)
 
-    def bring(self, source: torch.Tensor) -> _Later:
+    def reload(self, source: torch.Tensor) -> _Later:
         values = torch.full((source.numel(),), 255, dtype=torch.uint8)
         job = [values, source, False]
         self.queue.append(job)
-        self.log.append(("bring", source.numel()))
+        self.log.append(("reload", source.numel()))
         return _Later(self, job)
 
     def run_to(self, job: Any) -> None:

@@ -241,8 +241,8 @@ FAULTS: dict[str, Fault] = {
             ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES),
         "an activation is copied before it is there": (
             ACTIVATIONS, left_out("wait", "host_copies.py send"), COPIES),
-        "an activation is brought before its memory is free": (
-            ACTIVATIONS, left_out("wait", "host_copies.py bring"), COPIES),
+        "an activation is reloaded before its memory is free": (
+            ACTIVATIONS, left_out("wait", "host_copies.py reload"), COPIES),
         "an activation is used before it is back": (
             ACTIVATIONS, left_out("wait", "host_copies.py use"), COPIES),
         "an activation is given back under its copy": (
@@ -315,10 +315,10 @@ FAULTS: dict[str, Fault] = {
         "an activation has left before its copy begins": (
             ACTIVATIONS, unrecorded("host_copies.py send"), COPIES),
         "an activation is back before its copy begins": (
-            ACTIVATIONS, unrecorded("host_copies.py bring"), COPIES),
+            ACTIVATIONS, unrecorded("host_copies.py reload"), COPIES),
         "an activation without a use is given back under its copy": (
             "stage 3, activations on the host, some without a use",
-            replaced(transfers.Brought, "__del__", _nothing), COPIES),
+            replaced(transfers.Reloaded, "__del__", _nothing), COPIES),
         "an activation is given back under another stream": (
             TWO_STREAMS_AWAY, left_out("record_stream", "host_copies.py use"), COPIES),
         "another stream than its own waits for the copy of an activation": (

@@ -222,8 +222,8 @@ def with_fault(owner: Any, name: str, fault: Any, *of: Any) -> dict[str, Any]:
         return exposed(*of)
 
 
-def _brings_nothing(run: offload._OffloadedPass, position: int, missing: bool = False) -> None:
-    """No activation is brought back before its use."""
+def _prefetches_nothing(run: offload._OffloadedPass, position: int, missing: bool = False) -> None:
+    """No activation is reloaded before its use."""
     run.end()
 
 
@@ -253,7 +253,7 @@ CASES: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "gathers of updated parameters": lambda *of: exposed("stage 2", 0, *of),
     "activations, prefetched": lambda *of: exposed(ACTIVATIONS, 40_000, *of),
     "activations, not prefetched": lambda *of: with_fault(
-        offload._OffloadedPass, "bring_before", _brings_nothing, ACTIVATIONS, 40_000, *of
+        offload._OffloadedPass, "prefetch_before", _prefetches_nothing, ACTIVATIONS, 40_000, *of
     ),
     "updates beside the next forward": lambda *of: updates(CLIPPED, False, *of),
     "updates beside the backward": lambda *of: updates(AT_ONCE, False, *of),

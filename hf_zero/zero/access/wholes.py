@@ -40,13 +40,13 @@ class Whole(NamedTuple):
 
 
 class _Gathering(NamedTuple):
-    """The gather of one group under way, and its whole buffers: [padded] each. ``brought``: the
+    """The gather of one group under way, and its whole buffers: [padded] each. ``copied``: the
     event after which shards from host memory are on the device.
     """
 
     handles: Sequence[Handle]
     buffers: Sequence[tuple[FlatBuffer, torch.Tensor]]
-    brought: streams.Event | None
+    copied: streams.Event | None
 
 
 def _has_masters(flat: FlatBuffer, dtype: torch.dtype | None) -> bool:
@@ -199,8 +199,8 @@ def _launch(
         beside.wait_stream(streams.current_stream(memory.device))
     with streams.on_stream(beside):
         handles, buffers = _issue(group, dtype, memory)
-    brought = None if beside is None else streams.record_event(beside)
-    return _Gathering(handles, buffers, brought)
+    copied = None if beside is None else streams.record_event(beside)
+    return _Gathering(handles, buffers, copied)
 
 
 def _issue(
@@ -243,8 +243,8 @@ def _wait(gathering: _Gathering) -> None:
     """Wait for the gather of a group; on a device the current stream does."""
     for handle in gathering.handles:
         handle.wait()
-    if gathering.brought is not None:
-        streams.current_stream(gathering.buffers[0][1].device).wait_event(gathering.brought)
+    if gathering.copied is not None:
+        streams.current_stream(gathering.buffers[0][1].device).wait_event(gathering.copied)
 
 
 def _finish(gathering: _Gathering, names: WholeNames) -> list[Whole]:
