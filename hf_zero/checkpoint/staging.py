@@ -244,9 +244,9 @@ class StagedFile:
         for state in divided.deferred:
             end = max((ends[name] for name in state.names if name in ends), default=0)
             self._copies.append(_PendingCopy(state, end, _versions(state)))
-        room = self._memory.numel() - plan.size
-        room -= room % DATA_ALIGNMENT
-        beside, self._memory = self._memory[room:], self._memory[:room]
+        start = self._memory.numel() - plan.size
+        start -= start % DATA_ALIGNMENT
+        beside, self._memory = self._memory[start:], self._memory[:start]
         copy_to_memory(beside, plan, self._tensors, self._device)
         for entry in plan.entries:
             self._tensors[entry.name] = beside[entry.begin : entry.end]

@@ -42,7 +42,7 @@ class ShardSpec:
     master_dtype: torch.dtype = torch.float32
 
 
-def room_beside_a_step(device: torch.device) -> int:
+def free_beside_a_step(device: torch.device) -> int:
     """Return the bytes of ``device`` left free by the largest step so far, less a tenth for
     fragmentation. 0 for a CPU: its memory is the host's.
     """
@@ -96,11 +96,11 @@ class PlacementRules:
             return set()
         training = [spec for spec in specs if spec.trainable]
         share = 1.0 if self._optimizer.ratio == "auto" else float(self._optimizer.ratio)
-        room = (1.0 - share) * sum(spec.numel for spec in training)
+        left = (1.0 - share) * sum(spec.numel for spec in training)
         chosen = set()
         for spec in training:
-            room -= spec.numel
-            if room < 0:
+            left -= spec.numel
+            if left < 0:
                 chosen.add(spec.key)
         return chosen
 
@@ -110,17 +110,17 @@ class PlacementRules:
         return self._optimizer.cores
 
     def fitting(
-        self, specs: Sequence[ShardSpec], moments: int, room: int, with_master: Collection[str]
+        self, specs: Sequence[ShardSpec], moments: int, free: int, with_master: Collection[str]
     ) -> list[str]:
-        """Return the keys of the first offloaded flat buffers whose fp32 state fits into ``room``
+        """Return the keys of the first offloaded flat buffers whose fp32 state fits into ``free``
         bytes of the device: ``moments`` per-element states, a sum of gradients, and a master weight
         for the keys ``with_master``.
         """
         chosen = []
         for spec in specs:
             own_master = spec.master_dtype.itemsize if spec.key in with_master else 0
-            room -= (own_master + 4 * moments + spec.master_dtype.itemsize) * spec.numel
-            if room < 0:
+            free -= (own_master + 4 * moments + spec.master_dtype.itemsize) * spec.numel
+            if free < 0:
                 break
             chosen.append(spec.key)
         return chosen
@@ -131,11 +131,11 @@ class PlacementRules:
         """
         if not self._param.on:
             return {spec.key: "device" for spec in specs}
-        tiers, room = {}, self._param.max_in_cpu
+        tiers, free = {}, self._param.max_in_cpu
         for spec in specs:
-            stays = self._param.device == "cpu" or spec.numel <= room
+            stays = self._param.device == "cpu" or spec.numel <= free
             tiers[spec.key] = "ram" if stays else "disk"
-            room -= spec.numel if stays else 0
+            free -= spec.numel if stays else 0
         return tiers
 
     def gradient_dtype(self, spec: ShardSpec, wire: torch.dtype) -> torch.dtype:

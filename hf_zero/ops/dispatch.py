@@ -291,9 +291,9 @@ def declared() -> dict[str, Kernel]:
     """Return every declared kernel by its name; imports all modules of hf_zero.ops except the
     kernels' own, which import triton.
     """
-    for room in pkgutil.iter_modules([os.path.dirname(__file__)]):
-        if room.name != "triton_kernels":
-            importlib.import_module(f"hf_zero.ops.{room.name}")
+    for module in pkgutil.iter_modules([os.path.dirname(__file__)]):
+        if module.name != "triton_kernels":
+            importlib.import_module(f"hf_zero.ops.{module.name}")
     return dict(KERNELS)
 
 

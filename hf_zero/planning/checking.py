@@ -96,24 +96,24 @@ def check(plan: EnginePlan, free: FreeBytes | None = None) -> PreflightReport:
         DoesNotFitError: some tier is too small. If the variable HF_ZERO_PREFLIGHT is 0, the report
             has the text as its ``warning`` instead.
     """
-    room = free if free is not None else free_memory_for(plan.model, plan.settings, plan.device)
-    need = needs(plan)
-    verdict = judge(need, room)
-    beside = _of_communicators(plan, need, room)
+    free = free if free is not None else free_memory_for(plan.model, plan.settings, plan.device)
+    needed = needs(plan)
+    verdict = judge(needed, free)
+    beside = _of_communicators(plan, needed, free)
     if verdict.fits:
-        note = "; ".join([*_slower(plan, room), *verdict.notes, *beside])
-        spare = judge(need, room.without_held()).fits
-        return PreflightReport(plan, need, room, verdict, note=note, spare=spare)
+        note = "; ".join([*_slower(plan, free), *verdict.notes, *beside])
+        spare = judge(needed, free.without_held()).fits
+        return PreflightReport(plan, needed, free, verdict, note=note, spare=spare)
     if is_off(SWITCH):
         return PreflightReport(
             plan,
-            need,
-            room,
+            needed,
+            free,
             verdict,
             note="; ".join(verdict.notes),
             warning="\n".join(shortage(plan, verdict)),
         )
-    reason = refusal(plan, need, verdict, fit([plan], room))
+    reason = refusal(plan, needed, verdict, fit([plan], free))
     last = "; ".join(
         [*verdict.notes, *beside, f"{SWITCH}=0 in the environment tries it all the same"]
     )

@@ -240,8 +240,8 @@ def fit(
         except ConfigError:
             continue
         for way in ways:
-            room = free.plus(device=-way.most)
-            for ratio, tried in _ratios(parts, room, margin):
+            left = free.plus(device=-way.most)
+            for ratio, tried in _ratios(parts, left, margin):
                 what = ", ".join(filter(None, (name + ratio, way.name)))
                 judged = [_trial(what, part, free, margin, way) for part in tried]
                 trials.append(max(judged, key=lambda trial: trial.verdict.largest_share))
@@ -368,11 +368,11 @@ def _least_ratio(plan: EnginePlan, free: FreeBytes, margin: float) -> float:
     """Return the smallest offload ratio, a multiple of STEP, with which the device has enough room.
     Device bytes fall as the ratio grows, so this is a binary search.
     """
-    room = free.device * (1 - margin)
+    usable = free.device * (1 - margin)
     low, high = 1, math.ceil(1 / STEP)
     while low < high:
         middle = (low + high) // 2
-        fits = needs(_offloading(plan, middle * STEP)).device_bytes <= room
+        fits = needs(_offloading(plan, middle * STEP)).device_bytes <= usable
         low, high = (low, middle) if fits else (middle + 1, high)
     return round(low * STEP, 2)
 

@@ -68,7 +68,7 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
     """Device memory that the first step left free takes the first units."""
     # for some of the flats of a rank, not all
     room = {"fp32": 12 * 12_000, "bf16": 16 * 12_000}[precision] * 2 // ranks
-    monkeypatch.setattr(optimizer_step, "room_beside_a_step", lambda device: room)
+    monkeypatch.setattr(optimizer_step, "free_beside_a_step", lambda device: room)
     seen = []
 
     def opener(model, optimizer, plan):

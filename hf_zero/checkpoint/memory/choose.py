@@ -417,7 +417,7 @@ class _Taking:
                 return ""
             fitting = (
                 base for base in memory.bases
-                if folders.room(base, memory.folder(base)) >= nbytes
+                if folders.capacity(base, memory.folder(base)) >= nbytes
             )  # fmt: skip
             base = next(fitting, memory.bases[0])
             folders.make_own(memory.job_folder(base))

@@ -114,7 +114,7 @@ class ClaimedFolders(JobFolders):
             )
         short = []
         for base in self.bases:
-            free = folders.room(base, self.folder(base))
+            free = folders.capacity(base, self.folder(base))
             if needed <= free:
                 return base
             short.append(f"{base} has room for {in_units(free)}")

@@ -323,7 +323,7 @@ def free(base: Path) -> int:
     return min(nbytes, free_ram().nbytes) if is_in_memory(existing) else nbytes
 
 
-def room(base: Path, folder: Path) -> int:
+def capacity(base: Path, folder: Path) -> int:
     """Return the bytes that ``folder``, below ``base``, may come to: those that are :func:`free`
     there, and those that it has already.
     """

@@ -226,8 +226,8 @@ def _issue(
             values = flat.optimizer_shard.master
             assert values is not None
         elif flat.shard_offloaded:
-            room = own if sent == flat.dtype else torch.empty_like(own, dtype=flat.dtype)
-            values = flat.bring_shard(room)
+            target = own if sent == flat.dtype else torch.empty_like(own, dtype=flat.dtype)
+            values = flat.bring_shard(target)
         else:
             values = flat.shard
         if values is not own:

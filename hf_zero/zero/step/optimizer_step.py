@@ -17,7 +17,7 @@ from hf_zero.distributed.recovery import PassTracker
 from hf_zero.errors import OffloadError, PartitionError
 from hf_zero.logging import log_rank0, logger
 from hf_zero.offload.gradient_offload import GradientOffload
-from hf_zero.offload.placement import room_beside_a_step
+from hf_zero.offload.placement import free_beside_a_step
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update import StagedCopies, Updater
@@ -374,13 +374,13 @@ class OptimizerStep:
         names = {
             name for flat in model.trainable for name in self.bound.arrays(flat.optimizer_shard)
         } - {MASTER}
-        room = min(
+        free = min(
             model.mesh.all_gather_object(
-                room_beside_a_step(model.mesh.device), "room on the device"
+                free_beside_a_step(model.mesh.device), "room on the device"
             )
         )
         with_master = {flat.key for flat in model.trainable if keeps_master(flat)}
-        chosen = model.placement.fitting(specs, len(names), room, with_master)
+        chosen = model.placement.fitting(specs, len(names), free, with_master)
         self.bound.move_to_device(
             ways_back(
                 [flat for flat in model.trainable if flat.key in chosen],

@@ -308,7 +308,7 @@ def test_what_does_not_fit_is_refused(case: str, tmp_path: Path, monkeypatch: Pa
     more, trains, said = ROOM[case]
 
     def fills(engine: Any = None, rank: int = 0) -> None:
-        monkeypatch.setattr(folders, "room", lambda base, folder: 1000)
+        monkeypatch.setattr(folders, "capacity", lambda base, folder: 1000)
 
     if not trains and not more:
         fills()
