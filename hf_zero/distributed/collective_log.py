@@ -35,7 +35,7 @@ class PendingCollective(NamedTuple):
     what: str
     log: CollectiveLog | None = None
     number: int = 0
-    needs: tuple[int, ...] = ()  # global ranks without which it cannot complete
+    required: tuple[int, ...] = ()  # global ranks without which it cannot complete
     warns: bool = False  # the waiting code issues its own warnings
 
     def __str__(self) -> str:
@@ -91,10 +91,10 @@ class CollectiveLog:
         self.before_issue: Callable[[CollectiveLog, str], None] | None = None
         self.prior = PriorCollectives()  # issued before each of its own (the note)
 
-    def issue(self, what: str, needs: tuple[int, ...] | None = None) -> PendingCollective:
+    def issue(self, what: str, required: tuple[int, ...] | None = None) -> PendingCollective:
         """Count a collective and return its entry.
 
-        ``needs`` are the ranks without which it cannot complete on this rank, by default all.
+        ``required`` are the ranks without which it cannot complete on this rank, by default all.
         """
         if self.prior.calls:
             self.prior.issue()
@@ -103,7 +103,7 @@ class CollectiveLog:
         number = self.num_issued
         self.num_issued = number + 1
         self.recent.append(what)
-        return PendingCollective(what, self, number, self.ranks if needs is None else needs)
+        return PendingCollective(what, self, number, self.ranks if required is None else required)
 
     def abandon(self, number: int, what: str) -> None:
         """Record that an exception interrupted collective ``number``, perhaps before its messages

@@ -127,7 +127,7 @@ def connect(
     """
     if kinds.is_synchronous(device):
         return
-    pending = PendingCollective(f"the communicators of {name}", needs=tuple(ranks))
+    pending = PendingCollective(f"the communicators of {name}", required=tuple(ranks))
     with watchdog.watching(pending):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 

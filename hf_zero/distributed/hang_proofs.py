@@ -91,8 +91,8 @@ def _never_joins(
     rank: int, own_post: StatusPost, posts: Mapping[int, StatusPost]
 ) -> HangDiagnosis | None:
     """Diagnose a needed rank that has ended or closed the communicator before the collective."""
-    log, number, what, needs = own_post["wait"]
-    for peer in needs:
+    log, number, what, required = own_post["wait"]
+    for peer in required:
         if peer == rank or peer not in posts or num_issued(posts[peer], log) > number:
             continue
         post = posts[peer]
@@ -116,7 +116,7 @@ def _stuck(
     rank: int, own_post: StatusPost, posts: Mapping[int, StatusPost], stuck_in: Sequence[str]
 ) -> HangDiagnosis | None:
     """Diagnose a needed rank that waits, directly or through others, for this one."""
-    log, number, what, needs = own_post["wait"]
+    log, number, what, required = own_post["wait"]
     stuck, newly_stuck = {rank: own_post}, {rank: own_post}
     while newly_stuck:  # ranks that were found in the last round
         newly_stuck = {
@@ -125,7 +125,7 @@ def _stuck(
             if peer not in stuck and post["state"] in stuck_in and _lacks(post, newly_stuck, peer)
         }
         stuck.update(newly_stuck)
-    for peer in needs:
+    for peer in required:
         if peer != rank and peer in stuck and num_issued(stuck[peer], log) <= number:
             log_there, at, instead, _ = stuck[peer]["wait"]
             waits = (
@@ -153,9 +153,9 @@ def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool
     """Return whether the wait of ``rank`` needs a rank of ``stuck`` that has not issued its
     collective.
     """
-    log, number, _, needs = post["wait"]
+    log, number, _, required = post["wait"]
     return any(
-        peer != rank and num_issued(other, log) <= number and peer in needs
+        peer != rank and num_issued(other, log) <= number and peer in required
         for peer, other in stuck.items()
     )
 

@@ -158,7 +158,7 @@ class RankStatus:
         post: StatusPost = {"state": self._state, "why": why, "logs": logs}
         if pending is not None and pending.log is not None:
             what = in_words(pending.what)
-            post["wait"] = [pending.log.name, pending.number, what, list(pending.needs)]
+            post["wait"] = [pending.log.name, pending.number, what, list(pending.required)]
         return post
 
     # ---- reading ----
@@ -359,9 +359,9 @@ class RankStatus:
     def _is_elsewhere(self, post: StatusPost) -> bool:
         if post["state"] in (*ENDS, RankState.SCRIPT):
             return True
-        log, number, _, needs = post.get("wait", ("", 0, "", ()))
+        log, number, _, required = post.get("wait", ("", 0, "", ()))
         log_here = self.logs.get(log)
-        return log_here is not None and self.rank in needs and log_here.num_issued <= number
+        return log_here is not None and self.rank in required and log_here.num_issued <= number
 
     def missing_ranks(self, pending: PendingCollective) -> list[int]:
         """Return the ranks that ``pending`` needs and that are not known to have issued it; a rank
@@ -370,7 +370,7 @@ class RankStatus:
         posts, log = self._posts, pending.log
         return [
             rank
-            for rank in pending.needs
+            for rank in pending.required
             if rank != self.rank
             and log is not None
             and (rank not in posts or num_issued(posts[rank], log.name) <= pending.number)

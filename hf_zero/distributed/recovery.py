@@ -160,7 +160,8 @@ class PassTracker:
         }
         peers = [rank for rank in self._ranks if rank != self._rank]
         pending = PendingCollective(
-            "all ranks to come to where this one goes on after an exception", needs=tuple(peers)
+            "all ranks to come to where this one goes on after an exception",
+            required=tuple(peers),
         )
         try:
             if self._watchdog.rank_status is not None:

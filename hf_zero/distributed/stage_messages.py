@@ -339,7 +339,7 @@ class StageMessages:
 
     def explain(self, error: RuntimeError) -> Exception:
         """Return the exception to raise for ``error`` of the launch of a message."""
-        pending = PendingCollective("the stages of the pipeline", needs=tuple(self.ranks))
+        pending = PendingCollective("the stages of the pipeline", required=tuple(self.ranks))
         return self._watchdog.conclude_failure(pending, error)
 
     def finish(self) -> None:

@@ -218,7 +218,7 @@ class Watchdog:
         if cause is None:
             others = rank_hosts.named(
                 rank
-                for rank in pending.needs
+                for rank in pending.required
                 if self.rank_status is None or rank != self.rank_status.rank
             )
             cause = (
@@ -411,8 +411,8 @@ class Watchdog:
                 )
         if verdict is None and log is not None and waited >= log.timeout:
             late = rank_status.missing_ranks(pending)
-            needs = pending.needs or log.ranks
-            needed = late or [rank for rank in needs if rank != rank_status.rank]
+            required = pending.required or log.ranks
+            needed = late or [rank for rank in required if rank != rank_status.rank]
             text = (
                 f"rank {rank_status.rank} has waited {waited:.0f} s, which is the timeout, for "
                 f"{pending}; {rank_hosts.named(needed)} {'has' if len(needed) == 1 else 'have'} "

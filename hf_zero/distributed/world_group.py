@@ -165,7 +165,7 @@ class RankGroup:
         """
         index = self.ranks.index(self.rank)
         source_index = None if source is None else self.ranks.index(source)
-        needs = self._needs(index, source_index, by_tree is not None)
+        required = self._required(index, source_index, by_tree is not None)
         if self.watchdog.operation:
             what = f"{what} in {self.watchdog.operation}"
         number, completed = self.log.num_issued, False
@@ -176,7 +176,7 @@ class RankGroup:
             completed = True
 
         try:
-            pending = self.log.issue(what, needs)
+            pending = self.log.issue(what, required)
             # a blocking call is its own wait
             works: list[Waitable | None] = [SimpleNamespace(wait=finish)]
             if self._agrees and by_tree is not None:
@@ -195,7 +195,7 @@ class RankGroup:
                 self.log.abandon(number, what)
             raise
 
-    def _needs(self, rank: int, source: int | None, by_tree: bool) -> tuple[int, ...] | None:
+    def _required(self, rank: int, source: int | None, by_tree: bool) -> tuple[int, ...] | None:
         """Return the ranks without which the call does not end on this one, all for None. ``rank``
         and ``source`` are indices into :attr:`ranks`.
         """
@@ -353,7 +353,7 @@ class WorldGroup(RankGroup):
             answer=self.recovery_board.answer_statements if self.recovery_board else None,
         )
         if rank_status is not None:
-            every = PendingCollective("gloo's connections", needs=tuple(range(self.world)))
+            every = PendingCollective("gloo's connections", required=tuple(range(self.world)))
             with watchdog.watching(every):
                 self._added = add_host_backend(timedelta(seconds=DEFAULT_TIMEOUT))
         # a script's own collectives on the device, too: work behind them would never end

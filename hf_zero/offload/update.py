@@ -232,8 +232,8 @@ class Updater:
                 )
             future, gather = self._pending[updated]
             # Only this wait is watched, not the waits of the threads: a rank waits for one thing.
-            needs = self._gathers.other_ranks if self._gathers is not None else ()
-            pending = PendingCollective(f"the update of {updated.label}", needs=needs)
+            required = self._gathers.other_ranks if self._gathers is not None else ()
+            pending = PendingCollective(f"the update of {updated.label}", required=required)
             with span("wait_update", updated.label), self._watchdog.watching(pending):
                 copied = future.result()
                 if copied is not None:

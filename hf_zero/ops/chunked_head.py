@@ -114,11 +114,11 @@ class Gradients:
     [vocabulary]; empty if not wanted.
     """
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needs: Wanted):
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, wanted: Wanted):
         dtype = accumulator_dtype(hidden.dtype)
-        self.hidden = hidden.new_zeros(hidden.shape if needs.hidden else 0, dtype=dtype)
-        self.weight = hidden.new_empty(weight.shape if needs.weight else 0, dtype=dtype)
-        self.bias = hidden.new_zeros(weight.shape[0] if needs.bias else 0, dtype=dtype)
+        self.hidden = hidden.new_zeros(hidden.shape if wanted.hidden else 0, dtype=dtype)
+        self.weight = hidden.new_empty(weight.shape if wanted.weight else 0, dtype=dtype)
+        self.bias = hidden.new_zeros(weight.shape[0] if wanted.bias else 0, dtype=dtype)
         # Without a GEMM from 16 to 32 bits, which cuBLAS has and hipBLAS has not, everything is
         # computed in 32. On CPUs that multiply bf16, in a quarter of the time, it rounds the
         # product of each chunk; fp16 could overflow in a sum over tokens.
@@ -126,8 +126,8 @@ class Gradients:
         rounds = hidden.dtype == torch.bfloat16 and on_host and has_bf16_products()
         self._widens = dtype != hidden.dtype and not (rounds or kinds.is_nvidia(hidden.device))
         self._wanted, self._head, self._begun = (
-            needs,
-            weight.to(dtype) if self._widens and needs.hidden else weight,
+            wanted,
+            weight.to(dtype) if self._widens and wanted.hidden else weight,
             False,
         )
 
@@ -183,13 +183,13 @@ def losses_and_gradients(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     terms: Terms,
-    needs: Wanted,
+    wanted: Wanted,
     rows: int,
 ) -> tuple[torch.Tensor, Gradients]:
     """Return the sum of the losses (a scalar) and its gradients."""
-    grads = Gradients(hidden, weight, needs)
+    grads = Gradients(hidden, weight, wanted)
     compute = _on_host if _is_on_host(hidden) else _by_kernel
-    return compute(hidden, weight, bias, labels, terms, grads if needs.any else None, rows), grads
+    return compute(hidden, weight, bias, labels, terms, grads if wanted.any else None, rows), grads
 
 
 def _is_on_host(hidden: torch.Tensor) -> bool:
@@ -365,12 +365,12 @@ def log_probabilities_backward(
     labels: torch.Tensor,
     lse: torch.Tensor,
     terms: Terms,
-    needs: Wanted,
+    wanted: Wanted,
     rows: int,
 ) -> Gradients:
     """Return the gradients of sum(grad · log-probability), from recomputed logits."""
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
-    grads = Gradients(hidden, weight, needs)
+    grads = Gradients(hidden, weight, wanted)
     factors, on_host = -grad, _is_on_host(hidden)
     buffer = _buffer(hidden, rows, vocabulary)
     for chunk in _chunks(tokens, rows):

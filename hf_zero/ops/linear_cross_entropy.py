@@ -38,10 +38,10 @@ def _forward(
     precision; empty if not asked for.
     """
     terms = Terms(ignore_index, label_smoothing, softcap, scale)
-    needs = Wanted(for_hidden, for_weight, for_bias)
+    wanted = Wanted(for_hidden, for_weight, for_bias)
     with torch.autocast(hidden.device.type, enabled=False):  # the operands have been cast
         total, grads = chunked_head.losses_and_gradients(
-            hidden.contiguous(), weight.detach(), bias, labels.contiguous(), terms, needs, rows
+            hidden.contiguous(), weight.detach(), bias, labels.contiguous(), terms, wanted, rows
         )
     return total, *grads.finish()
 
@@ -113,7 +113,7 @@ def _log_probs_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients for hidden, weight and bias in their dtype; empty if not asked for."""
     terms = Terms(ignore_index, softcap=softcap, scale=scale)
-    needs = Wanted(for_hidden, for_weight, for_bias)
+    wanted = Wanted(for_hidden, for_weight, for_bias)
     with torch.autocast(hidden.device.type, enabled=False):
         grads = chunked_head.log_probabilities_backward(
             grad.contiguous(),
@@ -123,7 +123,7 @@ def _log_probs_backward(
             labels.contiguous(),
             lse,
             terms,
-            needs,
+            wanted,
             rows,
         )
     dtype = hidden.dtype

@@ -77,7 +77,7 @@ def test_a_broadcast_needs_the_path_to_its_source_and_the_ranks_below(agrees: bo
     def needs(rank: int, source: int, by_tree: bool) -> tuple[int, ...] | None:
         log = CollectiveLog("calls", ranks, SECONDS)
         group = RankGroup(ranks, rank, None, log, Watchdog(enabled=False), agrees)
-        return group._needs(ranks.index(rank), ranks.index(source), by_tree)
+        return group._required(ranks.index(rank), ranks.index(source), by_tree)
 
     if not agrees:
         assert needs(10, 10, True) == () and needs(17, 10, True) == (10,)

@@ -232,7 +232,7 @@ def train_on_two_hosts(rank: int) -> tuple[list[int], str]:
         with pytest.raises(RankMismatchError) as raised:
             run_steps(engine, rank, [1])
         return counts, str(raised.value)
-    with watchdog.watching(PendingCollective("the other rank", needs=(0,))):
+    with watchdog.watching(PendingCollective("the other rank", required=(0,))):
         watchdog.sleep(300.0)  # until it learns through the store what rank 0 has found
     return counts, watchdog.verdict
 
