@@ -256,8 +256,8 @@ class Engine(TrainingEngine):
             ConfigError: an argument is none of these, or differs between ranks.
             PartitionError: the engine was destroyed.
         """
-        kinds = {"names": (names, ("hf", "model")), "adapters": (adapters, ("merged", "apart"))}
-        for key, (value, choices) in kinds.items():
+        arguments = {"names": (names, ("hf", "model")), "adapters": (adapters, ("merged", "apart"))}
+        for key, (value, choices) in arguments.items():
             if value not in choices:
                 raise ConfigError(f"iter_weights({key}={value!r}): pass one of {listed(choices)}")
         if isinstance(dtype, str):

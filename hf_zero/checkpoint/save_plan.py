@@ -379,8 +379,8 @@ class ModelEntries:
                 continue
             key = pp_stage_key(flat)
             narrow = flat.trainable and flat.spec.master_dtype == torch.bfloat16
-            kinds = flat.trainable, flat.dtype, flat.layout, (), flat.raw, narrow
-            flats.append(FlatEntry(key, *kinds))
+            facts = flat.trainable, flat.dtype, flat.layout, (), flat.raw, narrow
+            flats.append(FlatEntry(key, *facts))
             dtypes |= {name: dtype_of(engine.sharded_model.param_dtypes[name]) for name in held}
         order = model_order(engine.module, engine.aliases, dtypes)
         group_of = {} if engine.bound is None else engine.bound.group_of

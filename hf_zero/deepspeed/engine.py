@@ -430,7 +430,7 @@ def checked(include: Any, device: object) -> tuple[str, ...]:
     where = getattr(device, "value", device)
     if where not in (OffloadDeviceEnum.cpu.value, OffloadDeviceEnum.none.value):
         raise ConfigError(f"offload_states: device is {where!r}; states go to the host: pass 'cpu'")
-    kinds = KINDS if include is None else tuple(getattr(kind, "value", kind) for kind in include)
-    if unknown := sorted(set(kinds) - set(KINDS)):
+    chosen = KINDS if include is None else tuple(getattr(kind, "value", kind) for kind in include)
+    if unknown := sorted(set(chosen) - set(KINDS)):
         raise ConfigError(f"offload_states: {unknown} is not a state; choose among {list(KINDS)}")
-    return () if where == OffloadDeviceEnum.none.value else kinds
+    return () if where == OffloadDeviceEnum.none.value else chosen

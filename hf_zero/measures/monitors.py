@@ -176,15 +176,15 @@ class MonitorMaster(Monitor):
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
         super().__init__(monitor_config)
-        kinds: dict[str, type[Monitor]] = {
+        classes: dict[str, type[Monitor]] = {
             "tensorboard": TensorBoardMonitor,
             "wandb": WandbMonitor,
             "comet": CometMonitor,
             "csv_monitor": CsvMonitor,
         }
-        sections = {name: getattr(monitor_config, name) for name in kinds}
+        sections = {name: getattr(monitor_config, name) for name in classes}
         self._monitors = {
-            name: kinds[name](section) for name, section in sections.items() if section.enabled
+            name: classes[name](section) for name, section in sections.items() if section.enabled
         }
         self._failed = set[str]()
 

@@ -51,8 +51,8 @@ def choose_fused(base: type | None, group: dict[str, Any]) -> None:
         or group["differentiable"]
     ):
         return
-    kinds = {(tensor.dtype, tensor.device.type) for tensor in group["params"]}
-    stepped = {(step_dtype(dtype), device) for dtype, device in kinds}
+    stored = {(tensor.dtype, tensor.device.type) for tensor in group["params"]}
+    stepped = {(step_dtype(dtype), device) for dtype, device in stored}
     if all(dtype == torch.float32 and _is_fused(base, op, device) for dtype, device in stepped):
         group["fused"] = True
 

@@ -286,10 +286,10 @@ def _candidates(
     # gradients on the device, and stage 2 sends as much.
     accumulates = (plan.settings.gradient_accumulation_steps or 1) > 1
     away = [stage for stage in stages if stage >= 2 or 2 not in stages or accumulates]
-    kinds = MOMENTS if plan.compresses_moments else MOMENTS[:1]
+    formats = MOMENTS if plan.compresses_moments else MOMENTS[:1]
     # If the plan already has small moments, larger ones are not tried.
-    if now.on and now.moments in kinds:
-        kinds = kinds[kinds.index(now.moments) :]
+    if now.on and now.moments in formats:
+        formats = formats[formats.index(now.moments) :]
     own_optimizer, on_device = replace(now, ratio=1.0), OffloadParam()
 
     def candidate(
@@ -307,22 +307,22 @@ def _candidates(
                 f"stage {stage}, all on the device, updates in the backward",
                 partial(_updating_in_backward, plan, stage),
             )
-    for kind in kinds:
-        on_cpu = replace(own_optimizer, device="cpu", moments=kind)
+    for moments in formats:
+        on_cpu = replace(own_optimizer, device="cpu", moments=moments)
         for stage in away:
-            yield candidate(stage, f"optimizer on the CPU, {kind} moments", on_cpu)
+            yield candidate(stage, f"optimizer on the CPU, {moments} moments", on_cpu)
     if 3 in stages:
         param_on_cpu = replace(own_param, device="cpu")
-        for kind in kinds:
-            on_cpu = replace(own_optimizer, device="cpu", moments=kind)
-            name = f"optimizer and parameters on the CPU, {kind} moments"
+        for moments in formats:
+            on_cpu = replace(own_optimizer, device="cpu", moments=moments)
+            name = f"optimizer and parameters on the CPU, {moments} moments"
             yield candidate(3, name, on_cpu, param_on_cpu)
     if not folders:
         return
-    for kind in kinds:
-        in_files = replace(own_optimizer, device="nvme", nvme_path=folders, moments=kind)
+    for moments in formats:
+        in_files = replace(own_optimizer, device="nvme", nvme_path=folders, moments=moments)
         for stage in away:
-            yield candidate(stage, f"optimizer in files, {kind} moments", in_files)
+            yield candidate(stage, f"optimizer in files, {moments} moments", in_files)
         if 3 in stages:
             param_in_files = replace(own_param, device="nvme", nvme_path=folders)
             for name, param in (
@@ -330,7 +330,7 @@ def _candidates(
                 ("optimizer and parameters in files", param_in_files),
                 ("optimizer and parameters in files alone", replace(param_in_files, max_in_cpu=0)),
             ):
-                yield candidate(3, f"{name}, {kind} moments", in_files, param)
+                yield candidate(3, f"{name}, {moments} moments", in_files, param)
 
 
 def _updating_in_backward(plan: EnginePlan, stage: int) -> EnginePlan | None:

@@ -102,10 +102,10 @@ def _quantized(report: PreflightReport) -> list[str]:
     shards = sum(p.nbytes for flat, p in quantized if flat.spec.sharded)
     beside = sum(tensor.nbytes for _, p in quantized for _, tensor in attached(p))
     whole = sum(p.nbytes for flat, p in quantized if not flat.spec.sharded) + beside
-    kinds = ", ".join(f"{numel:,} in {bits} bits" for bits, numel in sorted(weights.items()))
+    widths = ", ".join(f"{numel:,} in {bits} bits" for bits, numel in sorted(weights.items()))
     places = [(shards, "in shards"), (whole, "whole on each rank")]
     sizes = " and ".join(f"{in_units(nbytes)} {where}" for nbytes, where in places if nbytes)
-    line = f"frozen quantized weights: {kinds}; with their scales {sizes}"
+    line = f"frozen quantized weights: {widths}; with their scales {sizes}"
     more, row = shards - shards // plan.num_shards, report.verdict.rows[0]  # of the device
     if more and row.needed + more <= 0.8 * row.free and not plan.settings.offload_param.on:
         line += (

@@ -294,11 +294,11 @@ def _configuration(runs: Sequence[RecordedRun]) -> Iterator[str]:
         is_written = any(row is not None and row["source"] != "default" for row in rows)
         (written if is_written or differs else defaults).append((cells, differs))
     names = ["value"] if len(runs) == 1 else [run.name for run in runs]
-    heads, kinds = ("key", *names, "source"), ("key", *["key"] * len(runs), "faint")
+    heads, classes = ("key", *names, "source"), ("key", *["key"] * len(runs), "faint")
     marks = [differs for _, differs in written]
-    yield _table(heads, [cells for cells, _ in written], kinds, marks)
+    yield _table(heads, [cells for cells, _ in written], classes, marks)
     if defaults:
-        body = _table(heads, [cells for cells, _ in defaults], kinds)
+        body = _table(heads, [cells for cells, _ in defaults], classes)
         yield f"<details><summary>{len(defaults)} defaults</summary>{body}</details>"
 
 
@@ -329,14 +329,14 @@ def _environment(run: RecordedRun) -> str:
 def _table(
     heads: Sequence[str],
     rows: Sequence[Sequence[str]],
-    kinds: Sequence[str],
+    classes: Sequence[str],
     marked: Sequence[bool] = (),
 ) -> str:
-    """Return a table of text; ``kinds``: the classes of its columns."""
-    head = "".join(f'<th class="{kind}">{escape(text)}</th>' for text, kind in zip(heads, kinds))
+    """Return a table of text; ``classes``: the classes of its columns."""
+    head = "".join(f'<th class="{name}">{escape(text)}</th>' for text, name in zip(heads, classes))
     body = "".join(
         f"<tr{' class=differs' if index < len(marked) and marked[index] else ''}>"
-        + "".join(f'<td class="{kind}">{escape(text)}</td>' for text, kind in zip(row, kinds))
+        + "".join(f'<td class="{name}">{escape(text)}</td>' for text, name in zip(row, classes))
         + "</tr>"
         for index, row in enumerate(rows)
     )

@@ -51,21 +51,21 @@ class Phase:
 
     @classmethod
     def read(cls, values: Mapping[str, object], section: str) -> Phase:
-        kinds = {item.name: integer(1) for item in fields(cls)} | {
+        types = {item.name: integer(1) for item in fields(cls)} | {
             "lr_scale": number(above=0),
             "warmup_steps": COUNT,
             "lr_decay_power": number(0),
         }
         read = {}
         for name, value in values.items():
-            if name not in kinds:
-                raise ConfigError(f"unknown key '{section}.{name}'{did_you_mean(name, kinds)}")
+            if name not in types:
+                raise ConfigError(f"unknown key '{section}.{name}'{did_you_mean(name, types)}")
             try:
-                read[name] = None if value is None else kinds[name].convert(value)
+                read[name] = None if value is None else types[name].convert(value)
             except ValueError:
                 raise ConfigError(
-                    f"{section}.{name} = {value!r} is not {kinds[name].expected}; write "
-                    f"{kinds[name].expected}"
+                    f"{section}.{name} = {value!r} is not {types[name].expected}; write "
+                    f"{types[name].expected}"
                 ) from None
         phase = cls(**{name: value for name, value in read.items() if value is not None})
         if phase.lr_decay_power and phase.steps is None:

@@ -61,12 +61,12 @@ def is_in_memory(folder: Path) -> bool:
     except OSError:
         return False
     real = os.path.realpath(folder)
-    kinds = {
-        point: kind for _, point, kind, *_ in (line.split(" ") for line in mounts)
+    file_systems = {
+        point: name for _, point, name, *_ in (line.split(" ") for line in mounts)
     }  # the last mount on a point is the visible one
-    while real not in kinds and real != "/":
+    while real not in file_systems and real != "/":
         real = os.path.dirname(real)
-    return kinds.get(real) == TMPFS
+    return file_systems.get(real) == TMPFS
 
 
 def plain(name: str) -> str:

@@ -149,10 +149,10 @@ def _check(model: PreTrainedModel, division: Division, tensor: int) -> None:
     alone = f"set {division.key} to 1"
     if config.is_encoder_decoder:
         refuse("it attends across two sequences", alone)
-    kinds = {*(getattr(config, "layer_types", None) or ())} - _LAYERS
-    if kinds:
+    layer_types = {*(getattr(config, "layer_types", None) or ())} - _LAYERS
+    if layer_types:
         refuse(
-            f"it has layers of {', '.join(sorted(kinds))}",
+            f"it has layers of {', '.join(sorted(layer_types))}",
             f"use a model of full or sliding attention, or {alone}",
         )
     if getattr(config, "attn_logit_softcapping", None):

@@ -251,12 +251,12 @@ class PipelineTraining(TrainingEngine):
         assert groups is not None
         dims = [groups.along("pipeline"), groups.along("tensor")]
         different = differing(dims, codes, self.device, "hashes of batches")
-        kinds = [kind for kind, differs in zip(("inputs", "labels"), different) if differs]
-        if kinds:
+        names = [name for name, differs in zip(("inputs", "labels"), different) if differs]
+        if names:
             ranks = self.grid.data_parallel_size
             raise RankMismatchError(
                 "the ranks of the first and the last stage were given different "
-                f"{' and '.join(kinds)} of the same micro-batches; let all ranks of a pipeline "
+                f"{' and '.join(names)} of the same micro-batches; let all ranks of a pipeline "
                 "read those of its data-parallel coordinate, in one order "
                 f"(DistributedSampler(data, {ranks}, engine.grid.get_data_parallel_rank()), with "
                 "one seed)"

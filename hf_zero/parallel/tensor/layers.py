@@ -344,15 +344,17 @@ class EnteringCaches:
         if not isinstance(keys, torch.Tensor) or keys.dim() != 4:
             return
         assert isinstance(values, torch.Tensor)
-        kinds = _projections(model, layer_index)
-        if kinds and not any(issubclass(kind, (Colwise, KeyValueHeads)) for kind in kinds):
+        projections = _projections(model, layer_index)
+        if projections and not any(
+            issubclass(projection, (Colwise, KeyValueHeads)) for projection in projections
+        ):
             return  # all ranks compute all heads
         heads, size = keys.shape[1], self._axis.size
         whole = _heads_of(model)
         latent = bool(getattr(model.config.get_text_config(), "kv_lora_rank", None))
         if heads != whole and not latent and heads == max(1, whole // size):
             return  # a copy of a cache that holds this rank's heads
-        if latent or not kinds or heads != whole or (whole % size and size % whole):
+        if latent or not projections or heads != whole or (whole % size and size % whole):
             raise ConfigError(
                 f"{name} has {heads} heads, and {TENSOR_SIZE} = {size} cannot "
                 f"share them out as {type(model).__name__} does its {whole} heads of keys and "

@@ -285,11 +285,11 @@ class BackwardTracker:
 
     def _begin(self) -> None:
         self._left_out, self.current_root = frozenset(), None
-        kinds: list[Hashable] = ["backward"]
+        parts: list[Hashable] = ["backward"]
         for forward, count in self._forwards.items():
             if forward is not None:
-                kinds.append((forward, min(count, FORWARDS_TOLD_APART)))
-        kind = tuple(kinds)
+                parts.append((forward, min(count, FORWARDS_TOLD_APART)))
+        kind = tuple(parts)
         follows = not self._forwards and not self._untracked
         for unit in self._units:
             forwards = unit.forwards

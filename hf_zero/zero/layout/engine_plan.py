@@ -279,10 +279,10 @@ class EnginePlan:
         if self.optimizer is None or not self.moments:
             return False
         groups = enumerate(self.optimizer.param_groups)
-        kinds = (
+        pairs = (
             (self._kept(at, torch.float32), compressible(self.optimizer, g)) for at, g in groups
         )
-        return all(kept.keys() <= signs.keys() for kept, signs in kinds)
+        return all(kept.keys() <= signs.keys() for kept, signs in pairs)
 
     @cached_property
     def _entries(self) -> SegmentStateAccess:

@@ -304,7 +304,7 @@ class _FlatLayouts:
         """Yield the flat buffers of ``unit``, each with its parameters by name. ``held``: names of
         the parameters of this pipeline stage; None: all.
         """
-        kinds: dict[FlatKind, dict[str, nn.Parameter]] = {}
+        by_kind: dict[FlatKind, dict[str, nn.Parameter]] = {}
         for_persistent, differ = self.policy.for_persistent, len(set(self.moments)) > 1
         parameters = [item for item in unit.parameters if held is None or item[0] in held]
         # Ordered by group: the elements of a group in a unit are one run.
@@ -322,8 +322,8 @@ class _FlatLayouts:
             gathers = policy.shards_parameters and self.places.along(sharding.axes)[0] > 1
             float8 = gathers and self.codecs.sends_float8(parameter, dtype)
             kind = FlatKind(trains, dtype, raw, policy, compressed, float8, moments, sharding)
-            kinds.setdefault(kind, {})[name] = parameter
-        for kind, named in kinds.items():
+            by_kind.setdefault(kind, {})[name] = parameter
+        for kind, named in by_kind.items():
             yield self._flat(unit, kind, named), named
 
     def _flat(
