@@ -24,9 +24,7 @@ class HfZeroError(Exception):
 
 
 class ConfigError(HfZeroError, ValueError):
-    """A configuration that cannot be used: an unknown key, a wrong type, values that contradict
-    each other.
-    """
+    """A configuration that cannot be used: an unknown key, a wrong type, contradicting values."""
 
 
 class ReplacedKeyError(ConfigError, AssertionError):
@@ -68,9 +66,7 @@ class UnscalableLossError(PartitionError, AssertionError):
 
 
 class UnsupportedOptimizerError(HfZeroError, TypeError, AssertionError):
-    """An optimizer whose update is not element-wise, or whose existing state cannot be carried
-    over.
-    """
+    """An optimizer whose update is not element-wise, or whose state cannot be carried over."""
 
 
 class RankMismatchError(HfZeroError, RuntimeError):
@@ -91,9 +87,7 @@ class CheckpointError(HfZeroError, RuntimeError):
 
 
 class TargetMismatchError(CheckpointError, AssertionError):
-    """Ranks that want to save a checkpoint in different places, if the configuration
-    forbids that.
-    """
+    """Ranks that would save a checkpoint in different places, if the configuration forbids it."""
 
 
 class NoModelFolderError(CheckpointError, ValueError):
@@ -119,9 +113,7 @@ class HostMemoryError(HfZeroError, MemoryError):
 
 
 class DiskSpaceError(HfZeroError, OSError):
-    """Disk space that offloading asked for and that is not available; ``errno`` and ``filename``
-    are set.
-    """
+    """Disk space for offload that is not available; ``errno`` and ``filename`` are set."""
 
 
 class OffloadError(HfZeroError, RuntimeError):

@@ -33,9 +33,7 @@ BEFORE = {"debug": "steps", "debug:all": "steps:all"}
 
 
 def asked_in(environment: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Return one of LEVELS and STEPS, by the variables of ``environment``, and warnings about
-    them.
-    """
+    """Return one of LEVELS and STEPS, by variables of ``environment``, and warnings about them."""
     asked, older = (environment.get(name, "") for name in ("HF_ZERO_LOG_LEVEL", "HF_ZERO_LOG"))
     asked, warnings = asked.lower(), []
     if older:

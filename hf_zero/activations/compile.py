@@ -137,9 +137,7 @@ class CompiledForward(Override):
         dynamic: bool | None,
         warned: set[str],
     ):
-        """``compilation(forward, dynamic)`` compiles; ``warned`` holds the warnings logged
-        already.
-        """
+        """``compilation(forward, dynamic)`` compiles; ``warned`` holds warnings already logged."""
         super().__init__(module.forward, module, "forward")
         self.__signature__ = inspect.signature(self._fn)
         self._unit = unit

@@ -81,9 +81,7 @@ class Reloaded:
         self._used = False
 
     def use(self) -> torch.Tensor:
-        """Return the values, uint8 on the device, for kernels launched from now on in the current
-        stream.
-        """
+        """Return the values, uint8, for kernels launched from now on in the current stream."""
         current = streams.current_stream(self._values.device)
         current.wait_event(self._came)
         if current == self._home:
@@ -154,9 +152,7 @@ class Slabs:
         return sum(slab.memory.numel() for slab in self._slabs)
 
     def take(self, nbytes: int) -> HostRegion:
-        """Return a region of ``nbytes``. Raises HostMemoryError if the host has no memory for
-        another slab.
-        """
+        """Return a region of ``nbytes``. Raises HostMemoryError if the host lacks memory for it."""
         for slab in reversed(self._slabs):
             region = slab.take(nbytes)
             if region is not None:

@@ -67,9 +67,7 @@ def offload_of(device: torch.device, section: ActivationOffload) -> Offload | No
 
 
 class ActivationPatches:
-    """Patches of ``config`` on one model, installed together with an engine; they know nothing of
-    sharding.
-    """
+    """Patches of ``config`` on one model, installed with an engine; independent of sharding."""
 
     def __init__(self, config: ZeroConfig):
         self._config = config
@@ -92,9 +90,7 @@ class ActivationPatches:
     def install(
         self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
     ) -> None:
-        """Install all patches on ``model``, after the engine's hooks; ``logs``: whether this rank
-        logs them.
-        """
+        """Install all patches on ``model``, after the engine's hooks; ``logs``: this rank logs."""
         self.activations = Activations(model, self._blocks, self._config, units, device, logs)
         self._installed.callback(self.activations.remove)
         # outside of checkpointing: one graph holds forward and recomputation
@@ -111,9 +107,7 @@ class ActivationPatches:
         self._installed.close()
 
     def end_forward(self) -> None:
-        """End the offload of a forward, if one is under way: an exception may bypass its hooks.
-        Idempotent.
-        """
+        """End the offload of a forward whose hooks an exception may have bypassed. Idempotent."""
         if self.activations is not None and self.activations.offload is not None:
             self.activations.offload.end()
 

@@ -145,9 +145,7 @@ class _DoubleBuffer:
             self.flush()
 
     def flush(self) -> None:
-        """Hash the filled block and submit its write. On return the other block is free to be
-        filled.
-        """
+        """Hash the filled block and submit its write. On return the other block can be filled."""
         data = bytes_view(self._blocks[0][: self._used])
         self._hasher.update(data)
         self._wait_for_write()

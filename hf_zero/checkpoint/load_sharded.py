@@ -164,9 +164,7 @@ def _open(folder: AnyPath, target: LoadTarget, hashes: bool, sizes: bool) -> Che
 
 
 def _suggest_other_tags(folder: AnyPath, action: Callable[[], Read]) -> Read:
-    """Return ``action()``; its CheckpointError also names the complete checkpoints beside
-    ``folder``.
-    """
+    """Return ``action()``; its CheckpointError also names the checkpoints beside ``folder``."""
     try:
         return action()
     except CheckpointError as error:
@@ -414,9 +412,7 @@ class _RankLoad(StateSource):
         }
 
     def _groups(self) -> list[GroupEntry]:
-        """Return the saved group of each group of the engine's optimizer; [] if they were not
-        paired.
-        """
+        """Return the saved group of each group of the optimizer; [] if they were not paired."""
         if self.manifest.optimizer is None:
             return []
         return [self.manifest.optimizer.groups[at] for at in self.match.groups]

@@ -228,9 +228,7 @@ def end_save(final: AnyPath, complete: bool) -> None:
 
 
 def is_below(final: AnyPath, folder: Path) -> bool:
-    """Return whether the checkpoint ``final`` is in ``folder``, at any depth. False for an object
-    store.
-    """
+    """Return whether the checkpoint ``final`` is below ``folder``; False for an object store."""
     return not is_remote(final) and final.parent.resolve().is_relative_to(folder.resolve())
 
 

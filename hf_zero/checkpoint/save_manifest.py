@@ -196,9 +196,7 @@ def _optimizer(
 
 
 def objects_file(extra: NonTensorState, name: str) -> tuple[FileEntry, bytes] | None:
-    """Return the entry and the content of ``objects.pt``, called ``name``; None if all state is
-    JSON.
-    """
+    """Return entry and content of ``objects.pt``, called ``name``; None if all state is JSON."""
     if not any(extra.objects.values()):
         return None
     buffer = io.BytesIO()

@@ -68,9 +68,7 @@ def pp_stage_key(flat: FlatBuffer) -> str:
 
 
 def saved_by_this_pp_stage(flat: FlatBuffer) -> bool:
-    """Return whether the stage of this rank saves ``flat``: the first of several stages that hold
-    it.
-    """
+    """Return whether this rank's stage saves ``flat``: the first of the stages that hold it."""
     mesh, stages = flat.engine_mesh, flat.spec.sharding.pp_stages
     return not stages or mesh.dims.coordinate(mesh.rank, "pipeline") == stages[0]
 

@@ -103,9 +103,7 @@ def kinds_copied_later(flat: FlatBuffer, states: Iterable[str]) -> set[str]:
 
 
 def _is_exposed(flat: FlatBuffer) -> bool:
-    """Return whether the weights that a save stores of ``flat`` are in the memory of
-    whole parameters.
-    """
+    """Return whether the saved weights of ``flat`` are in the memory of whole parameters."""
     return not (flat.sharded or flat.optimizer_shard.has_separate_master)
 
 

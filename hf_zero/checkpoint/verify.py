@@ -1,6 +1,4 @@
-"""Verification of a checkpoint: sizes, headers, hashes, and each element of each parameter exactly
-once.
-"""
+"""Verification of a checkpoint: sizes, headers, hashes, and each element of parameters once."""
 
 from __future__ import annotations
 

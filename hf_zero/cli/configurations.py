@@ -79,9 +79,7 @@ def explain(
 
 
 def _line(row: ExplainRow, file: str) -> str:
-    """Return key and value, and below them the note, and the source unless it is the same key of
-    ``file``.
-    """
+    """Return key and value, and below them the note, and the source if not this key of ``file``."""
     source = row.source.removeprefix(f"config file {file}: ")
     return entry(
         f"{row.key} = {_text(row.value)}", row.note, "" if source == row.key else f"({source})"

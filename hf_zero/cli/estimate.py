@@ -250,9 +250,7 @@ def _model(job: Job) -> Any:
 
 
 def _memory(option: str, text: str) -> int:
-    """Parse the memory that ``option`` gives. Raises ConfigError for a number that lacks its
-    unit.
-    """
+    """Parse the memory that ``option`` gives. Raises ConfigError for a number without a unit."""
     size = parse_size(text)
     if text.strip().isdecimal() and size < 1e6:
         raise ConfigError(f"{option} {text} is {size} bytes; write the unit: {option} {text}GB")

@@ -95,9 +95,7 @@ class FlatMomentum:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether other code than these steps has written to the weights of this rank's
-        chunk.
-        """
+        """Return whether other code than these steps has written to this rank's weights."""
         if self.weights is None or not self.has_copy:
             return False
         return self._master_now != self._master_seen
@@ -315,9 +313,7 @@ class FlatMomentum:
         self._state = {}  # state of a parameter may be created later, at another address
 
     def take_errors(self, mean: Tensor, beta: float) -> None:
-        """Move the errors of all ranks, whose ``mean`` over this chunk [owned] is given, into the
-        average.
-        """
+        """Move all ranks' errors, of which ``mean`` covers this chunk [owned], into the average."""
         assert self.error is not None
         self.state(AVERAGE).add_(mean * (1.0 / beta))
         self.error.zero_()

@@ -202,9 +202,7 @@ class OneBitSteps(StepExtension):
                 self._count_variance()
 
     def _freeze(self) -> None:
-        """Freeze the variance after a dense step or a load, and raise it where it is tiny
-        (collective).
-        """
+        """Freeze the variance after a dense step or a load, and raise tiny ones (collective)."""
         group = self._bound.groups[0]
         resumed = group.get(FROZEN_AT)
         frozen = resumed is not None and self._is_still_frozen(int(resumed))
@@ -430,9 +428,7 @@ class OneBitSteps(StepExtension):
     # ---- checkpoints ----
 
     def complete_state(self) -> None:
-        """Move the errors of all ranks into the optimizer's state: the run continues as a resumed
-        one would.
-        """
+        """Move all ranks' errors into the optimizer's state, as a save and a resume would."""
         self.synchronize()
         # after a load, the errors belong to another run
         loaded = self._loads != self._bound.group_scalars.loads

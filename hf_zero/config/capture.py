@@ -1,6 +1,4 @@
-"""Keys that ``compile.capture`` excludes: those with which the host decides or reads anew in each
-step.
-"""
+"""Keys that ``compile.capture`` excludes: with them the host decides or reads in each step."""
 
 from __future__ import annotations
 

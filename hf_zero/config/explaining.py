@@ -27,9 +27,7 @@ WIDTH = 100
 
 
 class ExplainRow(NamedTuple):
-    """One line of ``ZeroConfig.explain()``: a key, its value, the source of the value, and its
-    effect.
-    """
+    """One line of ``ZeroConfig.explain()``: a key, its value, the value's source, its effect."""
 
     key: str
     value: object

@@ -42,9 +42,7 @@ class SourcedDict(dict[str, Any]):
 
     @classmethod
     def wrap(cls, mapping: Mapping[str, object], label: str) -> SourcedDict:
-        """Wrap ``mapping``, with ``label`` as the source of each value; a SourcedDict is returned
-        as it is.
-        """
+        """Wrap ``mapping``, unless it is a SourcedDict; ``label``: the source of each value."""
         if isinstance(mapping, cls):
             return mapping
         return cls(mapping).remember(
@@ -450,9 +448,7 @@ class _Reader:
         return items
 
     def _ends(self, end: str) -> bool:
-        """Skip a comma and return whether ``end`` follows, which is skipped too; "" is the end of
-        the text.
-        """
+        """Skip a comma; return whether ``end`` follows, and skip it. "" is the end of the text."""
         self.skip()
         if self._text[self.at : self.at + 1] == ",":
             self.at += 1

@@ -33,9 +33,7 @@ _DEVICE = choice("none", "cpu", "nvme")
 
 
 def _idle_unless(section: str, *devices: str) -> Callable[[Mapping[str, object]], str]:
-    """Return an ``idle`` function for keys that act only if the section's device is one of
-    ``devices``.
-    """
+    """Return an ``idle`` function for keys that act only if the device is one of ``devices``."""
 
     def idle(values: Mapping[str, object]) -> str:
         device = values.get(f"{section}.device", "none")

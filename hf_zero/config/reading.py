@@ -352,9 +352,7 @@ class ConfigReading:
             self.sources[path] = source
 
     def refuse_autos(self) -> None:
-        """Raise ConfigError if a value is still "auto"; the message names each key and the values
-        to write.
-        """
+        """Raise ConfigError if a value is still "auto", naming each key and the values to write."""
         if self.autos:
             lines = [
                 f"  {path} ({self.sources[path]}): write {_expected(path)}"
@@ -369,9 +367,7 @@ class ConfigReading:
 
 
 def canonical(written: str) -> str:
-    """Return the table's path of a written key: aliases are resolved part by part, sections
-    included.
-    """
+    """Return the table's path of a written key, whose parts may be aliases, sections included."""
     path = ""
     for part in written.split("."):
         path = f"{path}.{part}" if path else part
@@ -487,9 +483,7 @@ def _known() -> list[str]:
 
 
 def _idle(written: str) -> str:
-    """Return the reason why a known key, or each key of a known section, does nothing in hf-zero,
-    or "".
-    """
+    """Return why a known key, or each key of a known section, does nothing in hf-zero, or ""."""
     paths = f"{written}.", f"{canonical(written)}."  # a section may be an alias, or hold aliases
     below = {
         KEYS[canonical(name)].status

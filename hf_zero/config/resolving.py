@@ -60,9 +60,7 @@ ELASTIC_DEFAULTS: JsonObject = {
 
 
 def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, training: bool) -> None:
-    """Resolve every open value of ``reading`` for ``ranks`` ranks, in place. Raises all errors at
-    once.
-    """
+    """Resolve all open values of ``reading`` for ``ranks`` ranks, in place. Raises all errors."""
     # values that an earlier resolve computed hold for its number of ranks only
     for path in list(reading.filled):
         reading.discard(path)
@@ -364,9 +362,7 @@ def elastic_sizes(section: Mapping[str, object], ranks: int) -> tuple[int, int]:
 
 
 def _largest_multiple(base: int, most: int) -> int:
-    """Return ``base`` times the largest highly composite number that keeps it at most ``most``, or
-    0.
-    """
+    """Return ``base`` times the largest highly composite number that fits into ``most``, or 0."""
     return base * max((number for number in HIGHLY_COMPOSITE if number * base <= most), default=0)
 
 

@@ -335,9 +335,7 @@ class ExpertParallelSection:
 
     @property
     def size(self) -> int:
-        """The number of ranks that hold one set of the experts together; 1 if expert parallelism is
-        off.
-        """
+        """The number of ranks that hold one set of the experts; 1: no expert parallelism."""
         return self.autoep_size if self.enabled else 1
 
 

@@ -235,9 +235,7 @@ class QuantizeTraining:
 
 @dataclass(frozen=True)
 class EigenvalueSection:
-    """Eigenvalue schedule: the largest eigenvalue of each layer's Hessian stretches the layer's
-    periods.
-    """
+    """Eigenvalue schedule: the largest eigenvalue of a layer's Hessian stretches its periods."""
 
     enabled: bool = _moq(BOOLEAN, False)
     verbose: bool = _eigenvalue(BOOLEAN, False)

@@ -107,9 +107,7 @@ class TrainerArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFile(TrainerArguments):
-    """One training: a task, a model, a dataset, adapters, a preset of ZeRO, and arguments of the
-    trainer.
-    """
+    """One training: task, model, dataset, adapters, a preset of ZeRO, and trainer arguments."""
 
     task: str = key(
         choice(SFT, DPO, PRETRAIN),

@@ -47,9 +47,7 @@ def argument(function: str, name: str, value_type: ValueType, value: object) -> 
 
 
 def integer(low: int | None = None, high: int | None = None) -> ValueType:
-    """Return the type of integers in ``[low, high]``; floats without a fraction (``5e8``) are
-    integers too.
-    """
+    """Return the type of integers in ``[low, high]``, also given as floats (``5e8``)."""
 
     def convert(value: object) -> int:
         if (isinstance(value, numbers.Integral) and not isinstance(value, bool)) or (
@@ -253,9 +251,7 @@ def _section(value: object) -> JsonObject:
 
 
 def _plain(value: object) -> Any:
-    """Copy a value into JSON's types, so that a configuration survives writing and reading
-    unchanged.
-    """
+    """Copy a value into JSON's types: a configuration is written and read back unchanged."""
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise ValueError(value)
@@ -272,9 +268,7 @@ def _plain(value: object) -> Any:
 
 
 def _report_interval(value: object) -> int | None:
-    """Convert a number of steps; infinity, which Accelerate writes to silence the reports, becomes
-    None.
-    """
+    """Convert a number of steps; infinity, with which Accelerate silences reports, is None."""
     if isinstance(value, float) and math.isinf(value) and value > 0:
         return None
     return int(integer(1).convert(value))
@@ -511,9 +505,7 @@ def spellings(settings: type) -> dict[str, str]:
 
 
 def enabled(section: object) -> bool:
-    """Return whether a section is enabled: by its own ``enabled``, else by that of any nested
-    section.
-    """
+    """Return whether a section is enabled: by its own ``enabled``, or that of a nested section."""
     if not isinstance(section, Mapping) or section.get("enabled") is False:
         return False
     return bool(section.get("enabled")) or any(enabled(value) for value in section.values())

@@ -231,15 +231,11 @@ class ZeroConfig(Settings):
         return copied
 
     def check_stage(self) -> None:
-        """Raise ConfigError for compressed or hierarchical collectives that the stage does not
-        support.
-        """
+        """Raise ConfigError for compressed or hierarchical collectives that the stage lacks."""
         resolving.check_compression(self._reading)
 
     def uses(self, kernel: str) -> bool:
-        """Return whether the fused kernel ``kernel`` is on. :meth:`on_device` must have resolved
-        "auto".
-        """
+        """Return whether the fused kernel ``kernel`` is on, after :meth:`on_device` has run."""
         return self.kernels != "off" and kernel in self.kernels
 
     @cached_property

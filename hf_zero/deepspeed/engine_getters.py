@@ -247,9 +247,7 @@ class ReportingEngine(Engine):
         return cast(StepProfile, profile).profiler
 
     def log_level(self) -> str | None:
-        """Return ``log_level`` of the configuration, such as "ERROR"; None: the level is
-        unchanged.
-        """
+        """Return ``log_level`` of the configuration, such as "ERROR"; None: it is unchanged."""
         return self.config.log_level and self.config.log_level.upper()
 
     # visible to type checkers, which do not see the methods of GETTERS

@@ -18,9 +18,7 @@ MIN_LOSS_SCALE = "min_scale"
 
 
 class LossScalerBase:
-    """A loss scale: multiply the loss by it, divide the gradients, and report whether they
-    overflowed.
-    """
+    """A loss scale: multiplies the loss, divides the gradients, and reports overflows."""
 
     def __init__(self, scaler: Fp16LossScaler) -> None:
         self._scaler = scaler

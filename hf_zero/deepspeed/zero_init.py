@@ -71,9 +71,7 @@ def _is_new(parameter: object) -> bool:
 
 
 def _trains(module: nn.Module) -> bool:
-    """Return whether an engine trains a part of ``module``: parameters added to it stay as
-    they are.
-    """
+    """Return whether an engine trains a part of ``module``: what is added to it stays as it is."""
     return any(engine.bound is not None for engine in engines_of(module))
 
 

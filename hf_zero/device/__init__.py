@@ -1,3 +1,1 @@
-"""The device that torch drives: its kind, its streams and events, pinned host memory, its free
-bytes.
-"""
+"""The device that torch drives: its kind, streams and events, pinned host memory, free bytes."""

@@ -1,6 +1,4 @@
-"""Free memory of the host for this process, limited by the machine, its control groups and its
-ulimits.
-"""
+"""Free host memory for this process: the machine's, within its control groups and ulimits."""
 
 from __future__ import annotations
 

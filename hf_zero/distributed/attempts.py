@@ -91,9 +91,7 @@ def _confirm(shared: dist.Store, world: int, seconds: float) -> str:
 
 
 def _post_outcome(shared: dist.Store, token: str, error: str) -> None:
-    """Add ``error``, "" if all ranks have met, to the post of ``token``, not to that of a later
-    attempt.
-    """
+    """Add ``error`` ("": all ranks have met) to the post of ``token``, not to a later one."""
     shared.compare_set("token", token, f"{token}|{error}")
 
 

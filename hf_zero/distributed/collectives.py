@@ -315,9 +315,7 @@ class MeshDim:
         name: str = "axis",
         timeout: float = DEFAULT_TIMEOUT,
     ):
-        """``ranks`` are global, ``rank`` is this one among them; ``name`` names the dimension in
-        messages.
-        """
+        """Global ``ranks``, with this ``rank``; ``name`` names the dimension in messages."""
         backend, device = groups.backend, groups.device
         self.ranks = list(ranks)
         self.size = len(self.ranks)

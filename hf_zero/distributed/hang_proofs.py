@@ -150,9 +150,7 @@ def _same(text: str) -> HangDiagnosis:
 
 
 def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool:
-    """Return whether the wait of ``rank`` needs a rank of ``stuck`` that has not issued its
-    collective.
-    """
+    """Return whether the wait of ``rank`` requires one of ``stuck`` that has yet to issue it."""
     log, number, _, required = post["wait"]
     return any(
         peer != rank and num_issued(other, log) <= number and peer in required

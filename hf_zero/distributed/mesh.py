@@ -123,9 +123,7 @@ class MeshResources:
         self._dims, self._groups = [], []
 
     def leave(self) -> None:
-        """Note that this rank no longer uses the engine; the last such rank deletes the keys.
-        Idempotent.
-        """
+        """Note that this rank has left the engine; the last one deletes the keys. Idempotent."""
         if self._left:
             return
         self._left = True

@@ -72,9 +72,7 @@ _chosen: torch.device | None = None
 
 
 def choose_device(device: torch.device | None) -> None:
-    """Use ``device`` in this process, for a trainer that chooses it itself; None: let the launcher
-    decide.
-    """
+    """Use ``device`` here, for a trainer that chooses it itself; None: the launcher decides."""
     global _chosen
     _chosen = device
 
@@ -101,9 +99,7 @@ def default_device(rank: int | None = None) -> torch.device:
 
 
 def backend_for(device: torch.device | str) -> str:
-    """Return the torch.distributed backend for this kind of device: "nccl" on CUDA, "gloo" on the
-    host.
-    """
+    """Return torch.distributed's backend for this kind of device: "nccl" on CUDA, else "gloo"."""
     return "gloo" if kinds.is_synchronous(device) else dist.get_default_backend_for_device(device)
 
 

@@ -112,9 +112,7 @@ def own_address(master_addr: str | None) -> str | None:
 
 
 def address_of_route(master_addr: str | None) -> str | None:
-    """Return this host's IPv4 address for other hosts, on the route to the master; None if there is
-    none.
-    """
+    """Return this host's IPv4 address on the route to the master; None if there is none."""
     return _leading_to(master_addr, True) if master_addr else None
 
 

@@ -348,9 +348,7 @@ class ShardFetches:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Wrap every write of shards, in the same order on all ranks: no request is served during
-        it.
-        """
+        """Wrap each write of shards, in one order on all ranks: no request is served during it."""
         with self._writes:
             yield
             self.epoch += 1
@@ -400,9 +398,7 @@ class ShardFetches:
         return self._events.asked
 
     def serve_until_nobody_asks(self) -> None:
-        """Return when no lone fetch of another live rank is under way: this rank is about to end
-        its engine.
-        """
+        """Return when no other live rank's lone fetch is under way, before this engine ends."""
         if self.closed or self.serving.thread is None:
             return
         self._linger(lambda: self._waits.is_over(self._askers()))

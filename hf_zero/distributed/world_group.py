@@ -1,6 +1,4 @@
-"""Blocking collectives over all or some ranks of the job, each verified on all of them before it
-runs.
-"""
+"""Blocking collectives over all or some ranks of the job, verified on all of them beforehand."""
 
 from __future__ import annotations
 

@@ -99,9 +99,7 @@ def engine_checkpoint_error(folder: Path, tag: str | None = None) -> str:
 
 
 def trainer_folder_error(folder: Path) -> str:
-    """Return the reason why a Trainer under ZeRO cannot resume from ``folder``, a ``checkpoint-N``,
-    or "".
-    """
+    """Return why a Trainer under ZeRO cannot resume from ``folder``, a ``checkpoint-N``, or ""."""
     otherwise = written_otherwise(folder)
     if otherwise:
         return otherwise
@@ -119,9 +117,7 @@ def trainer_folder_error(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class StateContents:
-    """The contents of a folder of ``Accelerator.save_state``: one checkpoint for each engine, and
-    files.
-    """
+    """The contents of a folder of ``Accelerator.save_state``: a checkpoint per engine, files."""
 
     tags: tuple[str, ...]
     files: tuple[str, ...]

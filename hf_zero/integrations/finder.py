@@ -36,9 +36,7 @@ imported.
 
 
 def chosen() -> bool:
-    """Return whether ``import deepspeed`` imports, or has imported, hf-zero's facade in this
-    process.
-    """
+    """Return whether ``import deepspeed`` imports, or has imported, hf-zero's facade here."""
     module = sys.modules.get(NAME)
     if module is not None:
         return is_ours(module)
@@ -130,9 +128,7 @@ def _install_finder(first: bool) -> None:
 
 
 class SeamFinder:
-    """Finder that finds a module through the other finders and applies its seams after its
-    execution.
-    """
+    """Finder of modules through the other finders; applies their seams after execution."""
 
     def __init__(self) -> None:
         self.late: set[str] = set()  # modules that were running when the hooks were installed

@@ -58,9 +58,7 @@ def stop_listening(engine: Engine, goes_on: bool = False) -> None:
 
 
 def end(engine: Engine, kind: type[SystemExit] = SystemExit) -> NoReturn:
-    """Raise SystemExit with :data:`STOPPED` once the files of the checkpoint are complete.
-    Collective.
-    """
+    """Raise SystemExit with :data:`STOPPED` once the checkpoint is complete. Collective."""
     engine.wait_for_checkpoint()
     _ending.append(engine.stop_requests)
     log_rank0(f"the checkpoint is complete: ending with code {STOPPED}")

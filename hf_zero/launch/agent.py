@@ -24,9 +24,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> int:
-    """Carry out the order on standard input. Returns the exit code of the command, as a shell would
-    give it.
-    """
+    """Carry out the order on standard input. Returns the command's exit code, as a shell does."""
     order = json.loads(sys.stdin.readline() or "null")
     if order is None:
         return CANNOT_START  # standard input is closed: the caller is gone
@@ -73,9 +71,7 @@ def end(child: subprocess.Popen[Any], grace: float) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants, so that it can find and kill them
-    (Linux only).
-    """
+    """Adopt orphaned descendants, so that this process can find and kill them (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

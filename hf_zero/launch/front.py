@@ -1,6 +1,4 @@
-"""The front process: starts the agents of all hosts, prints their output, and ends them
-together.
-"""
+"""The front process: starts the agents of all hosts, prints their output and ends them together."""
 
 from __future__ import annotations
 

@@ -44,9 +44,7 @@ class Expression:
         return (id(self),)
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (1-D, contiguous, on the CPU, of this dtype) with the elements from
-        ``start`` on.
-        """
+        """Fill ``out`` (1-D, contiguous, CPU, of this dtype) with elements from ``start`` on."""
         raise NotImplementedError
 
     def whole(self) -> torch.Tensor:
@@ -81,9 +79,7 @@ class InMemory(Expression):
 
 
 class Strided(Expression):
-    """A view: ``shape`` elements of ``root``, with ``strides`` from ``offset`` on, in row-major
-    order.
-    """
+    """A view: ``shape`` elements of ``root`` in row-major order, by ``strides`` from ``offset``."""
 
     def __init__(self, root: Expression, shape: Sequence[int], strides: Sequence[int], offset: int):
         super().__init__(shape, root.dtype)
@@ -260,9 +256,7 @@ class Filled(Expression):
         return self.memory
 
     def copy(self) -> Filled:
-        """Return a separate tensor with the values that this one has now. Later draws of the two
-        differ.
-        """
+        """Return a separate tensor with this one's values. Later draws of the two differ."""
         if self.memory is not None:
             return Filled(self.shape, self.dtype, memory=self.memory.clone())
         copied, seed = copy.copy(self), _new_seed()

@@ -256,9 +256,7 @@ def fill(
 
 
 def _meta(expression: Expression) -> tuple[Expression, torch.Tensor]:
-    """Return the expression that holds the elements, and a meta tensor that represents the view of
-    them.
-    """
+    """Return the expression that holds the elements, and a meta tensor that stands for the view."""
     if isinstance(expression, Strided):
         elements = torch.empty(expression.root.numel, dtype=expression.dtype, device="meta")
         return expression.root, elements.as_strided(
@@ -472,9 +470,7 @@ def _load_bin(path: Path) -> dict[str, object]:
 
 
 def make_real(model: nn.Module) -> None:
-    """Read the lazy buffers of ``model`` whole: computations in a model's initialization use their
-    values.
-    """
+    """Read the lazy buffers of ``model`` whole: the initialization computes with their values."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):

@@ -1,6 +1,4 @@
-"""Models sharded before their training is configured, by an engine that only gathers and
-releases.
-"""
+"""Models sharded before their training is configured, by an engine that gathers and releases."""
 
 from __future__ import annotations
 

@@ -385,9 +385,7 @@ def _bar_is_open() -> bool:
 
 
 def _text(figures: Figures, of_rank_0: bool) -> str:
-    """Return the figures, with the bytes of this rank's state and the most that its device has
-    held.
-    """
+    """Return the figures, the bytes of this rank's state and the most its device has held."""
     shown = [f"{label} {figures[name]:.6g}" for name, label in PRINTED.items() if name in figures]
     if of_rank_0 and "loss" in figures:
         shown[0] += " (rank 0's batches only)"

@@ -1,6 +1,4 @@
-"""``memory_breakdown`` and ``dump_state``: the bytes of an engine by kind and tier, and its layout,
-as text.
-"""
+"""``memory_breakdown`` and ``dump_state``: an engine's bytes by kind and tier, and its layout."""
 
 from __future__ import annotations
 

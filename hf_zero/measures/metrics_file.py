@@ -45,9 +45,7 @@ def _numbered(folder: Path) -> dict[int, Path]:
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> Iterator[dict[str, object]]:
-    """Yield the figures of each step of the run in ``folder``; a line that a crash has cut off is
-    skipped.
-    """
+    """Yield the figures of each step of the run in ``folder``, but for a line that was cut off."""
     return (row for row in read_rows(folder) if "step" in row)
 
 
@@ -192,9 +190,7 @@ class MetricsFile:
                     )
 
     def note(self, kind: str, value: object) -> None:
-        """Append a record, from any thread. It waits for the first figures: a load may come before
-        them.
-        """
+        """Append a record, from any thread, after the first figures: a load may precede them."""
         with self._writing():
             row = {kind: value, "after_step": self._last, "time": round(time.time(), 3)}
             self.waiting.append(row)

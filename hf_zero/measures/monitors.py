@@ -64,9 +64,7 @@ def _library(name: str, monitor: str) -> ModuleType:
 
 
 class Monitor(ABC):
-    """Write events on rank 0 if its section enables it; the keys of the section are attributes,
-    too.
-    """
+    """Write events on rank 0 if its section enables it; keys of the section are attributes."""
 
     def __init__(self, monitor_config: MonitorSection | DeepSpeedMonitorConfig) -> None:
         self.monitor_config = monitor_config
@@ -102,9 +100,7 @@ class TensorBoardMonitor(Monitor):
 
 
 class CsvMonitor(Monitor):
-    """Append rows of samples and value to a file for each name, such as
-    ``Train_Samples_lr.csv``.
-    """
+    """Append rows of samples and value to a file for each name, such as Train_Samples_lr.csv."""
 
     def __init__(self, csv_config: CsvSection) -> None:
         super().__init__(csv_config)

@@ -126,9 +126,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 class WarningRecords(logging.Handler):
-    """Append the warnings and errors of hf-zero's logger to ``file``, each text once, until
-    :meth:`close`.
-    """
+    """Append warnings and errors of the logger to ``file``, each text once, until :meth:`close`."""
 
     def __init__(self, file: MetricsFile):
         super().__init__(logging.WARNING)

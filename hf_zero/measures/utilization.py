@@ -42,9 +42,7 @@ PEAKS = (
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the operations per second of ``device`` in 16 bits; None if they are not known, or in
-    fp32.
-    """
+    """Return operations per second of ``device`` in 16 bits; None: unknown, or fp32."""
     if kinds.is_synchronous(device) or precision == "fp32":
         return None
     name = str(getattr(kinds.properties(device), "name", ""))

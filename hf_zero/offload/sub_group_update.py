@@ -32,9 +32,7 @@ FinishOutput = Callable[[int, int, Tensor | None], None]
 
 @dataclass(frozen=True, eq=False)
 class WholeTensorCall:
-    """The arguments of an update that needs whole tensors: see
-    :class:`hf_zero.optim.whole_tensor.Parts`.
-    """
+    """Arguments of an update of whole tensors, as of :class:`hf_zero.optim.whole_tensor.Parts`."""
 
     place: TensorPlace
     tensor_state: dict[str, Tensor]
@@ -153,9 +151,7 @@ class SubGroupUpdate:
             )
 
     def _sub_groups(self, flat: OptimizerShard) -> list[tuple[int, list[Segment]]]:
-        """Return the sub-groups of ``flat`` with their segments; none if all of its parameters are
-        unused.
-        """
+        """Return the sub-groups of ``flat``, with segments; none if its parameters are unused."""
         segments = self._bound.offloaded_segments(flat)
         if not any(segment in self._counted for segment in segments):
             return []
@@ -236,9 +232,7 @@ class SubGroupUpdate:
         grad: Tensor,
         out: Tensor | None,
     ) -> None:
-        """Update the parts of a sub-group if some are unused or have made another
-        number of steps.
-        """
+        """Update the parts of a sub-group if some are unused, or at other numbers of steps."""
         first = segments[0].start
         whole = {
             name: array.decode() if isinstance(array, Blocks) else array

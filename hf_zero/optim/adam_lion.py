@@ -109,9 +109,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; return the closure's loss, if there is a
-        closure.
-        """
+        """Update each parameter that has a gradient; return the closure's loss, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -66,9 +66,7 @@ class Bf16State:
         return cls(masters, moments, seed, masters and section.kahan_summation)
 
     def widen(self, arrays: StateArrays) -> ParamState:
-        """Return ``arrays``, master weights and states by name, with fp32 copies in place of bf16
-        arrays.
-        """
+        """Return ``arrays``, master weights and states by name, with bf16 ones copied to fp32."""
         wide = {
             name: value.float() if self._is_narrow(name, value) else value
             for name, value in arrays.items()

@@ -1,6 +1,4 @@
-"""Base class of the optimizers over host kernels: accepted parameters, formats of moments, state
-dicts.
-"""
+"""Base class of the optimizers over host kernels: parameters, moment formats, state dicts."""
 
 from __future__ import annotations
 

@@ -71,9 +71,7 @@ class _Tables:
 
 
 class FusedStep:
-    """The update of ``optimizer``, whose class has the update of ``base``, over segments of one
-    device.
-    """
+    """The update of ``optimizer``, whose class updates as ``base``, on segments of one device."""
 
     def __init__(
         self,
@@ -484,9 +482,7 @@ class FusedStep:
         return places, total
 
     def separate_counters(self) -> None:
-        """Give each tensor its own step counter, because the optimizer's step increments them one
-        by one.
-        """
+        """Give each tensor its own step counter: the optimizer's step increments them in turn."""
         if self._kernel is ADAM:
             for segment, slices in self._slices.items():
                 entries = self._optimizer.state.get(segment.tensor, {})

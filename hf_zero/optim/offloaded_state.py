@@ -66,9 +66,7 @@ def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
 
 
 def compressible(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Mapping[str, bool]:
-    """Return the states of ``group`` that can be offloaded in fewer bits, with whether they have
-    signs.
-    """
+    """Return the states of ``group`` that offload in fewer bits, with whether they have signs."""
     rule = rule_of(update_base(type(optimizer)), group)
     return {} if rule is None else rule.compressible
 
@@ -458,9 +456,7 @@ def whole_tensor_rule(cls: type[WholeTensorOptimizer], group: ParamGroup) -> Rul
 
 
 def rule_of(base: type | None, group: ParamGroup) -> Rule | None:
-    """Return the rule for a group of an optimizer with the update of the listed class ``base``, or
-    None.
-    """
+    """Return the rule for a group of an optimizer that updates as the listed ``base``, or None."""
     if base is not None and issubclass(base, WholeTensorOptimizer):
         return whole_tensor_rule(base, group)
     for cls in base.__mro__ if base is not None else ():

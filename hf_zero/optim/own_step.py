@@ -30,9 +30,7 @@ _OPS: dict[type, str] = {
 
 
 def is_own(step: object, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``step`` is the method of the class, at most wrapped by a scheduler that
-    counts calls.
-    """
+    """Return whether ``step`` is the class's method, at most wrapped by a scheduler's counter."""
     function = getattr(
         step, "__wrapped__" if getattr(step, "_wrapped_by_lr_sched", False) else "__func__", None
     )
@@ -58,9 +56,7 @@ def choose_fused(base: type | None, group: dict[str, Any]) -> None:
 
 
 def reopen_fused(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a function that undoes :func:`choose_fused` in the groups that leave ``fused`` open
-    now.
-    """
+    """Return a function that undoes :func:`choose_fused` in groups that leave ``fused`` open."""
     groups = optimizer.param_groups
     left_open = [at for at, group in enumerate(groups) if group.get("fused", False) is None]
 

@@ -110,9 +110,7 @@ class Segment:
         self.stop += stop - start
 
     def bind(self) -> None:
-        """Create the leaf tensor over the masters of the parts, one view because the parts are
-        adjacent.
-        """
+        """Create the leaf tensor over the masters of the parts: one view, as they are adjacent."""
         first = masters(self.parts[0].flat)
         view = first.as_strided(
             (self.stop - self.start,), (1,), first.storage_offset() + self.parts[0].start

@@ -27,9 +27,7 @@ T = TypeVar("T")
 
 
 class ShardRanks:
-    """The ranks that share the flat buffers, one shard each; by itself, one rank that owns them
-    whole.
-    """
+    """The ranks that share the flat buffers, a shard each; by itself, one rank that owns all."""
 
     rank, size = 0, 1
 

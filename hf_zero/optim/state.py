@@ -45,9 +45,7 @@ MADE_BY_CONSTRUCTORS = (torch.optim.Adagrad,)
 
 
 def is_scalar(name: str, value: object, shape: Sequence[int]) -> bool:
-    """Return whether state ``name`` of a parameter of ``shape`` is one number for the whole
-    parameter.
-    """
+    """Return whether state ``name`` of a parameter of ``shape`` is one number for all of it."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             return False
@@ -341,9 +339,7 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
 
 
 class NarrowStates(Protocol):
-    """The state of an optimizer in bf16 (``bf16_state.py``); ``moments``: its per-element
-    states.
-    """
+    """The state of an optimizer in bf16 (bf16_state.py); ``moments``: its per-element states."""
 
     @property
     def moments(self) -> bool: ...

@@ -1,6 +1,4 @@
-"""Detect ranks that have diverged: compare hashes of tensors between ranks before some of the
-forwards.
-"""
+"""Detect ranks that have diverged: compare hashes of tensors before some of the forwards."""
 
 from __future__ import annotations
 

@@ -389,9 +389,7 @@ def propose(
 
 @dataclass(frozen=True)
 class EstimateJob:
-    """The input of an estimate: settings, resolved for ``device``, an optimizer, and the sizes of
-    the axes.
-    """
+    """The input of an estimate: settings resolved for ``device``, an optimizer, sizes of axes."""
 
     settings: ZeroConfig
     optimizer: OptimizerConfig

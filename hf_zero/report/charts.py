@@ -333,9 +333,7 @@ def _drawn(
     scale: Spec,
     interpolate: str,
 ) -> Spec:
-    """Return curves of ``value`` by ``step``, with points under the pointer and a rule at each
-    restart.
-    """
+    """Return curves of ``value`` by ``step``, with points at the pointer and rules at restarts."""
     encoding: Spec = {
         "x": _steps(),
         "y": {

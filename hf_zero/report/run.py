@@ -35,9 +35,7 @@ class LoggedMessage:
 
 @dataclass(frozen=True)
 class RankStates:
-    """The states of all ranks while rank 0 waited at ``time``, as rows of
-    ``distributed/state_rows.py``.
-    """
+    """The states of all ranks while rank 0 waited at ``time``: rows of ``state_rows.py``."""
 
     time: str
     groups: Sequence[Mapping[str, Any]]

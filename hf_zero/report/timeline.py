@@ -82,9 +82,7 @@ class Timeline:
 
 
 def read_timeline(file: Path) -> Timeline:
-    """Return the last step of the trace in ``file``. Raises ConfigError if it has no steps, or is
-    damaged.
-    """
+    """Return the last step of the trace in ``file``. Raises ConfigError if empty or damaged."""
     try:
         step = _last_step(file)
     except (OSError, EOFError, zlib.error, ValueError) as error:

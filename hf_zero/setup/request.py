@@ -271,9 +271,7 @@ def _second(second: object, config: object) -> object:
 
 @functools.cache
 def _warn_other_devices() -> None:
-    """Warn once that this process trains alone although it sees accelerators that it does
-    not use.
-    """
+    """Warn once that this process trains alone although it sees accelerators that are not used."""
     devices = device_count()
     if devices > 1 and not process_group.is_initialized() and announce() is None:
         logger.warning(

@@ -337,9 +337,7 @@ class DifficultySampling(Technique):
             criterion.index.check(dataset)
 
     def follow(self, sampler: CurriculumSampler) -> None:
-        """Make ``sampler`` draw in the order of this engine's training. Raises as
-        :meth:`check_dataset`.
-        """
+        """Make ``sampler`` draw in this training's order. Raises as :meth:`check_dataset`."""
         self.check_dataset(sampler.dataset)
         rows = len(sampler.dataset)
         order = SampleOrder(rows, self._criteria, sampler.batch_size, self._seed)

@@ -64,9 +64,7 @@ class RankedSamples(ABC):
 
     @abstractmethod
     def count_up_to(self, value: float) -> int:
-        """Return the number of samples with a value of at most ``value``; they are the first of
-        ``order``.
-        """
+        """Return the number of samples of at most ``value``; they are the first of ``order``."""
 
     def count_of(self, percentile: float, top: float) -> int:
         """Return the number of samples in the easiest ``percentile`` of ``top`` percentiles: of
@@ -134,9 +132,7 @@ class DifficultyIndex(RankedSamples):
         return str(self.header["metric"])
 
     def at(self, percentile: float) -> float:
-        """Return the smallest value that at least ``percentile`` percent of the samples do not
-        exceed.
-        """
+        """Return the smallest value that at least ``percentile`` % of samples do not exceed."""
         last = max(0, math.ceil(self.rows * percentile / 100) - 1)
         return self.values[self.order[last]].item()  # type: ignore[no-any-return]
 

@@ -130,9 +130,7 @@ def check_samples(techniques: TrainingTechniques, data: object) -> None:
 
 
 def follow(techniques: Any, sampler: Any) -> None:
-    """Make a ``sampler`` that draws by difficulty follow the training of an engine; ignore any
-    other.
-    """
+    """Make a ``sampler`` by difficulty follow the training of an engine; ignore any other."""
     sampling = techniques.by_key.get(SAMPLING)
     if isinstance(sampler, CurriculumSampler) and sampling is not None:
         sampling.follow(sampler)

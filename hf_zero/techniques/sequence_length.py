@@ -203,9 +203,7 @@ class SequenceLength:
                 )
 
     def _look_at(self, side: Batch) -> None:
-        """Raise ConfigError for batches that only their values reveal as unsupported; waits for the
-        device.
-        """
+        """Raise ConfigError for batches with unsupported values; waits for the device."""
         for name in POSITIONS:
             positions: Any = side.get(name)
             is_tensor = isinstance(positions, torch.Tensor) and positions.dim() >= 2
@@ -292,9 +290,7 @@ class CurriculumLearning(Technique):
             self.length()
 
     def length(self) -> int:
-        """Return the sequence length of the current step, in tokens. Raises ConfigError if it is
-        below 1.
-        """
+        """Return the sequence length of this step, in tokens. Raises ConfigError if below 1."""
         step = self._counters.global_steps + 1
         length = int(self.schedule.at(step))
         if length < 1:

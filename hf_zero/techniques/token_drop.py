@@ -181,9 +181,7 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
         return self._section.hidden_state_order == "batch_seq_dim"
 
     def _watch(self, model: nn.Module, args: Any, kwargs: Mapping[str, object]) -> None:
-        """Record the number of rows in the call of ``model``, where names of its arguments reveal
-        it.
-        """
+        """Record the rows in the call of ``model``, where names of its arguments reveal them."""
         named = {**dict(zip(inspect.signature(model.forward).parameters, args)), **kwargs}
         self._rows = {
             named[name].shape[0]

@@ -158,9 +158,7 @@ class TrainingPhases(Technique):
         return bool(self._rampup) or any(phase.train_batch_size for phase in self.phases)
 
     def at(self, step: int) -> tuple[Phase, int]:
-        """Return the phase of optimizer step ``step``, counted from 1, and the step's number within
-        it.
-        """
+        """Return the phase of step ``step``, counted from 1, and the step's number within it."""
         number = self._schedule.number(step)
         before = self._schedule.ends[number - 1] if number else 0
         return self.phases[number], step - int(before)

@@ -253,9 +253,7 @@ class EngineParts(ModelWrapper):
         self.optimizer_step.complete_state()
 
     def take_apart(self) -> dict[str, object]:
-        """Remove all parts for :meth:`assemble`; return what :meth:`restore_parts` needs
-        (collective).
-        """
+        """Remove all parts before :meth:`assemble`; return them for :meth:`restore_parts`."""
         before = {
             "scaler": self.scaler.state_dict(),
             "techniques": self.techniques.state_dict(),

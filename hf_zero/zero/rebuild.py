@@ -233,9 +233,7 @@ def _plan(engine: EngineParts) -> EnginePlan:
 
 
 def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> EnginePlan:
-    """Run ``change``, return the plan of the engine, and undo the change. Raises the errors of
-    either.
-    """
+    """Run ``change``, return the engine's plan, and undo the change. Raises errors of either."""
     optimizer = engine.optimizer
     before = [(group, {**group}) for group in optimizer.param_groups]
     trained = [parameter for flat in engine.sharded_model.trainable for parameter, _ in flat.items]

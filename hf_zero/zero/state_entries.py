@@ -77,9 +77,7 @@ class StateSource:
         raise NotImplementedError
 
     def read(self, entries: Sequence[StateEntry], out: torch.Tensor) -> None:
-        """Copy the elements of ``entries`` that are here into ``out`` [owned], of any dtype and
-        device.
-        """
+        """Copy this rank's elements of ``entries`` to ``out`` [owned], of any dtype and device."""
         raise NotImplementedError
 
     def scalars(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, ParameterScalars]:

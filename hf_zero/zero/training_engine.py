@@ -164,9 +164,7 @@ class TrainingEngine(EngineParts):
         )
 
     def reduce_gradients(self) -> None:
-        """Reduce the unreduced gradients of earlier backwards (collective); a step does this by
-        itself.
-        """
+        """Reduce unreduced gradients of earlier backwards (collective); steps do so themselves."""
         self.pass_runner.reduce()
         self.pass_runner.reducer.wait()
 
@@ -258,9 +256,7 @@ class TrainingEngine(EngineParts):
 
     @torch.no_grad()
     def refresh_params(self, flats: Sequence[FlatBuffer] | None = None) -> None:
-        """Update parameters from the master weights (collective): cast into shards, and gather
-        whole ones.
-        """
+        """Update parameters from the masters (collective): cast into shards, gather whole ones."""
         chosen = self.flats if flats is None else list(flats)
         for flat in chosen:
             if flat.trainable:
@@ -562,7 +558,5 @@ class TrainingEngine(EngineParts):
 
     @property
     def stop_requested(self) -> bool:
-        """Return whether a rank was asked to stop. It changes at the end of the same step on all
-        ranks.
-        """
+        """Return whether a rank was asked to stop; it changes on all ranks in the same step."""
         return self.stop_requests.agreed

@@ -153,9 +153,7 @@ def configured(path: AnyPath, dtype: str | None) -> bytes:
 
 
 def _redtype(content: dict[str, object], old: object, new: str) -> None:
-    """Change the dtype of nested configurations (text and vision towers) that agree with the
-    outermost one.
-    """
+    """Change the dtype of nested configurations (text, vision) that agree with the outermost."""
     for key, value in content.items():
         if isinstance(value, dict):
             _redtype(value, old, new)

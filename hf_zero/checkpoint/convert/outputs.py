@@ -203,9 +203,7 @@ _WHOLE = re.compile(r"(.*)\.modules_to_save\.([^.]+)\.(.+)")
 
 
 def written_name(key: str) -> tuple[str, str] | None:
-    """Return (adapter, name in PEFT's file) of the parameter ``key``; None if it is not part of an
-    adapter.
-    """
+    """Return (adapter, name in PEFT's file) of parameter ``key``; None if of no adapter."""
     if match := _WHOLE.fullmatch(key):
         module, adapter, leaf = match.groups()
         return adapter, _based(f"{module}.{leaf}")

@@ -294,9 +294,7 @@ def _manifest(contents: FolderContents, flats: tuple[FlatEntry, ...]) -> Manifes
 
 
 def states(values: Iterable[tuple[str, torch.Tensor]], numel: int) -> dict[str, torch.Tensor]:
-    """Return the per-element tensors of an optimizer state, cut to ``numel`` elements: without
-    padding.
-    """
+    """Return the per-element tensors of an optimizer state, cut to ``numel``: unpadded."""
     kept_states = (
         (name, tensor)
         for name, tensor in values

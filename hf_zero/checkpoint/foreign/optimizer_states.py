@@ -124,9 +124,7 @@ def by_contents(
 
 
 def _begins(values: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Return whether rounded ``values`` begin with ``rounded``; compares ``COMPARED`` elements per
-    end.
-    """
+    """Return whether rounded ``values`` begin with ``rounded``; compares ``COMPARED`` per end."""
     count, flat = rounded.numel(), rounded.detach().reshape(-1)
     ends = (slice(0, min(COMPARED, count)), slice(max(0, count - COMPARED), count))
     return all(torch.equal(values[end].to(flat.dtype), flat[end]) for end in ends)

@@ -35,9 +35,7 @@ _ALLOWING = threading.Lock()
 
 
 class Opaque:
-    """Inert stand-in for an object of a class that is not imported: holds its arguments and
-    attributes.
-    """
+    """Inert stand-in for an object of a class that is not imported: arguments and attributes."""
 
     def __init__(self, *args: object) -> None:
         self.args = args

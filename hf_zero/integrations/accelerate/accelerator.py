@@ -160,9 +160,7 @@ def _split_layers_first(size: int, args: Sequence[object]) -> None:
 
 
 def _refuse_pipelines(args: Sequence[object]) -> None:
-    """Raise ConfigError for a pipeline: loops of Accelerate and the Trainer call the model for a
-    loss.
-    """
+    """Raise ConfigError for a pipeline: loops of Accelerate and the Trainer call a model."""
     from hf_zero.parallel.pipeline.staged import StagedModule
 
     if any(isinstance(value, StagedModule) for value in args):
@@ -189,9 +187,7 @@ def add_figures(
 
 
 def keep_measures_in(accelerator: Accelerator, folder: Path) -> None:
-    """Have the engines of ``accelerator`` write their files to ``folder``, further ones to folders
-    in it.
-    """
+    """Have engines of ``accelerator`` write files to ``folder``, further ones to folders in it."""
     for number, engine in enumerate(engines_of(accelerator)):
         engine.measures.keep_in(str(folder / f"model_{number}" if number else folder))
 
@@ -315,9 +311,7 @@ def _counting_data_parallel_ranks(
 
 
 def _refuse_optimizer_alone(args: tuple[object, ...]) -> None:
-    """Raise PartitionError for an optimizer whose model was prepared without it: its engine cannot
-    step.
-    """
+    """Raise PartitionError for an optimizer whose model was prepared without it."""
     if any(isinstance(value, nn.Module) for value in args):
         return
     for optimizer in (value for value in args if isinstance(value, torch.optim.Optimizer)):

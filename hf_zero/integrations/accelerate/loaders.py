@@ -75,9 +75,7 @@ def name_the_size(config: JsonObject) -> None:
 
 
 def tensor_ranks(state: object) -> int:
-    """Return the number of tensor-parallel ranks in the configuration of ``state``, an
-    AcceleratorState.
-    """
+    """Return the tensor-parallel ranks in the configuration of the AcceleratorState ``state``."""
     plugin = getattr(state, "deepspeed_plugin", None) if finder.chosen() else None
     written = None if plugin is None else value_at(plugin.deepspeed_config, TENSOR_SIZE)
     return written or 1

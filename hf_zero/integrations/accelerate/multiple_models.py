@@ -47,9 +47,7 @@ SMALLEST_LIMIT = 1e-30  # max_norm = 0 means no clipping to an engine
 
 
 class AccumulationOfScript:
-    """The ``gradient_accumulation_steps`` of an Accelerator, which a script may set after
-    ``prepare``.
-    """
+    """The ``gradient_accumulation_steps`` of an Accelerator, settable after ``prepare``."""
 
     def __init__(self, state: GradientState):
         self._state, self._last = state, state.num_steps
@@ -328,9 +326,7 @@ def _take_steps(
 
 
 def set_limit(engine: Engine, limit: float) -> None:
-    """Clip the gradients of the next steps of ``engine`` to norm ``limit``; infinity disables
-    clipping.
-    """
+    """Clip gradients of the next steps of ``engine`` to norm ``limit``; infinity: no clipping."""
     engine.max_norm = 0.0 if math.isinf(limit) else max(limit, SMALLEST_LIMIT)
 
 

@@ -144,9 +144,7 @@ def _sourced(mapping: Mapping[str, object], label: str) -> SourcedDict:
 
 
 def remember_launch(config: SourcedDict) -> None:
-    """Record in ``config``, which Accelerate built from the launcher's variables, the sources of
-    its values.
-    """
+    """Record the sources of values of ``config``, built from the launcher's variables."""
     file = os.environ.get(LAUNCH_FILE)
     written = (
         dict(ZeroConfig.from_file(file, allow_auto=True, foreign=True).to_dict().written)

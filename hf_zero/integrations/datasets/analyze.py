@@ -207,9 +207,7 @@ def _field(sample: object, column: str) -> np.ndarray:
 
 
 def _unmasked(sample: object, column: str) -> np.ndarray:
-    """Return the tokens in the field ``column`` of ``sample`` under its attention mask, if it has
-    one.
-    """
+    """Return the tokens in ``column`` of ``sample``, under its attention mask if it has one."""
     tokens = _field(sample, column)
     if not isinstance(sample, Mapping) or MASK not in sample or column == MASK:
         return tokens

@@ -33,9 +33,7 @@ class FusionCandidate:
 def candidates(
     module: nn.Module, kernels: Collection[str], moved: Container[nn.Module] = ()
 ) -> Iterator[FusionCandidate]:
-    """Yield the candidates for ``module`` among ``kernels``. The norms ``moved`` are
-    applied elsewhere.
-    """
+    """Yield the candidates for ``module`` among ``kernels``; norms ``moved`` apply elsewhere."""
     if any(kernel in kernels for kernel in KERNEL.values()):
         verdict = verdict_on(module)
         expression = verdict.expression

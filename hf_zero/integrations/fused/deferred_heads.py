@@ -323,9 +323,7 @@ def _remove(module: nn.Module) -> None:
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Return whether the class of ``module`` has torch's forward: another may have been put on
-    since.
-    """
+    """Return whether the class of ``module`` has torch's forward, which others may replace."""
     return _torchs_forward(module) in (nn.Linear.forward, nn.LayerNorm.forward)
 
 

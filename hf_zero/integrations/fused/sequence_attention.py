@@ -289,9 +289,7 @@ class _Forward:
 
 
 def _named(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
-    """Return the inputs of a forward by name; the first argument of transformers' models is the
-    tokens.
-    """
+    """Return a forward's inputs by name; transformers' models take the tokens first."""
     return {"input_ids": args[0], **kwargs} if args else kwargs
 
 

@@ -422,9 +422,7 @@ class StrategyMethods(_Strategy):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, object]:
-        """Return an empty dict: checkpoints are written from the shards, and no rank holds all
-        weights.
-        """
+        """Return {}: checkpoints are written from the shards, and no rank holds all weights."""
         return {}
 
     def optimizer_state(self, optimizer: object) -> dict[str, torch.Tensor]:

@@ -146,9 +146,7 @@ def add_groups_again(
 
 
 def keep_engines_in_place(original: Original, self: DDPStrategy) -> None:
-    """Wraps ``DDPStrategy.teardown``: keeps the memory of an engine on its device at the end of a
-    fit.
-    """
+    """Wraps ``DDPStrategy.teardown``: keeps an engine on its device at the end of a fit."""
     if isinstance(self.model, Engine) and self._lightning_module is not None:
         with left_in_place(self):
             original(self)

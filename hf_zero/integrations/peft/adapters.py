@@ -318,9 +318,7 @@ def _with_embeddings(model: torch.nn.Module, config: PeftConfig) -> bool:
 
 
 def _base_configuration(name: str | None) -> dict[str, object]:
-    """Return the base model's config.json, from its folder or the hub's cache; {} if it is in
-    neither.
-    """
+    """Return the base model's config.json, from its folder or the hub's cache; else {}."""
     from huggingface_hub import try_to_load_from_cache
 
     if not name:

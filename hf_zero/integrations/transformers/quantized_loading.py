@@ -230,9 +230,7 @@ def take_packed_in_shards(
     full_layer_name: str | None = None,
     **kwargs: object,
 ) -> dict[str, Weights]:
-    """Wraps ``Bnb4bitDeserialize.convert`` and that of 8 bits: lazy bytes and scales stay in their
-    files.
-    """
+    """Wraps ``Bnb4bitDeserialize.convert`` and the 8-bit one: lazy values stay in their files."""
     values = {name: _only(value) for name, value in input_dict.items()}
     bytes_of = values.get("weight")
     if len(values) == 1 or not isinstance(bytes_of, LazyTensor):

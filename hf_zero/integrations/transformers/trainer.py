@@ -234,9 +234,7 @@ def _stop_listening(trainer: Trainer) -> None:
 def leave_norm_on_device(
     original: Original, self: Trainer, model: nn.Module, grad_norm: object = None
 ) -> object:
-    """Wraps ``Trainer._get_grad_norm``: returns the norm as a tensor, which the Trainer reads when
-    it logs.
-    """
+    """Wraps ``Trainer._get_grad_norm``: returns a tensor, which the Trainer reads when it logs."""
     if not under_zero(self):
         return original(self, model, grad_norm)
     return (

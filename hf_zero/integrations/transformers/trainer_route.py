@@ -208,9 +208,7 @@ def _left_by_callback() -> bool:
 
 
 def renew_devices(args: TrainingArguments) -> None:
-    """Make the arguments read ranks and devices again: their cached values are of another Trainer's
-    state.
-    """
+    """Make the arguments read ranks and devices again: another Trainer's were cached."""
     args.__dict__.pop("_setup_devices", None)
     _ = args._setup_devices
 

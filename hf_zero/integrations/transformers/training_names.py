@@ -1,6 +1,4 @@
-"""Schedules and trackers that a training file names, looked up in Transformers before the ranks
-start.
-"""
+"""Schedules and trackers that a training file names, looked up before the ranks start."""
 
 from __future__ import annotations
 

@@ -306,9 +306,7 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
 def _operand(
     tensor: torch.Tensor, logits: torch.Tensor, function: Callable[..., object]
 ) -> Operand | Vector | None:
-    """Return a plain operand of ``function`` of ``logits`` as a node; None if the result has
-    another shape.
-    """
+    """Return a plain operand of ``function`` of ``logits`` as a node; None for another shape."""
     if tensor.device != logits.device and tensor.dim():
         return None
     if not tensor.dim():

@@ -173,9 +173,7 @@ def _summed(
 def _labeled(
     flat: Any, labels: torch.Tensor, ignored: int, call: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values of the rows of ``flat``, a deferred tensor, whose label counts, and their
-    labels.
-    """
+    """Return the values and labels of the rows of ``flat``, a deferred tensor, that count."""
     labeled = _kept_rows(labels, ignored)
     if labeled is not None:
         return flat.rows(lambda rows: rows[labeled]), labels[labeled]

@@ -89,9 +89,7 @@ class RowwiseCall(Protocol):
 
     @property
     def linear(self) -> bool:
-        """Return whether it is a product with a weight [out, in], plus a bias if there are two
-        tensors.
-        """
+        """Return whether it is a product with a weight [out, in], plus a bias if there are two."""
 
     @property
     def needs_ranks(self) -> bool:

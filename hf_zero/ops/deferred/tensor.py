@@ -308,9 +308,7 @@ class DeferredOutput(torch.Tensor):
         return self.raw
 
     def _compute_copies(self) -> None:
-        """Compute the tensors that were made of this one and are not views of it, before a write
-        to it.
-        """
+        """Compute the tensors made of this one, but for its views, before a write to it."""
         for item in list(self.copies):
             if item.whole is None:
                 item.materialize()

@@ -147,9 +147,7 @@ class VariableSparsityConfig(SparsityConfig):
 
 
 class BigBirdSparsityConfig(SparsityConfig):
-    """A sliding window, the first ``num_global_blocks`` in rows and columns, and random blocks in
-    each row.
-    """
+    """A sliding window, ``num_global_blocks`` first rows and columns, and random blocks per row."""
 
     def __init__(
         self,
@@ -228,9 +226,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
 
 
 class BlockLayout(SparsityConfig):
-    """A layout given as a tensor of [heads or 1, blocks, blocks]; nonzero blocks are
-    attended to.
-    """
+    """A layout given as a tensor [heads or 1, blocks, blocks]; nonzero blocks are attended to."""
 
     def __init__(self, layout: torch.Tensor, block: int, attention: str = "bidirectional") -> None:
         if layout.dim() != 3 or layout.shape[1] != layout.shape[2]:
@@ -251,9 +247,7 @@ class BlockLayout(SparsityConfig):
 
 
 class HeadsOf(SparsityConfig):
-    """``heads`` of the heads of ``config``, from ``first`` on, for a rank that computes
-    only these.
-    """
+    """``heads`` of the heads of ``config``, from ``first`` on: those that a rank computes."""
 
     def __init__(self, config: SparsityConfig, first: int, heads: int) -> None:
         super().__init__(heads, config.block, different_layout_per_head=True)

@@ -426,9 +426,7 @@ _made: dict[type, type] = {}
 
 
 def pipelined(engine_class: type[E]) -> type[E]:
-    """Return a subclass of ``engine_class`` for a model in pipeline stages; one per class,
-    cached.
-    """
+    """Return the subclass of ``engine_class`` for a model in pipeline stages, one per class."""
     if engine_class not in _made:
         attributes = {"__doc__": PipelineTraining.__doc__, "__module__": engine_class.__module__}
         _made[engine_class] = type("PipelineEngine", (PipelineTraining, engine_class), attributes)

@@ -138,9 +138,7 @@ class PipelineModule(StagedModule):
                     )
 
     def _build(self, index: int, layer: Any) -> Callable[..., object]:
-        """Register layer ``index``, built from its spec if needed; return the callable that runs
-        it.
-        """
+        """Register layer ``index``, built from its spec if needed; return its callable."""
         if self.seed_layers:
             self.seed_fn(self.base_seed + index)
         if isinstance(layer, TiedLayerSpec):
@@ -455,9 +453,7 @@ def bounds_of(method: str, parts: int, names: Sequence[str], numels: Sequence[in
 
 
 def _filled(bounds: list[int]) -> list[int]:
-    """Return ``bounds`` with at least one layer per part; weightless layers may leave some
-    empty.
-    """
+    """Return ``bounds`` with at least one layer a part; weightless layers may leave some empty."""
     for part in range(1, len(bounds) - 1):
         bounds[part] = max(bounds[part], bounds[part - 1] + 1)
     for part in range(len(bounds) - 2, 0, -1):

@@ -44,9 +44,7 @@ class ProcessTopology:
         self._coords = list(self.mapping)
 
     def get_rank(self, **coords: int) -> int:
-        """Return the rank at a point. Raises ConfigError unless every axis has a valid
-        coordinate.
-        """
+        """Return the rank at a point. Raises ConfigError unless axes have valid coordinates."""
         rank = None
         if set(coords) == set(self.axes):
             rank = self.mapping.get(self.ProcessCoord(**coords))

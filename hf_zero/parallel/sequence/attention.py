@@ -173,9 +173,7 @@ def gather_heads(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """All-gather ``tensor`` differentiably; each rank's gradient is the sum over the losses of all
-    ranks.
-    """
+    """All-gather ``tensor`` differentiably: gradients are summed over the losses of all ranks."""
     return _GatherTensors.apply(dim, key, tensor)  # type: ignore[no-any-return]
 
 

@@ -48,9 +48,7 @@ class Tokens:
         return tensor.flatten(0, 1)[self.places]
 
     def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Write ``values`` [blocks, tokens, ...] to these tokens of ``tensor``, which is
-        contiguous.
-        """
+        """Write ``values`` [blocks, tokens, ...] to these tokens of the contiguous ``tensor``."""
         if self.places is None:
             tensor[:, self.span] = values
         else:

@@ -351,9 +351,7 @@ def _refuse_former_groups(mpu: SequenceParallel, dims: ParallelDims) -> None:
 
 
 def check_model(model: nn.Module, division: Division, dims: ParallelDims) -> None:
-    """Raise ConfigError for a model whose attention cannot be split by ``division`` in a job of
-    ``dims``.
-    """
+    """Raise ConfigError for attention that ``division`` cannot split in a job of ``dims``."""
     if division.ranks > 1:
         registered("sequence_attention")().check(model, division, dims.tensor)
 

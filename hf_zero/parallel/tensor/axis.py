@@ -288,9 +288,7 @@ def own_part(x: torch.Tensor, name: str, start: int, width: int) -> torch.Tensor
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return whether ``module`` is transformers' Conv1D, a linear layer with a weight of
-    [inputs, outputs].
-    """
+    """Return whether ``module`` is transformers' Conv1D: linear, with weight [inputs, outputs]."""
     return any(map(_is_conv1d, type(module).__mro__))
 
 

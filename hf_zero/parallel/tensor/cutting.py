@@ -1,6 +1,4 @@
-"""Cut a model: keep a tensor-parallel rank's part of each parameter, and make the layers run as
-parts.
-"""
+"""Cut a model: keep a tensor-parallel rank's part of each parameter; layers run as parts."""
 
 from __future__ import annotations
 

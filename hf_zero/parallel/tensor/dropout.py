@@ -52,9 +52,7 @@ class OwnRandomNumbers:
 
     @torch.compiler.disable
     def begin(self, where: str) -> None:
-        """Switch to own states: activations are parts from now on, after the layers in
-        ``where``.
-        """
+        """Switch to own states: activations are parts from now on, after the layers ``where``."""
         if self._where == where:
             return
         # a begin without its end was interrupted: the states it kept are outdated

@@ -162,9 +162,7 @@ class JoinedWhenRead(Sharded):
 
 
 class Rowwise(Sharded):
-    """A linear layer with parts of the inputs and whole outputs. The bias, which is whole, is added
-    once.
-    """
+    """A linear layer with parts of the inputs and whole outputs, which adds its bias once."""
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         self._end_parts()
@@ -211,9 +209,7 @@ class EmbeddingColwise(Sharded):
 
 
 class ExpertParts(Sharded):
-    """A mixture of experts with a part of each expert; tokens, routing weights and outputs are
-    whole.
-    """
+    """A mixture of parts of experts; tokens, routing weights and outputs are whole."""
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         part = self._part

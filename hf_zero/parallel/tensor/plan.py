@@ -85,9 +85,7 @@ class Target:
 
 
 def transformers_model(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the path and the model of transformers inside ``model`` and its wrappers or
-    adapters.
-    """
+    """Return the path and the model of transformers inside ``model``, its wrappers or adapters."""
     for name, module in named_modules_of(model):
         # getattr would find the inner model's config through wrappers
         if hasattr(module.__dict__.get("config"), "model_type"):

@@ -57,9 +57,7 @@ class ShapeCache:
 
 
 def _makes_new(func: Any) -> bool:
-    """Return whether ``func`` neither changes its arguments nor returns views, as far as its schema
-    says.
-    """
+    """Return whether ``func`` changes no argument and returns no view, by its schema."""
     schema = func._schema
     named = (*schema.arguments, *schema.returns)
     return func.namespace == "aten" and all(argument.alias_info is None for argument in named)

@@ -446,9 +446,7 @@ def _record(
 def recorder_of(
     engine: TrainingEngine, simulated: bool = True, announced: Sequence[Header] = ()
 ) -> Recorder:
-    """Return the recorder of ``engine``; ``simulated`` and ``announced`` as for a
-    :class:`StageRecorder`.
-    """
+    """Return the recorder of ``engine``; arguments as for a :class:`StageRecorder`."""
     if isinstance(engine, PipelineTraining):
         dims = [*dims_of(engine), *engine.tied.mesh_dims]
         return StageRecorder(engine, dims, simulated, announced)

@@ -429,9 +429,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
 def safe_set_full_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
-    """Overwrite optimizer state ``optim_state_key`` of ``param``; every rank passes the whole
-    tensor.
-    """
+    """Overwrite state ``optim_state_key`` of ``param``; every rank passes the whole tensor."""
     flat = _writes(param, "safe_set_full_optimizer_state")
     held = _state(flat, param, optim_state_key, "safe_set_full_optimizer_state")
     _write(flat, param, value, "safe_set_full_optimizer_state", held)

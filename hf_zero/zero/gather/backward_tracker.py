@@ -30,9 +30,7 @@ graph_task = torch._C._current_graph_task_id  # number of the backward that this
 
 
 def keep_for_backward(unit: Unit, root: OutermostForward) -> None:
-    """Keep ``unit`` gathered for the backward of ``root``, which reads it at a point our hooks
-    cannot see.
-    """
+    """Keep ``unit`` gathered for the backward of ``root``, which reads it where no hook is."""
     root.reads.add(unit)
     unit.forwards.read_by.add(root)
 
@@ -212,9 +210,7 @@ class BackwardTracker:
             self._reducer.leave_out(self._left_out)
 
     def _restore_left_out(self, units: frozenset[Unit]) -> None:
-        """Undo leaving out ``units``, which the backward under way uses: they are fetched, and
-        reduced last.
-        """
+        """Undo leaving out ``units``, which this backward uses: fetch them, reduce them last."""
         if units:
             self._left_out -= units
             self._reducer.restore_left_out(units)
@@ -277,9 +273,7 @@ class BackwardTracker:
             self._end()
 
     def abort_broken_backward(self) -> None:
-        """Abort a backward that an exception has left open, if any. Called outside forward and
-        backward.
-        """
+        """Abort a backward that an exception has left open, if any, outside of passes."""
         if self.tasks and graph_task() == -1:
             self._abort()
 

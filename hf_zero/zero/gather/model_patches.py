@@ -447,9 +447,7 @@ class ModelPatches:
 
 
 def _refuse_change(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raise PartitionError if ``fn`` changes the dtype or the device of an owned parameter of
-    ``module``.
-    """
+    """Raise PartitionError if ``fn`` changes dtype or device of a parameter of ``module``."""
     for parameter in module._parameters.values():
         if not isinstance(parameter, OwnedParameter):
             continue

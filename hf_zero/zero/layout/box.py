@@ -1,6 +1,4 @@
-"""The part of a whole tensor that a rank of a tensor- or expert-parallel group holds. Arithmetic
-only.
-"""
+"""The part of a whole tensor on a rank of a tensor- or expert-parallel group. Arithmetic only."""
 
 from __future__ import annotations
 

@@ -448,9 +448,7 @@ class FlatBuffer:
         return (self.full, *(self.computing.memory if self.computing is not None else ()))
 
     def use_full(self, full: torch.Tensor) -> None:
-        """Make ``full`` [padded] the whole buffer and the parameters views of it. It must hold
-        their values.
-        """
+        """Make ``full`` [padded], with the values, the buffer; parameters become its views."""
         self._set_full(full)
         if not self.sharded:
             self.keep_shard_in(DeviceStorage({SHARD: self._own}))
@@ -479,9 +477,7 @@ class FlatBuffer:
             self.drop()  # only the parameters keep values from now on
 
     def drop(self) -> None:
-        """Free this rank's memory: the parameters belong to another flat buffer by now, or to no
-        engine.
-        """
+        """Free this rank's memory: the parameters now belong to another flat buffer, or to none."""
         self.keep_shard_in(DeviceStorage({}))
         self.parameter_views.drop_memory()
         self.user_writes.drop_aliases()

@@ -158,9 +158,7 @@ class FlatLayout:
         return self.padded // self.num_shards
 
     def shard_range(self, index: int) -> tuple[int, int]:
-        """Return the half-open range of the flat buffer that is shard ``index`` (it may include
-        padding).
-        """
+        """Return the half-open range of shard ``index`` in the flat buffer; it may have padding."""
         if not 0 <= index < self.num_shards:
             raise IndexError(
                 f"shard {index} of a layout with {self.num_shards} shards; shards count from 0"

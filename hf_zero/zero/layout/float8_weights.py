@@ -121,9 +121,7 @@ def scales_of(amax: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torc
 
 
 class AgreedScales:
-    """The scales of ``flats``, which the ranks of one ``dim`` share, with codecs
-    :class:`Float8Weights`.
-    """
+    """The scales of ``flats``, which share ``dim`` and have codecs :class:`Float8Weights`."""
 
     def __init__(self, dim: MeshDim, flats: Sequence[FlatBuffer]):
         self._dim, self._flats = dim, list(flats)

@@ -216,9 +216,7 @@ class Source(Protocol):
     sliceable: bool  # whether reading a part costs in proportion to that part
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (1-D, on the CPU, of ``dtype``) with elements in row-major order from
-        ``start`` on.
-        """
+        """Fill ``out`` (1-D, CPU, of ``dtype``) with elements in row-major order from ``start``."""
 
     def whole(self) -> torch.Tensor:
         """Return all elements, on the CPU."""

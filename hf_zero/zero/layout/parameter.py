@@ -116,9 +116,7 @@ class OwnedParameter(nn.Parameter):
 
     @property  # type: ignore[override]
     def grad(self) -> torch.Tensor | None:
-        """The gradient of the backward under way. Raises PartitionError once the engine has taken
-        it in.
-        """
+        """The gradient of this backward. Raises PartitionError once the engine has taken it in."""
         value = raw_grad(self)
         flat = self.__dict__.get("_hf_zero_flat")
         reduced = (

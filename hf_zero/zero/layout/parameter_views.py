@@ -273,9 +273,7 @@ class UserWrites:
         return len(self._aliases)
 
     def alias(self, name: str, view: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over ``view``, the memory of parameter ``name``, whose writes are
-        counted.
-        """
+        """Return a tensor over ``view``, memory of parameter ``name``, whose writes are counted."""
         with torch.inference_mode(False):
             if name not in self._aliases:
                 self._aliases[name] = _data(view)  # a new alias has count 0

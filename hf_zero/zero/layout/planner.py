@@ -147,9 +147,7 @@ def plan(
 
 
 def replan(planned: EnginePlan, settings: ZeroConfig, rank: int | None = None) -> EnginePlan:
-    """Return the plan of the same model and job with other ``settings``, of ``rank`` unless it is
-    None.
-    """
+    """Return the plan of the same model and job with other ``settings``, of ``rank`` if given."""
     return plan(
         planned.model,
         settings,

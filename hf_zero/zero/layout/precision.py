@@ -18,9 +18,7 @@ COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def holds_raw_bytes(parameter: torch.Tensor) -> bool:
-    """Return whether the values of ``parameter`` are bytes that only their module can read,
-    never cast.
-    """
+    """Return whether only the module of ``parameter`` can read its bytes: they are never cast."""
     return parameter.dtype not in CASTABLE or (
         given_class(parameter) is not nn.Parameter and not parameter.requires_grad
     )

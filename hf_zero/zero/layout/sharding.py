@@ -160,9 +160,7 @@ def _parts(box: Box, dim: int, ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def dims_of_parts(tensors: Iterable[torch.Tensor]) -> list[MeshDim]:
-    """Return the mesh dimensions along which ``tensors`` are cut: a forward with them communicates
-    there.
-    """
+    """Return the mesh dimensions along which ``tensors`` are cut, and a forward communicates."""
     dims: dict[tuple[str, int], MeshDim] = {}
     for sharding in {sharding_of(tensor) for tensor in tensors}:
         named, box = sharding.axes[:1] if sharding.names else (), sharding.box

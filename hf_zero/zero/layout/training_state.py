@@ -169,9 +169,7 @@ class GradientBuffer:
             self.earlier_reduced_grad = self.shard.clone()
 
     def mark_accumulated(self, used: int) -> None:
-        """Record that gradients of the parameters in the bits ``used`` were added to
-        ``accumulated_grad``.
-        """
+        """Record that gradients of parameters ``used`` (bits) are in ``accumulated_grad``."""
         self.used |= used
         self.unused = _NONE
         if self.state is GradState.EMPTY:
@@ -209,9 +207,7 @@ class GradientBuffer:
         self.unused = _NONE
 
     def leave_out(self) -> None:
-        """Set the gradient to zero: all ranks know that no backward of the window has used these
-        parameters.
-        """
+        """Set the gradient to zero: all ranks know that no backward used these parameters."""
         assert self.shard is not None
         self.allocate()
         self.shard.zero_()

@@ -158,9 +158,7 @@ class ShardGather:
         ]
 
     def requests(self, exact: bool, backward: bool) -> Sequence[GatherRequest]:
-        """Return the requests of one gather; ``exact`` and ``backward`` as for
-        :meth:`Unit.launch_gather`.
-        """
+        """Return the requests of one gather; arguments as for :meth:`Unit.launch_gather`."""
         requests = []
         for flats in self._together:
             pairs, codecs = [], []
@@ -396,9 +394,7 @@ class Unit:
             self.state = GatherState.GATHERED
 
     def take_user_writes(self) -> None:
-        """Copy a script's writes to whole parameters into the shards (a module may change its own
-        weights).
-        """
+        """Copy a script's writes to whole parameters into the shards (modules may write theirs)."""
         for flat in self.flats:
             if not flat.sharded or self.state is GatherState.GATHERED:
                 flat.take_user_writes()

@@ -63,9 +63,7 @@ def _numel(module: nn.Module, sizes: Sizes = OWN) -> int:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Return whether the module has a forward of its own: hooks on a mere container would
-    never fire.
-    """
+    """Return whether the module has a forward of its own: hooks on a container never fire."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -273,9 +271,7 @@ def _owners(
     wrapped: Sequence[tuple[str, nn.Module]],
     in_root: Collection[int],
 ) -> tuple[list[tuple[str, nn.Parameter]], list[list[tuple[str, nn.Parameter]]]]:
-    """Return the parameters of the root, and those reached from each of the ``wrapped`` modules
-    only.
-    """
+    """Return the root's parameters, and those reached from each of the ``wrapped`` modules only."""
     reached: dict[int, set[int]] = {}
     for index, (_, module) in enumerate(wrapped):
         for parameter in parameters_of(module):

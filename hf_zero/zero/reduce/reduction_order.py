@@ -189,9 +189,7 @@ class RemainingForwards:
             self._unmarked.append(call)
 
     def advance_to(self, tick: int) -> Sequence[Unit]:
-        """Advance the backward to ``tick``; return the units of calls without marks that are over
-        by then.
-        """
+        """Advance the backward to ``tick``; return units of unmarked calls that end by then."""
         if tick >= self._tick:
             return ()
         self._tick = tick

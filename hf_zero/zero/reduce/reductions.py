@@ -328,9 +328,7 @@ class GradientIntake:
         self._offload = offload
 
     def accumulate(self, unit: Unit, settings: BackwardSettings) -> bool:
-        """Add this backward's gradients to the whole gradients of the window; return whether there
-        were any.
-        """
+        """Add this backward's gradients to those of the window; return whether there were any."""
         if unit.streams:
             unit.await_gradients()
         has_gradients = False
@@ -362,9 +360,7 @@ class GradientIntake:
         return has_gradients
 
     def upcast(self, flat: FlatBuffer) -> None:
-        """Upcast the gradient of ``flat``, which was kept in 16 bits, before something is added to
-        it.
-        """
+        """Upcast the gradient of ``flat``, kept in 16 bits, before something is added to it."""
         if flat.gradient.upcast_on_accumulate:
             if self._offload is not None:
                 self._offload.wait()

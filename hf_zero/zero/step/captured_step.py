@@ -268,9 +268,7 @@ class CapturedStep:
     def reach(
         self, captured: _CapturedPass, serial: int, grads: Sequence[torch.Tensor | None]
     ) -> None:
-        """Take the gradients of the outputs of ``captured``, in the backward of its launch
-        ``serial``.
-        """
+        """Take the gradients of outputs of ``captured`` in the backward of launch ``serial``."""
         # one at another place of the window may have the memory of this one's activations
         if captured is not self._open or captured.serial != serial:
             raise PartitionError(
@@ -352,9 +350,7 @@ class CapturedStep:
     # ---- update ----
 
     def update(self, steps_before: int, may_overflow: bool) -> bool:
-        """Run one optimizer step as :meth:`OptimizerStep.update` does, launched from a graph if it
-        can be.
-        """
+        """Run an optimizer step as :meth:`OptimizerStep.update` does, from a graph if possible."""
         step, key = self._optimizer_step, None
         tensors: Sequence[torch.Tensor] = ()
         if not may_overflow and self._steps >= WARM_UP - 1 and self._repeats(step):

@@ -298,9 +298,7 @@ class OptimizerStep:
             extension.synchronize()
 
     def complete_state(self) -> None:
-        """Send unsent parts of the state to the ranks that own them, before state is saved
-        (collective).
-        """
+        """Send unsent parts of the state to their owners, before state is saved (collective)."""
         for extension in self.extensions:
             self.model.schedule.shards.wait_for_copy()
             extension.complete_state()
@@ -436,9 +434,7 @@ class StateChanges:
 
     @contextmanager
     def change(self, what: str, replaces: bool = False) -> Iterator[None]:
-        """Context of a change called ``what`` in messages; ``replaces``: it replaces all of the
-        state.
-        """
+        """Context of a change, ``what`` in messages; ``replaces``: it replaces all of the state."""
         outer, self._under_way = self._under_way, what
         try:
             yield
