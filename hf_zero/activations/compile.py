@@ -441,6 +441,5 @@ def _records(compiled: Any) -> bool:
 def _refusal(what: str) -> ConfigError:
     return ConfigError(
         f"{what} records CUDA graphs, which keep the addresses of parameters, and stage 3 gathers "
-        "parameters into new memory; "
-        "use mode 'default' or 'max-autotune-no-cudagraphs', or stage 2"
+        "parameters into new memory; use mode 'default' or 'max-autotune-no-cudagraphs', or stage 2"
     )

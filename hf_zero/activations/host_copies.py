@@ -164,10 +164,9 @@ class Slabs:
         except HostMemoryError as error:
             raise HostMemoryError(
                 f"{nbytes / 1e9:.2f} GB of activations do not fit into host memory next to the "
-                f"{self.nbytes / 1e9:.2f} GB that hold others "
-                f"({error}); let blocks recompute them (activation_checkpointing.blocks), or use a "
-                "smaller micro-batch or activation_offload.min_bytes "
-                "above the size of what may stay on the device"
+                f"{self.nbytes / 1e9:.2f} GB that hold others ({error}); let blocks recompute them "
+                "(activation_checkpointing.blocks), or use a smaller micro-batch or "
+                "activation_offload.min_bytes above the size of what may stay on the device"
             ) from error
         self._slabs.append(_Slab(memory))
         region = self._slabs[-1].take(nbytes)

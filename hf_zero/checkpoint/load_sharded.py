@@ -143,8 +143,7 @@ def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) 
         )
         raise CheckpointError(
             f"the ranks see different checkpoints in {directory}: {told}; pass the same folder and "
-            "tag on every rank, on storage that "
-            "all ranks share. Nothing was loaded."
+            "tag on every rank, on storage that all ranks share. Nothing was loaded."
         )
 
 

@@ -212,9 +212,8 @@ class Checkpoint(ClosedAtExit):
                 ) from error
             if digest != entry.hash:
                 raise CheckpointError(
-                    f"{self.folder / entry.name} is damaged: its hash is {digest}, the "
-                    f"manifest says {entry.hash}; "
-                    "restore it, or load another tag of this run"
+                    f"{self.folder / entry.name} is damaged: its hash is {digest}, the manifest "
+                    f"says {entry.hash}; restore it, or load another tag of this run"
                 )
 
     def file(self, index: int) -> TensorFile:
@@ -274,10 +273,9 @@ class Checkpoint(ClosedAtExit):
                     "is absent" if entry is None else f"has {entry.numel} elements of {entry.dtype}"
                 )
                 raise CheckpointError(
-                    f"{file.path} does not fit {MANIFEST_NAME}: tensor {name!r} "
-                    f"{description}, expected {numel}"
-                    f"{'' if dtype is None else f' of {dtype}'}; restore the file, or load "
-                    "another tag of this run"
+                    f"{file.path} does not fit {MANIFEST_NAME}: tensor {name!r} {description}, "
+                    f"expected {numel}{'' if dtype is None else f' of {dtype}'}; restore the file, "
+                    "or load another tag of this run"
                 )
 
     def buffer_file(self) -> TensorFile:

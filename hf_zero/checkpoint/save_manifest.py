@@ -255,8 +255,7 @@ def _check_loadable(what: str, value: object) -> None:
         torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:  # pickling runs code of the value, which may raise anything
         raise CheckpointError(
-            f"{what} of type {type(value).__name__} cannot be saved without a "
-            "pickle that executes code "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
-            "store numbers, strings, tensors, or lists and dictionaries of these"
+            f"{what} of type {type(value).__name__} cannot be saved without a pickle that executes "
+            f"code ({str(error).splitlines()[0] if str(error) else type(error).__name__}); store "
+            "numbers, strings, tensors, or lists and dictionaries of these"
         ) from error

@@ -272,8 +272,7 @@ def plan_file(
         if dtype not in CODES:
             raise CheckpointError(
                 f"{name!r} is of {dtype}, which safetensors files cannot hold; keep it as another "
-                "dtype (a view of its bytes, say), or "
-                "register it with persistent=False"
+                "dtype (a view of its bytes, say), or register it with persistent=False"
             )
         entries.append(
             TensorEntry(name, dtype, tuple(shape), at, at + math.prod(shape) * dtype.itemsize)

@@ -74,15 +74,12 @@ _INSTEAD = {
 }
 _THEIR_OWN = (
     "additional_args base_job_name command_file commands compute_environment debug "
-    "deepspeed_config distributed_type downcast_bf16 "
-    "dynamo_backend dynamo_config ec2_instance_type enable_cpu_affinity fp16 fp8_config "
-    "fsdp_config gpu_ids iam_role_name image_uri "
-    "machine_rank main_process_ip main_process_port main_training_function megatron_lm_config "
-    "mpirun_config num_machines "
-    "parallelism_config profile py_version pytorch_version rdzv_backend region "
-    "sagemaker_inputs_file sagemaker_metrics_file "
-    "same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone "
-    "transformers_version"
+    "deepspeed_config distributed_type downcast_bf16 dynamo_backend dynamo_config "
+    "ec2_instance_type enable_cpu_affinity fp16 fp8_config fsdp_config gpu_ids iam_role_name "
+    "image_uri machine_rank main_process_ip main_process_port main_training_function "
+    "megatron_lm_config mpirun_config num_machines parallelism_config profile py_version "
+    "pytorch_version rdzv_backend region sagemaker_inputs_file sagemaker_metrics_file same_network "
+    "tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone transformers_version"
 )
 
 # Keys that Accelerate itself acts on. Those of kind ANYTHING are not checked here.
@@ -199,8 +196,7 @@ def _unknown(name: str, key: object, label: str) -> ConfigError:
     if inside and not closest(name, TOP):
         return ConfigError(
             f"{label}: unknown key {key!r} beside Accelerate's own; put {inside[0]!r} under "
-            f"{_SECTION}, or into the file that "
-            f"{_SECTION}.deepspeed_config_file names"
+            f"{_SECTION}, or into the file that {_SECTION}.deepspeed_config_file names"
         )
     return ConfigError(f"{label}: unknown key {key!r}{did_you_mean(name, TOP)}")
 
@@ -217,9 +213,8 @@ def _read_parallelism(mapping: Mapping[str, object], reading: ConfigReading, lab
     sizes = {name: parallel[name] for name in _SEQUENCES if (parallel.get(name) or 1) != 1}
     if len(sizes) > 1:
         reading.mistakes.add(
-            f"{label}: parallelism_config has both {' and '.join(sizes)}, and Accelerate takes "
-            "one of them; write the other as "
-            f"{_SECTION}.{' or '.join(_SEQUENCES.values())}"
+            f"{label}: parallelism_config has both {' and '.join(sizes)}, and Accelerate takes one "
+            f"of them; write the other as {_SECTION}.{' or '.join(_SEQUENCES.values())}"
         )
     for name, size in parallel.items():
         is_size = str(name).endswith("_size") and isinstance(size, int) and size > 1

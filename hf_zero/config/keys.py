@@ -137,9 +137,8 @@ def is_experimental(path: str) -> bool:
 
 _STAGE3_FIELDS = (
     "prefetch_bucket_size param_persistence_threshold model_persistence_threshold "
-    "max_live_parameters max_reuse_distance "
-    "module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential "
-    "gather_16bit_weights_on_model_save"
+    "max_live_parameters max_reuse_distance module_granularity_threshold "
+    "use_all_reduce_for_fetch_params allgather_sequential gather_16bit_weights_on_model_save"
 )
 
 # Alternative spellings: DeepSpeed's former names, the names of its Python fields, and our own

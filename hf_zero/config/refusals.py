@@ -64,8 +64,7 @@ def check_reading(reading: ConfigReading) -> None:
     if norm and values.get("optimizer.type"):
         mistakes.add(
             f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no "
-            "argument of an optimizer; "
-            f"write gradient_clipping: {norm!r}"
+            f"argument of an optimizer; write gradient_clipping: {norm!r}"
         )
     unused = "zero_optimization.ignore_unused_parameters"
     if values.get(f"{LAYER_DROP}.enabled") and values.get(unused) is False:
@@ -154,8 +153,7 @@ def _check_offload(reading: ConfigReading) -> None:
         reading.mistakes.add(
             f"{MOMENTS} = {shown(values.get(MOMENTS), sources[MOMENTS])} ({sources[MOMENTS]}) "
             f"contradicts {BF16_STATES} = {shown(True, sources[BF16_STATES])} "
-            f"({sources[BF16_STATES]}); "
-            "remove one of them"
+            f"({sources[BF16_STATES]}); remove one of them"
         )
 
 
@@ -176,8 +174,7 @@ def _check_activations(reading: ConfigReading) -> None:
     if isinstance(blocks, int) and not isinstance(blocks, bool) and number and number != blocks:
         reading.mistakes.add(
             f"{BLOCKS} = {blocks} ({sources[BLOCKS]}) contradicts {NUMBER} = {number} "
-            f"({sources[NUMBER]}): both say how many blocks are "
-            "checkpointed; remove one of them"
+            f"({sources[NUMBER]}): both say how many blocks are checkpointed; remove one of them"
         )
 
 

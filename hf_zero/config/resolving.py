@@ -182,10 +182,9 @@ def _resolve_batch(reading: ConfigReading, ranks: int, required: bool) -> None:
     elif total != micro * accumulation * ranks:
         raise ConfigError(
             f"{TOTAL} = {total} ({reading.sources[TOTAL]}) contradicts {MICRO} × {ACCUMULATION} × "
-            f"ranks = {micro} × {accumulation} × {ranks} = "
-            f"{micro * accumulation * ranks} ({reading.sources[MICRO]}; "
-            f"{reading.sources[ACCUMULATION]}): {_equation(reading)}; change one of them, or "
-            f"remove {TOTAL}, which is then computed"
+            f"ranks = {micro} × {accumulation} × {ranks} = {micro * accumulation * ranks} "
+            f"({reading.sources[MICRO]}; {reading.sources[ACCUMULATION]}): {_equation(reading)}; "
+            f"change one of them, or remove {TOTAL}, which is then computed"
         )
 
 
@@ -214,9 +213,8 @@ def _resolve_mesh(reading: ConfigReading, ranks: int) -> None:
         if replicas not in (None, ranks // shard):
             raise ConfigError(
                 f"replicate_size = {replicas} ({reading.sources['replicate_size']}) contradicts "
-                f"{MICS} = {shard} ({reading.sources[MICS]}): "
-                f"replicate_size = ranks / mics_shard_size = {ranks} / {shard} = "
-                f"{ranks // shard}; remove one of them"
+                f"{MICS} = {shard} ({reading.sources[MICS]}): replicate_size = ranks / "
+                f"mics_shard_size = {ranks} / {shard} = {ranks // shard}; remove one of them"
             )
         replicas = reading.fill(
             "replicate_size", ranks // shard, "computed: ranks / mics_shard_size"

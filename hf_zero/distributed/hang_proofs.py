@@ -106,8 +106,7 @@ def _never_joins(
             how = end_reason or f"ended ({post['why']})"
             return _same(
                 f"rank {rank} waits for {what} (number {number} of {log}), which rank {peer} will "
-                f"never join: it has {how}. {REMEDY}, and the "
-                "same number of them"
+                f"never join: it has {how}. {REMEDY}, and the same number of them"
             )
     return None
 

@@ -285,9 +285,8 @@ def _join(world_size: int, where: str, join: Callable[[], None]) -> None:
             ) from error
         raise ConfigError(
             f"the ranks cannot meet at {where}: another program on this machine (another "
-            "training?) uses the port. End it, or choose a port that "
-            "is free: `torchrun --master-port N`, `accelerate launch --main_process_port "
-            "N`, or MASTER_PORT=N"
+            "training?) uses the port. End it, or choose a port that is free: `torchrun "
+            "--master-port N`, `accelerate launch --main_process_port N`, or MASTER_PORT=N"
         ) from None
     finally:
         watchdog.close()

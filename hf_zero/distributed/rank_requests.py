@@ -303,9 +303,8 @@ class ShardFetches:
         if self._fetched == 1:
             logger.warning(
                 "%s is needed here outside the recorded order of gathers: fetched through the "
-                "store, which is slow. "
-                "The order is recorded again after the next step; the 10th, the 100th and so on of "
-                "further fetches are reported",
+                "store, which is slow. The order is recorded again after the next step; the 10th, "
+                "the 100th and so on of further fetches are reported",
                 label,
             )
         elif str(self._fetched).strip("0") == "1":

@@ -256,8 +256,7 @@ class PassTracker:
             return None
         return (
             f"rank {peer} goes on with another {statement['what']} after an exception, having "
-            f"issued {statement['last']}, but rank {self._rank} has issued "
-            f"{self.last()}. {REMEDY}"
+            f"issued {statement['last']}, but rank {self._rank} has issued {self.last()}. {REMEDY}"
         )
 
 

@@ -517,9 +517,8 @@ class StoreWait:
         if gone and not self._store.check([key]):
             raise RankMismatchError(
                 f"rank {self._rank} needs all ranks to {what}, but "
-                f"{'; '.join(f'rank {rank} has {why}' for rank, why in gone.items())}; "
-                "every rank must run the same number of forwards, and destroy or "
-                "end after the last one"
+                f"{'; '.join(f'rank {rank} has {why}' for rank, why in gone.items())}; every rank "
+                "must run the same number of forwards, and destroy or end after the last one"
             )
         text = (
             f"rank {self._rank} has waited {waited:.0f} s for ranks "

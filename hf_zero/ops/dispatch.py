@@ -160,8 +160,7 @@ def _warned_missing() -> bool:
     if why:
         logger.warning(
             "Triton finds no driver for this GPU, so the slow references of all kernels run (%s); "
-            "`hf-zero doctor` tells more, "
-            "and `kernels: off` leaves the model as it is",
+            "`hf-zero doctor` tells more, and `kernels: off` leaves the model as it is",
             why,
         )
     return bool(why)

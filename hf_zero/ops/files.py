@@ -317,8 +317,7 @@ class FileQueue:
         if os.getpid() != self._process:
             raise OffloadError(
                 f"files of process {self._process} were asked for in its forked child "
-                f"{os.getpid()}; read them in the parent, or start "
-                "children with the spawn method"
+                f"{os.getpid()}; read them in the parent, or start children with the spawn method"
             )
 
     def close(self, cancel: bool = False) -> None:

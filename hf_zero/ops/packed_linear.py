@@ -152,9 +152,8 @@ def _check_packable(parameters: list[nn.Parameter], model: nn.Module | None) -> 
         ):
             raise KernelError(
                 f"pack_: parameter {number} is {parameter.dtype} {list(parameter.shape)} on "
-                f"{parameter.device} and the first {first.dtype} "
-                f"{list(first.shape)} on {first.device}; pack parameters that differ in "
-                "the first axis only"
+                f"{parameter.device} and the first {first.dtype} {list(first.shape)} on "
+                f"{first.device}; pack parameters that differ in the first axis only"
             )
         if any(parameter is other for other in parameters[:number]):
             raise KernelError(

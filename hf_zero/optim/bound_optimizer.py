@@ -472,9 +472,8 @@ class BoundOptimizer:
             )
             raise UnsupportedOptimizerError(
                 f"optimizer {type(self.optimizer).__name__} keeps no state {name!r} for "
-                f"{flat.key!r} (it keeps {have}); the state was saved "
-                "by another optimizer or with other options. Use the same optimizer, or load "
-                "without optimizer states."
+                f"{flat.key!r} (it keeps {have}); the state was saved by another optimizer or with "
+                "other options. Use the same optimizer, or load without optimizer states."
             )
         for (segment, part), entry in zip(touched, entries):
             start = max(part.start, first)

@@ -190,8 +190,7 @@ def _resolve(
     if narrow and name not in _CHOOSES_MOMENTS:
         raise NotBuiltError(
             f"optimizer.params.fp32_optimizer_states: false is not built for {name}: states are "
-            "kept in fp32. Remove it, or use one of "
-            f"{', '.join(_CHOOSES_MOMENTS)}"
+            f"kept in fp32. Remove it, or use one of {', '.join(_CHOOSES_MOMENTS)}"
         )
     settings = {
         key: tuple(value) if isinstance(value, list) else value

@@ -58,10 +58,9 @@ def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
     ]
     if counted:
         raise UnsupportedOptimizerError(
-            f"optimizer {type(optimizer).__name__} changes {sorted(set(counted))} of its "
-            "groups or of itself in each step(), and offloaded "
-            "state is stepped sub-group by sub-group: keep that number in the state of each "
-            "parameter, or do not offload the optimizer"
+            f"optimizer {type(optimizer).__name__} changes {sorted(set(counted))} of its groups or "
+            "of itself in each step(), and offloaded state is stepped sub-group by sub-group: keep "
+            "that number in the state of each parameter, or do not offload the optimizer"
         )
 
 

@@ -156,8 +156,7 @@ class _Warmup(LRSchedule):
         if total < self.warmup_num_steps:
             warnings.warn(
                 f"{type(self).__name__}: total_num_steps {total} is less than warmup_num_steps "
-                f"{self.warmup_num_steps}; "
-                "training ends before the warm-up does",
+                f"{self.warmup_num_steps}; training ends before the warm-up does",
                 stacklevel=3,
             )
 

@@ -218,9 +218,8 @@ def _slower(plan: EnginePlan, free: FreeBytes) -> list[str]:
         return []
     return [
         "offload is slower than no offload here: all of it fits on the device "
-        f"({in_units(without.device_bytes)} of "
-        f"{in_units(free.device)}, {ACTIVATIONS:.0%} reserved for activations); remove "
-        "offload_optimizer and offload_param unless you need the room"
+        f"({in_units(without.device_bytes)} of {in_units(free.device)}, {ACTIVATIONS:.0%} reserved "
+        "for activations); remove offload_optimizer and offload_param unless you need the room"
     ]
 
 

@@ -127,9 +127,8 @@ def _notes(needed: Needs, free: FreeBytes) -> Iterator[str]:
     if free.memlock is not None and needed.pinned > free.memlock:
         yield (
             f"ulimit -l is {in_units(free.memlock)}, below the {in_units(needed.pinned)} to be "
-            "pinned: NVIDIA's driver is not bound by it; where "
-            "pinning is refused all the same, transfers go through memory that is not "
-            "pinned, and are slower"
+            "pinned: NVIDIA's driver is not bound by it; where pinning is refused all the same, "
+            "transfers go through memory that is not pinned, and are slower"
         )
 
 

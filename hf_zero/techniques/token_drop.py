@@ -149,10 +149,9 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
         total, count = section.total_layer_num, section.random_ltd_layer_num
         if wrong:
             raise ConfigError(
-                f"{TOKEN_DROP}.random_ltd_layer_id names {wrong}, and "
-                f"{type(model).__name__} has {len(layers)} blocks, of which the first of a "
-                "stack reads all tokens where it returns more than a hidden state; leave them out "
-                "of the list"
+                f"{TOKEN_DROP}.random_ltd_layer_id names {wrong}, and {type(model).__name__} has "
+                f"{len(layers)} blocks, of which the first of a stack reads all tokens where it "
+                "returns more than a hidden state; leave them out of the list"
             )
         if (total or len(layers)) != len(layers) or (count or len(chosen)) != len(chosen):
             raise ConfigError(
@@ -199,9 +198,8 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
         names = {*inspect.signature(type(block).forward).parameters, *kwargs}
         if mask != MASK and mask not in names:
             raise ConfigError(
-                f"{TOKEN_DROP}.model_mask_name = {mask!r} is no argument of "
-                f"{described(block)}, whose mask it is to name"
-                f"{did_you_mean(mask, names - {'self', 'kwargs'})}"
+                f"{TOKEN_DROP}.model_mask_name = {mask!r} is no argument of {described(block)}, "
+                f"whose mask it is to name{did_you_mean(mask, names - {'self', 'kwargs'})}"
             )
         if states is None or states.dim() != 3:
             has = "no" if states is None else states.dim()

@@ -199,9 +199,8 @@ class TrainingPhases(Technique):
         for size, micro in sorted(sizes):
             if size % (micro * ranks):
                 raise ConfigError(
-                    f"{PHASES} makes steps of {size} samples, no multiple of the "
-                    f"{micro * ranks} that the micro-batches of all ranks have; choose "
-                    "one"
+                    f"{PHASES} makes steps of {size} samples, no multiple of the {micro * ranks} "
+                    "that the micro-batches of all ranks have; choose one"
                 )
         if self.phases[0].train_micro_batch_size_per_gpu not in (None, self._sizes[1]):
             raise ConfigError(

@@ -379,9 +379,8 @@ class PassRunner:
         if trainable and not any(map(_ready, trainable)):
             raise PartitionError(
                 "step() has no gradient: there was no backward since the last step or zero_grad(), "
-                "or its loss does not depend on a "
-                "parameter that trains; call engine.backward(loss) first, and zero_grad() not "
-                "between it and step()"
+                "or its loss does not depend on a parameter that trains; call "
+                "engine.backward(loss) first, and zero_grad() not between it and step()"
             )
 
     def refuse_unused(self) -> None:

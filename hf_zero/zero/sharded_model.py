@@ -365,9 +365,8 @@ def _refuse_unknown_params(optimizer: torch.optim.Optimizer, ids: set[int]) -> N
     if unknown_params:
         raise PartitionError(
             f"the optimizer holds {len(unknown_params)} parameters that are not in the model "
-            f"(shapes {unknown_params[:3]}); "
-            "build it from model.parameters() of the model given to initialize, after the model "
-            "has its final parameters"
+            f"(shapes {unknown_params[:3]}); build it from model.parameters() of the model given "
+            "to initialize, after the model has its final parameters"
         )
 
 

@@ -320,9 +320,8 @@ class _Reading:
         if settings and (not groups or not states.keys() <= shapes.keys()):
             logger.warning(
                 "%s does not say which parameters its optimizer's state belongs to: the weights "
-                "are read, the optimizer's state is not; load it "
-                "into an engine with the same model and optimizer groups, or save it with torch's "
-                "get_optimizer_state_dict",
+                "are read, the optimizer's state is not; load it into an engine with the same "
+                "model and optimizer groups, or save it with torch's get_optimizer_state_dict",
                 self.folder,
             )
             return None, {}

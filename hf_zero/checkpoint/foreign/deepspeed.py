@@ -556,8 +556,7 @@ def files_by_rank(folder: Path, suffix: str) -> dict[int, Path]:
 def model_parallel(folder: Path, path: Path) -> CheckpointError:
     return CheckpointError(
         f"{folder} was written by a model-parallel DeepSpeed run, of which each file holds a part "
-        f"of the model ({path.name}); "
-        "merge it with the tools of the program that wrote it"
+        f"of the model ({path.name}); merge it with the tools of the program that wrote it"
     )
 
 

@@ -230,9 +230,8 @@ def refuse_optimizer_apart(
     if finder.chosen() and self.distributed_type == "DEEPSPEED" and self.num_processes > 1:
         raise PartitionError(
             f"accelerator.prepare_optimizer({type(optimizer).__name__}) under ZeRO: the model "
-            "stays whole and its gradients are not averaged "
-            "over the ranks; prepare both in one call, model, optimizer = "
-            "accelerator.prepare(model, optimizer)"
+            "stays whole and its gradients are not averaged over the ranks; prepare both in one "
+            "call, model, optimizer = accelerator.prepare(model, optimizer)"
         )
     return original(self, optimizer, device_placement)
 

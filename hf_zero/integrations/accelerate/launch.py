@@ -104,8 +104,7 @@ def prepare_ranks(original: LauncherCommand, args: Namespace) -> tuple[list[str]
         if (config_file := args.deepspeed_config_file) not in (None, "none"):
             raise ConfigError(
                 f"deepspeed_config.{min(written)} is given besides --deepspeed_config_file "
-                f"{config_file}, but Accelerate reads only the file; move it "
-                f"into {config_file}"
+                f"{config_file}, but Accelerate reads only the file; move it into {config_file}"
             )
         environment[WRITTEN] = json.dumps(written)
     return command, environment

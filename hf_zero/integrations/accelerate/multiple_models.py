@@ -378,9 +378,8 @@ def clip_by_the_engine(
         return original(self, tensors, max_norm, norm_type)
     if float(norm_type) != 2.0:
         raise PartitionError(
-            f"clip_grad_norm_(norm_type={norm_type}): the engine clips in its step, by the L2 "
-            "norm of the whole gradient, and keeps no "
-            "other; leave norm_type at 2"
+            f"clip_grad_norm_(norm_type={norm_type}): the engine clips in its step, by the L2 norm "
+            "of the whole gradient, and keeps no other; leave norm_type at 2"
         )
     if engine in _limited_by_script:
         _refuse_part(engine, tensors)

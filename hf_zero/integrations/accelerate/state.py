@@ -203,7 +203,6 @@ def _join_group(state: AcceleratorState, timeout: timedelta | None) -> None:
     if process_group.get_world_size() != state.num_processes:
         raise RankMismatchError(
             f"Accelerate counts {state.num_processes} process(es) and the process group "
-            f"{process_group.get_world_size()}: LOCAL_RANK is not set, so "
-            "Accelerate cannot see its peers. Start the script with `accelerate launch` or "
-            "torchrun, or export LOCAL_RANK"
+            f"{process_group.get_world_size()}: LOCAL_RANK is not set, so Accelerate cannot see "
+            "its peers. Start the script with `accelerate launch` or torchrun, or export LOCAL_RANK"
         )

@@ -211,15 +211,13 @@ def attend(
     if window is not None and window < key.shape[2]:
         raise KernelError(
             f"{type(module).__name__} has a sliding window of {window} in {key.shape[2]} tokens, "
-            f"which {NAME} does not combine with a layout; "
-            "set config.sliding_window to None, or use a "
-            "LocalSlidingWindowSparsityConfig in its place"
+            f"which {NAME} does not combine with a layout; set config.sliding_window to None, or "
+            "use a LocalSlidingWindowSparsityConfig in its place"
         )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise KernelError(
             f"{NAME} was given a mask of shape {list(attention_mask.shape)}; it takes only padding "
-            "of [batch, keys]: "
-            "pass a 2-D attention_mask to the model, and other masks as a layout"
+            "of [batch, keys]: pass a 2-D attention_mask to the model, and other masks as a layout"
         )
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     causal = (
@@ -309,11 +307,10 @@ def padding_mask(
     if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
         raise KernelError(
             f"{NAME} knows causal and bidirectional attention with padding; this model or batch "
-            "asks for another mask (packed sequences in "
-            "position_ids, a sliding window, image tokens). Pass attention_mask so that "
-            "position_ids are not taken for packed sequences, set "
-            "config.sliding_window to None, and outside torch.compile make the masks "
-            "before the compiled blocks"
+            "asks for another mask (packed sequences in position_ids, a sliding window, image "
+            "tokens). Pass attention_mask so that position_ids are not taken for packed sequences, "
+            "set config.sliding_window to None, and outside torch.compile make the masks before "
+            "the compiled blocks"
         )
     return attention_mask
 

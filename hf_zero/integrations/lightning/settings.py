@@ -75,10 +75,9 @@ def _precision(config: ZeroConfig, precision: str) -> dict[str, object]:
     if config.precision not in ("fp32", kind):
         raise ConfigError(
             f"the ZeRO config enables {config.precision} and the Trainer has "
-            f"precision={precision!r}; "
-            f"write Trainer(precision="
-            f"{'16-mixed' if config.precision == 'fp16' else 'bf16-mixed'!r}), or take it out of "
-            f"the config"
+            f"precision={precision!r}; write "
+            f"Trainer(precision={'16-mixed' if config.precision == 'fp16' else 'bf16-mixed'!r}), "
+            "or take it out of the config"
         )
     autos = {section for section in ("bf16", "fp16") if f"{section}.enabled" in config.autos}
     return {
@@ -110,8 +109,7 @@ def _micro_batch(config: ZeroConfig, trainer: Trainer, ranks: int) -> int | None
     if config.gradient_accumulation_steps not in (None, steps):
         raise ConfigError(
             f"{ACCUMULATION} = {config.gradient_accumulation_steps} in the ZeRO config contradicts "
-            f"Trainer(accumulate_grad_batches={steps}); "
-            "leave it out of the config"
+            f"Trainer(accumulate_grad_batches={steps}); leave it out of the config"
         )
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if total is None:
@@ -121,8 +119,7 @@ def _micro_batch(config: ZeroConfig, trainer: Trainer, ranks: int) -> int | None
     if total != micro * steps * ranks:
         raise ConfigError(
             f"{TOTAL} = {total} in the ZeRO config is not {MICRO} × accumulate_grad_batches × "
-            f"ranks = {micro} × {steps} × {ranks}; "
-            "leave batch sizes to the DataLoader"
+            f"ranks = {micro} × {steps} × {ranks}; leave batch sizes to the DataLoader"
         )
     return micro
 

@@ -186,9 +186,8 @@ class StrategyMethods(_Strategy):
         if process_group.is_initialized() and process_group.get_world_size() != self.world_size:
             raise ConfigError(
                 f"a process group of {process_group.get_world_size()} rank(s) exists and the "
-                f"Trainer wants {self.world_size}; something made it before the "
-                "Trainer started its ranks: load models in configure_model, or start the "
-                "script with torchrun"
+                f"Trainer wants {self.world_size}; something made it before the Trainer started "
+                "its ranks: load models in configure_model, or start the script with torchrun"
             )
         assert self.cluster_environment is not None
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address

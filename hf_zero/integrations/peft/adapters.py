@@ -232,8 +232,7 @@ def described(
             # without the adapter
             logger.warning(
                 "adapter %r of kind %s is not described in the checkpoint (%s): convert-checkpoint "
-                "will write the wrapped model; "
-                "for the adapter alone use save_pretrained",
+                "will write the wrapped model; for the adapter alone use save_pretrained",
                 adapter, config.peft_type, error,
             )  # fmt: skip
     return files

@@ -258,10 +258,9 @@ def finish_lazily(
     if empty:
         raise ConfigError(
             "the checkpoint has no values for "
-            f"{', '.join(empty[:4])}{' and others' if len(empty) > 4 else ''}, and the "
-            "model's _init_weights "
-            f"gives {'it' if len(empty) == 1 else 'them'} none; load a checkpoint that "
-            "has the missing weights"
+            f"{', '.join(empty[:4])}{' and others' if len(empty) > 4 else ''}, and the model's "
+            f"_init_weights gives {'it' if len(empty) == 1 else 'them'} none; load a checkpoint "
+            "that has the missing weights"
         )
     return info
 

@@ -178,10 +178,9 @@ def quantize_parts_in_shards(
     both, alone = quantize_part(rows), [quantize_part(row[None]) for row in rows]
     if not _is_by_rows(both, alone):
         raise ConfigError(
-            f"{type(args[0]).__name__} of torchao does not quantize each row of "
-            f"{full_layer_name} alone, so that zero stage 3 cannot read it into shards; use "
-            "Int8WeightOnlyConfig or Float8WeightOnlyConfig, or "
-            "BitsAndBytesConfig(load_in_4bit=True)"
+            f"{type(args[0]).__name__} of torchao does not quantize each row of {full_layer_name} "
+            "alone, so that zero stage 3 cannot read it into shards; use Int8WeightOnlyConfig or "
+            "Float8WeightOnlyConfig, or BitsAndBytesConfig(load_in_4bit=True)"
         )
     parts = {part: LazyTensor(of) for part, of in _in_rows(weight, quantize_part, both).items()}
     quantized = of_parts(sample, parts, weight.shape)

@@ -240,9 +240,8 @@ def verify_state(trainer: Trainer) -> None:
     if trainer.is_deepspeed_enabled != (state_kind(trainer) == DistributedType.DEEPSPEED):
         raise ConfigError(
             f"the Accelerate state of this process is {state_kind(trainer)} by now, which is not "
-            "that of this Trainer: training arguments, a Trainer or an "
-            "Accelerator made after it replaced the state. Use one Trainer to its end, then make "
-            "the arguments of the next"
+            "that of this Trainer: training arguments, a Trainer or an Accelerator made after it "
+            "replaced the state. Use one Trainer to its end, then make the arguments of the next"
         )
 
 

@@ -82,10 +82,9 @@ def _refuse_other_stage(stage: int) -> None:
     if fields:
         raise ConfigError(
             "zero_config and the file of accelerate launch both configure ZeRO "
-            f"({', '.join(fields)}, in "
-            f"{os.environ.get(LAUNCH_FILE, 'its deepspeed_config')}); give it in one place: leave "
-            "zero_config out, or start with torchrun or a "
-            "plain accelerate launch"
+            f"({', '.join(fields)}, in {os.environ.get(LAUNCH_FILE, 'its deepspeed_config')}); "
+            "give it in one place: leave zero_config out, or start with torchrun or a plain "
+            "accelerate launch"
         )
     launched = launched_values().get(STAGE, stage)
     if launched != stage:
@@ -104,7 +103,6 @@ def require_answering_imports() -> None:
     if HfDeepSpeedConfig.__mro__[1] is object:
         raise ConfigError(
             "transformers was imported before hf-zero answered for deepspeed (HF_ZERO_AUTOLOAD or "
-            "TORCH_DEVICE_BACKEND_AUTOLOAD is 0?); "
-            "unset the variable, or call hf_zero.integrations.finder.choose() before "
-            "importing transformers"
+            "TORCH_DEVICE_BACKEND_AUTOLOAD is 0?); unset the variable, or call "
+            "hf_zero.integrations.finder.choose() before importing transformers"
         )

@@ -80,8 +80,7 @@ class ZeroCallback(TrainerCallback):
             log_rank0(
                 f"ZeroCallback: stage {self.config['zero_optimization']['stage']} over "
                 f"{args.world_size} rank{'s' if args.world_size > 1 else ''}. The model was made "
-                "before the Trainer: "
-                "whole on every rank, unless hf_zero.from_pretrained loaded it"
+                "before the Trainer: whole on every rank, unless hf_zero.from_pretrained loaded it"
             )
         self.throughput.start(args, state, None if args.torch_compile else model)
 
@@ -130,9 +129,8 @@ class ZeroCallback(TrainerCallback):
 
 _UNROUTED = (
     "ZeroCallback is in a Trainer that is not under ZeRO and would train unsharded; pass it in "
-    "Trainer(callbacks=[…]), with a zero_config, "
-    "when the Trainer is made (trainer.add_callback comes too late), or use "
-    "hf_zero.TrainingArguments(zero_config=…)"
+    "Trainer(callbacks=[…]), with a zero_config, when the Trainer is made (trainer.add_callback "
+    "comes too late), or use hf_zero.TrainingArguments(zero_config=…)"
 )
 
 

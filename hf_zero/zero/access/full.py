@@ -167,9 +167,8 @@ class GatheredParameters:
                     parameter.data = view
                 raise PartitionError(
                     f"{name_of(parameter)} of shape {tuple(view.shape)} was given data of shape "
-                    f"{got} inside GatheredParameters, but its place in the "
-                    "shards is fixed; put a new nn.Parameter into the module "
-                    "before hf_zero.initialize"
+                    f"{got} inside GatheredParameters, but its place in the shards is fixed; put a "
+                    "new nn.Parameter into the module before hf_zero.initialize"
                 )
 
     def _keep(self, parameter: torch.Tensor, modifier: int | None) -> None:

@@ -316,9 +316,8 @@ class Hooks:
         if unit.sharded_flats:
             raise PartitionError(
                 f"torch.func goes through {unit.label}, whose parameters are sharded (stage 3): "
-                "the backward inside a transform "
-                "would read weights that are released by then; use stage 2 for "
-                "models under torch.func"
+                "the backward inside a transform would read weights that are released by then; use "
+                "stage 2 for models under torch.func"
             )
         changed = [flat.computing for flat in unit.flats if flat.computing is not None]
         if changed:

@@ -357,11 +357,10 @@ class FlatBuffer:
             if self.trainable or value.shape != view.shape or value.is_meta:
                 raise PartitionError(
                     f"{name}.data of shape {tuple(view.shape)}, {view.dtype} on {view.device} was "
-                    "given a tensor of shape "
-                    f"{tuple(value.shape)}, {value.dtype} on {value.device}, but the place of a "
-                    "parameter in an engine's "
-                    "flat buffer is fixed; assign values of the same kind, or change the model "
-                    "before hf_zero.initialize"
+                    f"given a tensor of shape {tuple(value.shape)}, {value.dtype} on "
+                    f"{value.device}, but the place of a parameter in an engine's flat buffer is "
+                    "fixed; assign values of the same kind, or change the model before "
+                    "hf_zero.initialize"
                 )
             with torch.no_grad():
                 self.user_writes.write(name, view, value)

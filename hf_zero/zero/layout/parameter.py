@@ -127,9 +127,8 @@ class OwnedParameter(nn.Parameter):
         if reduced and (value is None or torch._C._current_graph_task_id() == -1):
             raise PartitionError(
                 f"the gradient of {name_of(self)} has been taken in by the engine and is not on "
-                "the parameter; use engine.get_global_grad_norm(), "
-                "config gradient_clipping instead of clip_grad_norm_, or "
-                "hf_zero.safe_get_full_grad(parameter)"
+                "the parameter; use engine.get_global_grad_norm(), config gradient_clipping "
+                "instead of clip_grad_norm_, or hf_zero.safe_get_full_grad(parameter)"
             )
         return value
 
@@ -322,10 +321,9 @@ def _refuse(parameter_name: str, operation: str, flat: Any = None) -> ReleasedPa
     if flat is not None and flat.live_engine is None:
         return ReleasedParameterError(f"{operation} on {parameter_name}: its engine {LEFT_SHARDED}")
     return ReleasedParameterError(
-        f"{operation} on {parameter_name}: its values are sharded over the ranks and not "
-        "here. Gather them first: "
-        "`with hf_zero.GatheredParameters([parameter], modifier_rank=0 or None):`; for a whole "
-        "copy use engine.state_dict()"
+        f"{operation} on {parameter_name}: its values are sharded over the ranks and not here. "
+        "Gather them first: `with hf_zero.GatheredParameters([parameter], modifier_rank=0 or "
+        "None):`; for a whole copy use engine.state_dict()"
     )
 
 

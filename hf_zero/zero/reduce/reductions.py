@@ -429,8 +429,7 @@ def dense(flat: FlatBuffer, index: int, grad: torch.Tensor) -> torch.Tensor:
         _warned.add(flat.engine_mesh)
         log_rank0(
             f"the gradient of {flat.layout.slots[index].name} is sparse and is made dense, because "
-            "flat buffers travel whole; "
-            "sparse=True saves nothing here and costs a copy",
+            "flat buffers travel whole; sparse=True saves nothing here and costs a copy",
             logging.WARNING,
         )
     return grad.to_dense()

@@ -496,9 +496,8 @@ def refuse_pending_update(updater: Updater, what: str) -> None:
     if updater.backward_update is not None:
         raise PartitionError(
             f"{what} comes after a backward that has updated a part of the model already "
-            "(zero_optimization.update_in_backward) and before "
-            "the step() that updates the rest. Call step() first, or switch update_in_backward "
-            "off; backwards before the last one of a "
-            "step need engine.set_gradient_accumulation_boundary(False). If an exception has "
+            "(zero_optimization.update_in_backward) and before the step() that updates the rest. "
+            "Call step() first, or switch update_in_backward off; backwards before the last one of "
+            "a step need engine.set_gradient_accumulation_boundary(False). If an exception has "
             "broken that backward, load a checkpoint"
         )

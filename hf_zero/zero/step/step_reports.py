@@ -67,9 +67,8 @@ class SanityChecks:
             self._warn(
                 "backwards",
                 f"{self._backwards} backwards without engine.step(): gradients add up and no "
-                "weight has changed; call engine.step() after each "
-                f"engine.backward(loss){window}, or engine.zero_grad() to drop "
-                "what has been added up",
+                f"weight has changed; call engine.step() after each engine.backward(loss){window}, "
+                "or engine.zero_grad() to drop what has been added up",
             )
 
     def on_loss(self, loss: torch.Tensor) -> None:
@@ -86,12 +85,11 @@ class SanityChecks:
         if counts_only and backwards == steps:
             self._warn(
                 "windows",
-                f"engine.step() after {backwards} backwards has counted one micro-batch of "
-                f"{steps} and changed no weight: with gradient_accumulation_steps = "
-                f"{steps} call it after each engine.backward(loss), and every "
-                f"{steps}th call updates; where the loop itself collects "
-                "micro-batches, set gradient_accumulation_steps to 1 and divide the loss by their "
-                "number",
+                f"engine.step() after {backwards} backwards has counted one micro-batch of {steps} "
+                f"and changed no weight: with gradient_accumulation_steps = {steps} call it after "
+                f"each engine.backward(loss), and every {steps}th call updates; where the loop "
+                "itself collects micro-batches, set gradient_accumulation_steps to 1 and divide "
+                "the loss by their number",
             )
 
     def on_norm(self, norm: torch.Tensor, step: int) -> None:
