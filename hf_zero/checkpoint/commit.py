@@ -264,7 +264,7 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
             "tag, so that nothing is lost"
         )
     if is_replaced:
-        _tell_of_replacing(final)
+        _log_replacing(final)
     if replaced.exists():
         if is_replaced:
             discard_replaced(final)
@@ -299,7 +299,7 @@ def _save_id(folder: AnyPath) -> str:
 
 
 @cache
-def _tell_of_replacing(final: AnyPath) -> None:
+def _log_replacing(final: AnyPath) -> None:
     """Log once in a process that ``final`` is replaced: some scripts do it in each save."""
     logger.info(
         "the checkpoint %r in %s is replaced; another tag or folder keeps it",
@@ -379,7 +379,7 @@ def begin_objects(final: AnyPath) -> None:
             "save under another tag, so that nothing is lost"
         )
     if objects and is_checkpoint(final):
-        _tell_of_replacing(final)
+        _log_replacing(final)
     remove_unlisted(final)
 
 

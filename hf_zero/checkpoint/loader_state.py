@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class WindowStart:
-    """The place in the training data where an accumulation window begins. A save inside
-    the window records it: its gradients are not saved, and a resumed run repeats all of it.
+    """The place in the training data where an accumulation window begins. A save inside the window
+    records it: its gradients are not saved, and a resumed run repeats all of it.
     """
 
     def __init__(self) -> None:

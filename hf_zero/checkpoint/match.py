@@ -109,7 +109,7 @@ def match(
         )
     state = scheduler_to_load(target.scheduler, checkpoint, where) if schedule else None
     if schedule and warns:
-        _tell_of_lost_schedule(target.scheduler, manifest, where)
+        _warn_of_lost_schedule(target.scheduler, manifest, where)
     if state is not None and not optimizer and target.optimizer is not None:
         groups = _groups_of_schedule(target, manifest, names.saved_names, state, where)
     return replace(names, groups=groups, schedule=reorder_schedule(state, groups))
@@ -343,7 +343,7 @@ def _kind(class_name: str) -> str:
 RETIRED = {"verbose"}
 
 
-def _tell_of_lost_schedule(scheduler: object, manifest: Manifest, where: str) -> None:
+def _warn_of_lost_schedule(scheduler: object, manifest: Manifest, where: str) -> None:
     """Warn if only one of the checkpoint and the engine has a scheduler, and the checkpoint the
     state of an optimizer.
     """

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
     from hf_zero.zero.training_engine import TrainingEngine
 
-# of a state of numpy's generator. It does not check the place of the next one, where a draw reads
 MT19937 = "MT19937"  # NumPy's generator unless a script sets another
+# of a state of that; the place of the next one, where a draw reads, is not checked by NumPy
 NUMPYS_NUMBERS = 624
 
 # torch holds a mutex while it creates the tensor of a generator's state. A garbage collection at
@@ -176,7 +176,7 @@ def rng_states() -> dict[str, torch.Tensor]:
     if _numpys_generator() == MT19937:
         others["numpy"] = np.random.get_state()
     else:
-        _tell_of_generator()
+        _warn_of_generator()
     for kind, state in others.items():
         # padded, so that files of one run are equally long
         content = json.dumps(state, default=np.ndarray.tolist).encode().ljust(8192)
@@ -194,7 +194,7 @@ def _numpys_generator() -> str:
 
 
 @cache
-def _tell_of_generator() -> None:
+def _warn_of_generator() -> None:
     """Warn, once in a process, that NumPy's generator is neither saved nor restored."""
     logger.warning(  # on the rank concerned: a script may replace it on some ranks alone
         "NumPy's generator was replaced (%s, or another at the save): its state is neither saved "
@@ -224,7 +224,7 @@ def _set_rng_state(kind: str, state: torch.Tensor) -> None:
     elif kind == "numpy":
         saved = parse_json(state.numpy().tobytes())
         if isinstance(saved, dict) or _numpys_generator() != MT19937:
-            _tell_of_generator()  # former releases wrote a dict for other generators
+            _warn_of_generator()  # former releases wrote a dict for other generators
             return
         name, key, place, *gauss = saved
         if not (len(key) == NUMPYS_NUMBERS and 0 <= place <= NUMPYS_NUMBERS):

@@ -94,9 +94,9 @@ def save(
             keeps all.
         background: return once everything is copied to staging memory, or, with
             ``checkpoint.staging_bytes``, once the state is copied whose changes cannot wait
-            (``staging.py``), and let a thread write it.
-            If there is no memory for the copy, a warning says so and the save blocks. The caller
-            has waited for the save before (``background.wait``).
+            (``staging.py``), and let a thread write it. If there is no memory for the copy, a
+            warning says so and the save blocks. The caller has waited for the save before
+            (``background.wait``).
         offered: written in place of a copy of the state, where it equals that.
 
     Raises:

@@ -14,10 +14,10 @@ If the processes have exited, the host refuses packets to their ports: such a ho
 unreachable, and its ranks count as ended, which ends only the waits that need them.
 
 Ranks exchange where they listen together with their hosts, so a start has no further message. A
-host is judged once its heartbeats have arrived regularly, for ten intervals: in a
-network that drops them, or lets only the first ones pass, a warning says that only ``timeout``
-limits waits. A rank whose engines have ended says so, and its thread ends; the next engine of the
-process starts it again.
+host is judged once its heartbeats have arrived regularly, for ten intervals: in a network that
+drops them, or lets only the first ones pass, a warning says that only ``timeout`` limits waits. A
+rank whose engines have ended says so, and its thread ends; the next engine of the process starts it
+again.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _open(world: int, host_timeout: float) -> tuple[str, NativeHeartbeats | None
         core = importlib.import_module("hf_zero._cpu")
     if core is None or not hasattr(core, "Heartbeats"):
         return "", None, "the native core is missing or of another version, see hf-zero doctor"
-    address = rank_hosts.address_of_route(os.environ.get("MASTER_ADDR"))
+    address = rank_hosts.address_for_others(os.environ.get("MASTER_ADDR"))
     if address is None:
         return "", None, "no IPv4 route leads to MASTER_ADDR"
     try:

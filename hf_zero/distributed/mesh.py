@@ -333,9 +333,9 @@ class Mesh:
             self.consensus.fetches.serve_until_nobody_asks()
 
     def close(self, groups: bool = True, why: str = "destroyed its engine") -> None:
-        """End threads and, with ``groups``, the process groups; no further collectives of this
-        mesh. Without, another engine can gather shards: over the default group where messages have
-        tags, else over the mesh's own groups, which stay.
+        """End threads and, with ``groups``, the process groups: this mesh has no collectives any
+        more. Without ``groups`` another engine can gather shards, over the default group where
+        messages have tags, else over the mesh's own groups, which stay.
         """
         if self.consensus is not None:
             self.consensus.close(why)

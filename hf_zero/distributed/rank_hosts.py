@@ -111,13 +111,13 @@ def own_address(master_addr: str | None) -> str | None:
     return _source(master_addr) if master_addr else None
 
 
-def address_of_route(master_addr: str | None) -> str | None:
-    """Return this host's IPv4 address on the route to the master; None if there is none."""
+def address_for_others(master_addr: str | None) -> str | None:
+    """Return this host's IPv4 address for other hosts, towards the master; None without one."""
     return _leading_to(master_addr, True) if master_addr else None
 
 
 def _leading_to(master_addr: str, several_hosts: bool) -> str | None:
-    """Return this host's address on the route to the master; None if the host knows no route."""
+    """Return :func:`own_address`, if there are several hosts not a loopback address."""
     source = _source(master_addr)
     if (
         source is not None

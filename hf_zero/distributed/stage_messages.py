@@ -293,7 +293,9 @@ class StageMessages:
         came = _Position(run, bool(training), *message)
         self._refuse_other(peer, came, self._position(stage, micro_batch))
         announced, grads, kind = _announced(header[len(came) :])
-        tensors, buffer = _room([form for form in announced if form is not None], self.device)
+        tensors, buffer = _receive_buffer(
+            [form for form in announced if form is not None], self.device
+        )
         received = iter(tensors)
         activations = tuple(None if form is None else next(received) for form in announced)
         operations = self._operation(dist.irecv, buffer, peer, FORWARD_TAG, pending)
@@ -334,7 +336,7 @@ class StageMessages:
         """
         pending = self._issue(peer, self.rank, f"{_key(stage, micro_batch)} backward")
         shapes = [(tuple(output.shape), output.dtype) for output in outputs]
-        gradients, buffer = _room(shapes, self.device)
+        gradients, buffer = _receive_buffer(shapes, self.device)
         return gradients, self._operation(dist.irecv, buffer, peer, BACKWARD_TAG, pending)
 
     def explain(self, error: RuntimeError) -> Exception:
@@ -407,7 +409,9 @@ def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return message
 
 
-def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _receive_buffer(
+    shapes: Sequence[Shape], device: torch.device
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return tensors of ``shapes``, and their memory as the bytes of the message that fills it.
 
     The tensors share the storage of the buffer without being autograd views of it, so each has its

@@ -43,7 +43,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _no_room(path: str, needed: int, free: int, name: str, number: int) -> DiskSpaceError:
+def _no_space(path: str, needed: int, free: int, name: str, number: int) -> DiskSpaceError:
     why = (
         "RLIMIT_FSIZE (ulimit -f) forbids it"
         if number == errno.EFBIG
@@ -228,7 +228,7 @@ class NvmeFiles:
                     "its mode, or name another"
                 ) from error
             if error.errno in _NO_ROOM:
-                raise _no_room(path, 0, 0, "a file", error.errno) from error
+                raise _no_space(path, 0, 0, "a file", error.errno) from error
             raise
 
     def warn_of_buffering(self) -> None:
@@ -275,13 +275,13 @@ class NvmeFiles:
             state = os.fstatvfs(file.descriptor)
             free = state.f_bavail * state.f_frsize
             if share - have > free:
-                raise _no_room(path, share - have, free, name, errno.ENOSPC)
+                raise _no_space(path, share - have, free, name, errno.ENOSPC)
             try:
                 os.posix_fallocate(file.descriptor, have, share - have)
             except OSError as error:
                 os.ftruncate(file.descriptor, have)
                 if error.errno in _NO_ROOM:
-                    raise _no_room(path, share - have, free, name, error.errno) from error
+                    raise _no_space(path, share - have, free, name, error.errno) from error
                 raise OSError(
                     error.errno, f"{error.strerror} (taking {share - have} bytes for {name})", path
                 ) from error

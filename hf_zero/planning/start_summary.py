@@ -19,8 +19,8 @@ def describe(report: PreflightReport) -> None:
     without effect.
     """
     logger.info("%s\n%s", summary(report), _shown(report.plan.settings))
-    _tell_of_idle_offload(report.plan)
-    _tell_of_idle_updates(report.plan)
+    _warn_of_idle_offload(report.plan)
+    _warn_of_idle_updates(report.plan)
     if experimental := report.plan.settings.experimental:
         logger.warning(
             "experimental keys, which any version may change: %s (`hf-zero docs compatibility`)",
@@ -130,7 +130,7 @@ def _kernels(settings: ZeroConfig) -> str:
     return f"off ({source}); `kernels: auto` runs those that are fast on this device"
 
 
-def _tell_of_idle_offload(plan: EnginePlan) -> None:
+def _warn_of_idle_offload(plan: EnginePlan) -> None:
     """Warn if all parameters stay on the device although the configuration offloads them."""
     if plan.settings.offload_param.on and plan.all_persistent:
         logger.warning(
@@ -141,7 +141,7 @@ def _tell_of_idle_offload(plan: EnginePlan) -> None:
         )
 
 
-def _tell_of_idle_updates(plan: EnginePlan) -> None:
+def _warn_of_idle_updates(plan: EnginePlan) -> None:
     """Warn if the optimizer can make no update in the backward."""
     optimizer, asked = plan.optimizer, plan.settings.zero.update_in_backward
     if asked and optimizer is not None and not updates_in_parts(optimizer):

@@ -186,7 +186,7 @@ class PassRunner:
             model.schedule,
             self.reducer,
             self._begin_backward,
-            lambda: self.losses.part_joins(),
+            lambda: self.losses.refuse_part(),
             self._window.uncount,
         )
         model.schedule.connect(

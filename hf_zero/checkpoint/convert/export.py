@@ -174,8 +174,8 @@ def convert_checkpoint(
     Raises:
         CheckpointError: a checkpoint that is missing or damaged; a folder that cannot be written,
             that another conversion is writing, that is a link, or that is, holds or is in the
-            checkpoint; a disk without room;
-            adapters that are asked for but absent; optimizer state that the format does not have.
+            checkpoint; a disk without room; adapters that are asked for but absent; optimizer state
+            that the format does not have.
         ConfigError: an invalid dtype, format, size or number of workers, an argument that the
             format does not take, or a pattern that matches no tensor.
     """
@@ -302,7 +302,7 @@ def _write(
         if not journal.resumes:
             _replace_or_refuse(checkpoint, output_files, target, overwrite)
         kept = sum(max(0, journal.kept(name) - len(plan.header)) for name, plan in plans.items())
-        _check_room(target, list(plans), total)
+        _check_disk_space(target, list(plans), total)
         if kept:
             logger.info(
                 "%s: going on with a conversion that was interrupted after %s of %s",
@@ -559,7 +559,7 @@ def _replace_or_refuse(
         logger.info("%s: %s replaced; another folder keeps them", target, names)
 
 
-def _check_room(target: Path, names: list[str], total: int) -> None:
+def _check_disk_space(target: Path, names: list[str], total: int) -> None:
     sizes = [
         path.stat().st_blocks * 512
         for path in (temporary_path(target, name) for name in names)

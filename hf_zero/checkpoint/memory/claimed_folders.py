@@ -86,7 +86,7 @@ class ClaimedFolders(JobFolders):
         else:
             self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def take_room(self, sizes: Sequence[int]) -> int:
+    def choose_base(self, sizes: Sequence[int]) -> int:
         """Choose this host's base folder for two generations of files with ``sizes``, bytes by
         rank; return the bytes that they take on this host. Collective.
 
@@ -96,13 +96,13 @@ class ClaimedFolders(JobFolders):
         needed = len(folders.SLOTS) * sum(here)
         _, chosen = collective_try(
             self._ranks,
-            lambda: str(self._choose_base(needed)) if self.acts_for_host else "",
+            lambda: str(self._first_fitting(needed)) if self.acts_for_host else "",
             share=lambda base: base,
         )
         self.base = Path(chosen[self.hosts.first(self.rank)])
         return needed
 
-    def _choose_base(self, needed: int) -> Path:
+    def _first_fitting(self, needed: int) -> Path:
         """Return the first base folder on this host with room for ``needed`` bytes."""
         where = self.hosts.names[self.rank]
         several = self.copies > 1 and len(self.hosts.ranks) > 1

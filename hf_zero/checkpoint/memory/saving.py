@@ -119,7 +119,7 @@ class MemoryCheckpoints(ClaimedFolders):
         self._running: Future[None] | None = None
         self._told_waiting = False
         self._say()
-        needed = self.take_room(self._ranks.all_gather_object(planned_size(plan), KEY))
+        needed = self.choose_base(self._ranks.all_gather_object(planned_size(plan), KEY))
         if self.acts_for_host:
             folder = self.folder(self.base)
             logger.info(
@@ -240,7 +240,7 @@ class MemoryCheckpoints(ClaimedFolders):
             planned, sizes = collective_try(
                 self._ranks, make, after="Nothing was saved.", share=lambda made: made[1].file.size
             )
-            self.take_room(sizes)
+            self.choose_base(sizes)
             self._choose_slot(step)
             record, plan = planned
             head = record.head and replace(record.head, begun=self.begun)
@@ -367,7 +367,7 @@ class MemoryCheckpoints(ClaimedFolders):
                 if self._rewound and self.acts_for_host:
                     self._drop_later(step)
                 self._rewound = False
-                self._tell(staged, step, stall, time.perf_counter() - begun)
+                self._log_save(staged, step, stall, time.perf_counter() - begun)
             elif self.rank == 0:
                 logger.error("%s", self._failed(step, "a rank could not write its part"))
         finally:
@@ -388,7 +388,7 @@ class MemoryCheckpoints(ClaimedFolders):
             "before it stays, and training goes on"
         )
 
-    def _tell(self, staged: Staged, step: int, stall: float, seconds: float) -> None:
+    def _log_save(self, staged: Staged, step: int, stall: float, seconds: float) -> None:
         if self.rank == 0:
             level = logger.info if self._saves == 1 else logger.debug
             level(

@@ -43,7 +43,7 @@ class ReductionsUnderWay(Protocol):
     @property
     def launched(self) -> int: ...
 
-    def land_launched(self, number: int) -> None: ...
+    def finish_beyond(self, number: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -123,8 +123,8 @@ class Schedule:
 
     @property
     def last_plan_positions(self) -> Sequence[int]:
-        """For n = 0, 1, 2, ...: how far into :attr:`last_plan` the last complete pass had issued
-        gathers when it had recorded n of them.
+        """The numbers of gathers of :attr:`last_plan` issued after 0, 1, 2... of the gathers that
+        the last complete pass has recorded.
         """
         recorded, plan = self._last_complete.record, self.last_plan
         return positions_in_plan(recorded, plan) if recorded else range(len(plan) + 1)
@@ -432,7 +432,7 @@ class Schedule:
                 agreed = consensus.gathers.agree(
                     self._describe_pass(), proposal, self._describe_proposal, self._reducer.launched
                 )
-            self._reducer.land_launched(consensus.gathers.all_launched)
+            self._reducer.finish_beyond(consensus.gathers.all_launched)
         if agreed[0] == END_OF_PASS:
             return False
         chosen = self._units[abs(agreed[1])]

@@ -83,7 +83,7 @@ class FlatBuffer:
         self.engine_flats, self.engine_mesh = engine_flats, engine_flats.mesh
         self.parameter_views = ParameterViews(spec, parameters)
         self.parameters = parameters
-        # from ``handles``: in buffer order, and as views of the buffer by name
+        # in buffer order, and as views of the buffer by name
         self.members, self.views = self.parameter_views.members, self.parameter_views.views
         self.gradient = GradientBuffer(spec)
         self.optimizer_shard = OptimizerShard(spec, self.gradient)
@@ -484,10 +484,8 @@ class FlatBuffer:
         self._own = self.full
 
     def whole_from_shards(self) -> torch.Tensor:
-        """Return a new buffer with the values of all ranks' shards; the parameters stay as they
-        are: [padded].
-
-        Collective.
+        """Return a new buffer [padded] with the values of all ranks' shards; the parameters stay
+        as they are. Collective.
         """
         whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)
         self.mesh.shard.all_gather([(whole, self.shard)], self.key).wait()

@@ -2,9 +2,9 @@
 no communication.
 
 A :class:`FlatLayout` places parameters one after another in one flat buffer and cuts the buffer
-into shards of one size. Everything that moves parameters (partitioning, optimizer
-segments, saving, loading on another number of ranks, exporting, estimating) is an intersection of
-ranges over such a layout.
+into shards of one size. Everything that moves parameters (partitioning, optimizer segments, saving,
+loading on another number of ranks, exporting, estimating) is an intersection of ranges over such a
+layout.
 
 [Note: alignment]
 A parameter of two or more dimensions begins at a multiple of 128 bytes: loads of 16 bytes, TMA and

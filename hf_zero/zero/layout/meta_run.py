@@ -32,8 +32,8 @@ def copy_on_meta(
     """Return a copy of ``model`` on the meta device.
 
     Args:
-        dtypes: Dtypes of parameters and buffers, by name; others keep theirs.
-        memo: Of ``copy.deepcopy``: by id, the copies of objects of ``model`` that exist already.
+        dtypes: dtypes of parameters and buffers, by name; others keep theirs.
+        memo: of ``copy.deepcopy``: by id, the copies of objects of ``model`` that exist already.
     """
     memo = {} if memo is None else memo
     for name, parameter in model.named_parameters():

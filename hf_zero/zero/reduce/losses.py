@@ -346,7 +346,7 @@ class LossScaling:
         rank.put_at_outputs(self, self.scaler.scale)
         return self.scaler.scale
 
-    def part_joins(self) -> None:
+    def refuse_part(self) -> None:
         """Raise PartitionError if the backward, scaled at outputs, reaches a part of the model that
         was called alone.
         """

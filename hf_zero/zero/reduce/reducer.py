@@ -113,7 +113,7 @@ class Reducer:
         self._known: set[Hashable] = set()  # kinds of backward whose order is known
         self.progress = BackwardProgress()  # of the backward under way, or of the last one
         # units left out of the backward under way that it uses after all: reduced last
-        self._brought_back: set[Unit] = set()
+        self._restored: set[Unit] = set()
         self.idle = IdleParameters()
         self._settings = BackwardSettings()
         self._set_factors()
@@ -148,7 +148,7 @@ class Reducer:
         self._mesh.passes.begin("backward", key, joint=self._reduces_now or sharded)
         learns = self._schedule.recording or key not in self._known
         self.progress = BackwardProgress(key, True, list(self._order.units), learns=learns)
-        self._brought_back = set()
+        self._restored = set()
         # A rank must not wait for a reduction that others launch only after a gather that this rank
         # has not joined yet.
         self._reductions.begin(
@@ -187,7 +187,7 @@ class Reducer:
 
     def restore_left_out(self, units: frozenset[Unit]) -> None:
         """Undo leaving out ``units``, which all ranks use after all: they are reduced last."""
-        self._brought_back |= units
+        self._restored |= units
 
     def wait_for_older(self) -> None:
         """Treat no unit as complete before the end of this backward: it may go through an older
@@ -235,7 +235,7 @@ class Reducer:
         """Number of reduction messages that this rank has sent in the backward under way."""
         return self._reductions.sent if self.progress.under_way else 0
 
-    def land_launched(self, number: int) -> None:
+    def finish_beyond(self, number: int) -> None:
         """Wait for the oldest reductions in excess of those that may be in flight, among the first
         ``number`` messages, which all ranks have sent.
         """
@@ -300,7 +300,7 @@ class Reducer:
             for unit in self._order.units
             if unit in left_out
             and (
-                unit in self._brought_back
+                unit in self._restored
                 or any(any_raw_grad(flat.members) for flat in unit.trainable_flats)
             )
         ]

@@ -139,7 +139,7 @@ class Reductions:
         """
         if not alone and self._is_small(flat):
             elements = flat.layout.padded
-            if not self._pack.has_room(elements, wire.dtype, flat.mesh):
+            if not self._pack.fits(elements, wire.dtype, flat.mesh):
                 self.flush()
             device = flat.unit.device_of_streams
             stream = None if device is None else streams.current_stream(device)
@@ -166,7 +166,7 @@ class Reductions:
         fit into their message.
         """
         small = [flat.layout.padded for flat in flats if self._is_small(flat)]
-        if not small or not self._pack.has_room(sum(small)):
+        if not small or not self._pack.fits(sum(small)):
             self.flush()
 
     def flush(self) -> None:
@@ -448,7 +448,7 @@ class Pack:
         self._elements = 0
         self._kind: tuple[torch.dtype, FlatMesh] | None = None
 
-    def has_room(
+    def fits(
         self, elements: int, dtype: torch.dtype | None = None, mesh: FlatMesh | None = None
     ) -> bool:
         """Return whether ``elements`` more fit, of ``dtype`` and on the ranks of ``mesh`` if these
@@ -477,7 +477,7 @@ def packs(flats: Iterable[FlatBuffer], limit: int) -> list[list[FlatBuffer]]:
     pack = Pack(limit)
     for flat in flats:
         elements = flat.layout.padded if flat.layout.padded <= pack.small else limit + 1
-        if not packs or not pack.has_room(elements, flat.dtype, flat.mesh):
+        if not packs or not pack.fits(elements, flat.dtype, flat.mesh):
             packs.append([])
             pack.clear()
         packs[-1].append(flat)
