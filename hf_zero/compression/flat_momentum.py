@@ -227,9 +227,8 @@ class FlatMomentum:
     def apply(
         self, number: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
     ) -> None:
-        """Update the weights by the received momentum in step ``number``. ``settings`` of a
-        group: the factor that weights are multiplied by, and the step size; ``limit``: see the
-        note.
+        """Update the weights by the received momentum in step ``number``. ``settings`` of a group:
+        the factor that weights are multiplied by, and the step size; ``limit``: see the note.
         """
         assert self.momentum is not None and self.weights is not None
         assert self.exponents is not None

@@ -246,9 +246,8 @@ class DeepSpeedEngine(ReportingEngine):
 
         ``include``: states to move, as :class:`OffloadStateTypeEnum` or its values; None: all.
         Master weights that gathers cast (``keep_parameter_shards`` is false) are ``lp_params``,
-        too, and stay unless both are named. Training, saving and access to parameters need it
-        back. Does nothing if the device is the host. Raises ConfigError for a device other than
-        the CPU.
+        too, and stay unless both are named. Training, saving and access to parameters need it back.
+        Does nothing if the device is the host. Raises ConfigError for a device other than the CPU.
         """
         chosen = checked(include, device)
         if not kinds.is_synchronous(self.device):

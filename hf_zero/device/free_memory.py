@@ -32,9 +32,8 @@ class FreeBytes:
 
     ``host_device``: the device computes in the host's memory, so that both are one tier, ``ram``.
     ``memlock`` is ``ulimit -l``, None if unlimited, without regard to which NVIDIA's driver pins.
-    ``limited_by`` names the limit that determines ``ram``.
-    ``held``: bytes of ``device`` and ``ram`` that the caller holds now and will free. Quotas of
-    disks are not known.
+    ``limited_by`` names the limit that determines ``ram``. ``held``: bytes of ``device`` and
+    ``ram`` that the caller holds now and will free. Quotas of disks are not known.
     """
 
     device: int

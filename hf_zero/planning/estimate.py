@@ -90,10 +90,9 @@ class StageEstimate:
     ``gradient_buffers`` hold gradients on their way between ranks and stay for the next step; over
     gloo with more than two ranks, chunks from all peers add to it. ``communicators``: how many a
     rank takes on a GPU, at most, whose bytes are in none of these. ``pipeline_stage``: of a
-    pipeline, the stage that needs most of the device, and of those that need the same, most RAM;
-    of RAM and disk ``tiers`` has what the stage needs that needs most there.
-    ``memory_checkpoints``: bytes of ``checkpoint.memory`` on a host for each of its ranks, part of
-    ``tiers.ram``.
+    pipeline, the stage that needs most of the device, and of those that need the same, most RAM; of
+    RAM and disk ``tiers`` has what the stage needs that needs most there. ``memory_checkpoints``:
+    bytes of ``checkpoint.memory`` on a host for each of its ranks, part of ``tiers.ram``.
     """
 
     stage: int

@@ -75,9 +75,8 @@ class JobFolders:
 
     others: engines of this process that save into memory. bases: folders that may hold the job's,
     the preferred one first. number: by default the lowest index that none of ``others`` has on any
-    rank.
-    token: agreed by the ranks, and unique. begun: when the ranks agreed, in milliseconds since the
-    epoch.
+    rank. token: agreed by the ranks, and unique. begun: when the ranks agreed, in milliseconds
+    since the epoch.
 
     Raises CheckpointError if several machines have one name.
     """
