@@ -341,13 +341,13 @@ class AsyncSaver:
         size, bound, divided = plan.size, self._staging_bytes, DividedFile(plan)
         if bound is not None and bound < size:
             divided = DividedFile(plan, deferred())
-            needs = divided.in_call.size
-            size = bound - (bound - needs) % DATA_ALIGNMENT
-            if size < needs + DATA_ALIGNMENT:
+            at_once = divided.in_call.size
+            size = bound - (bound - at_once) % DATA_ALIGNMENT
+            if size < at_once + DATA_ALIGNMENT:
                 return (
-                    f"{in_units(needs)} of it must be copied in the call, and "
+                    f"{in_units(at_once)} of it must be copied in the call, and "
                     f"checkpoint.staging_bytes is {in_units(bound)}; raise it to "
-                    f"{needs + DATA_ALIGNMENT} or more"
+                    f"{at_once + DATA_ALIGNMENT} or more"
                 )
         memory = self._memory
         if memory.numel() < size:

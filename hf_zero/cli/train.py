@@ -110,10 +110,10 @@ def _refuse_missing(training: TrainingFile) -> None:
     from hf_zero.config.training_file import QLORA
     from hf_zero.device import kinds
 
-    needs = {"trl": "'hf-zero[trl]'"}
-    needs |= {"peft": "'hf-zero[peft]'"} if training.adapters != "none" else {}
-    needs |= {"bitsandbytes": "bitsandbytes"} if training.adapters == QLORA else {}
-    missing = [package for library, package in needs.items() if find_spec(library) is None]
+    packages = {"trl": "'hf-zero[trl]'"}
+    packages |= {"peft": "'hf-zero[peft]'"} if training.adapters != "none" else {}
+    packages |= {"bitsandbytes": "bitsandbytes"} if training.adapters == QLORA else {}
+    missing = [package for library, package in packages.items() if find_spec(library) is None]
     if missing:
         raise ConfigError(f"this training needs pip install {' '.join(missing)}")
     if training.adapters == QLORA and not kinds.device_count():

@@ -368,11 +368,13 @@ class _Taking:
     def _complete(self, engine: Any, manifest: Manifest, folder: Path, strict: bool) -> None:
         """Add the files that the ranks of this host read for a load into ``engine``. Collective."""
         memory = engine.memory_checkpoints
-        _, needs = collective_try(
+        _, wanted = collective_try(
             self._ranks, lambda: files_needed(engine, manifest, strict), share=lambda needed: needed
         )
         wanted_by = {
-            (host, n) for host, needed in zip(self._hosts.names, needs, strict=True) for n in needed
+            (host, n)
+            for host, needed in zip(self._hosts.names, wanted, strict=True)
+            for n in needed
         }
         arrived: dict[int, Path] = {}
         sound: set[tuple[str, int]] = set()

@@ -80,7 +80,8 @@ class FlatMemory:
         values ``local_shard`` [owned].
         """
         planned = self._plans[flat]
-        pieces, needs, dtype = planned.sub_groups, flat.spec.needs_master, planned.gradient_dtype
+        pieces, dtype = planned.sub_groups, planned.gradient_dtype
+        needs_master = flat.spec.needs_master
         memory = next(self._gradients) if planned.sums_whole or pieces is None else None
         host: torch.Tensor | None = None
         if pieces is not None:
@@ -92,9 +93,9 @@ class FlatMemory:
             if flat.cast_master is not None:
                 master = flat.cast_master.copy_(local_shard)
             else:  # an offloaded shard is copied by ``flat.shard``
-                master = next(self._masters).copy_(local_shard) if needs else flat.shard
+                master = next(self._masters).copy_(local_shard) if needs_master else flat.shard
             flat.optimizer_shard.keep_in(
-                DeviceStorage({MASTER: master}), needs or flat.shard_offloaded
+                DeviceStorage({MASTER: master}), needs_master or flat.shard_offloaded
             )
         # 16-bit gradients are upcast once something is added
         upcasts = self._upcasts and dtype.itemsize < flat.spec.master_dtype.itemsize
