@@ -163,7 +163,7 @@ def _open(folder: AnyPath, target: LoadTarget, hashes: bool, sizes: bool) -> Che
 
 
 def _suggest_other_tags(folder: AnyPath, action: Callable[[], Read]) -> Read:
-    """Return ``action()``; its CheckpointError also names the checkpoints beside ``folder``."""
+    """Return ``action()``; its CheckpointError also names complete ones beside ``folder``."""
     try:
         return action()
     except CheckpointError as error:

@@ -253,7 +253,7 @@ class EngineParts(ModelWrapper):
         self.optimizer_step.complete_state()
 
     def take_apart(self) -> dict[str, object]:
-        """Remove all parts before :meth:`assemble`; return them for :meth:`restore_parts`."""
+        """Remove all parts, before :meth:`assemble`, and return them (collective)."""
         before = {
             "scaler": self.scaler.state_dict(),
             "techniques": self.techniques.state_dict(),

@@ -447,7 +447,7 @@ class FlatBuffer:
         return (self.full, *(self.computing.memory if self.computing is not None else ()))
 
     def use_full(self, full: torch.Tensor) -> None:
-        """Make ``full`` [padded], with the values, the buffer; parameters become its views."""
+        """Continue in ``full`` [padded], which has the values; parameters become its views."""
         self._set_full(full)
         if not self.sharded:
             self.keep_shard_in(DeviceStorage({SHARD: self._own}))

@@ -207,7 +207,7 @@ class GradientBuffer:
         self.unused = _NONE
 
     def leave_out(self) -> None:
-        """Set the gradient to zero: all ranks know that no backward used these parameters."""
+        """Set the gradient to zero: all ranks know that no backward of the window used it."""
         assert self.shard is not None
         self.allocate()
         self.shard.zero_()
