@@ -145,7 +145,7 @@ class Rank(saving.MemoryCheckpoints):
         plan = SimpleNamespace(file=FilePlan((), bytes(SIZE)), tensors=(7 * step + self.rank) % 251)
         return record, plan
 
-    def _tell(self, staged: Staged, step: int, stall: float, seconds: float) -> None:
+    def _log_save(self, staged: Staged, step: int, stall: float, seconds: float) -> None:
         self._committed(step)
 
 
