@@ -155,7 +155,7 @@ class CompiledForward(Override):
         shapes: list[torch.Size] = []
         foreign = signature((*args, *kwargs.values()), shapes)
         if foreign is not None or any(map(_has_hooks, self._inside)):
-            self._tell(foreign)
+            self._warn_of_forward(foreign)
             return self._fn(*args, **kwargs)
         if self._first is None:
             self._first = shapes
@@ -196,7 +196,7 @@ class CompiledForward(Override):
             if self._own is not None:
                 self._module.__dict__["forward"] = self._own
 
-    def _tell(self, foreign: Any) -> None:
+    def _warn_of_forward(self, foreign: Any) -> None:
         if foreign is not None:
             self._warn(
                 f"is given a {type(foreign).__name__}, which torch.compile would "

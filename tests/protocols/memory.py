@@ -125,7 +125,7 @@ class Rank(saving.MemoryCheckpoints):
         self.saved_by_trainer, self.has_stepped, self.client_state = False, False, {}
         self.token, self.begun, self._committed = f"attempt {begun}", begun, committed
         self.newest_id, self.ready, self._slot, self._saves, self._last_step = "", "", -1, 0, -1
-        self._is_cut_off, self._rewound, self._told_waiting = False, True, False
+        self._is_cut_off, self._rewound, self._logged_wait = False, True, False
         self._staged, self._copied_for_disk, self._copied_for_disk_at = None, None, -1
         self._offered, self._marks, self._running = (None, bool), {}, None
         self._files = self._kept = Files()  # type: ignore[assignment]

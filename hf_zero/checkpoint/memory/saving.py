@@ -117,7 +117,7 @@ class MemoryCheckpoints(ClaimedFolders):
         self._copied_for_disk: Staged | None = None
         self._copied_for_disk_at = -1
         self._running: Future[None] | None = None
-        self._told_waiting = False
+        self._logged_wait = False
         self._say()
         needed = self.choose_base(self._ranks.all_gather_object(planned_size(plan), KEY))
         if self.acts_for_host:
@@ -471,8 +471,8 @@ class MemoryCheckpoints(ClaimedFolders):
     def _wait_for_last(self) -> None:
         if self._running is None:
             return
-        if not self._running.done() and not self._told_waiting:
-            self._told_waiting = True
+        if not self._running.done() and not self._logged_wait:
+            self._logged_wait = True
             log_rank0(
                 f"{KEY}: a save begins while the copies of the one before are under way, and waits "
                 f"for them; a larger {KEY}.every than {self.every} keeps the training from this"

@@ -161,7 +161,7 @@ class SingleEngine:
         self._trained = False  # whether the model was in training mode at the last backward
         # settings of the optimizer in the last step, which ``optimizer.step()`` did not make
         self._settings: list[dict[str, object]] | None = None
-        self._told_settings = False
+        self._warned_of_settings = False
         if self._waits:
             self.engine.register_forward_pre_hook(self._before_forward)
 
@@ -222,10 +222,10 @@ class SingleEngine:
         if self.due:
             self.due = False
             if not self._limit_given:
-                self._tell_limit()
+                self._warn_of_limit()
             self._count(self.engine.step)
 
-    def _tell_limit(self) -> None:
+    def _warn_of_limit(self) -> None:
         """Warn once of the limit that Accelerate fills in for a script that names none."""
         limit, self._limit_given = self.engine.max_norm, True
         if limit:
@@ -242,16 +242,16 @@ class SingleEngine:
         act()
         after = self.engine.counters.global_steps
         self._applied += after > before and self.engine.was_step_applied()
-        if after > before and not self._told_settings:
+        if after > before and not self._warned_of_settings:
             self._settings = _settings_of(self.engine)
 
-    def _tell_settings(self) -> None:
+    def _warn_of_settings(self) -> None:
         """Warn once of settings that the script has written since the step of this window."""
         settings, self._settings = self._settings, None
         groups = zip(settings or (), _settings_of(self.engine) if settings else ())
         changed = sorted({key for old, new in groups for key in new if new[key] != old.get(key)})
-        if changed and not self._told_settings:
-            self._told_settings = True
+        if changed and not self._warned_of_settings:
+            self._warned_of_settings = True
             log_rank0(
                 f"a new {' and '.join(changed)} of the optimizer came before optimizer.step(), and "
                 "acts on the next step only: accelerator.backward() or clip_grad_norm_ had made "
@@ -269,7 +269,7 @@ class SingleEngine:
             if closure or kwargs:
                 wrapped.optimizer.step(*closure, **kwargs)  # the engine's, which takes no closure
             self.make_step()  # the settings of now are its own
-            self._tell_settings()
+            self._warn_of_settings()
             self._claimed, self._waits = True, self.engine in _limited_by_script
             steps, self._applied = self._applied, 0
             backwards, self._backwards = self._backwards, 0
