@@ -115,8 +115,7 @@ class Reducer:
         # units left out of the backward under way that it uses after all: reduced last
         self._restored: set[Unit] = set()
         self.idle = IdleParameters()
-        self._settings = BackwardSettings()
-        self._set_factors()
+        self.configure_backward(BackwardSettings())
         self._members = [
             parameter for unit in units for flat in unit.flats for parameter in flat.members
         ]
@@ -129,11 +128,7 @@ class Reducer:
 
     def configure_backward(self, settings: BackwardSettings) -> None:
         """Set ``settings`` for the next backward."""
-        self._settings = settings
-        self._set_factors()
-
-    def _set_factors(self) -> None:
-        settings, scaling = self._settings, self._intake.scaling
+        self._settings, scaling = settings, self._intake.scaling
         # for gradients put on the wire, and for their reduced sum
         self._before = scaling.before(settings.weight, on_the_wire=True) * settings.unscale
         self._after = scaling.after(settings.weight, on_the_wire=True)
