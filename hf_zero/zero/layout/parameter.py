@@ -20,7 +20,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, NoReturn
 
@@ -429,41 +429,41 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        released = next(
-            (a for a in (*args, *kwargs.values()) if isinstance(a, ReleasedParameter)), None
-        )
-        if released is None:
-            released = next(
-                (
-                    b
-                    for a in args
-                    if isinstance(a, (list, tuple))
-                    for b in a
-                    if isinstance(b, ReleasedParameter)
-                ),
-                None,
-            )
-        if name in ("data", "detach") and not setting and released is not None:
-            with torch._C.DisableTorchFunctionSubclass():
-                bare = torch.Tensor.detach(released)
-                return _without_values(bare, released.__dict__["_hf_zero_flat"], name_of(released))
-        writes = name.endswith("_") and not name.endswith("__")
-        if released is not None and not setting and not writes:
-            flat = released.__dict__["_hf_zero_flat"]
-            engine = flat.engine()
-            if engine is not None and engine.gather_on_use(flat.unit):
-                return func(*args, **kwargs)
-            if name in CONVERSIONS and released is args[0]:
-                probe = torch.empty(0, dtype=released.dtype, device=released.device)
-                if func(probe, *args[1:], **kwargs) is probe:
-                    return released
-            # adapters read the weights they are made for, on all ranks
-            if engine is not None and engine.shard_only:
-                with engine.gathered(flat.unit):
-                    return func(*args, **kwargs)
+        lists = (a for a in args if isinstance(a, (list, tuple)))
+        operands = chain(args, kwargs.values(), chain.from_iterable(lists))
+        released = next((a for a in operands if isinstance(a, ReleasedParameter)), None)
         if released is None:
             raise _refuse("a released parameter", name)
-        raise _refuse(name_of(released), name, released.__dict__["_hf_zero_flat"])
+        if setting or (name.endswith("_") and not name.endswith("__")):
+            raise _refuse(name_of(released), name, released.__dict__["_hf_zero_flat"])
+        return released._read(func, name, args, kwargs)
+
+    def _read(
+        self,
+        func: Callable[..., object],
+        name: str,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
+        """Call ``func``, ``name`` in messages, which reads this parameter: with its values in a
+        forward, and elsewhere on an engine that only shards. Raises PartitionError otherwise.
+        """
+        flat = self.__dict__["_hf_zero_flat"]
+        if name in ("data", "detach"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return _without_values(torch.Tensor.detach(self), flat, name_of(self))
+        engine = flat.engine()
+        if engine is not None and engine.gather_on_use(flat.unit):
+            return func(*args, **kwargs)
+        if name in CONVERSIONS and self is args[0]:
+            probe = torch.empty(0, dtype=self.dtype, device=self.device)
+            if func(probe, *args[1:], **kwargs) is probe:
+                return self
+        # adapters read the weights they are made for, on all ranks
+        if engine is not None and engine.shard_only:
+            with engine.gathered(flat.unit):
+                return func(*args, **kwargs)
+        raise _refuse(name_of(self), name, flat)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
