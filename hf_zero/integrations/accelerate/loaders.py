@@ -132,19 +132,26 @@ def refuse_uneven(loader: object, stage: int, steps: int = 1) -> None:
     from accelerate.data_loader import BatchSamplerShard
 
     shard: object = getattr(loader, "batch_sampler", None)
+    if shard is None:  # batch_size=None, with a batch sampler given as `sampler`
+        shard = getattr(loader, "sampler", None)
     while not isinstance(shard, BatchSamplerShard) and hasattr(shard, "batch_sampler"):
         shard = shard.batch_sampler  # inside one that skips
-    if not isinstance(shard, BatchSamplerShard):
+    if not isinstance(shard, BatchSamplerShard) or shard.even_batches or shard.drop_last:
         return
-    if shard.even_batches or shard.drop_last or shard.split_batches:
-        return
+    inner, ranks = shard.batch_sampler, shard.num_processes
     try:
-        batches, ranks = len(shard.batch_sampler), shard.num_processes
-    except TypeError:
+        if shard.split_batches:  # the first ranks fill their parts of a last batch
+            rounds, rest = divmod(len(inner.sampler), shard.batch_size)
+            uneven = 0 < rest <= shard.batch_size // ranks * (ranks - 1)
+            what = f"the {rest} samples of the last batch"
+        else:
+            rounds, rest = divmod(len(inner), ranks)
+            uneven, what = rest > 0, f"the {len(inner)} batches"
+    except (AttributeError, TypeError):  # a sampler without a length
         return
-    if batches % ranks and (stage > 1 or batches // ranks % steps == 0):
+    if uneven and (stage > 1 or rounds % steps == 0):
         raise ConfigError(
-            f"even_batches=False divides the {batches} batches of a loader unevenly among {ranks} "
+            f"even_batches=False divides {what} of a loader unevenly among {ranks} "
             f"ranks, and at stage {stage} no rank can run one without the others; leave "
             "even_batches true (gather_for_metrics does not count the samples that fill up the "
             "last batches), or set drop_last of the loader, dataloader_drop_last of the Trainer"

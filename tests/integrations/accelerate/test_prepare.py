@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, DummyOptim, DummyScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import LlamaConfig, LlamaModel
 
 from hf_zero.distributed import process_group
@@ -231,16 +231,24 @@ def test_what_is_counted_by_data_parallel_ranks(
     assert schedule.last_epoch == 2
 
 
-def shared(monkeypatch: pytest.MonkeyPatch, stage: int, batches: int, **loading: Any) -> Any:
-    """A loader of ``batches`` batches as the first of two ranks has it."""
+def shared(
+    monkeypatch: pytest.MonkeyPatch, stage: int, batches: int, ranks: int = 2, **loading: Any
+) -> Any:
+    """A loader of ``batches`` batches as the first of ``ranks`` has it."""
     finder.choose()
     plugin = SimpleNamespace(deepspeed_config={}, zero_stage=stage)
     state = SimpleNamespace(deepspeed_plugin=plugin, parallelism_config=None)
-    even = {"even_batches": loading.pop("even_batches", False)}
-    loader = DataLoader(torch.ones(2 * batches, *ROWS.shape[1:]), batch_size=2, **loading)  # type: ignore[arg-type]
+    even = {
+        "even_batches": loading.pop("even_batches", False),
+        "split_batches": loading.pop("split_batches", False),
+    }
+    rows = torch.ones(loading.pop("rows", 2 * batches), *ROWS.shape[1:])
+    if loading.pop("as_sampler", False):
+        loading |= {"sampler": BatchSampler(SequentialSampler(rows), 2, False), "batch_size": None}
+    loader = DataLoader(rows, **{"batch_size": 2, **loading})  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
         patch.setattr("accelerate.state.AcceleratorState", lambda: state)
-        return share_out(prepare_data_loader, loader, None, 2, 0, **even)
+        return share_out(prepare_data_loader, loader, None, ranks, 0, **even)
 
 
 def test_a_loader_that_brings_ranks_different_numbers_of_batches(
@@ -253,6 +261,28 @@ def test_a_loader_that_brings_ranks_different_numbers_of_batches(
         assert len(shared(monkeypatch, stage, batches, **changes)) in (1, 2)
     with pytest.raises(ConfigError, match="even_batches"):
         shared(monkeypatch, 3, 3)
+    shared(monkeypatch, 3, 4, as_sampler=True)
+    with pytest.raises(ConfigError, match="even_batches"):
+        shared(monkeypatch, 3, 3, as_sampler=True)
+
+
+def test_a_split_batch_that_leaves_ranks_without_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Accelerate's own sampler gives them to the ranks."""
+    for ranks, rows, even in (
+        (2, 4, True), (2, 5, False), (2, 6, False), (2, 7, True), (4, 9, False), (4, 14, False),
+        (4, 15, True),
+    ):  # fmt: skip
+        batches = BatchSampler(SequentialSampler(range(rows)), 2 * ranks, drop_last=False)
+        counts = {
+            sum(1 for _ in BatchSamplerShard(batches, ranks, rank, True, False))
+            for rank in range(ranks)
+        }
+        assert even is (len(counts) == 1)
+        expected = nullcontext() if even else pytest.raises(ConfigError, match="even_batches")
+        with expected:
+            shared(
+                monkeypatch, 3, 0, ranks=ranks, rows=rows, batch_size=2 * ranks, split_batches=True
+            )
 
 
 @in_turn("stage", [1, 2])
