@@ -6,6 +6,7 @@ Imported while ``import accelerate`` runs.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -13,13 +14,18 @@ from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.commit import excess, remove
 from hf_zero.checkpoint.find import DROPPED
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.save_job import after_commit
 from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.accelerator import keep_measures_in, make_unclaimed_step
-from hf_zero.integrations.accelerate.memory_saves import INTO_MEMORY, newer_in_memory
+from hf_zero.integrations.accelerate.memory_saves import (
+    INTO_MEMORY,
+    engines_of,
+    newer_in_memory,
+)
 from hf_zero.integrations.checkpoint_folders import (
     MODEL_TAG,
     STATE,
@@ -30,7 +36,7 @@ from hf_zero.integrations.checkpoint_folders import (
     warn_lost_random_states,
 )
 from hf_zero.integrations.seams import Original, replaced
-from hf_zero.logging import logger
+from hf_zero.logging import counted, log_rank0, logger
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -136,8 +142,8 @@ def resume_from_whole(
 ) -> object:
     """Wraps ``Accelerator.load_state``: without a folder, loads the newest of the last complete
     state and of those in the memory of the hosts, and has the next save use a number of its own.
-    Warns of skipped states and of random states that do not carry over. Refuses a checkpoint of
-    the Trainer.
+    Warns of skipped states, and of random states and places in the data that do not carry over.
+    Refuses a checkpoint of the Trainer.
     """
     last, named = input_dir is None, _names_itself(self)
     damage: CheckpointError | None = None
@@ -174,4 +180,33 @@ def resume_from_whole(
         warn_lost_random_states(
             folder, folder / MODEL_TAG, f"random_states_{rank}.pkl", rank, self.num_processes
         )
+        _warn_other_places(self, folder)
     return result
+
+
+def _warn_other_places(accelerator: Accelerator, folder: Path) -> None:
+    """Warn of stateful loaders, whose place counts the batches of one data-parallel rank, if
+    another number of these saved ``folder``.
+    """
+    from accelerate.data_loader import DataLoaderShard
+
+    stateful = any(
+        isinstance(loader, DataLoaderShard) and loader.use_stateful_dataloader
+        for loader in accelerator._dataloaders
+    )
+    engines, path = engines_of(accelerator), folder / MODEL_TAG / MANIFEST_NAME
+    if accelerator.split_batches or not (stateful and engines and path.is_file()):
+        return
+    manifest, ranks = Manifest.read(path), accelerator.num_processes
+    saved = manifest.world["size"]
+    if manifest.batch:
+        saved, ranks = manifest.batch["readers"], engines[0].data_ranks
+    if saved != ranks:
+        log_rank0(
+            f"{folder} was saved by {counted(saved, 'data-parallel rank')}, this run has {ranks}: "
+            "a stateful loader counts the batches of one rank, and one that was saved inside an "
+            "epoch goes on at another place in the data. Leave use_stateful_dataloader out, and "
+            "call accelerator.skip_first_batches(loader, batches) with the number of batches of "
+            "one rank, in this run, that the epoch has trained on",
+            logging.WARNING,
+        )

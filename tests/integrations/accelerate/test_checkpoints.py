@@ -4,6 +4,7 @@ new one is whole, not before.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -13,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
 from hf_zero.errors import CheckpointError
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import EVERY_STEP, routed
-from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
+from tests.integrations.accelerate.test_loop import accelerator_with, loader, prepared, small
 
 RANK = "rank-00000-of-00001.safetensors"
 
@@ -149,6 +150,31 @@ def test_folders_that_are_refused(saved: Saved, tmp_path: Path) -> None:
     forget()
     with pytest.raises(CheckpointError, match=rf"{folder} is a checkpoint of the Trainer"):
         Loop(tmp_path).accelerator.load_state(str(folder))
+
+
+def test_the_place_of_a_stateful_loader_after_other_ranks(tmp_path: Path, heard: list[str]) -> None:
+    """A whole batch that ranks split is counted once for all of them."""
+    pytest.importorskip("torchdata")
+    for name, of, others, told in (
+        ("same", {}, 1, 0), ("other", {}, 2, 1), ("whole", {"split_batches": True}, 2, 0),
+        ("by rank 0", {"dispatch_batches": True}, 2, 0),
+    ):  # fmt: skip
+        forget()
+        settings = DataLoaderConfiguration(use_stateful_dataloader=True, **of)
+        ours = accelerator_with({}, dataloader_config=settings)
+        _, _, data = prepared(ours)
+        next(iter(data))
+        folder = tmp_path / name
+        ours.save_state(str(folder))
+        manifest = folder / "pytorch_model" / "manifest.json"
+        written = json.loads(manifest.read_text())
+        written["batch"]["readers"] = others
+        del written["digest"]
+        manifest.write_text(json.dumps(written))
+        heard.clear()
+        ours.load_state(str(folder))
+        warned = [text for text in heard if f"{folder} was saved by {others} data" in text]
+        assert len(warned) == told, (name, heard)
 
 
 def test_old_states_go_when_the_new_one_is_whole(
