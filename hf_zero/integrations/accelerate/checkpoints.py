@@ -124,6 +124,15 @@ def _next_number(states: Path, number: int) -> int:
     return max([number, *(number_taken + 1 for number_taken in taken)])
 
 
+def _none_saved(states: Path) -> CheckpointError:
+    """Return the error of a run whose folder of states, ``states``, has none."""
+    return CheckpointError(
+        f"accelerator.load_state() found no state in {states}; in a first run leave the call out "
+        f"(if any(Path({str(states)!r}).glob('{PREFIX}*')): accelerator.load_state()), or name the "
+        "folder of another run as project_dir"
+    )
+
+
 def _keep(newest: Path, limit: int, parts: StateContents) -> None:
     parent = newest.parent
     for leftover in parent.parent.glob(f"{DROPPED}*"):
@@ -156,8 +165,8 @@ def resume_from_whole(
         input_dir = None if checkpoint is None else str(checkpoint)
     if last and _under_zero(self):
         input_dir = newer_in_memory(self, input_dir)
-    if input_dir is None and damage is not None:
-        raise damage
+    if input_dir is None and named:
+        raise damage or _none_saved(_states(self))
     if input_dir is not None and _under_zero(self):
         decide_on_rank_0(
             get_world_group(), lambda: _refuse_trainer_folder(Path(input_dir).expanduser())

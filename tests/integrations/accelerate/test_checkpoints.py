@@ -138,7 +138,15 @@ def test_files_of_the_script_beside_a_state_are_its_own(saved: Saved) -> None:
 
 
 def test_folders_that_are_refused(saved: Saved, tmp_path: Path) -> None:
-    """None that is whole, and a checkpoint of the Trainer."""
+    """None, none that is whole, and a checkpoint of the Trainer."""
+    for exists in (False, True):
+        forget()
+        states = tmp_path / "first" / "checkpoints"
+        if exists:
+            states.mkdir(parents=True)
+        with pytest.raises(CheckpointError, match=str(states)):
+            Loop(states.parent).accelerator.load_state()
+    forget()
     for number in range(3):
         tear("half a shard", saved[0] / "checkpoints" / f"checkpoint_{number}")
     none = r"none of the 3 checkpoint\(s\) is whole \(checkpoint_2: .*cut short"
