@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accelerate.utils import DeepSpeedPlugin
 
     from hf_zero.engine import Engine
+    from hf_zero.integrations.accelerate.multiple_models import SingleEngine
 
 CLIPPING = "gradient_clipping"
 FILLED_LIMIT = "_hf_zero_filled_limit"  # attribute of a plugin
@@ -241,11 +242,24 @@ def make_unclaimed_step(accelerator: Accelerator, model: object = None) -> None:
     (collective). A ``model`` that is read by itself must be that engine, at stage 3: at others
     rank 0 may read it alone.
     """
-    single = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "single", None)
+    single = _single_engine(accelerator)
     if single is not None and (
         model is None or (single.engine.config.stage == 3 and model is single.engine)
     ):
         single.make_unclaimed_step()
+
+
+def forget_window(accelerator: Accelerator) -> None:
+    """Have a single engine of ``accelerator`` forget backwards whose gradients a load has dropped,
+    and the steps that it has made in them.
+    """
+    single = _single_engine(accelerator)
+    if single is not None:
+        single.forget_window()
+
+
+def _single_engine(accelerator: Accelerator) -> SingleEngine | None:
+    return getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "single", None)
 
 
 def empty_elsewhere(

@@ -20,7 +20,11 @@ from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.accelerator import keep_measures_in, make_unclaimed_step
+from hf_zero.integrations.accelerate.accelerator import (
+    forget_window,
+    keep_measures_in,
+    make_unclaimed_step,
+)
 from hf_zero.integrations.accelerate.memory_saves import (
     INTO_MEMORY,
     engines_of,
@@ -176,6 +180,7 @@ def resume_from_whole(
         elif not last:
             keep_measures_in(self, Path(input_dir).parent)
     result = original(self, input_dir, load_kwargs, **load_model_func_kwargs)
+    forget_window(self)
     if last and named:
         self.project_configuration.iteration = decide_on_rank_0(
             get_world_group(),

@@ -217,6 +217,14 @@ class SingleEngine:
             set_limit(self.engine, limit)
         self.make_step()
 
+    def forget_window(self) -> None:
+        """Forget what has come since the last ``optimizer.step()``, as a load of state has dropped
+        its gradients and replaced its results.
+        """
+        self.due = False
+        self._applied = self._backwards = self._held = 0
+        self._settings = None
+
     def make_step(self) -> None:
         """Make the deferred step, if any."""
         if self.due:

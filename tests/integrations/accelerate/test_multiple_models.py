@@ -381,6 +381,48 @@ def test_a_save_between_a_backward_and_its_step_leaves_the_step_to_the_script() 
     assert (engine.global_steps, engine.max_norm) == (2, 0.1)
 
 
+@in_turn(("configured", "accumulation"), [(c, a) for c in (0.05, None) for a in (1, 2)])
+def test_a_load_between_a_backward_and_its_step(
+    configured: float | None, accumulation: int, tmp_path: Path
+) -> None:
+    """It drops that step: as plain PyTorch, which restores its weights and drops the gradients."""
+    forget()
+    accelerator = accelerator_with(configured)
+    accelerator.gradient_accumulation_steps = accumulation
+    engine, optimizer = prepared(accelerator)
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    losses, want = [], []
+    kept: dict[str, torch.Tensor] = {}
+    for step in range(5):
+        for micro in range(accumulation):
+            batch = step * accumulation + micro
+            with accelerator.accumulate(engine):
+                loss = squared(engine, batch)
+                accelerator.backward(loss)
+                losses.append(loss.item())
+            loss = squared(plain, batch)
+            (loss / accumulation).backward()
+            want.append(loss.item())
+        if step == 2:
+            accelerator.load_state(str(tmp_path))
+            plain.load_state_dict(kept)
+        else:
+            if configured is None:
+                accelerator.clip_grad_norm_(engine.parameters(), 0.05)
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            optimizer.step()
+            theirs.step()
+        theirs.zero_grad()
+        optimizer.zero_grad()
+        if step == 0:
+            accelerator.save_state(str(tmp_path))
+            kept = {name: value.clone() for name, value in plain.state_dict().items()}
+    assert losses == pytest.approx(want, rel=1e-5)
+    assert engine.global_steps == 3
+    assert_same_weights(engine.module, plain)
+
+
 def test_limits_act_on_their_steps_again_after_one_forward_too_many() -> None:
     forget()
     accelerator = accelerator_with(None)
