@@ -7,9 +7,10 @@ transformers`` runs: everything of it is imported inside the functions.
 
 from __future__ import annotations
 
+import glob
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import excess, remove
@@ -233,6 +234,30 @@ def end_with_whole_ones(
                 get_world_group(), lambda: _best_whole(self, Path(best))
             )
     return original(self, trial, num_train_samples, start_time)
+
+
+def load_by_name(
+    original: Original,
+    deepspeed_engine: object,
+    checkpoint_path: str,
+    load_module_strict: bool = True,
+) -> None:
+    """Wraps ``deepspeed_load_checkpoint``, which takes the path for a pattern: characters such as
+    brackets stand for themselves.
+    """
+    from hf_zero.engine import Engine
+
+    pattern = glob.escape(checkpoint_path)
+    if pattern == checkpoint_path or not isinstance(deepspeed_engine, Engine):
+        original(deepspeed_engine, checkpoint_path, load_module_strict)
+        return
+    load = deepspeed_engine.load_checkpoint
+
+    def load_checkpoint(_: str, **options: Any) -> object:
+        return load(checkpoint_path, **options)
+
+    with replaced(deepspeed_engine, load_checkpoint=load_checkpoint):
+        original(deepspeed_engine, pattern, load_module_strict)
 
 
 def push_whole_ones(original: Original, self: Trainer, checkpoint_folder: str) -> None:

@@ -302,6 +302,25 @@ def test_the_best_whole_model_is_loaded_at_the_end(
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
+    """Its best checkpoint is loaded at the end, and a run resumes from it."""
+    runs = []
+    for name in ("plain", "lr[1e-3]*"):
+        forget()
+        folder = tmp_path / name
+        run = routed("ours", 2, folder, **EVERY_STEP, **BEST, max_steps=3)
+        run.train()
+        assert run.state.best_model_checkpoint == str(folder / "checkpoint-1")
+        best = weights(run)
+        forget()
+        again = routed("ours", 2, folder, max_steps=4)
+        again.train(resume_from_checkpoint=True)
+        assert began_at(again) == 3
+        runs.append((best, weights(again)))
+    for expected, found in zip(*runs):
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 class Killed(transformers.TrainerCallback):
     """The end of a job after ``steps`` steps, in the next one."""
 
