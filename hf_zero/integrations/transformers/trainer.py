@@ -25,7 +25,7 @@ from torch import nn
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.loaders import tensor_ranks
+from hf_zero.integrations.accelerate.loaders import sequence_ranks, tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from hf_zero.engine import Engine
 
 GIVEN = "_hf_zero_given"
+REBALANCED = "batch_rebalance"  # a value of train_sampling_strategy
 _announced: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose checkpoints were described
 
 
@@ -93,6 +94,7 @@ def route_accelerator(original: Original, self: Trainer) -> None:
     if expected or under_zero(self):
         verify(self)
         _refuse_shared_completions(self)
+        _refuse_rebalanced_batches(self)
 
 
 def _refuse_arguments(args: TrainingArguments) -> None:
@@ -135,6 +137,20 @@ def _refuse_shared_completions(trainer: Trainer) -> None:
             f"sampled, and by {TENSOR_SIZE} = {size} ranks {', '.join(map(str, range(size)))} "
             "sample the same ones, which it would count as different; leave the key out, and "
             "write zero_optimization.stage = 3 for a model that one rank has no room for"
+        )
+
+
+def _refuse_rebalanced_batches(trainer: Trainer) -> None:
+    """Raise ConfigError for a sampler of the Trainer that gives each rank batches of its own, where
+    the configuration has ranks that share them.
+    """
+    state = trainer.accelerator.state
+    size = tensor_ranks(state) * sequence_ranks(state)
+    if size > 1 and trainer.args.train_sampling_strategy == REBALANCED:
+        raise ConfigError(
+            f"train_sampling_strategy={REBALANCED!r} gives each rank batches of its own, and "
+            f"{size} ranks share theirs by tensor or sequence parallelism; write "
+            "train_sampling_strategy='group_by_length', or leave that parallelism out"
         )
 
 

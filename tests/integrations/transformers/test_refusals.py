@@ -22,6 +22,7 @@ from transformers import (
 
 from hf_zero import ZeroCallback
 from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.integrations.transformers import trainer as wrappers
 from hf_zero.integrations.transformers.trainer_route import refuse_full_eval
 from tests.helpers.cells import in_turn
 from tests.helpers.plain_process import forget
@@ -104,6 +105,24 @@ def test_arguments_that_transformers_refuses_under_deepspeed(route: str, tmp_pat
     forget()
     found = routed("plain", 0, tmp_path, model=best).evaluate()["eval_loss"]
     assert found == pytest.approx(logged(run, "eval_loss")[0], rel=1e-5)
+
+
+@in_turn("route", ROUTES)
+def test_batches_of_each_rank_are_refused_where_ranks_share_them(
+    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers shares them among all ranks as if each read its own."""
+    forget()
+    own = {"train_sampling_strategy": "batch_rebalance"}
+    layers = {"tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(ConfigError, match="batch_rebalance"):
+        routed(route, 1, tmp_path, config=layers, **own)
+    forget()
+    routed(route, 1, tmp_path, **own)
+    forget()
+    monkeypatch.setattr(wrappers, "sequence_ranks", lambda state: 2)
+    with pytest.raises(ConfigError, match="batch_rebalance"):
+        routed(route, 1, tmp_path, **own)
 
 
 @in_turn("kind", ["GRPOConfig", "RLOOConfig"])
