@@ -222,17 +222,19 @@ class StageMessages:
         watchdog sees.
         """
         works = own(operations, desc)
+        parts = [[operation] for operation in operations]
         if len(works) != len(operations):  # one for a batch, in which receives are the last
-            operations = list(operations[-1:]) * len(works)
+            parts = [[*operations]] * len(works)
         return [
-            Handle([work], self._watchdog, pending, finish=partial(self._finished, operation))
-            if (pending := self._unfinished.get(id(operation))) is not None
+            Handle([work], self._watchdog, pending, finish=partial(self._finished, part))
+            if (pending := self._unfinished.get(id(part[-1]))) is not None
             else work
-            for work, operation in zip(works, operations)
+            for work, part in zip(works, parts)
         ]
 
-    def _finished(self, operation: dist.P2POp) -> None:
-        self._unfinished.pop(id(operation), None)
+    def _finished(self, operations: Sequence[dist.P2POp]) -> None:
+        for operation in operations:
+            self._unfinished.pop(id(operation), None)
 
     def _issue(self, source: int, target: int, what: str) -> PendingCollective:
         other = target if source == self.rank else source

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hf_zero
 from hf_zero.distributed import stage_messages
@@ -74,24 +75,25 @@ def test_an_exception_on_one_stage_ends_all(case):
         assert steps <= FAILS if words else steps == 8
 
 
-def test_a_message_of_another_run(monkeypatch):
+def messages(monkeypatch, rank):
+    """The messages of a rank of two, of which no process exists."""
     dim: Any = SimpleNamespace(
         stats=CollectiveStats(),
         gathers=CollectiveLog("gathers", (0, 1), 9.0),
         reductions=CollectiveLog("reductions", (0, 1), 9.0),
     )
+    monkeypatch.setattr(stage_messages, "backend_serving", lambda device: "gloo")
+    monkeypatch.setattr(stage_messages, "group_backend", lambda device: "gloo")
+    watchdog, on = Watchdog(enabled=False), torch.device("cpu")
+    return StageMessages((0, 1), rank, None, on, dim, watchdog, "engine 1", 9.0)
+
+
+def test_a_message_of_another_run(monkeypatch):
     headers = deque[list[int]]()
     monkeypatch.setattr(StageMessages, "announce", lambda self, peer, sent: headers.append(sent))
     monkeypatch.setattr(StageMessages, "announced_by", lambda self, *_: headers.popleft())
     monkeypatch.setattr(StageMessages, "_operation", lambda *_: [])
-    monkeypatch.setattr(stage_messages, "backend_serving", lambda device: "gloo")
-    monkeypatch.setattr(stage_messages, "group_backend", lambda device: "gloo")
-
-    def messages(rank):
-        watchdog, on = Watchdog(enabled=False), torch.device("cpu")
-        return StageMessages((0, 1), rank, None, on, dim, watchdog, "engine 1", 9.0)
-
-    first, second = messages(0), messages(1)
+    first, second = messages(monkeypatch, 0), messages(monkeypatch, 1)
     with first.running(training=False):
         first.send(1, 0, 1, (torch.ones(2),), torch.Tensor)
         first.send(1, 0, 0, (torch.ones(2),), torch.Tensor)
@@ -103,6 +105,25 @@ def test_a_message_of_another_run(monkeypatch):
         "rank 1 awaits micro-batch 0 of stage 0 in run 2 of the pipeline (training), and rank 0 "
         "has sent micro-batch 0 of stage 0 in run 1 of the pipeline (evaluation): an exception has "
     )
+
+
+@in_one_item(["one work a message", "one for the batch"])
+def test_a_finished_batch_of_messages_is_not_left_by_an_exception(works):
+    """Whether the backend has one work for a message, or, as NCCL, one for the batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        here = messages(patch, 0)
+        patch.setattr(dist, "P2POp", lambda *_, **__: SimpleNamespace())
+        count = 2 if works == "one work a message" else 1
+        launched = [SimpleNamespace(wait=lambda: None)] * count
+        gradient = torch.ones(2)
+        with pytest.raises(ArithmeticError), here.running(training=True):
+            sent = here.send_gradients(1, 0, 0, [gradient])
+            received = here.receive_gradients(1, 0, 0, [gradient])[1]
+            for work in here.launch(lambda *_: launched, [*sent, *received]):
+                work.wait()
+            raise ArithmeticError("one bad micro-batch")
+    left = [what for log in here.logs for what in log.recent if what.endswith("by an exception")]
+    assert len(here.logs) == 2 and not left
 
 
 def test_a_dtype_that_no_message_has_is_named():
