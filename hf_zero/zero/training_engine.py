@@ -163,6 +163,13 @@ class TrainingEngine(EngineParts):
             window.announced + window.unannounced if window.managed else 0
         )
 
+    def holds_gradients(self) -> bool:
+        """Return whether a step has gradients to use, or to refuse after a broken backward; those
+        that no hook has announced are taken in first (collective).
+        """
+        self.pass_runner.reduce_stray_gradients()
+        return self.held_micro_batches > 0 or self.pass_runner.reducer.spoiled
+
     def reduce_gradients(self) -> None:
         """Reduce unreduced gradients of earlier backwards (collective); steps do so themselves."""
         self.pass_runner.reduce()

@@ -206,10 +206,12 @@ class PrecisionMethods:
         engine = self.engine
         loss = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        if engine.bound is None or (model.automatic_optimization and loss is None):
-            return loss  # nothing trains, or training_step returned None: there is no gradient
+        if engine.bound is None:
+            return loss  # nothing trains
         engine.set_gradient_accumulation_boundary(True)
-        engine.step()
+        # Not the value of the closure: a module may have called it before ``optimizer.step()``.
+        if engine.holds_gradients():
+            engine.step()
         engine.max_norm = float(engine.config.gradient_clipping or 0.0)
         return loss
 

@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import hf_zero
 from hf_zero.checkpoint.memory import saving
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError, ConfigError, PartitionError
 from hf_zero.integrations.lightning import ZeroStrategy
 from tests.helpers import sampled
 from tests.helpers.models import seeded
@@ -171,6 +171,93 @@ def test_a_job_that_was_told_to_end_goes_on_from_the_last_whole_one(
     trainer_of(4, keeping, default_root_dir=tmp_path).fit(module, ckpt_path="hpc")
     assert module.losses == whole.losses[8:]
     assert any("hpc_ckpt_10.ckpt is not whole and is skipped" in text for text in heard)
+
+
+# -- steps and gradients ---------------------------------------------------------------------------
+
+
+class Momentum(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class CallingTheClosure(Momentum):
+    def optimizer_step(
+        self, epoch: int, index: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+class WithoutLoss(Momentum):
+    """None in the last batch of the first window of two, and in both of the second."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        return loss if index == 0 else None
+
+
+class Manual(Momentum):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        if index == 0:
+            optimizer.zero_grad()
+            optimizer.step()
+        loss = super().training_step(batch, index)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Assigning(Manual):
+    """Gradients of ``autograd.grad``, which the engine's hooks do not see."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        parameters = list(self.layer.parameters())
+        gradients = torch.autograd.grad(Net.training_step(self, batch, index), parameters)
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [(CallingTheClosure, 1), (CallingTheClosure, 2), (WithoutLoss, 2), (Manual, 1), (Assigning, 1)],
+)
+def test_a_step_uses_the_gradients_that_are_held(kind: type[Net], window: int) -> None:
+    """Also without a loss in its own batch, and none is taken where there are no gradients."""
+    trained = []
+    for strategy in ("auto", "zero_stage_2"):
+        forget()
+        module: Any = kind()
+        given = {**QUIET, "strategy": strategy, "max_epochs": 2, "accumulate_grad_batches": window}
+        pl.Trainer(**given).fit(module)
+        trained.append((module.losses, module.layer.weight.detach().clone()))
+    (losses, weight), (found, found_weight) = trained
+    assert found == losses
+    assert torch.equal(found_weight, weight) and not torch.equal(weight, Net().layer.weight)
+
+
+def test_a_step_after_a_broken_backward_is_refused() -> None:
+    class Broken(Manual):
+        def training_step(self, batch: Any, index: int) -> None:
+            def fails(gradient: torch.Tensor) -> None:
+                raise RuntimeError("failed on purpose")
+
+            inputs = batch.clone().requires_grad_()
+            inputs.register_hook(fails)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                self.manual_backward(self.layer(inputs).square().mean())
+            cast(Any, self.optimizers()).step()
+
+    with pytest.raises(PartitionError):
+        pl.Trainer(strategy="zero_stage_2", max_epochs=1, **QUIET).fit(Broken())
 
 
 # -- the memory of the hosts -----------------------------------------------------------------------
