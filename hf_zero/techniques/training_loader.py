@@ -8,6 +8,7 @@ continue from it. A stream (an ``IterableDataset``) knows its own place, on each
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -117,13 +118,19 @@ class TrainingLoader(DataLoader[object]):
 
 class StreamLoader(DataLoader[object]):
     """A loader of an ``IterableDataset`` with ``state_dict`` and ``load_state_dict``. ``epoch``:
-    the number of whole iterations.
+    the number of whole iterations. After a resume the next iteration is the rest of its epoch,
+    which is empty if the epoch's last batch was saved.
     """
 
     def __init__(self, data: Any, **options: Any):
         super().__init__(data, **options)
         self.epoch = 0
         self._begun = self.resumed = False
+        # A stream of ``datasets`` applies a loaded state in each iteration, others in the next
+        # alone: theirs may count epochs.
+        repeats = isinstance(data, getattr(sys.modules.get("datasets"), "IterableDataset", ()))
+        self._first_state = data.state_dict() if repeats else None
+        self._is_placed = False
 
     def state_dict(self) -> dict[str, object]:
         state = cast(Any, self.dataset).state_dict() if self._begun else None
@@ -133,10 +140,13 @@ class StreamLoader(DataLoader[object]):
         self.epoch = state["epoch"]
         if state["dataset"] is not None:
             cast(Any, self.dataset).load_state_dict(state["dataset"])
-            self._begun = self.resumed = True
+            self._begun = self.resumed = self._is_placed = True
 
     def __iter__(self) -> Any:
         resumed, self.resumed = self.resumed, False
+        if self._is_placed and not resumed and self._first_state is not None:
+            cast(Any, self.dataset).load_state_dict(self._first_state)
+            self._is_placed = False
         self.generator = torch.Generator() if resumed else None  # as in TrainingLoader
         self._begun = True
         yield from super().__iter__()

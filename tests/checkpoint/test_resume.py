@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -166,6 +167,56 @@ def test_the_run_goes_on(tmp_path, source, announces):
     everyone(2, settings, data, {5}, 6, **again)
     rest, _, _ = everyone(2, settings, data, **again)
     assert rest == {step: whole[step] for step in range(6, max(whole) + 1)}
+
+
+class CountingStream(PlacedStream):
+    """A stream that rotates its rows by the number of its epoch."""
+
+    epoch = 0
+
+    def __iter__(self):
+        for at, _ in enumerate(super().__iter__(), self.begin):
+            yield {"number": torch.tensor((at + 5 * self.epoch) % SAMPLES)}
+        self.epoch += 1
+
+    def state_dict(self):
+        return super().state_dict() | {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+        super().load_state_dict(state)
+
+
+def stream_of_datasets():
+    rows = datasets.Dataset.from_dict({"number": range(SAMPLES)})
+    return rows.to_iterable_dataset(num_shards=2).with_format("torch")
+
+
+@pytest.mark.parametrize("stop", [4, 11, 13])  # 11 batches an epoch
+@pytest.mark.parametrize("stream", [stream_of_datasets, CountingStream])
+def test_epochs_after_the_resumed_one_are_whole(tmp_path, stream, stop):
+    def run(stop=None, resume=None):
+        engine, loader = resumed(tmp_path, training_data=stream(), resume=resume, config=settings)
+        seen = []
+        for _ in range(loader.epoch, EPOCHS):
+            for batch in loader:
+                rows = torch.stack([Rows()[number][1] for number in batch["number"].tolist()])
+                loss = engine(rows).square().mean()
+                engine.backward(loss)
+                engine.step()
+                seen.append((batch["number"].tolist(), loss.item()))
+                if len(seen) == stop:
+                    engine.save_checkpoint()
+                    return seen
+        return seen
+
+    settings = config(tmp_path, train_batch_size=2)
+    whole = run()
+    assert run(stop) == whole[:stop] and len(whole) == 11 * EPOCHS
+    assert run(resume="latest") == whole[stop:]
+    if stop == 4:  # resumed, saved and resumed
+        assert run(9, "latest") == whole[4:13]
+        assert run(resume="latest") == whole[13:]
 
 
 @pytest.mark.parametrize("before, after", [(2, 4), (4, 1)])
