@@ -188,12 +188,11 @@ def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> An
     if data is None or _is_loader(data):
         return data
     micro = config.train_micro_batch_size_per_gpu or 1
-    if isinstance(data, IterableDataset):
-        if is_stateful(data):
-            return StreamLoader(data, batch_size=micro, collate_fn=collate_fn)
-        return DataLoader(data, batch_size=micro, collate_fn=collate_fn)
-    ranks, rank = readers()
     drop_last = bool(config.dataloader_drop_last)
+    if isinstance(data, IterableDataset):
+        kind = StreamLoader if is_stateful(data) else DataLoader
+        return kind(data, batch_size=micro, collate_fn=collate_fn, drop_last=drop_last)
+    ranks, rank = readers()
     if sampled_metrics(config):
         # the ranks of a sequence yield their batches in turn, which are those of successive steps
         sequence = max(config.ranks_of_a_sequence, dims_in_effect().sequence_context)

@@ -330,6 +330,13 @@ class Stream(IterableDataset):
         return iter(range(7))
 
 
+class PlacedStream(Stream):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
 def loader_of(data: Any, **more: Any) -> Any:
     given = {"training_data": data, "collate_fn": tuple, "config": config_of(1, **more)}
     return hf_zero.initialize(model=stack(), **given)[2]
@@ -337,6 +344,8 @@ def loader_of(data: Any, **more: Any) -> Any:
 
 def test_a_stream_is_batched_in_its_order_and_collated_as_said() -> None:
     assert list(loader_of(Stream())) == [(0, 1), (2, 3), (4, 5), (6,)]
+    for stream in (Stream(), PlacedStream()):
+        assert list(loader_of(stream, dataloader_drop_last=True)) == [(0, 1), (2, 3), (4, 5)]
     batches = list(loader_of(list(range(11)), dataloader_drop_last=True))
     assert len(batches) == 5 and {len(batch) for batch in batches} == {2}
     assert type(batches[0]) is tuple
