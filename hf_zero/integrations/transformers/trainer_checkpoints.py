@@ -8,6 +8,8 @@ transformers`` runs: everything of it is imported inside the functions.
 from __future__ import annotations
 
 import glob
+import logging
+import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +40,7 @@ from hf_zero.integrations.memory_checkpoints import save_if_due
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_phases import windows_of
 from hf_zero.integrations.transformers.trainer_route import engine_of, output_folder, under_zero
-from hf_zero.logging import listed, log_rank0, logger
+from hf_zero.logging import counted, listed, log_rank0, logger
 
 if TYPE_CHECKING:
     from torch import nn
@@ -154,8 +156,9 @@ def save_into_memory(
 
 def _keep_samples_of_a_step(trainer: Trainer, folder: Path) -> None:
     """Set ``gradient_accumulation_steps``, in the arguments and the configuration, so that on
-    another number of data-parallel ranks a step has the samples that it had in ``folder``.
-    Collective. Raises ConfigError if the micro-batches do not divide them.
+    another number of data-parallel ranks a step has the samples that it had in ``folder``; log
+    the settings that give it others. Collective. Raises ConfigError if the micro-batches do not
+    divide them.
     """
     if windows_of(trainer) is not None:
         return  # training_phases say how many samples each step has
@@ -169,18 +172,56 @@ def _keep_samples_of_a_step(trainer: Trainer, folder: Path) -> None:
     micro = args.per_device_train_batch_size
     if not saved or readers == saved["readers"]:
         return
-    if micro * readers * args.gradient_accumulation_steps == saved["samples"]:
-        return
-    from hf_zero.checkpoint.resume import micro_batches
+    if micro * readers * args.gradient_accumulation_steps != saved["samples"]:
+        from hf_zero.checkpoint.resume import micro_batches
 
-    steps = micro_batches(saved, micro, readers, str(folder), "per_device_train_batch_size")
-    args.gradient_accumulation_steps = steps
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    plugin.gradient_accumulation_steps = steps
-    config = plugin.hf_ds_config.config
-    config[ACCUMULATION] = steps
-    if isinstance(config.get(TOTAL), int):
-        config[TOTAL] = micro * steps * args.world_size
+        steps = micro_batches(saved, micro, readers, str(folder), "per_device_train_batch_size")
+        args.gradient_accumulation_steps = steps
+        plugin = trainer.accelerator.state.deepspeed_plugin
+        plugin.gradient_accumulation_steps = steps
+        config = plugin.hf_ds_config.config
+        config[ACCUMULATION] = steps
+        if isinstance(config.get(TOTAL), int):
+            config[TOTAL] = micro * steps * args.world_size
+    _warn_other_rows(trainer, saved, readers)
+
+
+def _warn_other_rows(trainer: Trainer, saved: dict[str, int], readers: int) -> None:
+    """Log the settings under which ``readers`` data-parallel ranks read other rows than those of
+    ``saved`` (``batch`` of the manifest) would have.
+    """
+    from torch.utils.data import IterableDataset
+
+    args, data, before = trainer.args, trainer.train_dataset, saved["readers"]
+    loaders, causes = args.accelerator_config, []
+    if isinstance(data, IterableDataset):
+        fewest = min(ranks for ranks in (before, readers) if ranks > 1)
+        sharded = loaders.dispatch_batches is False and not loaders.split_batches
+        if sharded and getattr(data, "num_shards", 1) >= fewest:
+            causes.append("dispatch_batches=False gives each rank shards of its own")
+    elif data is not None:
+        if args.train_sampling_strategy == "group_by_length":
+            causes.append("train_sampling_strategy='group_by_length' sorts the rows of one rank")
+        micro, rows = args.per_device_train_batch_size, len(data)  # type: ignore[arg-type]
+        had = _whole_steps(rows, saved["micro_batch"], before, saved["micro_batches"])
+        has = _whole_steps(rows, micro, readers, args.gradient_accumulation_steps)
+        if args.dataloader_drop_last and had != has:
+            causes.append(f"dataloader_drop_last leaves an epoch {has} steps, {had} before")
+    if causes:
+        log_rank0(
+            f"resume on {counted(readers, 'data-parallel rank')}, {before} before: steps train on "
+            "other rows than they would have, some of them again, because "
+            f"{' and '.join(causes)}; resume on {before}, or begin a run without that setting, "
+            "where this matters",
+            logging.WARNING,
+        )
+
+
+def _whole_steps(rows: int, micro: int, readers: int, micro_batches: int) -> int:
+    """Return the number of steps in an epoch of ``rows`` of which ``readers`` ranks have as many
+    whole micro-batches each.
+    """
+    return max(1, math.ceil(rows // micro // readers / micro_batches))
 
 
 def _refuse_torn(folder: Path, output: Path) -> bool:

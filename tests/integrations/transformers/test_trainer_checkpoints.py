@@ -7,21 +7,24 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
 
 import hf_zero
 from hf_zero.checkpoint import find
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.memory import saving
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
 from hf_zero.integrations.transformers.trainer_route import SAVE_WEIGHTS
 from tests.helpers.plain_process import forget
-from tests.helpers.trainers import BEST, EVERY_STEP, began_at, logged, routed, weights
+from tests.helpers.trainers import BEST, EVERY_STEP, began_at, logged, routed, rows, weights
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
 
 RANK = "rank-00000-of-00001.safetensors"
@@ -146,6 +149,41 @@ def test_true_and_false_as_text(
         forget()
     missing = "has no rng_state.pth: the random numbers of this rank do not go on"
     assert sum(missing in text for text in heard_in_full) == 1
+
+
+OWN_SHARDS: dict[str, Any] = {"accelerator_config": {"dispatch_batches": False}}
+# changes of the run, rows beyond whole steps, shards of a stream, the setting that is named
+OTHER_ROWS: list[tuple[dict[str, Any], int, int, str]] = [
+    ({}, 4, 0, ""),
+    ({"train_sampling_strategy": "batch_rebalance"}, 0, 0, ""),
+    ({"train_sampling_strategy": "group_by_length"}, 0, 0, "'group_by_length'"),
+    ({"dataloader_drop_last": True}, 0, 0, ""),
+    ({"dataloader_drop_last": True}, 4, 0, "dataloader_drop_last"),
+    (OWN_SHARDS, 0, 4, "dispatch_batches=False"),
+    (OWN_SHARDS, 0, 1, ""),
+    ({}, 0, 4, ""),
+]
+
+
+def test_settings_with_other_rows_on_other_ranks_are_named(
+    whole: Any, tmp_path: Path, heard: list[str]
+) -> None:
+    """One rank resumes what two have saved, with as many rows a step."""
+    path = find.locate(copied(whole, tmp_path) / "checkpoint-4") / MANIFEST_NAME
+    manifest = Manifest.read(path)
+    batch = {**manifest.batch, "readers": 2, "samples": 2 * manifest.batch["samples"]}
+    path.write_bytes(replace(manifest, batch=batch).dumps())
+    for changes, more, shards, named in OTHER_ROWS:
+        data: Any = rows(count=len(rows()) + more)
+        if shards:
+            data = datasets.Dataset.from_list(data).to_iterable_dataset(num_shards=shards)
+        run = routed("ours", 2, tmp_path / "run", train_dataset=data, **changes)
+        run.train(resume_from_checkpoint=True)
+        assert run.args.gradient_accumulation_steps == 2 * batch["micro_batches"]
+        said = [text for text in heard if "other rows" in text]
+        assert len(said) == bool(named) and all(named in text for text in said), (changes, heard)
+        heard.clear()
+        forget()
 
 
 def refused(folder: Path, resume: Any, match: str, stage: int = 2) -> str:
