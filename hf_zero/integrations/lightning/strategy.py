@@ -10,8 +10,8 @@ import atexit
 import importlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -24,6 +24,7 @@ from hf_zero.checkpoint.save_manifest import split
 from hf_zero.config.techniques import METRICS, PHASES
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import init, process_group
+from hf_zero.distributed.world_group import get_world_group
 from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
@@ -33,6 +34,7 @@ from hf_zero.integrations.lightning.settings import PrecisionMethods, read, reso
 from hf_zero.integrations.memory_checkpoints import save_if_due
 from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold, release_holders
+from hf_zero.logging import listed
 from hf_zero.measures.figures import tracked
 from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.data_sampling import (
@@ -348,9 +350,12 @@ class StrategyMethods(_Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let a shuffling training loader draw by difficulty if so configured. Raises ConfigError
-        for a callback that changes the accumulation.
+        for a callback that changes the accumulation, and at stage 3 for a loader to predict from
+        that has different numbers of batches on ranks.
         """
         engine, trainer = self.engine, self._module.trainer
+        if engine is not None and engine.stage == 3 and trainer.predicting:
+            _refuse_uneven(dataloader, trainer.limit_predict_batches)  # type: ignore[attr-defined]
         if engine is None or not (trainer.training and sampled_metrics(engine.config)):
             return super().process_dataloader(dataloader)
         scheduler = self._library("callbacks").GradientAccumulationScheduler
@@ -517,6 +522,25 @@ class StrategyMethods(_Strategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
         """No-op: ``load_checkpoint`` has read the state into the shards."""
+
+
+def _refuse_uneven(loader: object, limit: float) -> None:
+    """Raise ConfigError if ranks have different numbers of batches of ``loader``, of which a
+    prediction uses ``limit``, a number or a share. Collective.
+    """
+    batches = None
+    if isinstance(loader, Sized):
+        with suppress(TypeError, NotImplementedError):  # a DataLoader over a stream
+            batches = len(loader)
+            batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    found = get_world_group().all_gather_object(batches, "the batches of a prediction")
+    if len(set(found)) > 1:
+        raise ConfigError(
+            f"predict: ranks have {listed(map(str, found))} batches, and at stage 3 no rank runs a "
+            "forward without the others; change the batch size, or the number of rows to a "
+            f"multiple of {readers()[0]}, or predict at stage 2 (strategy='zero_stage_2', with "
+            "ckpt_path for a saved model)"
+        )
 
 
 def register(registry: _StrategyRegistry, strategy: Callable[..., Strategy]) -> None:

@@ -9,19 +9,23 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.utils.data import DataLoader
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 import hf_zero
 from hf_zero.checkpoint.memory import saving
 from hf_zero.errors import CheckpointError, ConfigError, PartitionError
 from hf_zero.integrations.lightning import ZeroStrategy
+from hf_zero.loading.shard_only import hold
 from tests.helpers import sampled
+from tests.helpers.cells import in_turn
 from tests.helpers.models import seeded
 from tests.helpers.plain_process import forget
 from tests.helpers.ranks import run_ranks
@@ -427,3 +431,38 @@ def test_ranks_that_share_layers_read_the_same_samples() -> None:
     for place, (before, split) in enumerate(run_ranks(4, rank)):
         assert before == {"num_replicas": 4, "rank": place}
         assert split == {"num_replicas": 2, "rank": place // 2}
+
+
+# -- predictions -----------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@in_turn(
+    "stage, size, limit, found",
+    [(3, 1, 1.0, "3, 2"), (3, 2, 1.0, "2, 1"), (3, 3, 1.0, ""), (3, 1, 2, ""), (2, 1, 1.0, "")],
+)
+def test_uneven_batches_to_predict_are_refused_where_forwards_gather(
+    stage: int, size: int, limit: float, found: str
+) -> None:
+    """Five rows on two ranks; a stream has no length."""
+
+    def rank(rank: int) -> None:
+        strategy: Any = ZeroStrategy(stage=stage)
+        strategy.engine = hold(Net(), strategy.zero_config, stage)
+        trainer = SimpleNamespace(predicting=True, training=False, limit_predict_batches=limit)
+        strategy._lightning_module = SimpleNamespace(trainer=trainer)
+        rows: Any = UnrepeatedDistributedSampler(range(5), 2, rank, shuffle=False)
+        loader, stream = DataLoader(rows.dataset, size, sampler=rows), DataLoader(Stream())
+        if found:
+            with pytest.raises(ConfigError, match=found):
+                strategy.process_dataloader(loader)
+        else:
+            assert strategy.process_dataloader(loader) is loader
+        assert strategy.process_dataloader(stream) is stream
+        strategy.engine.destroy()
+
+    run_ranks(2, rank)
