@@ -177,6 +177,14 @@ def test_a_job_that_was_told_to_end_goes_on_from_the_last_whole_one(
     assert any("hpc_ckpt_10.ckpt is not whole and is skipped" in text for text in heard)
 
 
+def test_weights_of_a_folder_load_into_a_plain_module(tmp_path: Path) -> None:
+    module = fit(tmp_path, 1)
+    plain = Net()
+    folder = str(tmp_path / "last.ckpt")
+    plain.load_state_dict(dict(hf_zero.checkpoint.iterate_state_dict(folder)))
+    assert torch.equal(plain.layer.weight, module.layer.weight)
+
+
 # -- steps and gradients ---------------------------------------------------------------------------
 
 
