@@ -193,10 +193,10 @@ def _warn_other_rows(trainer: Trainer, saved: dict[str, int], readers: int) -> N
     from torch.utils.data import IterableDataset
 
     args, data, before = trainer.args, trainer.train_dataset, saved["readers"]
-    loaders, causes = args.accelerator_config, []
+    accelerator, causes = trainer.accelerator, []
     if isinstance(data, IterableDataset):
         fewest = min(ranks for ranks in (before, readers) if ranks > 1)
-        sharded = loaders.dispatch_batches is False and not loaders.split_batches
+        sharded = accelerator.dispatch_batches is False and not accelerator.split_batches
         if sharded and getattr(data, "num_shards", 1) >= fewest:
             causes.append("dispatch_batches=False gives each rank shards of its own")
     elif data is not None:
