@@ -349,7 +349,7 @@ FOREIGN = {
     "reduce_dtype", "save_pretrained", "save_to_disk", "scaled_dot_product_attention", "sp_size",
     "train_state", "training_step", "zero_stage_0", "zero_stage_2", "zero_stage_2_offload",
     "zero_stage_3", "zero_stage_3_offload", "ckpt_path", "default_root_dir", "log_softmax",
-    "nll_loss",
+    "nll_loss", "load_from_checkpoint",
 }  # fmt: skip
 STATE_DICTS = {*torch_state_dict.__all__, *vars(torch_state_dict.StateDictOptions())}
 
