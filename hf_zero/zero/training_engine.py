@@ -168,7 +168,7 @@ class TrainingEngine(EngineParts):
         that no hook has announced are taken in first (collective).
         """
         self.pass_runner.reduce_stray_gradients()
-        return self.held_micro_batches > 0 or self.pass_runner.reducer.spoiled
+        return self.held_micro_batches > 0 or self.pass_runner.reducer.gradients_lost
 
     def reduce_gradients(self) -> None:
         """Reduce unreduced gradients of earlier backwards (collective); steps do so themselves."""

@@ -166,14 +166,10 @@ class Hooks:
         for path in outer:
             around.setdefault(model.get_submodule(path), None)
         for module, unit in around.items():
-            name = names[module]
-            begin = (
-                Attached(self._enter, name)
-                if unit is None
-                else Attached(self._pre_forward, unit, name)
-            )
             self._removable += [
-                module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+                module.register_forward_pre_hook(
+                    Attached(self._pre_forward, unit, names[module]), prepend=True, with_kwargs=True
+                ),
                 module.register_forward_hook(
                     Attached(self._post_forward, unit), with_kwargs=True, always_call=True
                 ),
@@ -230,7 +226,7 @@ class Hooks:
 
     def _pre_forward(
         self,
-        unit: Unit,
+        unit: Unit | None,
         name: str,
         module: nn.Module,
         args: tuple[object, ...],
@@ -241,14 +237,22 @@ class Hooks:
             self._pre_forward_transformed(unit)
             return None
         tracker = self._tracker
-        last, self._last = self._last, None
         inside = graph_task() != -1
-        self._enter(name, module, args, kwargs)
+        if inside:
+            tracker.enter()
+        elif tracker.tasks:
+            tracker.abort_broken_backward()
+        grads = torch.is_grad_enabled()
+        if not self._running and not inside:
+            self._begin_pass(name, module, kwargs, grads)
+        self._running.append((module, sys.exc_info()[1]))
+        last, self._last = self._last, None
+        if unit is None:
+            return None
         if inside:
             tracker.refuse_updated(unit)
         if spans.blocks:
             spans.began(module, "forward", name or unit.label)
-        grads = torch.is_grad_enabled()
         call, continues, inputs = None, False, requiring_grad(args, kwargs) if grads else {}
         if not grads:
             if module.training and unit.trainable_flats and not inside:
@@ -282,27 +286,14 @@ class Hooks:
         call.last_node = _next_node() - 1
         return with_replaced(args, kwargs, dict(zip(inputs, views)))
 
-    def _enter(
-        self, name: str, module: nn.Module, args: object, kwargs: Mapping[str, object]
+    def _begin_pass(
+        self, name: str, module: nn.Module, kwargs: Mapping[str, object], grads: bool
     ) -> None:
-        # pre-forward hook of a module with units inside and none around it
-        if _transforms() and transformed():
-            return
-        inside = graph_task() != -1
-        if inside:
-            self._tracker.enter()
-        elif self._tracker.tasks:
-            self._tracker.abort_broken_backward()
-        if not self._running and not inside:
-            self._begin_pass(name, module, kwargs)
-        self._running.append((module, sys.exc_info()[1]))
-        self._last = None
-
-    def _begin_pass(self, name: str, module: nn.Module, kwargs: Mapping[str, object]) -> None:
-        """Begin the forward of ``module``, the outermost one, at path ``name`` of the model."""
+        """Begin the forward pass of ``module``, the outermost one, at path ``name`` of the model;
+        ``grads``: it records a graph.
+        """
         self.reduce_stray_gradients()
         self._refuse("a forward")
-        grads = torch.is_grad_enabled()
         kind: tuple[Hashable, ...] = (name, grads, module.training)
         for key, value in kwargs.items():
             if is_cache(value) or (key == ENCODED and value is not None):
@@ -314,12 +305,14 @@ class Hooks:
         if grads:
             self._tracker.add_forward(kind, joint=not self._schedule.between_passes)
 
-    def _pre_forward_transformed(self, unit: Unit) -> None:
+    def _pre_forward_transformed(self, unit: Unit | None) -> None:
         """Handle a forward under grad, vmap or another torch.func transform, which has its own
         graphs: it is no pass of this engine.
 
         Raises PartitionError for sharded units and for modules that compute with changed values.
         """
+        if unit is None:
+            return
         if unit.sharded_flats:
             raise PartitionError(
                 f"torch.func goes through {unit.label}, whose parameters are sharded (stage 3): "
