@@ -34,6 +34,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from hf_zero.device.host_limits import free_ram
@@ -70,8 +71,14 @@ def is_in_memory(folder: Path) -> bool:
 
 
 def plain(name: str) -> str:
-    """Return ``name`` as one path component."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:100] or "unnamed"
+    """Return ``name`` as one path component, with a part of its hash if that changes or cuts it:
+    different names stay different.
+    """
+    component = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:100]
+    if component == name:
+        return name
+    digest = sha256(name.encode(errors="surrogateescape")).hexdigest()
+    return f"{component or 'unnamed'}-{digest[:8]}"
 
 
 def job_identity(job: str | None) -> tuple[str, bool]:

@@ -557,6 +557,14 @@ def test_a_job_is_known_by_what_its_restarts_keep(monkeypatch: pytest.MonkeyPatc
         assert folders.job_identity(asked)[0] == found, "it is the same at each call"
 
 
+def test_jobs_of_different_names_have_different_folders() -> None:
+    names = ["实验一", "实验二", "lr 0.1", "lr:0.1", "lr-0.1", "-", *("x" * 100 + c for c in "ab")]
+    made = [folders.job_identity(name)[0] for name in names]
+    assert len({*made}) == len(names)
+    assert made[4] == "lr-0.1", "a name that is a path component stays"
+    assert all(folders.plain(component) == component for component in made if len(component) <= 100)
+
+
 def left(base: Path, job: str) -> Path:
     folder = folders.job_folder(base, job)
     slot = folder / "host" / "engine-0" / "slot-0"
