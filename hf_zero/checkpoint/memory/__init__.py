@@ -29,8 +29,8 @@ def save(
         tag: name of the checkpoint; by default ``global_step<N>``.
 
     Raises:
-        CheckpointError: checkpoints in memory are off (``checkpoint.memory.every``), or, at the
-            first save, on all ranks, a host has no room.
+        CheckpointError: checkpoints in memory are off (``checkpoint.memory.every``), ``tag`` cannot
+            name a checkpoint, or, at the first save, on all ranks, a host has no room.
     """
     if engine.memory_checkpoints is None:
         raise CheckpointError(

@@ -192,11 +192,12 @@ class MemoryCheckpoints(ClaimedFolders):
         """Copy the state of ``engine`` into this host's memory, and let a thread do the rest. Every
         rank calls it after the same step.
 
-        Raises CheckpointError on all ranks if the first save finds no room, and RankMismatchError
-        if this rank's collectives have been aborted. Later failures are logged: the generation
-        before stays, and training goes on.
+        Raises CheckpointError for a ``tag`` that cannot name a checkpoint, on all ranks if the
+        first save finds no room, and RankMismatchError if this rank's collectives have been
+        aborted. Later failures are logged: the generation before stays, and training goes on.
         """
         refuse_destroyed(engine, "save")
+        tag = None if tag is None else find.check_tag(tag)
         engine.changes.refuse("a save in memory")
         self._wait_for_last()
         begun = time.perf_counter()

@@ -173,6 +173,21 @@ def test_generations_follow_a_save_that_was_refused(tmp_path: Path) -> None:
     assert resumed[0][-1].memory_checkpoints.client_state == {"epoch": 3}
 
 
+@pytest.mark.parametrize("tag", ["epoch/1", "..", ""])
+def test_a_tag_that_no_load_would_take_is_refused(tag: str, tmp_path: Path) -> None:
+    """The generation before stays."""
+    setup = Kept(1, hosts="a", more={"every": 2}).at(tmp_path)
+
+    def saves(engine: Any, rank: int) -> None:
+        train(engine, rank, range(2))
+        with pytest.raises(CheckpointError, match=f"'{tag}' cannot be a tag"):
+            memory.save(engine, tag=tag)
+        memory.save(engine, tag="epoch-1")
+
+    attempt(setup, range(0), before=saves)
+    assert firsts(attempt(setup, range(2), tmp_path / "disk")) == {2}
+
+
 def kept_aside(setup: Kept, host: str, tmp_path: Path, other: Any) -> list[Any]:
     """After an attempt and, elsewhere, ``other``, ``host`` comes back with what the first left."""
     attempt(setup, range(SAVED))
