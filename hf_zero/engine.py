@@ -380,7 +380,8 @@ class Engine(TrainingEngine):
         ``load_loader`` the place in the training data: ``initialize(resume=...)`` does both.
         ``load_dir`` is by default ``checkpoint.folder`` of the configuration, and may be a
         checkpoint itself, also one of FSDP or torch.distributed.checkpoint. Without a ``tag`` a
-        newer generation in the memory of the hosts (``checkpoint.memory``) is loaded.
+        newer generation in the memory of the hosts (``checkpoint.memory``) is loaded, but
+        not without optimizer states.
         """
         load_dir = self._run_folder(load_dir, "load_checkpoint")
         run: str | None = str(as_path(load_dir))
@@ -399,7 +400,8 @@ class Engine(TrainingEngine):
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             in_memory = False
             if self.memory_checkpoints is not None:
-                chosen = choose_checkpoint(self, load_dir, tag, load_module_strict)
+                whole = load_optimizer_states and not load_module_only
+                chosen = choose_checkpoint(self, load_dir, tag, load_module_strict, whole)
                 load_dir, tag, in_memory = chosen.directory, chosen.tag, chosen.in_memory
                 if in_memory and str(as_path(load_dir)) == run:
                     run = None  # the folder was chosen before; its run is unknown

@@ -291,7 +291,8 @@ class DeepSpeedEngine(ReportingEngine):
         tag = tag_of(self, load_dir, tag)
         memory = self.memory_checkpoints
         if tag is None and memory is not None:
-            checkpoint = choose_checkpoint(self, load_dir, tag, load_module_strict)
+            whole = load_optimizer_states and not load_module_only
+            checkpoint = choose_checkpoint(self, load_dir, tag, load_module_strict, whole)
             if checkpoint.in_memory:
                 load_dir, tag = str(checkpoint.directory), checkpoint.tag
         if nothing_to_load(load_dir, tag):

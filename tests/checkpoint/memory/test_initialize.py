@@ -164,6 +164,27 @@ def test_a_folder_that_is_a_checkpoint_of_another_program_is_the_one_meant(
     assert (str(tmp_path / "memory") in path, engine.global_steps) == (True, 2)
 
 
+PARTS = [{"load_module_only": True}, {"load_optimizer_states": False}]
+
+
+@pytest.mark.parametrize("initialize", [hf_zero.initialize, deepspeed.initialize])
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_a_load_of_weights_alone_is_of_the_folder(
+    part: dict[str, Any], initialize: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Memory has later ones, of a run that has ended."""
+    settings, folder = settings_of(tmp_path, on_disk=False), tmp_path / "pretrained"
+    _, engine = trained(settings, stop=1)
+    engine.save_checkpoint(folder)
+    saved = {name: p.clone() for name, p in full_weights(engine).items()}
+    trained(settings, stop=2)
+    engine = alone(initialize, config=settings)
+    path, _ = engine.load_checkpoint(folder, **part)
+    assert path == str(folder / "global_step1")
+    weights = full_weights(engine)
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
 def test_buffers_that_ranks_change_by_themselves_are_those_of_rank_0(tmp_path):
     settings = settings_of(tmp_path)
 
