@@ -380,8 +380,8 @@ class Engine(TrainingEngine):
         ``load_loader`` the place in the training data: ``initialize(resume=...)`` does both.
         ``load_dir`` is by default ``checkpoint.folder`` of the configuration, and may be a
         checkpoint itself, also one of FSDP or torch.distributed.checkpoint. Without a ``tag`` a
-        newer generation in the memory of the hosts (``checkpoint.memory``) is loaded, but
-        not without optimizer states.
+        newer generation in the memory of the hosts (``checkpoint.memory``) is loaded, in
+        loads of everything.
         """
         load_dir = self._run_folder(load_dir, "load_checkpoint")
         run: str | None = str(as_path(load_dir))

@@ -118,6 +118,8 @@ def load(
     memory = getattr(engine, "memory_checkpoints", None)
     if memory is not None:
         memory.loaded(manifest.begun)
+    elif not load_module_only:
+        engine.begun = manifest.begun and manifest.begun + 1
     log_rank0(
         f"loaded {folder}, {_origin(manifest)}: "
         f"{in_units(rank_load.nbytes)} on this rank in {time.perf_counter() - begun:.2f} s"

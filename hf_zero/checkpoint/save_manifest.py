@@ -92,7 +92,7 @@ def manifest_head(
     return Manifest(
         save_id=save_id,
         tag=tag,
-        begun=0 if memory is None else memory.begun,
+        begun=engine.begun if memory is None else memory.begun,
         world={
             "size": engine.mesh.dims.world,
             "shard": engine.mesh.shard.size,

@@ -87,6 +87,7 @@ class EngineParts(ModelWrapper):
     # names of parameters and buffers that other pipeline stages hold
     elsewhere: frozenset[str] = frozenset()
     measures: StepMeasures[Any] = StepMeasures()
+    begun = 0  # ``begun`` of a save without checkpoints in memory: after that of the last load
 
     def __init__(self, plan: EnginePlan, patches: ActivationPatches, techniques: Technique):
         super().__init__()

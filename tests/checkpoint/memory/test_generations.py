@@ -156,6 +156,22 @@ def test_the_branch_that_was_left_is_not_resumed(tmp_path, monkeypatch):
     assert firsts(attempt(setup, range(2), tmp_path / "none")) == {1}
 
 
+def test_a_run_without_generations_is_not_dropped_for_the_branch_before_it(tmp_path: Path) -> None:
+    """Its last save has an earlier step than what an attempt before has left in memory."""
+    setup = Kept(1, hosts="a").at(tmp_path)
+
+    def saves(engine: Any, rank: int) -> None:
+        train(engine, rank, range(engine.global_steps, engine.global_steps + 1))
+        engine.save_checkpoint(setup.folder)
+
+    attempt(setup, range(4), before=saves)
+    without = dataclasses.replace(setup, more={"every": None})
+    assert firsts(attempt(without, range(0), setup.folder, before=saves)) == {2}
+    resumed = attempt(setup, range(4), setup.folder)
+    assert firsts(resumed) == {2}
+    same(resumed, whole(setup, 4))
+
+
 def test_generations_follow_a_save_that_was_refused(tmp_path: Path) -> None:
     """Its client state is not that of the generations."""
     setup = TWO.at(tmp_path)
