@@ -16,7 +16,7 @@ from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.memory.choose import newest_in_memory
 from hf_zero.checkpoint.reader import recognize
 from hf_zero.checkpoint.save_plan import parallel_sizes
-from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, decide_on_rank_0
+from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, decide_on_rank_0, place_of
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.distributed.parallel_dims import ParallelDims
@@ -171,7 +171,8 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
             raise
         log_rank0(f"resume: {error}; looking in the memory of the hosts", logging.WARNING)
         damage = error
-    if chosen is None or as_path(folder or "") != locate(chosen.directory, chosen.tag):
+    found = chosen and place_of(locate(chosen.directory, chosen.tag))
+    if found is None or found != place_of(folder):
         older = (None, None) if chosen is None else (chosen.directory, chosen.tag)
         checkpoint = newest_in_memory(config, *older)
         if checkpoint is not None and checkpoint.tag is not None:

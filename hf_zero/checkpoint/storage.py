@@ -111,6 +111,12 @@ def is_remote(where: AnyPath) -> bool:
     return not isinstance(where, Path)
 
 
+def place_of(where: object) -> str:
+    """Return the text that names ``where`` however it is given: relative or by links, too."""
+    path = as_path(where)
+    return str(path if is_remote(path) else path.resolve())
+
+
 def local_path(where: object, what: str) -> Path:
     """Return ``where`` as a local path.
 

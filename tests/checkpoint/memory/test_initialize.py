@@ -164,6 +164,18 @@ def test_a_folder_that_is_a_checkpoint_of_another_program_is_the_one_meant(
     assert (str(tmp_path / "memory") in path, engine.global_steps) == (True, 2)
 
 
+@pytest.mark.parametrize("name", [".", "../global_step1", "../link", ""])
+def test_a_checkpoint_is_the_one_meant_however_it_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, folder = settings_of(tmp_path), tmp_path / "run" / "global_step1"
+    trained(settings, saves={1}, stop=2)
+    (folder.parent / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    engine = alone(config=settings, resume=name or folder)
+    assert (engine.global_steps, Path(engine.resumed_from).samefile(folder)) == (1, True)
+
+
 PARTS = [{"load_module_only": True}, {"load_optimizer_states": False}]
 
 
