@@ -356,6 +356,8 @@ class Engine(TrainingEngine):
             # not before: each generation in memory would be refused like this save
             if self.memory_checkpoints is not None and isinstance(client_state, Mapping):
                 self.memory_checkpoints.client_state = dict(client_state)
+            if self.memory_checkpoints is not None:
+                self.memory_checkpoints.note_run("saved", save_dir)
         return True
 
     def load_checkpoint(
@@ -426,6 +428,8 @@ class Engine(TrainingEngine):
             run = str(as_path(run).absolute().parent)
         self.measures.loaded(self, not load_module_only, run)
         if self.memory_checkpoints is not None:
+            if whole:
+                self.memory_checkpoints.note_run("loaded", run)
             self.memory_checkpoints.client_state = answer[1]
         return answer
 

@@ -174,7 +174,7 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
     found = chosen and place_of(locate(chosen.directory, chosen.tag))
     if found is None or found != place_of(folder):
         older = (None, None) if chosen is None else (chosen.directory, chosen.tag)
-        checkpoint = newest_in_memory(config, *older)
+        checkpoint = newest_in_memory(config, *older, folder or None)
         if checkpoint is not None and checkpoint.tag is not None:
             return replace(_resumed(checkpoint.directory, checkpoint.tag), in_memory=True)
     if damage is not None:

@@ -26,6 +26,7 @@ from hf_zero.checkpoint.storage import (
     as_path,
     collective_try,
     decide_on_rank_0,
+    place_of,
     remove_tree,
 )
 from hf_zero.checkpoint.tensorfile import Hash, algorithm_of, bytes_view, hash_of_file
@@ -76,14 +77,18 @@ class Newest:
 
 
 def newest(
-    engine: Any, directory: str | os.PathLike[str] | None, strict: bool = True
+    engine: Any,
+    directory: str | os.PathLike[str] | None,
+    strict: bool = True,
+    run: str | os.PathLike[str] | None = None,
 ) -> Newest | None:
     """Return the newest of the complete generations in memory and the checkpoint that ``directory``
     names as latest; None if there is neither. Collective.
 
     Hashes of the files to be read are compared, and files that this host lacks are fetched, before
-    anything changes. A generation in memory that is damaged, or of another model, is skipped and
-    logged. ``strict`` as in :meth:`Engine.load_checkpoint`.
+    anything changes. A generation in memory that is damaged, of another model, or of a run in
+    another folder than ``run``, is skipped and logged. ``strict`` as in
+    :meth:`Engine.load_checkpoint`.
     """
     memory, ranks = engine.memory_checkpoints, engine.mesh.job
     damage: CheckpointError | None = None
@@ -92,7 +97,7 @@ def newest(
     else:
         on_disk, damage = _on_disk_or_damage(ranks, engine.global_rank, directory)
         memory.wait()
-        able = _generations(memory, ranks, on_disk, directory)
+        able = _generations(memory, ranks, on_disk, directory, run)
         checkpoint = next(filter(None, (taking.take(engine, strict) for taking in able)), None)
         if checkpoint is not None:
             return checkpoint
@@ -104,10 +109,14 @@ def newest(
 
 
 def newest_in_memory(
-    config: ZeroConfig, directory: str | os.PathLike[str] | None = None, tag: str | None = None
+    config: ZeroConfig,
+    directory: str | os.PathLike[str] | None = None,
+    tag: str | None = None,
+    run: str | os.PathLike[str] | None = None,
 ) -> Newest | None:
     """Return the newest complete generation in memory, for the next engine of this process; None if
-    there is none, or if ``<directory>/<tag>`` (by default the latest) is not older. Collective.
+    there is none, or if ``<directory>/<tag>`` (by default the latest) is not older. Those of runs
+    in another folder than ``run`` are skipped. Collective.
 
     Its folder has everything but the rank files, which ``engine.load_checkpoint(directory, tag)``
     adds. A copy of each file has been compared with its hash.
@@ -117,7 +126,7 @@ def newest_in_memory(
     ranks, rank = get_world_group(), process_group.get_rank()
     on_disk, damage = _on_disk_or_damage(ranks, rank, directory, tag)
     where = saving.next_folders(config.memory_checkpoints, ranks, rank)
-    able = _generations(where, ranks, on_disk, directory)
+    able = _generations(where, ranks, on_disk, directory, run)
     checkpoint = next(filter(None, (taking.take() for taking in able)), None)
     if checkpoint is None and damage is not None:
         raise damage
@@ -156,7 +165,7 @@ def choose_checkpoint(
         get_world_group(), lambda: find.is_one_checkpoint(where)
     )
     chooses = whole and not (named or memory.saved_by_trainer or memory.has_stepped)
-    chosen = newest(engine, directory, strict) if chooses else None
+    chosen = newest(engine, directory, strict, directory) if chooses else None
     return chosen or Newest(directory, tag, -1, in_memory=False)
 
 
@@ -208,15 +217,16 @@ def _generations(
     ranks: Mesh | RankGroup,
     on_disk: OnDisk | None = None,
     directory: str | os.PathLike[str] | None = None,
+    run: str | os.PathLike[str] | None = None,
 ) -> Iterator[_Taking]:
     """Yield the generations that were saved after the checkpoint ``on_disk`` in ``directory``,
-    newest first. Collective.
+    newest first, without those of runs in another folder than ``run``. Collective.
     """
-    candidates, local = where.exchange_inventories()
+    candidates, local = where.exchange_inventories(None if run is None else place_of(run))
     if on_disk is not None and not candidates:
         log_rank0(
             f"the memory of {counted(len(where.hosts.ranks), 'host')} "
-            f"({listed(where.hosts.ranks)}) holds nothing of job {where.job}: "
+            f"({listed(where.hosts.ranks)}) holds nothing of this run of job {where.job}: "
             f"{directory}/{on_disk.tag} is taken from the disk"
         )
     for generation in candidates:

@@ -16,7 +16,7 @@ from hf_zero.checkpoint.memory.inventory import Generation, HeldFile, generation
 from hf_zero.checkpoint.storage import collective_try
 from hf_zero.config.sections import MemorySection
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import listed
+from hf_zero.logging import listed, log_rank0
 
 if TYPE_CHECKING:
     from hf_zero.distributed.mesh import Mesh
@@ -145,9 +145,22 @@ class JobFolders:
             folders.refuse_foreign(self.job_folder(base))
         return scan([self.folder(base) for base in self.bases])
 
-    def exchange_inventories(self) -> tuple[list[Generation], dict[HeldFile, Path]]:
-        """Return the generations of all hosts, newest first, and this host's files. Collective."""
-        local, inventories = collective_try(
-            self._ranks, self.scan, share=lambda files: list(files) if self.acts_for_host else []
+    def exchange_inventories(
+        self, run: str | None = None
+    ) -> tuple[list[Generation], dict[HeldFile, Path]]:
+        """Return the generations of all hosts, newest first, and this host's files. With rank 0's
+        ``run``, leave out generations that are known to be of runs in other folders. Collective.
+        """
+        local, shared = collective_try(
+            self._ranks,
+            self.scan,
+            share=lambda files: (list(files) if self.acts_for_host else [], run),
         )
-        return generations(self.hosts.names, inventories), local
+        found, asked = generations(self.hosts.names, [files for files, _ in shared]), shared[0][1]
+        others = [each for each in found if asked and each.run and asked not in each.run]
+        if others:
+            log_rank0(
+                f"the memory of the hosts holds step {others[0].step} of the run in "
+                f"{listed(others[0].run)}, which is not taken for that in {asked}"
+            )
+        return [each for each in found if each not in others], local

@@ -48,7 +48,7 @@ from hf_zero.checkpoint.save_plan import (
     refuse_destroyed,
 )
 from hf_zero.checkpoint.save_sharded import config_files
-from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, remove_tree
+from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, place_of, remove_tree
 from hf_zero.checkpoint.tensorfile import FileHasher, bytes_view
 from hf_zero.config.sections import MemorySection
 from hf_zero.distributed.host_transfers import HostTransfers
@@ -97,6 +97,8 @@ class MemoryCheckpoints(ClaimedFolders):
         self.has_stepped = False  # a load without a tag then means the folder that it names
         # what the script gave to its last save on disk, or has loaded
         self.client_state: Mapping[str, object] = {}
+        self._folders_of_run: dict[str, str] = {}  # by how they became known
+        self.note_run("configured", engine.config.checkpoint.folder)
         self.world, self._device = mesh.dims.world, mesh.device
         super().__init__(settings, mesh.job, engine.global_rank, host_name(), _living(), number)
         _claimed[self.place] = self
@@ -169,6 +171,12 @@ class MemoryCheckpoints(ClaimedFolders):
             self.newest_id = before.newest_id
         self.saved_by_trainer, self.has_stepped = before.saved_by_trainer, before.has_stepped
         self.client_state, self._last_step = before.client_state, before._last_step
+        self._folders_of_run = before._folders_of_run
+
+    def note_run(self, how: str, folder: str | os.PathLike[str] | None) -> None:
+        """Note a ``folder`` of the run, in place of the one that became known in the same way."""
+        if folder is not None:
+            self._folders_of_run[how] = place_of(folder)
 
     # ---- saving ----
 
@@ -274,13 +282,14 @@ class MemoryCheckpoints(ClaimedFolders):
     ) -> tuple[RankRecord, SavePlan]:
         """Return this rank's record without hashes, and the plan of its file."""
         save_id = sha256(f"{self.token} {self._saves}".encode()).hexdigest()[:32]
-        head, shared, step = None, {}, engine.counters.global_steps
+        head, shared, run, step = None, {}, (), engine.counters.global_steps
         buffers: dict[str, torch.Tensor] = {}
         if self.rank == 0:
             buffers = model_buffers(engine, False) | dict(elsewhere)
             extra = non_tensor_state(engine, client_state)
             head = manifest_head(engine, tag, save_id, extra, buffers)
             shared = config_files(engine.module)
+            run = tuple(sorted(set(self._folders_of_run.values())))
             objects = objects_file(extra, find.OBJECTS_NAME)
             if objects is not None:
                 head = replace(head, objects=objects[0])
@@ -291,7 +300,9 @@ class MemoryCheckpoints(ClaimedFolders):
             own.report, scalars=deepcopy(own.report.scalars), apart=deepcopy(own.report.apart)
         )
         head, beside = deepcopy(head), dict(beside)
-        record = RankRecord(save_id, self.begun, step, self.world, report, head, shared, beside)
+        record = RankRecord(
+            save_id, self.begun, step, self.world, report, head, shared, beside, run
+        )
         return record, own
 
     def offer(self, engine: TrainingEngine, is_read: Callable[[], bool]) -> Staged | None:

@@ -49,6 +49,7 @@ def save_by_loop(accelerator: Accelerator) -> None:
     engine = engines[0]
     assert engine.memory_checkpoints is not None
     engine.memory_checkpoints.saved_by_trainer = True
+    engine.memory_checkpoints.note_run("named", accelerator.project_dir)
     engine.register_forward_pre_hook(_before_forward)
     _saving.add(accelerator)
 
@@ -98,7 +99,7 @@ def _write_state(accelerator: Accelerator, folder: Path) -> Path:
 def newer_in_memory(accelerator: Accelerator, folder: str | None) -> str | None:
     """Return the folder of the newest state in memory, unless ``folder`` is newer. Collective."""
     checkpoints = [
-        newest(engine, folder)
+        newest(engine, folder, run=accelerator.project_dir)
         for engine in engines_of(accelerator)
         if engine.memory_checkpoints is not None and engine.bound is not None
     ]

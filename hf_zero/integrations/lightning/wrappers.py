@@ -279,7 +279,7 @@ def resume_from_memory(
         and trainer.state.fn == "fit"
         and getattr(self, LAST, False)
     ):
-        checkpoint = newest(engine, checkpoint_path)
+        checkpoint = newest(engine, checkpoint_path, run=trainer.default_root_dir)
         if checkpoint is not None and checkpoint.in_memory:
             log_rank0(f"resume from step {checkpoint.step} in the memory of the hosts")
             checkpoint_path = str(checkpoint.directory)

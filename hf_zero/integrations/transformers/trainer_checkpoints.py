@@ -106,7 +106,11 @@ def whole_to_resume(trainer: Trainer, resume: str | bool | None) -> str | bool |
 def _newer_in_memory(trainer: Trainer, folder: Path | None) -> Path | None:
     """Return the newest generation's folder in memory, unless ``folder`` is newer. Collective."""
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
-    checkpoint = newest_in_memory(ZeroConfig.coerce(config, allow_auto=True, foreign=True), folder)
+    checkpoint = newest_in_memory(
+        ZeroConfig.coerce(config, allow_auto=True, foreign=True),
+        folder,
+        run=output_folder(trainer.args),
+    )
     if checkpoint is None:
         return folder
     log_rank0(f"resume from step {checkpoint.step} in the memory of the hosts")

@@ -129,7 +129,8 @@ def test_what_is_saved_after_a_load_of_an_earlier_step_prevails(step: int, tmp_p
         )
 
     attempt(setup, range(1), before=goes_back)
-    assert firsts(attempt(setup, range(4), tmp_path / "nothing")) == {step + 1}
+    shutil.rmtree(disk)
+    assert firsts(attempt(setup, range(4), disk)) == {step + 1}
 
 
 # ---- several attempts ----
@@ -184,7 +185,8 @@ def test_generations_follow_a_save_that_was_refused(tmp_path: Path) -> None:
                 engine.save_checkpoint(setup.folder, client_state=state)
 
     attempt(setup, range(1), before=is_refused)
-    resumed = attempt(setup, range(2), tmp_path / "none", before=lambda engine, _: engine)
+    shutil.rmtree(setup.folder)
+    resumed = attempt(setup, range(2), setup.folder, before=lambda engine, _: engine)
     assert firsts(resumed) == {1}
     assert resumed[0][-1].memory_checkpoints.client_state == {"epoch": 3}
 

@@ -11,6 +11,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,51 @@ def test_initialize_resumes_from_the_newer_of_memory_and_disk(tmp_path, on_disk,
         assert steps == {step: all_steps[step] for step in steps}
 
 
+def named(settings: dict[str, Any], folder: Path) -> Any:
+    return alone(config=settings, resume=folder)
+
+
+def in_folder(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return settings | {"checkpoint": settings["checkpoint"] | {"folder": str(folder)}}
+
+
+def configured(settings: dict[str, Any], folder: Path) -> Any:
+    return alone(config=in_folder(settings, folder), resume="latest")
+
+
+def loaded(settings: dict[str, Any], folder: Path) -> Any:
+    engine = alone(config=settings)
+    with suppress(CheckpointError):
+        engine.load_checkpoint(folder)
+    return engine
+
+
+@pytest.mark.parametrize("asks", [named, configured, loaded])
+@pytest.mark.parametrize("knows", ["resume", "configuration", "save", "load", "nothing"])
+def test_a_run_resumes_from_no_generation_of_another_folder(
+    knows: str, asks: Callable[..., Any], tmp_path: Path, heard_in_full: list[str]
+) -> None:
+    """Of one job, as the runs of a sweep are. A run whose folder is not known may be any."""
+    base, first = settings_of(tmp_path, on_disk=False), tmp_path / "first"
+    if knows == "load":
+        train(0, net(), config(first), Rows(), saves={1}, stop=1)
+    of_first = in_folder(base, first) if knows == "configuration" else base
+    engine = alone(config=of_first, resume=first if knows == "resume" else None)
+    if knows == "save":
+        engine.save_checkpoint(first)
+    if knows == "load":
+        engine.load_checkpoint(first)
+    own = engine.global_steps + 1
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    engine.memory_checkpoints.wait()
+    other = asks(base, tmp_path / "second")
+    assert other.global_steps == (own if knows == "nothing" else 0)
+    assert sum("not taken for" in line for line in heard_in_full) == (knows != "nothing")
+    assert asks(base, tmp_path / "second" / ".." / "first").global_steps == own
+
+
 def test_a_generation_that_is_lost_between_choice_and_load_is_named(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, on_disk=False)
     trained(settings, stop=1)
@@ -160,7 +206,7 @@ def test_a_folder_that_is_a_checkpoint_of_another_program_is_the_one_meant(
     engine = alone(initialize, config=settings)
     path, _ = engine.load_checkpoint(tmp_path / "dcp", load_optimizer_states=False)
     assert (path, engine.global_steps) == (str(tmp_path / "dcp"), 0)
-    path, _ = engine.load_checkpoint(tmp_path)
+    path, _ = engine.load_checkpoint(tmp_path / "run")
     assert (str(tmp_path / "memory") in path, engine.global_steps) == (True, 2)
 
 

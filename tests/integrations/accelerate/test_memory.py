@@ -30,12 +30,14 @@ class Loop:
     ``fetched``: it holds its batches itself; ``evaluates``: its steps end with an evaluation.
     """
 
-    def __init__(self, folder: Path, every: int | None, named: bool, **how: bool) -> None:
+    def __init__(
+        self, folder: Path, every: int | None, named: bool, run: str = "run", **how: bool
+    ) -> None:
         forget()
         saving._claimed.clear()  # the processes before are gone
         self.how = how
         naming = ProjectConfiguration(
-            project_dir=str(folder / "run"), automatic_checkpoint_naming=named
+            project_dir=str(folder / run), automatic_checkpoint_naming=named
         )
         memory = {"every": every, "folder": str(folder / "memory"), "job": "job"}
         self.accelerator: Accelerator = accelerator_with(
@@ -150,6 +152,14 @@ def test_memory_is_loaded_if_no_state_on_disk_is_whole(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "memory")
     with pytest.raises(CheckpointError, match="none of the 1 checkpoint"):
         resumed(tmp_path)
+
+
+def test_a_loop_resumes_from_no_generation_of_another_project(tmp_path: Path) -> None:
+    Loop(tmp_path, 2, True).train(3)
+    other = Loop(tmp_path, 2, True, run="other")
+    with pytest.raises(FileNotFoundError, match="other/checkpoints"):
+        other.accelerator.load_state()
+    assert other.model.global_steps == 0
 
 
 def test_several_models_are_refused(tmp_path: Path) -> None:

@@ -325,6 +325,7 @@ def fit_into_memory(
     fails: int | None = None,
     resume: str | None = None,
     saves: int | None = None,
+    root: str = "root",
 ) -> tuple[list[float], pl.Trainer]:
     forget()
     saving._claimed.clear()  # the processes before are gone
@@ -332,7 +333,8 @@ def fit_into_memory(
     zero = {"zero_optimization": {"stage": 2}, "checkpoint": {"memory": memory}}
     last = {"save_last": saves is not None, "every_n_train_steps": saves or STEPS + 1}
     keeping, module = ModelCheckpoint(dirpath=folder / "run", **last), Scheduled()
-    trainer = trainer_of(3, keeping, strategy=ZeroStrategy(zero))
+    more = {"strategy": ZeroStrategy(zero), "default_root_dir": folder / root}
+    trainer = trainer_of(3, keeping, **more)
     trainer.callbacks.append(Failing(fails))
     if fails is None:
         trainer.fit(module, ckpt_path=resume)
@@ -355,6 +357,12 @@ def test_a_fit_goes_on_from_the_newer_of_memory_and_disk(
     if saves == 3:  # a folder that is named is the one that is loaded
         last = str(tmp_path / "run" / "last.ckpt")
         assert fit_into_memory(tmp_path, 2, resume=last, saves=3)[0] == []
+
+
+def test_a_fit_goes_on_from_no_generation_of_another_root(tmp_path: Path) -> None:
+    whole, _ = fit_into_memory(tmp_path / "other", None)
+    fit_into_memory(tmp_path, 2, 5)
+    assert fit_into_memory(tmp_path, 2, resume="last", root="another")[0] == whole
 
 
 def test_a_fit_goes_on_from_memory_if_no_last_checkpoint_on_disk_is_whole(tmp_path: Path) -> None:

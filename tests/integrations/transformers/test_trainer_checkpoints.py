@@ -386,6 +386,17 @@ def test_a_run_that_saves_models_alone_resumes_from_memory(
     assert logged(run) == whole[1]
 
 
+def test_a_run_resumes_from_no_generation_of_another_output_dir(tmp_path: Path) -> None:
+    memory = {"every": 1, "folder": str(tmp_path / "memory"), "job": "job"}
+    keys = {"config": {"checkpoint": {"memory": memory}}}
+    with pytest.raises(KeyboardInterrupt):
+        routed("ours", 2, tmp_path / "one", callbacks=[Killed()], **keys).train()
+    forget()
+    saving._claimed.clear()  # the process is gone
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        routed("ours", 2, tmp_path / "other", **keys).train(resume_from_checkpoint=True)
+
+
 def test_a_run_resumes_from_memory_if_no_checkpoint_on_disk_is_whole(
     whole: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
