@@ -89,6 +89,8 @@ class MemoryCheckpoints(ClaimedFolders):
     """
 
     _is_closed = False
+    _owns = False  # the generations are this attempt's to remove: it has loaded or saved one
+    _removed_at_exit = False  # by the native core
 
     def __init__(self, engine: TrainingEngine, plan: EnginePlan, number: int | None = None) -> None:
         settings, mesh = engine.config.memory_checkpoints, engine.mesh
@@ -169,6 +171,8 @@ class MemoryCheckpoints(ClaimedFolders):
         self.begun = max(self.begun, before.begun)
         if not before.has_saved:  # else that generation is gone, too
             self.newest_id = before.newest_id
+            if before._owns:
+                self._own()
         self.saved_by_trainer, self.has_stepped = before.saved_by_trainer, before.has_stepped
         self.client_state, self._last_step = before.client_state, before._last_step
         self._folders_of_run = before._folders_of_run
@@ -512,6 +516,7 @@ class MemoryCheckpoints(ClaimedFolders):
             )
         collective_try(self._ranks, self.make_folder)
         self.mark()
+        self._own()
         slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
         self._slot = 1 if folders.SLOTS[0] in slots else 0
 
@@ -531,8 +536,22 @@ class MemoryCheckpoints(ClaimedFolders):
         earlier one instead if that has all copies, and this one does not.
         """
         self.newest_id, self._slot = save_id, -1
+        self._own()
 
     # ---- the end ----
+
+    def _own(self) -> None:
+        """Have the generations removed at a good end. Until then they are an earlier attempt's."""
+        if not self._owns:
+            self._owns = True
+            for base in self.bases:
+                folder = self.folder(base)
+                self._removed_at_exit = native.release_at_exit(
+                    folder,
+                    self.job_folder(base),
+                    folders.IN_USE,
+                    folders.rank_mark(folder, self.rank),
+                )
 
     @property
     def has_saved(self) -> bool:
@@ -546,8 +565,8 @@ class MemoryCheckpoints(ClaimedFolders):
 
     def close(self, failing: bool | None = None, remove: bool = True) -> None:
         """Wait for the save under way, and ``remove`` the generations once the last rank of this
-        host has closed its own, unless the job is ``failing``: by default, if an exception is being
-        handled that ends a process with an error.
+        host has closed its own, unless they are all an earlier attempt's, or the job is
+        ``failing``: by default, if an exception is being handled that ends a process with an error.
         """
         if self._is_closed:
             return
@@ -564,7 +583,7 @@ class MemoryCheckpoints(ClaimedFolders):
             for mark in self._marks.values():
                 mark.close()
             self._marks.clear()
-        if remove and not failing:
+        if remove and self._owns and not failing:
             for base in self.bases:
                 folders.release(self.folder(base), self.job_folder(base), self.rank)
         _claimed.pop(self.place, None)
@@ -583,16 +602,11 @@ def _at_exit(made: MemoryCheckpoints) -> None:
     of the host end with code 0; without the native core, if no exception but SystemExit ends them.
     """
     held, process = weakref.ref(made), os.getpid()
-    later = False
-    for base in made.bases:
-        folder, top = made.folder(base), folders.job_folder(base, made.job)
-        own = folders.rank_mark(folder, made.rank)
-        later = native.release_at_exit(folder, top, folders.IN_USE, own)
 
     def close() -> None:
         alive = held()
         if alive is not None and os.getpid() == process:  # not in a fork, which has no thread
-            alive.close(failing=hasattr(sys, "last_value"), remove=not later)
+            alive.close(hasattr(sys, "last_value"), remove=not alive._removed_at_exit)
 
     atexit.register(close)
     weakref.finalize(made, atexit.unregister, close)

@@ -226,6 +226,22 @@ def test_a_generation_of_two_attempts_is_never_mixed(tmp_path: Path) -> None:
         attempt(setup, range(STEPS), tmp_path / "disk")
 
 
+def test_an_engine_that_has_no_generation_leaves_those_of_an_earlier_attempt(
+    tmp_path: Path,
+) -> None:
+    """Nor does one that is built again; what an engine has loaded goes with it."""
+    setup = Kept().at(tmp_path)
+    attempt(setup, range(SAVED))
+    attempt(setup, range(0), ends=True)
+
+    def built_again(engine: Any, rank: int) -> None:
+        engine.replace(next(iter(engine.module.children())))
+
+    attempt(setup, range(0), before=built_again, ends=True)
+    assert firsts(attempt(setup, range(0), tmp_path / "disk", built_again, ends=True)) == {SAVED}
+    assert not list(setup.base.rglob("engine-*"))
+
+
 CLAIMS = """
 import fcntl, sys
 held = open(sys.argv[1], "w")
@@ -512,6 +528,7 @@ def test_a_copy_of_another_save_is_not_kept(tmp_path: Path, heard_in_full: list[
 # the end of a script, or those of two ranks of one host, and whether the generations stay
 ENDS = {
     "pass": False,
+    "pass  # after an attempt that was killed, and without a save": True,
     "sys.exit('no data')": True,
     "os.kill(os.getpid(), signal.SIGTERM)": True,
     "pass | time.sleep(1); sys.exit(1)": True,
@@ -542,10 +559,16 @@ model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
 memory = {"every": 1, "folder": base, "job": str(number)}
 config = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"memory": memory}}
+killed = "killed" in end and os.fork() == 0
+if "killed" in end and not killed:
+    os.wait()
 engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
-engine.backward(engine(torch.ones(1, 4)).sum())
-engine.step()
-engine.memory_checkpoints.wait()
+if killed or "killed" not in end:
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    engine.memory_checkpoints.wait()
+if killed:
+    os.kill(os.getpid(), signal.SIGKILL)
 exec(end)
 """
 
