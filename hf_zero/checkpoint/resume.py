@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from hf_zero.checkpoint.find import MODEL, locate, newest_complete
@@ -14,6 +14,7 @@ from hf_zero.checkpoint.load_sharded import check
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.memory.choose import newest_in_memory
+from hf_zero.checkpoint.memory.folders import InUse
 from hf_zero.checkpoint.reader import recognize
 from hf_zero.checkpoint.save_plan import parallel_sizes
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, decide_on_rank_0, place_of
@@ -30,7 +31,8 @@ LATEST = "latest"  # value of ``resume``: the newest one in ``checkpoint.folder`
 @dataclass(frozen=True)
 class Resumed:
     """The checkpoint that a run resumes from: its run's folder, its tag, and what its manifest says
-    about the batch of a step and about ranks. ``in_memory``: the folder is one in memory.
+    about the batch of a step and about ranks. ``in_memory``: the folder is one in memory, with its
+    ``mark``.
     """
 
     directory: str
@@ -38,6 +40,7 @@ class Resumed:
     batch: dict[str, int]
     world: dict[str, int]
     in_memory: bool = False
+    mark: InUse | None = field(default=None, repr=False, compare=False)
 
     def check_sizes(self, config: ZeroConfig, dims: ParallelDims) -> None:
         """Raise ConfigError if ``config`` and ``dims`` spread the model or its sequences over other
@@ -176,7 +179,8 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
         older = (None, None) if chosen is None else (chosen.directory, chosen.tag)
         checkpoint = newest_in_memory(config, *older, folder or None)
         if checkpoint is not None and checkpoint.tag is not None:
-            return replace(_resumed(checkpoint.directory, checkpoint.tag), in_memory=True)
+            found_there = _resumed(checkpoint.directory, checkpoint.tag)
+            return replace(found_there, in_memory=True, mark=checkpoint.mark)
     if damage is not None:
         raise damage
     if chosen is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +67,14 @@ class OnDisk:
 class Newest:
     """The checkpoint to resume from, ``<directory>/<tag>``. in_memory: it is a generation in host
     memory; ``directory`` then also holds the trainer's files, and is valid until the next save into
-    memory.
+    memory. mark: keeps ``hf-zero clean`` from removing it until there is an engine.
     """
 
     directory: AnyPath
     tag: str | None
     step: int
     in_memory: bool
+    mark: folders.InUse | None = field(default=None, repr=False, compare=False)
 
 
 def newest(
@@ -277,7 +278,8 @@ class _Taking:
         except CheckpointError as error:
             _say(self._rank, f"{what} is skipped: {error}")
             return None
-        return Newest(folder, manifest.tag, generation.step, in_memory=True)
+        mark = self._mark if engine is None else None  # an engine has marks of its own
+        return Newest(folder, manifest.tag, generation.step, in_memory=True, mark=mark)
 
     def _gather_records(self) -> list[RankRecord]:
         """Return the records of the generation, by rank. Each is sent by one rank of the host that

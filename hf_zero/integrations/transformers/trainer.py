@@ -28,7 +28,7 @@ from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import sequence_ranks, tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
 from hf_zero.integrations.seams import Original, replaced
-from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
+from hf_zero.integrations.transformers.trainer_checkpoints import MARK, whole_to_resume
 from hf_zero.integrations.transformers.trainer_phases import batches_of
 from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,
@@ -214,6 +214,7 @@ def prepare_engine(
     _keep_given_optimizer(self)
     with environment(**engine_environment(self.args)):
         result = original(self, max_steps, train_dataloader, resume_from_checkpoint)
+    setattr(self, MARK, None)
     from hf_zero.engine import Engine
 
     engine: object = self.deepspeed

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 PREFIX = "checkpoint-"
 TRUTHS = {"True": True, "true": True, "False": False, "false": False}
+MARK = "_hf_zero_mark"  # an attribute of a Trainer until its engine marks what it loads
 ASIDE = "_hf-zero-dropped-"  # a name that the Trainer does not push to the hub
 
 
@@ -114,6 +115,7 @@ def _newer_in_memory(trainer: Trainer, folder: Path | None) -> Path | None:
     if checkpoint is None:
         return folder
     log_rank0(f"resume from step {checkpoint.step} in the memory of the hosts")
+    setattr(trainer, MARK, checkpoint.mark)
     return Path(str(checkpoint.directory))
 
 

@@ -6,6 +6,7 @@ a second copy of the state.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import random
 import shutil
@@ -161,6 +162,30 @@ def test_a_run_resumes_from_no_generation_of_another_folder(
     assert other.global_steps == (own if knows == "nothing" else 0)
     assert sum("not taken for" in line for line in heard_in_full) == (knows != "nothing")
     assert asks(base, tmp_path / "second" / ".." / "first").global_steps == own
+
+
+def test_a_chosen_generation_is_in_use_until_it_is_loaded(tmp_path: Path) -> None:
+    """A command that cleans the host removes it neither before there is an engine nor after."""
+    settings = settings_of(tmp_path, on_disk=False)
+    del settings["scheduler"]
+    trained(settings, stop=1)
+    saving._claimed.clear()
+    gc.collect()
+    (job,) = (tmp_path / "memory").iterdir()
+    assert not folders.is_in_use(job)
+    found, states = newest_in_memory(ZeroConfig.from_dict(settings)), []
+    assert found is not None and folders.is_in_use(job)
+    del found
+    assert not folders.is_in_use(job)
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        states.append(folders.is_in_use(job))
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    engine = alone(config=settings, lr_scheduler=schedule, resume=tmp_path / "none")
+    assert states and all(states) and engine.global_steps == 1
+    engine.destroy()
+    assert not job.exists(), "no mark is left"
 
 
 def test_a_generation_that_is_lost_between_choice_and_load_is_named(tmp_path: Path) -> None:

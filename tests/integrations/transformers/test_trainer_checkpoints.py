@@ -4,6 +4,7 @@ and pushes those that are whole.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable
@@ -20,8 +21,10 @@ import hf_zero
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.memory import saving
+from hf_zero.checkpoint.memory.folders import is_in_use
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
+from hf_zero.integrations.transformers import trainer
 from hf_zero.integrations.transformers.trainer_route import SAVE_WEIGHTS
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import BEST, EVERY_STEP, began_at, logged, routed, rows, weights
@@ -371,17 +374,26 @@ class Killed(transformers.TrainerCallback):
 
 
 def test_a_run_that_saves_models_alone_resumes_from_memory(
-    whole: tuple[Path, list[float]], tmp_path: Path
+    whole: tuple[Path, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No command removes the generation before its load."""
     memory = {"every": 1, "folder": str(tmp_path / "memory"), "job": "job"}
     keys = {"config": {"checkpoint": {"memory": memory}}, "save_only_model": True}
     with pytest.raises(KeyboardInterrupt):
         routed("ours", 2, tmp_path, callbacks=[Killed()], **keys).train()
     forget()
     saving._claimed.clear()  # the process is gone
-    run = routed("ours", 2, tmp_path, **keys)
+    gc.collect()
+    run, keep, states = routed("ours", 2, tmp_path, **keys), trainer._keep_given_optimizer, []
+
+    def noted(self: Any) -> None:
+        states.extend(map(is_in_use, (tmp_path / "memory").iterdir()))
+        keep(self)
+
+    monkeypatch.setattr(trainer, "_keep_given_optimizer", noted)
     run.train(resume_from_checkpoint=True)
     assert began_at(run) == 2
+    assert states == [True]
     assert run.args.save_only_model
     assert logged(run) == whole[1]
 
