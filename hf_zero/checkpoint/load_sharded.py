@@ -117,7 +117,8 @@ def load(
         rank_load.apply(whole, load_module_only, load_rng, load_loader)
     memory = getattr(engine, "memory_checkpoints", None)
     if memory is not None:
-        memory.loaded(manifest.begun)
+        step = manifest.counters.get("global_steps", -1)
+        memory.loaded(manifest.begun, step, load_optimizer_states and not in_memory)
     elif not load_module_only:
         engine.begun = manifest.begun and manifest.begun + 1
     log_rank0(

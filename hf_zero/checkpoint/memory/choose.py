@@ -17,7 +17,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.load_sharded import files_needed
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_zero.checkpoint.memory import folders, saving
-from hf_zero.checkpoint.memory.inventory import Generation, HeldFile
+from hf_zero.checkpoint.memory.inventory import Generation, HeldFile, is_later
 from hf_zero.checkpoint.memory.job_folders import Hosts, JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
 from hf_zero.checkpoint.memory.slot_files import SlotFiles
@@ -52,15 +52,6 @@ class OnDisk:
     tag: str
     step: int
     begun: int
-
-    def is_older(self, generation: Generation) -> bool:
-        """Return whether ``generation`` was saved later: it belongs to a later attempt, or load
-        within it, or has a later step of the same one. One of the same step precedes the save on
-        disk.
-        """
-        if not self.begun:  # of a run without checkpoints in memory
-            return generation.step > self.step
-        return (generation.begun, generation.step) > (self.begun, self.step)
 
 
 @dataclass(frozen=True)
@@ -231,7 +222,7 @@ def _generations(
             f"{directory}/{on_disk.tag} is taken from the disk"
         )
     for generation in candidates:
-        if on_disk is None or on_disk.is_older(generation):
+        if on_disk is None or is_later(generation, on_disk.step, on_disk.begun):
             yield _Taking(where, ranks, generation, local)
 
 

@@ -55,6 +55,16 @@ class Generation:
         return min(len(set(self.holders.get(rank, ()))) for rank in range(self.world))
 
 
+def is_later(saved: HeldFile | Generation, step: int, begun: int) -> bool:
+    """Return whether ``saved`` was saved after a checkpoint on disk of ``step`` and ``begun``: it
+    belongs to a later attempt, or load within it, or has a later step of the same one. One of the
+    same step precedes the save on disk.
+    """
+    if not begun:  # of a run without checkpoints in memory
+        return saved.step > step
+    return (saved.begun, saved.step) > (begun, step)
+
+
 def scan(folders: Sequence[Path]) -> dict[HeldFile, Path]:
     """Return the rank files with a fitting record in the slots of a job's ``folders`` on this host.
     A record that does not fit is logged and left out.

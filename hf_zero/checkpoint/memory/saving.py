@@ -34,7 +34,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.memory import folders
 from hf_zero.checkpoint.memory.claimed_folders import KEY, ClaimedFolders
-from hf_zero.checkpoint.memory.inventory import generation_to_keep, records_in
+from hf_zero.checkpoint.memory.inventory import generation_to_keep, is_later, records_in
 from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
 from hf_zero.checkpoint.memory.slot_files import SlotCopy, SlotFiles, Staged, changes_of
@@ -522,14 +522,25 @@ class MemoryCheckpoints(ClaimedFolders):
 
     # ---- what is there ----
 
-    def loaded(self, begun: int) -> None:
-        """Count a load of a checkpoint with ``begun``: steps behind the last save may come again,
-        and what they save prevails, on disk and in memory.
+    def loaded(self, begun: int, step: int, goes_back: bool) -> None:
+        """Count a load of a checkpoint with ``begun`` and ``step``: steps behind the last save may
+        come again, and what they save prevails, on disk and in memory. If all state ``goes_back``
+        to that of the checkpoint, on disk, what this attempt has saved later is removed. Collective
+        after all ranks have loaded.
         """
         self.wait()
+        if goes_back and self._owns:
+            collective_try(self._ranks, partial(self._drop_after, step, begun))
+            self.protect("")
         self._last_step, self._rewound = -1, True
         # a process that ends before `_drop_later` leaves the other branch, too
         self.begun = max(self.begun, begun) + 1
+
+    def _drop_after(self, step: int, begun: int) -> None:
+        """Remove the records on this host of what was saved after a checkpoint on disk."""
+        for held, path in self.scan().items() if self.acts_for_host else ():
+            if is_later(held, step, begun):
+                record_path(path).unlink(missing_ok=True)
 
     def protect(self, save_id: str) -> None:
         """Keep generation ``save_id``, from which training continues, through the next save; an

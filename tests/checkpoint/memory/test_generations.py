@@ -133,6 +133,36 @@ def test_what_is_saved_after_a_load_of_an_earlier_step_prevails(step: int, tmp_p
     assert firsts(attempt(setup, range(4), disk)) == {step + 1}
 
 
+GOOD = {"load_checkpoint": {}, "and its weights alone": {"load_module_only": True}}
+
+
+@pytest.mark.parametrize("trained_before", [True, False])
+@pytest.mark.parametrize("load", GOOD)
+def test_a_restart_does_not_undo_a_load_of_an_earlier_checkpoint(
+    load: str, trained_before: bool, tmp_path: Path
+) -> None:
+    """Before the next save, too. What an attempt before has left stays until then."""
+    setup = Kept().at(tmp_path)
+
+    def trains(engine: Any, rank: int) -> None:
+        train(engine, rank, range(1))
+        engine.save_checkpoint(setup.folder, "good")
+        train(engine, rank, range(1, SAVED))
+
+    def goes_back(engine: Any, rank: int) -> None:
+        if trained_before:
+            trains(engine, rank)
+        engine.load_checkpoint(setup.folder, "good", **GOOD[load])
+
+    if not trained_before:
+        attempt(setup, range(0), before=trains)
+    attempt(setup, range(0), before=goes_back)
+    is_back = trained_before and not GOOD[load]
+    resumed = attempt(setup, range(STEPS), setup.folder)
+    assert firsts(resumed) == {1 if is_back else SAVED}
+    same(resumed, whole(setup, STEPS))
+
+
 # ---- several attempts ----
 
 
