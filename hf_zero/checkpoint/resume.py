@@ -176,8 +176,8 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
         damage = error
     found = chosen and place_of(locate(chosen.directory, chosen.tag))
     if found is None or found != place_of(folder):
-        older = (None, None) if chosen is None else (chosen.directory, chosen.tag)
-        checkpoint = newest_in_memory(config, *older, folder or None)
+        directory, tag = (None, None) if chosen is None else (chosen.directory, chosen.tag)
+        checkpoint = newest_in_memory(config, directory, tag, folder or None)
         if checkpoint is not None and checkpoint.tag is not None:
             found_there = _resumed(checkpoint.directory, checkpoint.tag)
             return replace(found_there, in_memory=True, mark=checkpoint.mark)

@@ -286,7 +286,8 @@ class MemoryCheckpoints(ClaimedFolders):
     ) -> tuple[RankRecord, SavePlan]:
         """Return this rank's record without hashes, and the plan of its file."""
         save_id = sha256(f"{self.token} {self._saves}".encode()).hexdigest()[:32]
-        head, shared, run, step = None, {}, (), engine.counters.global_steps
+        head, shared, step = None, {}, engine.counters.global_steps
+        run: tuple[str, ...] = ()
         buffers: dict[str, torch.Tensor] = {}
         if self.rank == 0:
             buffers = model_buffers(engine, False) | dict(elsewhere)
