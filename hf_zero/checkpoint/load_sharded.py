@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_zero.checkpoint import find, loader_state
 from hf_zero.checkpoint.find import complete_tags_beside
-from hf_zero.checkpoint.manifest import MASTER, RNG, GroupEntry, Manifest
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, MASTER, RNG, GroupEntry, Manifest
 from hf_zero.checkpoint.match import LoadTarget, match, match_names
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
 from hf_zero.checkpoint.save_plan import class_name, refuse_destroyed, set_rng_state
@@ -157,6 +157,12 @@ def check(target: LoadTarget, directory: str, tag: str, in_memory: bool = False)
     folder = find.locate(directory, tag)
     with _open(folder, target, hashes=False, sizes=not in_memory) as checkpoint:
         match(target, checkpoint, strict=True, optimizer=True, schedule=True)
+
+
+def check_names(target: LoadTarget, directory: str, tag: str) -> None:
+    """Raise CheckpointError if ``<directory>/<tag>`` is of another model than ``target``."""
+    manifest = Manifest.read(find.locate(directory, tag) / MANIFEST_NAME)
+    match_names(target, manifest, f"checkpoint {tag}", strict=True)
 
 
 def _open(folder: AnyPath, target: LoadTarget, hashes: bool, sizes: bool) -> Checkpoint:

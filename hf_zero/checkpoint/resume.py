@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from hf_zero.checkpoint.find import MODEL, locate, newest_complete
-from hf_zero.checkpoint.load_sharded import check
+from hf_zero.checkpoint.load_sharded import check, check_names
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.memory.choose import newest_in_memory
@@ -32,7 +33,7 @@ LATEST = "latest"  # value of ``resume``: the newest one in ``checkpoint.folder`
 class Resumed:
     """The checkpoint that a run resumes from: its run's folder, its tag, and what its manifest says
     about the batch of a step and about ranks. ``in_memory``: the folder is one in memory, with its
-    ``mark``.
+    ``mark``; ``find_another`` then finds the one to resume from in its place.
     """
 
     directory: str
@@ -41,6 +42,7 @@ class Resumed:
     world: dict[str, int]
     in_memory: bool = False
     mark: InUse | None = field(default=None, repr=False, compare=False)
+    find_another: Callable[[], Resumed | None] | None = field(default=None, compare=False)
 
     def check_sizes(self, config: ZeroConfig, dims: ParallelDims) -> None:
         """Raise ConfigError if ``config`` and ``dims`` spread the model or its sequences over other
@@ -56,10 +58,25 @@ class Resumed:
                 "any"
             )
 
-    def check(self, target: LoadTarget) -> None:
-        """Raise CheckpointError on all ranks if a checkpoint does not fit ``target``."""
-        read = partial(check, target, self.directory, self.tag, self.in_memory)
-        collective_try(get_world_group(), read, self.directory, "Nothing was loaded.")
+    def fitting(self, target: LoadTarget) -> Resumed:
+        """Return this checkpoint, if it fits ``target``; in place of a generation in memory of
+        another model, which is logged, another one to resume from, which is to be planned for.
+        Raises CheckpointError on all ranks if there is none, or what is found does not fit.
+        """
+        if self.find_another is not None:
+            try:
+                self._try(partial(check_names, target, self.directory, self.tag))
+            except CheckpointError as error:
+                another = self.find_another()
+                if another is None:
+                    raise
+                log_rank0(f"resume: {self} in memory is skipped: {error}", logging.WARNING)
+                return another
+        self._try(partial(check, target, self.directory, self.tag, self.in_memory))
+        return self
+
+    def _try(self, check: Callable[[], None]) -> None:
+        collective_try(get_world_group(), check, self.directory, "Nothing was loaded.")
 
     def keep_batch(self, config: ZeroConfig, readers: int) -> ZeroConfig:
         """Return ``config`` with a number of micro-batches that leaves a step the samples of the
@@ -140,11 +157,14 @@ def _remedy(samples: int, readers: int, key: str) -> str:
     return f"write {key}: {' or '.join(map(str, fitting[-4:]))}"
 
 
-def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed | None:
+def find_resumed(
+    resume: str | os.PathLike[str], config: ZeroConfig, skipped: tuple[str, ...] = ()
+) -> Resumed | None:
     """Return the newest complete checkpoint in the folder ``resume``, or in ``checkpoint.folder``
     of the configuration for "latest", or in the memory of the hosts; None, with a line in the log
     (a warning for a folder that ``resume`` names), if there is none. If ``resume`` is a checkpoint
-    itself, also one of another program, return that. Collective.
+    itself, also one of another program, return that. The saves ``skipped`` into memory are left
+    out. Collective.
 
     Raises ConfigError without a folder or for a value that is none, and CheckpointError if all
     checkpoints there are damaged and no generation in memory is whole.
@@ -177,13 +197,16 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
     found = chosen and place_of(locate(chosen.directory, chosen.tag))
     if found is None or found != place_of(folder):
         directory, tag = (None, None) if chosen is None else (chosen.directory, chosen.tag)
-        checkpoint = newest_in_memory(config, directory, tag, folder or None)
+        checkpoint = newest_in_memory(config, directory, tag, folder or None, skipped)
         if checkpoint is not None and checkpoint.tag is not None:
             found_there = _resumed(checkpoint.directory, checkpoint.tag)
-            return replace(found_there, in_memory=True, mark=checkpoint.mark)
+            find_another = partial(find_resumed, resume, config, (*skipped, checkpoint.save_id))
+            return replace(
+                found_there, in_memory=True, mark=checkpoint.mark, find_another=find_another
+            )
     if damage is not None:
         raise damage
-    if chosen is None:
+    if chosen is None and not skipped:
         where = [folder] if folder else []
         where += ["the memory of the hosts"] if in_memory else []
         weights = bool(folder) and recognize(as_path(folder)) == MODEL

@@ -171,11 +171,15 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
             engine_plan, is_final, ending = _plan_engine(resolved)
             inputs = PlanInputs(model, resolved.optimizer)
         check_alike(engine_plan)
+        fitting = checkpoint
         if checkpoint is not None:
             cuts = engine_plan.cuts  # still to be made
             uncut = _plan_of_model(resolved, resolved.optimizer) if cuts else engine_plan
-            checkpoint.check(LoadTarget.planned(uncut, scheduler))
-        report = check_on_all_ranks(engine_plan, _freed(ending))
+            fitting = checkpoint.fitting(LoadTarget.planned(uncut, scheduler))
+        if fitting is checkpoint:
+            report = check_on_all_ranks(engine_plan, _freed(ending))
+    if fitting is not checkpoint:
+        return plan(request, fitting)
     on_rollback(before)
     if report.spare:
         on_rollback(values)

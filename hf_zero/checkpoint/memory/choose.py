@@ -5,7 +5,7 @@ of the hosts, or the checkpoint on disk; and a folder on each host from which a 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,13 +58,15 @@ class OnDisk:
 class Newest:
     """The checkpoint to resume from, ``<directory>/<tag>``. in_memory: it is a generation in host
     memory; ``directory`` then also holds the trainer's files, and is valid until the next save into
-    memory. mark: keeps ``hf-zero clean`` from removing it until there is an engine.
+    memory. save_id: of a generation. mark: keeps ``hf-zero clean`` from removing it until there is
+    an engine.
     """
 
     directory: AnyPath
     tag: str | None
     step: int
     in_memory: bool
+    save_id: str = ""
     mark: folders.InUse | None = field(default=None, repr=False, compare=False)
 
 
@@ -105,10 +107,11 @@ def newest_in_memory(
     directory: str | os.PathLike[str] | None = None,
     tag: str | None = None,
     run: str | os.PathLike[str] | None = None,
+    skipped: Collection[str] = (),
 ) -> Newest | None:
     """Return the newest complete generation in memory, for the next engine of this process; None if
     there is none, or if ``<directory>/<tag>`` (by default the latest) is not older. Those of runs
-    in another folder than ``run`` are skipped. Collective.
+    in another folder than ``run``, and the saves ``skipped``, are left out. Collective.
 
     Its folder has everything but the rank files, which ``engine.load_checkpoint(directory, tag)``
     adds. A copy of each file has been compared with its hash.
@@ -119,7 +122,8 @@ def newest_in_memory(
     on_disk, damage = _on_disk_or_damage(ranks, rank, directory, tag)
     where = saving.next_folders(config.memory_checkpoints, ranks, rank)
     able = _generations(where, ranks, on_disk, directory, run)
-    checkpoint = next(filter(None, (taking.take() for taking in able)), None)
+    tried = (taking.take() for taking in able if taking.save_id not in skipped)
+    checkpoint = next(filter(None, tried), None)
     if checkpoint is None and damage is not None:
         raise damage
     return checkpoint
@@ -270,7 +274,7 @@ class _Taking:
             _say(self._rank, f"{what} is skipped: {error}")
             return None
         mark = self._mark if engine is None else None  # an engine has marks of its own
-        return Newest(folder, manifest.tag, generation.step, in_memory=True, mark=mark)
+        return Newest(folder, manifest.tag, generation.step, True, self.save_id, mark)
 
     def _gather_records(self) -> list[RankRecord]:
         """Return the records of the generation, by rank. Each is sent by one rank of the host that

@@ -36,6 +36,7 @@ from tests.checkpoint.setups import held
 from tests.checkpoint.test_resume import Rows, config, net, train
 from tests.helpers.engines import full_weights
 from tests.helpers.processes import run_processes
+from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import on_ranks
 from tests.parallel import pipelines
 
@@ -186,6 +187,54 @@ def test_a_chosen_generation_is_in_use_until_it_is_loaded(tmp_path: Path) -> Non
     assert states and all(states) and engine.global_steps == 1
     engine.destroy()
     assert not job.exists(), "no mark is left"
+
+
+class Other(torch.nn.Module):
+    """A model of the same job with other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * self.other
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_generation_of_another_model_is_skipped(
+    world: int, tmp_path: Path, heard_in_full: list[str]
+) -> None:
+    """For the checkpoint on disk, by ``initialize`` as by a load; without one it is named."""
+    settings, disk = settings_of(tmp_path), tmp_path / "run"
+    plain = config(disk)
+    on_hosts(world, "ab", lambda rank, model: train(rank, model, plain, Rows(), (1,), stop=1))
+
+    def of_another(rank: int, model: Any) -> None:
+        engine = hf_zero.initialize(model=model, config=settings)[0]
+        for _ in range(3 * engine.gradient_accumulation_steps()):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        engine.memory_checkpoints.wait()
+
+    on_hosts(world, "ab", of_another, Other)
+
+    def resumes(rank: int, model: Any) -> Any:
+        engine = hf_zero.initialize(model=model, config=settings, resume=disk)[0]
+        return engine.global_steps, full_weights(engine)
+
+    def loads(rank: int, model: Any) -> Any:
+        engine = hf_zero.initialize(model=model, config=settings)[0]
+        engine.load_checkpoint(disk)
+        return engine.global_steps, full_weights(engine)
+
+    resumed, loaded = (on_hosts(world, "ab", way) for way in (resumes, loads))
+    for (step, weights), (_, others) in zip(resumed, loaded):
+        assert step == 1 and all(torch.equal(weights[name], others[name]) for name in others)
+    skipped = [line for line in heard_in_full if "in memory is skipped" in line]
+    assert len(skipped) >= 4 and all("0.weight" in line for line in skipped)
+    shutil.rmtree(disk)
+    with pytest.raises((CheckpointError, RankFailed), match="other"):
+        on_hosts(world, "ab", resumes)
 
 
 def test_a_generation_that_is_lost_between_choice_and_load_is_named(tmp_path: Path) -> None:
