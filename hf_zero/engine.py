@@ -341,7 +341,7 @@ class Engine(TrainingEngine):
             writer = self.async_saves.get_writer() if in_background else None
             offered = None
             if writer is not None and self.memory_checkpoints is not None:
-                offered = self.memory_checkpoints.offer(self, writer.is_writing)
+                offered = self.memory_checkpoints.offer(self, writer)
             save(
                 self,
                 save_dir,
@@ -461,6 +461,16 @@ class Engine(TrainingEngine):
         with ExitStack() as ending:  # callbacks run from the last to the first
             ending.callback(super().destroy, gather)
             ending.callback(self.save_log.close)
-            ending.callback(self.async_saves.close)
-            if self.memory_checkpoints is not None:
-                ending.callback(self.memory_checkpoints.close)
+            ending.callback(self._end_saves)
+
+    def _end_saves(self) -> None:
+        """Wait for the saves under way. The generations in memory stay if a save on disk fails."""
+        memory = self.memory_checkpoints
+        try:
+            self.async_saves.close()
+        except BaseException:
+            if memory is not None:
+                memory.close(failing=True, keep=True)
+            raise
+        if memory is not None:
+            memory.close()

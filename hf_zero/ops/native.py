@@ -145,16 +145,15 @@ def end_by_parent_only(signals: Iterable[int]) -> None:
         install(sorted(signals))
 
 
-def release_at_exit(folder: Path, top: Path, mark: str, path: Path) -> bool:
+def release_at_exit(folder: Path, top: Path, mark: str, path: Path) -> None:
     """Have the file ``path`` removed when this process ends with code 0, however it comes to end,
     and with the last file beside it ``folder``, unless another process has claimed that; and its
-    parents up to ``top`` that are then empty, under the lock of the file ``mark`` there. Returns
-    whether they will be: the native core alone learns of the code, through glibc.
+    parents up to ``top`` that are then empty, under the lock of the file ``mark`` there. Does
+    nothing without the native core, which alone learns of the code, through glibc.
     """
     register = getattr(core(), "release_at_exit", None)
     if register is not None:
         register(str(folder), str(top), mark, str(path))
-    return register is not None
 
 
 def _needed(what: str) -> ModuleType:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
@@ -59,6 +59,7 @@ from hf_zero.ops import native
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
+    from hf_zero.checkpoint.save_job import AsyncSaver
     from hf_zero.distributed.world_group import WorldGroup
     from hf_zero.zero.layout.engine_plan import EnginePlan
     from hf_zero.zero.training_engine import TrainingEngine
@@ -90,7 +91,7 @@ class MemoryCheckpoints(ClaimedFolders):
 
     _is_closed = False
     _owns = False  # the generations are this attempt's to remove: it has loaded or saved one
-    _removed_at_exit = False  # by the native core
+    _writer: AsyncSaver | None = None  # of saves on disk, beside the training
 
     def __init__(self, engine: TrainingEngine, plan: EnginePlan, number: int | None = None) -> None:
         settings, mesh = engine.config.memory_checkpoints, engine.mesh
@@ -115,7 +116,7 @@ class MemoryCheckpoints(ClaimedFolders):
         self._saves, self._last_step = 0, -1
         self._is_cut_off = False  # connections are lost: no slot may be overwritten any more
         self._staged: Staged | None = None  # of the last save, unless it was offered
-        self._offered: tuple[Path | None, Callable[[], bool]] = None, bool
+        self._offered: Path | None = None  # the file that the writer was offered last
         self._rewound = True  # the next generation prevails over those of later steps
         # copied for a save on disk before the trainer's save into memory, at this step
         self._copied_for_disk: Staged | None = None
@@ -310,13 +311,16 @@ class MemoryCheckpoints(ClaimedFolders):
         )
         return record, own
 
-    def offer(self, engine: TrainingEngine, is_read: Callable[[], bool]) -> Staged | None:
-        """Return this rank's file of the last generation, for a save on disk; None if the state has
-        changed since. A generation is offered once: at most one save on disk shares its save_id. If
-        the trainer has yet to save at this step, the file is copied now. Collective.
+    def offer(self, engine: TrainingEngine, writer: AsyncSaver) -> Staged | None:
+        """Return this rank's file of the last generation, for a save on disk by ``writer``; None if
+        the state has changed since. A generation is offered once: at most one save on disk shares
+        its save_id. If the trainer has yet to save at this step, the file is copied now.
+        Collective.
 
-        ``is_read``: whether the save on disk still reads the file, which is then not overwritten.
+        While the save on disk reads the file, no save overwrites it. If the last save on disk has
+        failed as the process ends, the generations stay.
         """
+        self._writer = writer
         step = engine.counters.global_steps
         if self.saved_by_trainer and self.is_due(step) and self._copied_for_disk_at != step:
             self._wait_for_last()
@@ -325,7 +329,7 @@ class MemoryCheckpoints(ClaimedFolders):
         staged, self._staged = self._staged, None
         if staged is None or staged.changes != changes_of(engine):
             return None
-        self._offered = staged.path, is_read
+        self._offered = staged.path
         return staged
 
     def _copy_to_slot(
@@ -336,8 +340,7 @@ class MemoryCheckpoints(ClaimedFolders):
             self._clear_slot()
         path = self._slot_folder() / record.report.file.name
         record_path(path).unlink(missing_ok=True)  # from here on the old file counts no more
-        offered, is_read = self._offered
-        if path == offered and is_read():
+        if path == self._offered and self._writer is not None and self._writer.is_writing():
             here = self.hosts.ranks[self.hosts.names[self.rank]]
             if plan.file.size > folders.free(self.base) // len(here):
                 raise CheckpointError(
@@ -558,12 +561,8 @@ class MemoryCheckpoints(ClaimedFolders):
             self._owns = True
             for base in self.bases:
                 folder = self.folder(base)
-                self._removed_at_exit = native.release_at_exit(
-                    folder,
-                    self.job_folder(base),
-                    folders.IN_USE,
-                    folders.rank_mark(folder, self.rank),
-                )
+                mark = folders.rank_mark(folder, self.rank)
+                native.release_at_exit(folder, self.job_folder(base), folders.IN_USE, mark)
 
     @property
     def has_saved(self) -> bool:
@@ -575,10 +574,12 @@ class MemoryCheckpoints(ClaimedFolders):
         if self._running is not None:
             self._running.result()
 
-    def close(self, failing: bool | None = None, remove: bool = True) -> None:
+    def close(self, failing: bool | None = None, remove: bool = True, keep: bool = False) -> None:
         """Wait for the save under way, and ``remove`` the generations once the last rank of this
         host has closed its own, unless they are all an earlier attempt's, or the job is
         ``failing``: by default, if an exception is being handled that ends a process with an error.
+        ``keep``: they have steps that nothing else has, and stay whatever the exit code of this
+        process, until the next attempt ends.
         """
         if self._is_closed:
             return
@@ -591,11 +592,16 @@ class MemoryCheckpoints(ClaimedFolders):
         self.transfers.close()
         self._files.close()
         self._kept.close()
+        if keep:
+            for base in self.bases:
+                own = folders.rank_mark(self.folder(base), self.rank)
+                with suppress(FileNotFoundError):  # nothing is in this folder
+                    own.with_name(f"{own.name}-keeps").touch()
         if self._running is None or self._running.done():  # else the thread may still write
             for mark in self._marks.values():
                 mark.close()
             self._marks.clear()
-        if remove and self._owns and not failing:
+        if remove and self._owns and not failing and not keep:
             for base in self.bases:
                 folders.release(self.folder(base), self.job_folder(base), self.rank)
         _claimed.pop(self.place, None)
@@ -610,15 +616,17 @@ def _is_failure(error: BaseException | None) -> bool:
 
 
 def _at_exit(made: MemoryCheckpoints) -> None:
-    """Close ``made`` when the interpreter ends, if it lives until then. Its files go if all ranks
-    of the host end with code 0; without the native core, if no exception but SystemExit ends them.
+    """Close ``made`` when the interpreter ends, if it lives until then. The native core removes its
+    files if all ranks of the host end with code 0, unless the last save on disk has failed; without
+    the core, which alone sees the code, they stay.
     """
     held, process = weakref.ref(made), os.getpid()
 
     def close() -> None:
         alive = held()
         if alive is not None and os.getpid() == process:  # not in a fork, which has no thread
-            alive.close(hasattr(sys, "last_value"), remove=not alive._removed_at_exit)
+            lost = alive._writer is not None and alive._writer.failed
+            alive.close(hasattr(sys, "last_value"), remove=False, keep=lost)
 
     atexit.register(close)
     weakref.finalize(made, atexit.unregister, close)

@@ -556,7 +556,10 @@ def test_a_copy_of_another_save_is_not_kept(tmp_path: Path, heard_in_full: list[
 # ---- after processes have ended ----
 
 # the end of a script, or those of two ranks of one host, and whether the generations stay
+FAILED = "fails_to_save()\nwith suppress(CheckpointError): engine.destroy()"
 ENDS = {
+    "fails_to_save()": True,
+    FAILED: True,
     "pass": False,
     "pass  # after an attempt that was killed, and without a save": True,
     "sys.exit('no data')": True,
@@ -564,10 +567,14 @@ ENDS = {
     "pass | time.sleep(1); sys.exit(1)": True,
     "engine.destroy() | time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)": True,
 }
+ENDS_WITHOUT_CORE = {"pass": True, "sys.exit('no data')": True, "engine.destroy()": False}
 LAUNCHED = """
 import gc, os, signal, sys, time
+from contextlib import suppress
 import torch, torch._dynamo  # which the first optimizer imports
 import hf_zero, hf_zero.engine, hf_zero.launch.hosts
+from hf_zero.checkpoint import save_job
+from hf_zero.errors import CheckpointError
 
 gc.freeze()  # or else the end of each process goes through all that was imported
 base, ends = sys.argv[1], sys.argv[2:]
@@ -599,24 +606,39 @@ if killed or "killed" not in end:
     engine.memory_checkpoints.wait()
 if killed:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def full(*_):
+    time.sleep(0.2)  # the script has ended by then
+    raise OSError(28, "No space left on device")
+
+
+def fails_to_save():
+    save_job.write_image = full
+    engine.save_checkpoint(f"{base}-disk-{number}", blocking=False)
+
+
 exec(end)
 """
 
 
-@pytest.mark.skipif(
-    not hasattr(native.core(), "release_at_exit"), reason="the native core alone sees exit codes"
-)
-def test_an_exit_code_of_0_removes_generations_and_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("core", ["1", "0"])
+def test_an_exit_code_of_0_removes_generations_and_no_other(core: str, tmp_path: Path) -> None:
+    """The native core alone sees exit codes: without it destroy() removes them."""
+    if core == "1" and not hasattr(native.core(), "release_at_exit"):
+        pytest.skip("there is no native core that sees exit codes")
     script, base = tmp_path / "train.py", tmp_path / "memory"
     script.write_text(LAUNCHED)
-    launched = [sys.executable, str(script), str(base), *ENDS]
-    done = subprocess.run(launched, capture_output=True, text=True, timeout=600)
+    ends = ENDS if core == "1" else ENDS_WITHOUT_CORE
+    launched = [sys.executable, str(script), str(base), *ends]
+    environment = {**os.environ, native.SWITCH: core}
+    done = subprocess.run(launched, capture_output=True, text=True, timeout=600, env=environment)
     stayed = {
         end: any(base.glob(f"hf-zero-*-{number}/*/engine-0/slot-*/*.json"))
-        for number, end in enumerate(ENDS)
+        for number, end in enumerate(ends)
     }
-    assert stayed == ENDS, done.stderr
-    assert len(list(base.iterdir())) == sum(ENDS.values()), "nothing at all is left of the others"
+    assert stayed == ends, done.stderr
+    assert len(list(base.iterdir())) == sum(ends.values()), "nothing at all is left of the others"
 
 
 # ---- folders ----
