@@ -229,7 +229,15 @@ class MemoryCheckpoints(ClaimedFolders):
         future: Future[None] = Future()
         self._running = future
         work = partial(self._run, staged, step, stall, future)
-        threading.Thread(target=work, name="hf-zero memory", daemon=True).start()
+        thread = threading.Thread(target=work, name="hf-zero memory", daemon=True)
+        try:
+            thread.start()
+        except BaseException as error:
+            if thread.ident is None:  # the other ranks wait for this one's part of the exchange
+                logger.error("%s", self._failed(step, describe_error(error)))
+                self._run(None, step, stall, future)
+            if not isinstance(error, Exception):
+                raise
 
     def _copy(
         self,
