@@ -368,7 +368,19 @@ def no_thread(monkeypatch: Patch) -> None:
     monkeypatch.setattr(threading, "_start_new_thread", refused)
 
 
-FAULTS = [(no_record, 2, 3), (no_hashes, 1, 3), (no_thread, 2, 3)]
+def no_state(monkeypatch: Patch) -> None:
+    """The state of rank 1 cannot be taken at step 2: the save after it finds all ranks in step."""
+    plan = saving.plan_save
+
+    def fails(engine: Any, *rest: Any) -> Any:
+        if (engine.global_rank, engine.global_steps) == (1, 2):
+            raise ValueError("no state")
+        return plan(engine, *rest)
+
+    monkeypatch.setattr(saving, "plan_save", fails)
+
+
+FAULTS = [(no_record, 2, 3), (no_hashes, 1, 3), (no_thread, 2, 3), (no_state, 2, 3)]
 
 
 @pytest.mark.parametrize(("fails", "copies", "last"), FAULTS)
