@@ -174,8 +174,14 @@ class Engine(TrainingEngine):
         the step is complete by then.
         """
         ends_window = self.accumulation.ends_by_step
-        with self.measures.step(self):
-            super().step()
+        was_broken = self.changes.broken
+        try:
+            with self.measures.step(self):
+                super().step()
+        except BaseException:
+            if self.memory_checkpoints is not None and self.changes.broken != was_broken:
+                self.memory_checkpoints.has_stepped = False  # the newest one replaces the state
+            raise
         if ends_window and self.training_dataloader is not None:
             self.window_start.note(self)
         if ends_window and self.async_saves.writer is not None:
@@ -382,8 +388,9 @@ class Engine(TrainingEngine):
         ``load_loader`` the place in the training data: ``initialize(resume=...)`` does both.
         ``load_dir`` is by default ``checkpoint.folder`` of the configuration, and may be a
         checkpoint itself, also one of FSDP or torch.distributed.checkpoint. Without a ``tag`` a
-        newer generation in the memory of the hosts (``checkpoint.memory``) is loaded, in
-        loads of everything.
+        newer generation in the memory of the hosts (``checkpoint.memory``) is loaded, in loads of
+        everything, unless the engine has made a step: it then goes back to the checkpoint in
+        ``load_dir``. After a step that was broken off it takes the newer generation again.
         """
         load_dir = self._run_folder(load_dir, "load_checkpoint")
         run: str | None = str(as_path(load_dir))
@@ -402,6 +409,7 @@ class Engine(TrainingEngine):
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             in_memory = False
             if self.memory_checkpoints is not None:
+                self.memory_checkpoints.agree_on_steps()
                 whole = load_optimizer_states and not load_module_only
                 chosen = choose_checkpoint(self, load_dir, tag, load_module_strict, whole)
                 load_dir, tag, in_memory = chosen.directory, chosen.tag, chosen.in_memory
@@ -464,13 +472,15 @@ class Engine(TrainingEngine):
             ending.callback(self._end_saves)
 
     def _end_saves(self) -> None:
-        """Wait for the saves under way. The generations in memory stay if a save on disk fails."""
-        memory = self.memory_checkpoints
+        """Wait for the saves under way. The generations in memory stay if a save on disk fails, or
+        if the state is half changed: a resume takes them.
+        """
+        memory, lost = self.memory_checkpoints, bool(self.changes.broken)
         try:
             self.async_saves.close()
         except BaseException:
-            if memory is not None:
-                memory.close(failing=True, keep=True)
+            lost = True
             raise
-        if memory is not None:
-            memory.close()
+        finally:
+            if memory is not None:
+                memory.close(failing=lost or None, keep=lost)

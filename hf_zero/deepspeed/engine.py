@@ -291,6 +291,7 @@ class DeepSpeedEngine(ReportingEngine):
         tag = tag_of(self, load_dir, tag)
         memory = self.memory_checkpoints
         if tag is None and memory is not None:
+            memory.agree_on_steps()
             whole = load_optimizer_states and not load_module_only
             checkpoint = choose_checkpoint(self, load_dir, tag, load_module_strict, whole)
             if checkpoint.in_memory:

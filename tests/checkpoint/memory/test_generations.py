@@ -13,12 +13,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 from typer.testing import CliRunner
 
+import hf_zero
 from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
 from hf_zero.checkpoint.memory import folders, job_folders, saving
 from hf_zero.checkpoint.memory.choose import newest_in_memory
@@ -27,6 +30,7 @@ from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
 from hf_zero.ops import native
+from tests.checkpoint import setups
 from tests.checkpoint.jobs import flip as flip_at
 from tests.checkpoint.memory.jobs import Kept, attempt, firsts, hosts, same, whole
 from tests.checkpoint.setups import train
@@ -395,6 +399,56 @@ def test_a_save_that_fails_on_one_rank_leaves_a_whole_generation(
     assert any("step 2 in memory failed on rank 1" in line for line in heard_in_full)
     others = [line for line in heard_in_full if "failed on rank 0 (a rank could not" in line]
     assert others or fails is no_hashes
+
+
+def breaks_off(setup: Kept, engine: Any, rank: int, breaks: bool = True) -> None:
+    """The schedule fails in step 3; memory has step 2, the disk step 1."""
+    train(engine, rank, range(1))
+    engine.save_checkpoint(setup.folder)
+    train(engine, rank, range(1, 2))
+    engine.memory_checkpoints.wait()
+    if breaks:
+        engine.lr_scheduler.step = lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError) if breaks else nullcontext():
+        train(engine, rank, range(2, 3))
+    engine.lr_scheduler.__dict__.pop("step", None)
+
+
+@pytest.mark.parametrize("initialize", [hf_zero.initialize, deepspeed.initialize])
+def test_a_load_after_a_step_that_was_broken_off_takes_the_newest_generation(
+    initialize: Callable[..., Any], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """On all ranks, if it was broken off on one."""
+    setup = Kept(more={"every": 2}).at(tmp_path)
+
+    def begin(model: Any, optimizer: Any, config: Any) -> Any:
+        return initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    monkeypatch.setattr(setups, "start", begin)
+
+    def loads(engine: Any, rank: int) -> None:
+        breaks_off(setup, engine, rank, breaks=rank == 1)
+        engine.load_checkpoint(setup.folder)
+
+    resumed = attempt(setup, range(4), before=loads)
+    assert firsts(resumed) == {2}
+    same(resumed, whole(setup, 4))
+
+
+def test_the_end_of_an_engine_that_was_broken_off_keeps_generations(tmp_path: Path) -> None:
+    setup = Kept(more={"every": 2}).at(tmp_path)
+    models = setup.models()
+    saving._claimed.clear()
+
+    def ends(rank: int) -> None:
+        threading.current_thread().host = setup.hosts[rank]  # type: ignore[attr-defined]
+        engine = setup.open(models[rank])
+        breaks_off(setup, engine, rank)
+        engine.destroy()
+
+    run_ranks(2, ends)
+    assert firsts(attempt(setup, range(3), setup.folder, ends=True)) == {2}
+    assert not setup.base.exists() or not list(setup.base.iterdir()), "the next end removes them"
 
 
 # ---- room ----
