@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,7 @@ from hf_zero.checkpoint.memory.choose import choose_checkpoint
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.checkpoint.save_job import AsyncSaver
 from hf_zero.checkpoint.save_log import SaveLog
+from hf_zero.checkpoint.save_manifest import copy_as_saved
 from hf_zero.checkpoint.save_sharded import save
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.config.sections import CheckpointSection
@@ -360,10 +362,11 @@ class Engine(TrainingEngine):
                 offered,
             )
             # not before: each generation in memory would be refused like this save
-            if self.memory_checkpoints is not None and isinstance(client_state, Mapping):
-                self.memory_checkpoints.client_state = dict(client_state)
-            if self.memory_checkpoints is not None:
-                self.memory_checkpoints.note_run("saved", save_dir)
+            memory = self.memory_checkpoints
+            if memory is not None:
+                memory.note_run("saved", save_dir)
+                if isinstance(client_state, Mapping) and self.global_rank == 0:
+                    memory.client_state = copy_as_saved(dict(client_state))
         return True
 
     def load_checkpoint(
@@ -438,7 +441,7 @@ class Engine(TrainingEngine):
         if self.memory_checkpoints is not None:
             if whole:
                 self.memory_checkpoints.note_run("loaded", run)
-            self.memory_checkpoints.client_state = answer[1]
+            self.memory_checkpoints.client_state = deepcopy(answer[1])
         return answer
 
     def _run_folder(self, given: str | os.PathLike[str] | None, who: str) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -38,6 +38,8 @@ from hf_zero.optim.segment_table import scalars_of_ranks
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -247,12 +249,17 @@ def split(what: str, state: Mapping[str, object]) -> tuple[dict[str, object], di
     return {"json": plain, "objects": sorted(objects)}, objects
 
 
-def _check_loadable(what: str, value: object) -> None:
+def copy_as_saved(value: T) -> T:
+    """Return a copy of ``value``, which a checkpoint can hold, as a load would return it."""
     buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return cast(T, torch.load(buffer, map_location="cpu", weights_only=True))
+
+
+def _check_loadable(what: str, value: object) -> None:
     try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, map_location="cpu", weights_only=True)
+        copy_as_saved(value)
     except Exception as error:  # pickling runs code of the value, which may raise anything
         raise CheckpointError(
             f"{what} of type {type(value).__name__} cannot be saved without a pickle that executes "

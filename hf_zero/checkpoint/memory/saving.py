@@ -98,7 +98,7 @@ class MemoryCheckpoints(ClaimedFolders):
         assert settings.every is not None
         self.every, self.saved_by_trainer = settings.every, False
         self.has_stepped = False  # a load without a tag then means the folder that it names
-        # what the script gave to its last save on disk, or has loaded
+        # on rank 0, a copy of what the script gave to its last save on disk, or has loaded
         self.client_state: Mapping[str, object] = {}
         self._folders_of_run: dict[str, str] = {}  # by how they became known
         self.note_run("configured", engine.config.checkpoint.folder)

@@ -19,6 +19,7 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import hf_zero
@@ -238,6 +239,29 @@ def test_a_tag_that_no_load_would_take_is_refused(tag: str, tmp_path: Path) -> N
 
     attempt(setup, range(0), before=saves)
     assert firsts(attempt(setup, range(2), tmp_path / "disk")) == {2}
+
+
+def test_a_script_that_changes_its_client_state_changes_no_generation(tmp_path: Path) -> None:
+    """Whether it has saved or loaded that."""
+    setup, none = TWO.at(tmp_path), tmp_path / "none"
+
+    def saves(engine: Any, rank: int) -> None:
+        loss = torch.ones(2, requires_grad=True).sum()  # deepcopy takes no tensor with a graph
+        state = {"losses": [0.5], "last": loss}
+        engine.save_checkpoint(setup.folder, client_state=state)
+        state["losses"].clear()
+
+    def loads(engine: Any, rank: int) -> Any:
+        _, state = engine.load_checkpoint(none)
+        found = {"losses": list(state["losses"]), "last": state["last"].item()}
+        state["losses"].clear()
+        state.pop("last")
+        return found
+
+    attempt(setup, range(1), before=saves)
+    for step in (2, 3):
+        loaded = attempt(setup, range(step), before=loads)
+        assert [found for *_, found in loaded] == [{"losses": [0.5], "last": 2.0}] * 2
 
 
 def kept_aside(setup: Kept, host: str, tmp_path: Path, other: Any) -> list[Any]:
