@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from hf_zero.checkpoint.save_job import SaveJob
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.distributed.world_group import get_world_group
-from hf_zero.errors import CheckpointError, RankMismatchError
+from hf_zero.errors import CheckpointError, ConfigError, RankMismatchError
 from hf_zero.zero.layout.sharding import Sharding, set_sharding
 from tests.checkpoint.jobs import (
     ONE,
@@ -204,6 +205,19 @@ def test_names_that_no_file_can_hold_are_refused_before_the_write(tmp_path, name
     assert list(tmp_path.iterdir()) == []
     if name == "__metadata__":
         fails([repr(name)], run, TWO_WHOLE, make, lambda e: e.save_16bit_model(tmp_path))
+
+
+def test_folders_that_are_no_paths_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def refuses(engine: Engine) -> None:
+        for folder in ("", 3, True, ["a"], b"a"):
+            for call in (engine.save_checkpoint, engine.load_checkpoint):
+                with pytest.raises(ConfigError, match=re.escape(repr(folder))):
+                    call(folder)
+
+    run(TWO_WHOLE, small, refuses)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_engine_that_was_destroyed(tmp_path):
