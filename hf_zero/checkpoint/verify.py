@@ -67,8 +67,9 @@ def verify_checkpoint(
             its problems.
     """
     slots = _slots_below(as_path(src)) if tag is None else []
-    newest = max(slots, key=newest_record, default=None)
-    return _check_folder(newest or find_checkpoint(src, tag, complete=False), progress)
+    if slots:
+        return _check_generation(max(slots, key=newest_record), progress)
+    return _check_folder(find_checkpoint(src, tag, complete=False), progress)
 
 
 def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> list[Verdict]:
@@ -85,14 +86,18 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
     folders = [*walk(root, links)] if root.is_dir() else []
     if not is_from_memory(root):
         folders = [folder for folder in folders if not is_from_memory(folder)]
+    slots = {folder for folder in folders if holds_records(folder)}
     checkpoints = [
         folder
         for folder in folders
-        if find.is_checkpoint(folder) or recognize(folder) == find.MODEL or holds_records(folder)
+        if folder in slots or find.is_checkpoint(folder) or recognize(folder) == find.MODEL
     ]
     if not checkpoints:
         return [verify_checkpoint(root, progress=progress)]
-    verdicts = [_check_folder(folder, progress) for folder in find.oldest_first(checkpoints)]
+    verdicts = [
+        _check_generation(folder, progress) if folder in slots else _check_folder(folder, progress)
+        for folder in find.oldest_first(checkpoints)
+    ]
     around = sorted(
         {*folders, root, *([] if not is_remote(root) else root.iterdir())} - {*checkpoints}, key=str
     )
@@ -121,8 +126,6 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
 def _check_folder(folder: AnyPath, progress: bool | None) -> Verdict:
     if find.is_checkpoint(folder):
         return _check_checkpoint(folder, progress)
-    if holds_records(folder):
-        return _check_generation(folder, progress)
     if recognize(folder) == find.MODEL:
         return _check_model(folder)
     raise CheckpointError(
@@ -202,12 +205,17 @@ def _slots_below(root: AnyPath) -> list[AnyPath]:
 
 def _check_generation(folder: AnyPath, progress: bool | None) -> Verdict:
     """Check what a host holds of a generation in memory: each record, and the file beside it. Files
-    of other hosts are no damage; parameters count where all files are here.
+    of other hosts are no damage; parameters count where all files are here. ``folder`` has held
+    records: a running job may have begun to overwrite them.
     """
     problems: list[str] = []
     records: list[RankRecord] = []
     for path in records_in(folder):
         _note(problems, partial(_read_record, path, records))
+    if not records and not problems:
+        problems.append(
+            f"{folder} holds no record any more: a running job saves into it; verify it again"
+        )
     read = 0
     with progress_bar(progress, sum(r.report.file.size for r in records), f"{folder}") as tick:
         for record in records:

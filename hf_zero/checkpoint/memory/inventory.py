@@ -5,6 +5,7 @@ that are complete over all hosts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,8 +116,14 @@ def is_from_memory(folder: AnyPath) -> bool:
 
 
 def newest_record(slot: Path) -> int:
-    """Return the time of the last record in ``slot``, in nanoseconds."""
-    return max(path.stat().st_mtime_ns for path in records_in(slot))
+    """Return the time of the last record in ``slot``, in nanoseconds; 0 if a save has removed all
+    of them.
+    """
+    newest = 0
+    for path in records_in(slot):
+        with suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime_ns)
+    return newest
 
 
 def generations(

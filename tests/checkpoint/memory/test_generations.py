@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import hf_zero
 from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
-from hf_zero.checkpoint.memory import folders, job_folders, saving
+from hf_zero.checkpoint.memory import folders, inventory, job_folders, saving
 from hf_zero.checkpoint.memory.choose import newest_in_memory
 from hf_zero.checkpoint.memory.inventory import Generation, generation_to_keep
 from hf_zero.cli.app import app
@@ -553,6 +553,41 @@ def test_a_slot_in_the_middle_of_a_save_is_a_problem_of_its_verdict(tmp_path: Pa
     (damaged,) = (verdict for verdict in verify_all(setup.base) if not verdict.whole)
     assert damaged.folder == older.parent
     assert damaged.problems == ("the records of this generation are of several saves",)
+
+
+def test_a_slot_whose_records_go_meanwhile_is_a_problem_of_its_verdict(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A save begins between two looks of the command: at the folders, and at their files."""
+    setup = Kept(1, hosts="a").at(tmp_path)
+    attempt(setup, range(SAVED))
+
+    def then_gone(folder: Path) -> bool:
+        found = inventory.holds_records(folder)
+        for record in folder.glob("rank-*.json"):
+            record.rename(record.with_suffix(".away"))
+        return found
+
+    for verify in (verify_checkpoint, lambda base: verify_all(base)[0]):
+        with monkeypatch.context() as looks:
+            looks.setattr("hf_zero.checkpoint.verify.holds_records", then_gone)
+            verdict = verify(setup.base)
+        assert verdict.folder.name in folders.SLOTS and not verdict.whole
+        assert str(verdict.folder) in verdict.problems[0]
+        for away in setup.base.rglob("*.away"):
+            away.rename(away.with_suffix(".json"))
+    glob = Path.glob
+
+    def then_removed(folder: Path, pattern: str) -> list[Path]:
+        found = list(glob(folder, pattern))
+        if folder.name in folders.SLOTS:
+            for record in found:
+                record.unlink()
+        return found
+
+    slot = next(setup.base.rglob(folders.SLOTS[0]))
+    monkeypatch.setattr(Path, "glob", then_removed)
+    assert inventory.newest_record(slot) == 0
 
 
 def test_ranks_agree_on_the_number_of_an_engine(tmp_path: Path) -> None:
