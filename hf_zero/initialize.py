@@ -112,11 +112,11 @@ def initialize(
         collate_fn: for the loader.
         config, config_params: a ZeroConfig, a dict, a path, a JSON string or the name of a preset.
         resume: the folder of a run, or a checkpoint. If the run has a complete checkpoint, this
-            call loads the newest one, with counters, random generators and the position in
-            ``training_data``. On another number of ranks it changes the number of micro-batches,
-            so that each step trains on the same samples. ``"latest"`` uses ``checkpoint.folder``
-            of the configuration. Continue your loop from ``engine.global_steps``,
-            ``loader.epoch`` and ``engine.client_state``.
+            call loads the one that ``latest`` names, or the newest if that is damaged, with
+            counters, random generators and the position in ``training_data``. On another number
+            of ranks it changes the number of micro-batches, so that each step trains on the same
+            samples. ``"latest"`` uses ``checkpoint.folder`` of the configuration. Continue your
+            loop from ``engine.global_steps``, ``loader.epoch`` and ``engine.client_state``.
 
     Raises:
         LaunchError: the variables of the launcher are incomplete or contradict each other.

@@ -160,11 +160,11 @@ def _remedy(samples: int, readers: int, key: str) -> str:
 def find_resumed(
     resume: str | os.PathLike[str], config: ZeroConfig, skipped: tuple[str, ...] = ()
 ) -> Resumed | None:
-    """Return the newest complete checkpoint in the folder ``resume``, or in ``checkpoint.folder``
-    of the configuration for "latest", or in the memory of the hosts; None, with a line in the log
-    (a warning for a folder that ``resume`` names), if there is none. If ``resume`` is a checkpoint
-    itself, also one of another program, return that. The saves ``skipped`` into memory are left
-    out. Collective.
+    """Return the checkpoint to resume from in the folder ``resume`` (:func:`newest_complete`), or
+    in ``checkpoint.folder`` of the configuration for "latest", or a newer one in the memory of the
+    hosts; None, with a line in the log (a warning for a folder that ``resume`` names), if there is
+    none. If ``resume`` is a checkpoint itself, also one of another program, return that. The saves
+    ``skipped`` into memory are left out. Collective.
 
     Raises ConfigError without a folder or for a value that is none, and CheckpointError if all
     checkpoints there are damaged and no generation in memory is whole.

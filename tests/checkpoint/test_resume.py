@@ -246,8 +246,12 @@ def test_nothing_to_resume_from(tmp_path, heard):
     assert "holds weights without training state" in heard[-1]
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, heard):
+def test_the_checkpoint_of_latest_is_taken_and_a_damaged_one_passed_over(tmp_path, heard):
     everyone(1, config(tmp_path), Rows(), {1, 2}, 2)
+    (tmp_path / "latest").write_text("global_step1")
+    _, _, (engine,) = everyone(1, config(tmp_path), Rows(), stop=1, resume="latest")
+    assert engine.resumed_from == str(tmp_path / "global_step1")
+    (tmp_path / "latest").write_text("global_step2")
     next((tmp_path / "global_step2").glob("rank-*")).unlink()
     _, _, (engine,) = everyone(1, config(tmp_path), Rows(), stop=2, resume="latest")
     assert engine.resumed_from == str(tmp_path / "global_step1")
