@@ -15,6 +15,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_zero.checkpoint.memory.inventory import (
     holds_records,
     is_from_memory,
+    is_slot,
     newest_record,
     records_in,
 )
@@ -77,7 +78,8 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
     first. Raises CheckpointError if there is none.
 
     Folders with rank files but no manifest, links that :func:`walk` does not follow, and a
-    ``latest`` that names no checkpoint also count as damage and are listed last.
+    ``latest`` that names no checkpoint also count as damage and are listed last. Files in memory
+    that a save overwrites do not.
     """
     root = as_path(src)
     # In an object store, checkpoints are found by their manifests; folders that have lost theirs
@@ -105,6 +107,7 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
         if (
             not folder.name.startswith(".")
             and not find.is_checkpoint(folder)
+            and not is_slot(folder)
             and next(iter(folder.glob(find.RANK_PATTERN)), None)
         ):
             verdicts.append(

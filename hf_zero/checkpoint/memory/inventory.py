@@ -115,6 +115,13 @@ def is_from_memory(folder: AnyPath) -> bool:
     )
 
 
+def is_slot(folder: AnyPath) -> bool:
+    """Return whether ``folder`` is a slot, also one without records: a save overwrites it, or has
+    not ended.
+    """
+    return not is_remote(folder) and folder.name in SLOTS and (folder.parent / CLAIM).is_file()
+
+
 def newest_record(slot: Path) -> int:
     """Return the time of the last record in ``slot``, in nanoseconds; 0 if a save has removed all
     of them.

@@ -576,6 +576,9 @@ def test_a_slot_whose_records_go_meanwhile_is_a_problem_of_its_verdict(
         assert str(verdict.folder) in verdict.problems[0]
         for away in setup.base.rglob("*.away"):
             away.rename(away.with_suffix(".json"))
+    file_of(setup, "a", 0).with_suffix(".json").unlink()
+    (other,) = verify_all(setup.base)
+    assert other.whole, "a slot that a save overwrites is no damage"
     glob = Path.glob
 
     def then_removed(folder: Path, pattern: str) -> list[Path]:
