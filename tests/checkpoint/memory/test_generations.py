@@ -243,7 +243,7 @@ def test_a_tag_that_no_load_would_take_is_refused(tag: str, tmp_path: Path) -> N
 
 def test_a_script_that_changes_its_client_state_changes_no_generation(tmp_path: Path) -> None:
     """Whether it has saved or loaded that."""
-    setup, none = TWO.at(tmp_path), tmp_path / "none"
+    setup = TWO.at(tmp_path)
 
     def saves(engine: Any, rank: int) -> None:
         loss = torch.ones(2, requires_grad=True).sum()  # deepcopy takes no tensor with a graph
@@ -252,7 +252,7 @@ def test_a_script_that_changes_its_client_state_changes_no_generation(tmp_path: 
         state["losses"].clear()
 
     def loads(engine: Any, rank: int) -> Any:
-        _, state = engine.load_checkpoint(none)
+        _, state = engine.load_checkpoint(setup.folder)
         found = {"losses": list(state["losses"]), "last": state["last"].item()}
         state["losses"].clear()
         state.pop("last")
