@@ -52,21 +52,28 @@ void poll(const Ready& ready) {
     while (!ready() && std::chrono::steady_clock::now() < end) relax();
 }
 
+constexpr int kCallsApart = 256;
+
 #if defined(__linux__)
 int current_cpu() { return sched_getcpu(); }
 
-// Move this thread away from `cpu`, where its caller was running, and keep it away from there.
-// Linux often wakes a thread on the CPU that woke it, above all in virtual machines, whose idle
-// CPUs it takes for occupied ones; the two would share that CPU until a later tick.
-void leave(int cpu, pthread_t caller) {
-    cpu_set_t others;
-    if (sched_getcpu() != cpu || pthread_getaffinity_np(caller, sizeof others, &others) != 0) return;
-    CPU_CLR(cpu, &others);
-    if (CPU_COUNT(&others) > 0) pthread_setaffinity_np(pthread_self(), sizeof others, &others);
+// Move this thread away from `cpu`, where its caller was running, and keep it away from there for
+// some calls: `left` counts them. Linux often wakes a thread on the CPU that woke it, above all in
+// virtual machines, whose idle CPUs it takes for occupied ones; the two would share that CPU until
+// a later tick. Afterwards all CPUs of the caller are allowed again: others may have become busy.
+void keep_apart(int cpu, pthread_t caller, int& left) {
+    const bool together = sched_getcpu() == cpu;
+    if (!together && (left == 0 || --left > 0)) return;
+    cpu_set_t allowed;
+    if (pthread_getaffinity_np(caller, sizeof allowed, &allowed) != 0) return;
+    if (together) CPU_CLR(cpu, &allowed);
+    if (CPU_COUNT(&allowed) == 0) return;
+    pthread_setaffinity_np(pthread_self(), sizeof allowed, &allowed);
+    left = together ? kCallsApart : 0;
 }
 #else
 int current_cpu() { return -1; }
-void leave(int, pthread_t) {}
+void keep_apart(int, pthread_t, int&) {}
 #endif
 
 // Never destroyed: threads may outlive main. A child of fork() has none of its parent's threads, so
@@ -133,6 +140,7 @@ void Pool::hire() {
 
 void Pool::serve(int thread) {
     set_control(kDefaultControl);
+    int left = 0;  // calls for which this thread is kept off a CPU
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
         Call* call = nullptr;
@@ -154,7 +162,7 @@ void Pool::serve(int thread) {
             if (each->helpers < call->helpers && each->has_parts()) call = each;
         ++call->helpers;
         lock.unlock();
-        leave(call->cpu, call->caller);
+        keep_apart(call->cpu, call->caller, left);
         call->take_parts(thread);
         lock.lock();
         if (--call->helpers == 0) through_.notify_all();
@@ -190,7 +198,6 @@ void Pool::run(int64_t parts, const std::function<void(int64_t)>& work) {
             posted_.fetch_add(1, std::memory_order_relaxed);
         }
         wake_.notify_all();
-        if (call.shares.size() > 1) std::this_thread::yield();  // to a thread that has to leave this CPU
         call.take_parts(0);
         poll([&] { return call.helpers.load(std::memory_order_relaxed) == 0; });
         std::unique_lock<std::mutex> lock(mutex_);

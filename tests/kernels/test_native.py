@@ -130,9 +130,10 @@ for _ in range(100):
     assert squared_norm(x) == 1e6
     if os.sched_getaffinity(helper) == {other}: break
 print(os.sched_getaffinity(helper) == {other}, os.sched_getaffinity(0) == both)
-os.sched_setaffinity(0, {other})
-for _ in range(100): squared_norm(x)
-print(os.sched_getaffinity(helper) == {other})
+for _ in range(3000):  # not for good
+    squared_norm(x)
+    if os.sched_getaffinity(helper) == both: break
+print(os.sched_getaffinity(helper) == both)
 """
 
 
@@ -227,5 +228,4 @@ def test_the_pool_of_other_machines_calls_only_what_it_defines(machine: list[str
     headers = [pybind11.get_include(), sysconfig.get_paths()["include"]]
     command = [compiler, "-std=c++17", "-S", "-o", "-", *machine, *(f"-I{h}" for h in headers)]
     made = subprocess.run([*command, str(source)], capture_output=True, text=True, check=True)
-    assert not re.search(r"call\s+(pause|usleep)\b", made.stdout)
-    assert len(re.findall(r"call\s+sched_yield\b", made.stdout)) == 1  # before the caller's parts
+    assert not re.search(r"call\s+(sched_yield|pause|usleep)\b", made.stdout)
