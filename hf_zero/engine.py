@@ -26,7 +26,6 @@ from hf_zero.checkpoint.save_manifest import copy_as_saved
 from hf_zero.checkpoint.save_sharded import save
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.config.sections import CheckpointSection
-from hf_zero.config.value_types import PATH, argument
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.rank_requests import STOP
@@ -326,7 +325,7 @@ class Engine(TrainingEngine):
         CheckpointError on all ranks if the save fails on one, and RankMismatchError on the others
         if a rank ends during a blocking save; earlier checkpoints stay.
         """
-        save_dir = self._run_folder("save_checkpoint", "save_dir", save_dir)
+        save_dir = self._run_folder(save_dir, "save_checkpoint")
         self.changes.refuse_within("save_checkpoint()")
         self.changes.refuse("save_checkpoint()")
         if self.bound is not None:
@@ -396,7 +395,7 @@ class Engine(TrainingEngine):
         everything, unless the engine has made a step: it then goes back to the checkpoint in
         ``load_dir``. After a step that was broken off it takes the newer generation again.
         """
-        load_dir = self._run_folder("load_checkpoint", "load_dir", load_dir)
+        load_dir = self._run_folder(load_dir, "load_checkpoint")
         run: str | None = str(as_path(load_dir))
         if unused:
             raise PartitionError(
@@ -445,15 +444,15 @@ class Engine(TrainingEngine):
             self.memory_checkpoints.client_state = deepcopy(answer[1])
         return answer
 
-    def _run_folder(self, who: str, name: str, given: str | os.PathLike[str] | None) -> str:
+    def _run_folder(self, given: str | os.PathLike[str] | None, who: str) -> str:
         folder = self.config.checkpoint.folder if given is None else given
-        if folder is None:
+        if folder is None or folder == "":
             raise ConfigError(
                 f"{who}() was given no folder, and none is configured; pass one, or write "
                 '"checkpoint": {"folder": "runs/a"}'
             )
-        path = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
-        return str(argument(who, name, PATH, path))
+        # what is no path is refused by name
+        return os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else str(as_path(folder))
 
     def wait_for_checkpoint(self, who: str = "", below: str | None = None) -> None:
         """Return when no checkpoint is being written any more. Raises CheckpointError, on all

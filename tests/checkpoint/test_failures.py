@@ -211,9 +211,11 @@ def test_folders_that_are_no_paths_are_refused_before_anything_is_written(tmp_pa
     monkeypatch.chdir(tmp_path)
 
     def refuses(engine: Engine) -> None:
-        for folder in ("", 3, True, ["a"], b"a"):
-            for call in (engine.save_checkpoint, engine.load_checkpoint):
-                with pytest.raises(ConfigError, match=re.escape(repr(folder))):
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(ConfigError, match="no folder"):
+                call("")
+            for folder in (3, True, ["a"], b"a"):
+                with pytest.raises(CheckpointError, match=re.escape(repr(folder))):
                     call(folder)
 
     run(TWO_WHOLE, small, refuses)

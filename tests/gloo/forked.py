@@ -42,6 +42,7 @@ def run(rank: int) -> None:
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
     line = json.dumps((train if sys.argv[2] == "step" else divide)(rank)) + "\n"
+    torch.distributed.barrier()  # the first rank holds the store that the other connects through
     os.write(1, line.encode())  # at once: both ranks write to one pipe
 
 
