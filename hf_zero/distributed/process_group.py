@@ -99,7 +99,7 @@ def default_device(rank: int | None = None) -> torch.device:
 
 
 def backend_for(device: torch.device | str) -> str:
-    """Return torch.distributed's backend for this kind of device: "nccl" on CUDA, else "gloo"."""
+    """Return torch.distributed's backend for this kind of device: "gloo" for host memory."""
     return "gloo" if kinds.is_synchronous(device) else dist.get_default_backend_for_device(device)
 
 

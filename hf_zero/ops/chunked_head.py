@@ -261,7 +261,7 @@ def _on_host(
 def _softmax_(
     logits: torch.Tensor, labels: torch.Tensor, terms: Terms, gradient: bool
 ) -> torch.Tensor:
-    """Return the sum of the rows' losses, over ``logits``; with ``gradient`` write its gradient."""
+    """Return the sum of the rows' losses, over ``logits``; with ``gradient`` its gradient there."""
     if not terms.plain:
         one = torch.ones(1, dtype=torch.float32, device=logits.device) if gradient else None
         return reference.cross_entropy_(
