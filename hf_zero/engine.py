@@ -364,7 +364,7 @@ class Engine(TrainingEngine):
             # not before: each generation in memory would be refused like this save
             memory = self.memory_checkpoints
             if memory is not None:
-                memory.note_run("saved", save_dir)
+                memory.note_run(save_dir)
                 if isinstance(client_state, Mapping) and self.global_rank == 0:
                     memory.client_state = copy_as_saved(dict(client_state))
         return True
@@ -440,7 +440,7 @@ class Engine(TrainingEngine):
         self.measures.loaded(self, not load_module_only, run)
         if self.memory_checkpoints is not None:
             if whole:
-                self.memory_checkpoints.note_run("loaded", run)
+                self.memory_checkpoints.note_run(run)
             self.memory_checkpoints.client_state = deepcopy(answer[1])
         return answer
 
@@ -479,12 +479,12 @@ class Engine(TrainingEngine):
         """Wait for the saves under way. The generations in memory stay if a save on disk fails, or
         if the state is half changed: a resume takes them.
         """
-        memory, lost = self.memory_checkpoints, bool(self.changes.broken)
+        memory, failing, keep = self.memory_checkpoints, None, bool(self.changes.broken)
         try:
             self.async_saves.close()
         except BaseException:
-            lost = True
+            failing, keep = False, True  # the save into memory under way is waited for
             raise
         finally:
             if memory is not None:
-                memory.close(failing=lost or None, keep=lost)
+                memory.close(failing, keep=keep)

@@ -120,7 +120,8 @@ def load(
         step = manifest.counters.get("global_steps", -1)
         memory.loaded(manifest.begun, step, load_optimizer_states and not in_memory)
     elif not load_module_only:
-        engine.begun = manifest.begun and manifest.begun + 1
+        engine.begun = max(engine.begun, manifest.begun)
+        engine.begun += engine.begun > 0
     log_rank0(
         f"loaded {folder}, {_origin(manifest)}: "
         f"{in_units(rank_load.nbytes)} on this rank in {time.perf_counter() - begun:.2f} s"

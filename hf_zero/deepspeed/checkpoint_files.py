@@ -109,7 +109,8 @@ def agreed_target(engine: TrainingEngine, save_dir: str | os.PathLike[str], tag:
     """
     if not save_dir:
         raise ConfigError(f"save_checkpoint needs a folder, not {save_dir!r}; pass save_dir")
-    target: Target = os.fspath(save_dir), None if tag is None else str(tag)
+    folder = os.fspath(save_dir) if isinstance(save_dir, (str, os.PathLike)) else as_path(save_dir)
+    target: Target = str(folder), None if tag is None else str(tag)
     if engine.mesh.dims.world == 1:
         return target
     every: list[Target] = get_world_group().all_gather_object(target, "the target of a save")

@@ -289,10 +289,11 @@ class DeepSpeedEngine(ReportingEngine):
                 "call it yourself inside GatheredParameters(model.parameters(), modifier_rank=0)",
             )
         tag = tag_of(self, load_dir, tag)
-        memory = self.memory_checkpoints
+        memory, whole = self.memory_checkpoints, load_optimizer_states and not load_module_only
+        if memory is not None and whole:
+            memory.note_run(load_dir)
         if tag is None and memory is not None:
             memory.agree_on_steps()
-            whole = load_optimizer_states and not load_module_only
             checkpoint = choose_checkpoint(self, load_dir, tag, load_module_strict, whole)
             if checkpoint.in_memory:
                 load_dir, tag = str(checkpoint.directory), checkpoint.tag

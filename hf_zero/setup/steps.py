@@ -170,10 +170,11 @@ def resume(setup: Setup) -> None:
     """Load the checkpoint, with counters, generators and the place in the data."""
     engine, checkpoint = setup.engine, setup.planned.resolved.checkpoint
     folder = setup.planned.resolved.request.resume
-    if folder not in (None, LATEST) and (checkpoint is None or checkpoint.in_memory):
-        engine.measures.keep_in(os.fspath(folder))
+    if folder not in (None, LATEST):
+        if checkpoint is None or checkpoint.in_memory:
+            engine.measures.keep_in(os.fspath(folder))
         if engine.memory_checkpoints is not None:
-            engine.memory_checkpoints.note_run("named", folder)
+            engine.memory_checkpoints.note_run(folder)
     if checkpoint is not None:
         engine.resumed_from, engine.client_state = engine.load_checkpoint(
             checkpoint.directory, checkpoint.tag, load_rng=True, load_loader=True

@@ -128,8 +128,8 @@ class StreamLoader(DataLoader[object]):
         self._begun = self.resumed = False
         # A stream of ``datasets`` applies a loaded state in each iteration, others in the next
         # alone: theirs may count epochs.
-        repeats = isinstance(data, getattr(sys.modules.get("datasets"), "IterableDataset", ()))
-        self._first_state = data.state_dict() if repeats else None
+        streams = getattr(sys.modules.get("datasets"), "IterableDataset", ())
+        self._repeats = isinstance(data, streams)
         self._is_placed = False
 
     def state_dict(self) -> dict[str, object]:
@@ -144,8 +144,8 @@ class StreamLoader(DataLoader[object]):
 
     def __iter__(self) -> Any:
         resumed, self.resumed = self.resumed, False
-        if self._is_placed and not resumed and self._first_state is not None:
-            cast(Any, self.dataset).load_state_dict(self._first_state)
+        if self._is_placed and not resumed and self._repeats:
+            cast(Any, self.dataset).load_state_dict(None)  # from the first row
             self._is_placed = False
         self.generator = torch.Generator() if resumed else None  # as in TrainingLoader
         self._begun = True

@@ -18,6 +18,7 @@ import hf_zero
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.resume import find_resumed
 from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.techniques.training_loader import StreamLoader
 from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import on_ranks
 
@@ -217,6 +218,19 @@ def test_epochs_after_the_resumed_one_are_whole(tmp_path, stream, stop):
     if stop == 4:  # resumed, saved and resumed
         assert run(9, "latest") == whole[4:13]
         assert run(resume="latest") == whole[13:]
+
+
+def test_a_stream_that_was_read_before_is_whole_after_a_resume():
+    """By a script that looked at its first row, and by a loader of the same process before."""
+    stream = stream_of_datasets()
+    next(iter(stream))
+    for _ in range(2):
+        loader = StreamLoader(stream, batch_size=2)
+        batches = iter(loader)
+        first = [next(batches)["number"].tolist() for _ in range(3)]
+        loader.load_state_dict(loader.state_dict())
+        rest, whole = ([batch["number"].tolist() for batch in loader] for _ in range(2))
+        assert first + rest == whole and len(whole) == 11
 
 
 @pytest.mark.parametrize("before, after", [(2, 4), (4, 1)])

@@ -22,7 +22,7 @@ RANK_RECORDS = f"rank-*-of-*{SUFFIX}"
 @dataclass(frozen=True)
 class HeldFile:
     """A rank file of a generation that a host holds, with its record. digest: the hash of the
-    record, which contains the hash of the file. run: as in the record.
+    record, which contains the hash of the file.
     """
 
     save_id: str
@@ -31,21 +31,17 @@ class HeldFile:
     world: int
     rank: int
     digest: str
-    run: tuple[str, ...] = ()
 
 
 @dataclass
 class Generation:
-    """A save into memory. holders: by rank, the hosts with its file. run: folders of the run that
-    saved; (): unknown.
-    """
+    """A save into memory. holders: by rank, the hosts with its file."""
 
     save_id: str
     begun: int
     step: int
     world: int
     holders: dict[int, list[str]] = field(default_factory=dict)
-    run: tuple[str, ...] = ()
 
     def is_complete(self) -> bool:
         """Return whether some host holds the file of each rank: every rank has committed it."""
@@ -84,9 +80,7 @@ def scan(folders: Sequence[Path]) -> dict[HeldFile, Path]:
             logger.warning("skipped in memory: %s", describe_error(error, path))
             continue
         digest = hash_of(content)
-        key = HeldFile(
-            record.save_id, record.begun, record.step, record.world, record.rank, digest, record.run
-        )
+        key = HeldFile(record.save_id, record.begun, record.step, record.world, record.rank, digest)
         files[key] = file
     return files
 
@@ -148,7 +142,6 @@ def generations(
             generation = Generation(file.save_id, file.begun, file.step, file.world)
             generation = by_save.setdefault(file.save_id, generation)
             generation.holders.setdefault(file.rank, []).append(host)
-            generation.run = generation.run or file.run
             digests.setdefault((file.save_id, file.rank), set()).add(file.digest)
     for (save_id, rank), copies in digests.items():
         if len(copies) > 1:

@@ -4,6 +4,7 @@ be known before there is an engine.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -149,18 +150,39 @@ class JobFolders:
         self, run: str | None = None
     ) -> tuple[list[Generation], dict[HeldFile, Path]]:
         """Return the generations of all hosts, newest first, and this host's files. With rank 0's
-        ``run``, leave out generations that are known to be of runs in other folders. Collective.
+        ``run``, leave out what its process has saved for runs in other folders. Collective.
         """
         local, shared = collective_try(
             self._ranks,
             self.scan,
-            share=lambda files: (list(files) if self.acts_for_host else [], run),
+            share=lambda files: (list(files) if self.acts_for_host else [], run, _known(files)),
         )
-        found, asked = generations(self.hosts.names, [files for files, _ in shared]), shared[0][1]
-        others = [each for each in found if asked and each.run and asked not in each.run]
+        inventories = [files for files, _, _ in shared]
+        found, (_, asked, folders_of) = generations(self.hosts.names, inventories), shared[0]
+        others = [g for g in found if asked and asked not in folders_of.get(g.save_id, (asked,))]
         if others:
             log_rank0(
                 f"the memory of the hosts holds step {others[0].step} of the run in "
-                f"{listed(others[0].run)}, which is not taken for that in {asked}"
+                f"{listed(folders_of[others[0].save_id])}, which is not taken for that in {asked}",
+                logging.WARNING,
             )
-        return [each for each in found if each not in others], local
+        return [generation for generation in found if generation not in others], local
+
+
+# by save_id, the folders of the run for which this process has saved into memory: a process may
+# train several, one after the other, under one name of a job
+_saved_here: dict[str, set[str]] = {}
+REMEMBERED = 64
+
+
+def remember(save_id: str, folders_of_run: set[str]) -> None:
+    """Note that this process saves ``save_id`` for the run in ``folders_of_run``."""
+    _saved_here[save_id] = folders_of_run
+    if len(_saved_here) > REMEMBERED:
+        del _saved_here[next(iter(_saved_here))]
+
+
+def _known(files: Iterable[HeldFile]) -> dict[str, list[str]]:
+    """Return, by save_id, the known folders of the runs of ``files``."""
+    ids = {file.save_id for file in files}
+    return {key: sorted(of) for key, of in _saved_here.items() if key in ids and of}

@@ -33,8 +33,7 @@ class RankRecord:
     step: optimizer steps at the save. world: number of ranks. report: that rank's, with the hashes
     of its file. head: the manifest without reports, of rank 0. files: contents by name of
     ``objects.pt`` and the model's configuration, of rank 0. beside: contents by relative name of
-    the files that the trainer keeps beside the checkpoint. run: folders of the run, of rank 0; ():
-    unknown.
+    the files that the trainer keeps beside the checkpoint.
     """
 
     save_id: str
@@ -45,7 +44,6 @@ class RankRecord:
     head: Manifest | None
     files: Mapping[str, bytes]
     beside: Mapping[str, bytes]
-    run: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -65,7 +63,6 @@ class RankRecord:
                 "head": self.head and self.head.to_json(),
                 "files": _encoded(self.files),
                 "beside": _encoded(self.beside),
-                **({"run": self.run} if self.run else {}),
             }
         )
 
@@ -88,7 +85,6 @@ class RankRecord:
                 None if head is None else Manifest.from_json(head, source),
                 _decoded(data["files"]),
                 _decoded(data["beside"]),
-                tuple(map(str, data.get("run", ()))),
             )
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(

@@ -35,7 +35,7 @@ from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.memory import folders
 from hf_zero.checkpoint.memory.claimed_folders import KEY, ClaimedFolders
 from hf_zero.checkpoint.memory.inventory import generation_to_keep, is_later, records_in
-from hf_zero.checkpoint.memory.job_folders import JobFolders
+from hf_zero.checkpoint.memory.job_folders import JobFolders, remember
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
 from hf_zero.checkpoint.memory.slot_files import SlotCopy, SlotFiles, Staged, changes_of
 from hf_zero.checkpoint.save_manifest import manifest_head, non_tensor_state, objects_file
@@ -100,8 +100,8 @@ class MemoryCheckpoints(ClaimedFolders):
         self.has_stepped = False  # a load without a tag then means the folder that it names
         # on rank 0, a copy of what the script gave to its last save on disk, or has loaded
         self.client_state: Mapping[str, object] = {}
-        self._folders_of_run: dict[str, str] = {}  # by how they became known
-        self.note_run("configured", engine.config.checkpoint.folder)
+        self._folders_of_run: set[str] = set()
+        self.note_run(engine.config.checkpoint.folder)
         self.world, self._device = mesh.dims.world, mesh.device
         super().__init__(settings, mesh.job, engine.global_rank, host_name(), _living(), number)
         _claimed[self.place] = self
@@ -178,10 +178,10 @@ class MemoryCheckpoints(ClaimedFolders):
         self.client_state, self._last_step = before.client_state, before._last_step
         self._folders_of_run = before._folders_of_run
 
-    def note_run(self, how: str, folder: str | os.PathLike[str] | None) -> None:
-        """Note a ``folder`` of the run, in place of the one that became known in the same way."""
+    def note_run(self, folder: str | os.PathLike[str] | None) -> None:
+        """Note a ``folder`` of the run: what it resumes from, saves to or is configured with."""
         if folder is not None:
-            self._folders_of_run[how] = place_of(folder)
+            self._folders_of_run.add(place_of(folder))
 
     # ---- saving ----
 
@@ -296,14 +296,13 @@ class MemoryCheckpoints(ClaimedFolders):
         """Return this rank's record without hashes, and the plan of its file."""
         save_id = sha256(f"{self.token} {self._saves}".encode()).hexdigest()[:32]
         head, shared, step = None, {}, engine.counters.global_steps
-        run: tuple[str, ...] = ()
         buffers: dict[str, torch.Tensor] = {}
         if self.rank == 0:
             buffers = model_buffers(engine, False) | dict(elsewhere)
             extra = non_tensor_state(engine, client_state)
             head = manifest_head(engine, tag, save_id, extra, buffers)
             shared = config_files(engine.module)
-            run = tuple(sorted(set(self._folders_of_run.values())))
+            remember(save_id, self._folders_of_run)
             objects = objects_file(extra, find.OBJECTS_NAME)
             if objects is not None:
                 head = replace(head, objects=objects[0])
@@ -314,9 +313,7 @@ class MemoryCheckpoints(ClaimedFolders):
             own.report, scalars=deepcopy(own.report.scalars), apart=deepcopy(own.report.apart)
         )
         head, beside = deepcopy(head), dict(beside)
-        record = RankRecord(
-            save_id, self.begun, step, self.world, report, head, shared, beside, run
-        )
+        record = RankRecord(save_id, self.begun, step, self.world, report, head, shared, beside)
         return record, own
 
     def offer(self, engine: TrainingEngine, writer: AsyncSaver) -> Staged | None:
@@ -549,7 +546,7 @@ class MemoryCheckpoints(ClaimedFolders):
         self.wait()
         if goes_back and self._owns:
             collective_try(self._ranks, partial(self._drop_after, step, begun))
-            self.protect("")
+            self.newest_id = ""
         self._last_step, self._rewound = -1, True
         # a process that ends before `_drop_later` leaves the other branch, too
         self.begun = max(self.begun, begun) + 1

@@ -49,7 +49,7 @@ def save_by_loop(accelerator: Accelerator) -> None:
     engine = engines[0]
     assert engine.memory_checkpoints is not None
     engine.memory_checkpoints.saved_by_trainer = True
-    engine.memory_checkpoints.note_run("named", accelerator.project_dir)
+    engine.memory_checkpoints.note_run(accelerator.project_dir)
     engine.register_forward_pre_hook(_before_forward)
     _saving.add(accelerator)
 

@@ -335,7 +335,7 @@ class StrategyMethods(_Strategy):
 
         assert engine.memory_checkpoints is not None
         engine.memory_checkpoints.saved_by_trainer = True
-        engine.memory_checkpoints.note_run("named", trainer.default_root_dir)
+        engine.memory_checkpoints.note_run(trainer.default_root_dir)
         callback = self._library("callbacks").Callback
         call_after_batches(trainer, callback, lambda: save_if_due(engine, write))
 

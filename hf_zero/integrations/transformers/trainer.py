@@ -229,7 +229,7 @@ def prepare_engine(
     keep_what_is_written(engine)
     engine.measures.keep_in(str(output_folder(self.args)))
     if engine.memory_checkpoints is not None:
-        engine.memory_checkpoints.note_run("named", output_folder(self.args))
+        engine.memory_checkpoints.note_run(output_folder(self.args))
     engine.measures.plan_steps(max_steps)
     engine.measures.shown_elsewhere()
     leave_to_trainer(self.accelerator)

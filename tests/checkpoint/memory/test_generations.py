@@ -425,6 +425,37 @@ def test_a_save_that_fails_on_one_rank_leaves_a_whole_generation(
     assert others or fails is no_hashes
 
 
+def test_a_save_that_fails_after_a_load_from_disk_is_logged(
+    tmp_path: Path, monkeypatch: Patch, heard_in_full: list[str]
+) -> None:
+    setup = TWO.at(tmp_path)
+
+    def goes_back(engine: Any, rank: int) -> None:
+        train(engine, rank, range(1))
+        engine.save_checkpoint(setup.folder, tag="good")
+        engine.load_checkpoint(setup.folder, tag="good")
+        train(engine, rank, range(1, 3))
+
+    with monkeypatch.context() as faults:
+        no_state(faults)
+        attempt(setup, range(0), before=goes_back)
+    assert any("step 2 in memory failed on rank 1" in line for line in heard_in_full)
+    assert firsts(attempt(setup, range(4), setup.folder)) == {3}
+
+
+def test_a_run_finds_its_generations_whatever_else_it_has_saved_to(tmp_path: Path) -> None:
+    setup = TWO.at(tmp_path)
+
+    def saves(engine: Any, rank: int) -> None:
+        train(engine, rank, range(1))
+        engine.save_checkpoint(setup.folder)
+        engine.save_checkpoint(tmp_path / "best")
+        train(engine, rank, range(1, 3))
+
+    attempt(setup, range(0), before=saves)
+    assert firsts(attempt(setup, range(4), setup.folder)) == {3}
+
+
 def breaks_off(setup: Kept, engine: Any, rank: int, breaks: bool = True) -> None:
     """The schedule fails in step 3; memory has step 2, the disk step 1."""
     train(engine, rank, range(1))
