@@ -79,7 +79,7 @@ class BackgroundSaves:
         if self.writer is not None:
             self.writer.wait(who, None if below is None else Path(below))
 
-    def publish_failure(self) -> None:
+    def announce_failure(self) -> None:
         """Announce a failed save of the ``writer``, seen on rank 0, before the ranks meet at the
         end of a step.
         """
@@ -163,9 +163,9 @@ class Engine(TrainingEngine):
             "model before initialize, or its weights: engine.state_dict()"
         )
 
-    def _publish_events(self) -> None:
+    def _announce_events(self) -> None:
         if self.async_saves.writer is not None:
-            self.async_saves.publish_failure()
+            self.async_saves.announce_failure()
 
     def step(self) -> None:
         """End an accumulation window: clip, update, step the scheduler. Inside a window: count the
@@ -406,15 +406,15 @@ class Engine(TrainingEngine):
             self.bound.accept_writes()
             self.bound.check_groups()
         self.wait_for_checkpoint(f"the load of {load_dir}")
-        if self.flats and self.flats[0].engine_flats.switched:
+        if self.flats and self.flats[0].engine_flats.trainability_changed:
             self.changes.drop_pending_update(self.updater)
-            self.train_unfrozen(loads=True)
+            self.rebuild_if_unfrozen(loads=True)
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             in_memory = False
             if self.memory_checkpoints is not None:
                 self.memory_checkpoints.agree_on_steps()
-                whole = load_optimizer_states and not load_module_only
-                chosen = choose_checkpoint(self, load_dir, tag, load_module_strict, whole)
+                resumes = load_optimizer_states and not load_module_only
+                chosen = choose_checkpoint(self, load_dir, tag, load_module_strict, resumes)
                 load_dir, tag, in_memory = chosen.directory, chosen.tag, chosen.in_memory
                 if in_memory and str(as_path(load_dir)) == run:
                     run = None  # the folder was chosen before; its run is unknown
@@ -439,7 +439,7 @@ class Engine(TrainingEngine):
             run = str(as_path(run).absolute().parent)
         self.measures.loaded(self, not load_module_only, run)
         if self.memory_checkpoints is not None:
-            if whole:
+            if resumes:
                 self.memory_checkpoints.note_run(run)
             self.memory_checkpoints.client_state = deepcopy(answer[1])
         return answer

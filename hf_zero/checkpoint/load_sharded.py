@@ -21,7 +21,7 @@ from hf_zero.checkpoint.find import complete_tags_beside
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, MASTER, RNG, GroupEntry, Manifest
 from hf_zero.checkpoint.match import LoadTarget, match, match_names
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
-from hf_zero.checkpoint.save_plan import class_name, refuse_destroyed, set_rng_state
+from hf_zero.checkpoint.save_plan import check_not_destroyed, class_name, set_rng_state
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.device import kinds
@@ -83,7 +83,7 @@ def load(
             loaded and must not train on.
     """
     begun = time.perf_counter()
-    refuse_destroyed(engine, "load into")
+    check_not_destroyed(engine, "load into")
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
     def open_and_check() -> _RankLoad:
@@ -112,9 +112,9 @@ def load(
         )
         _check_same(seen, directory)
         folder, manifest = rank_load.checkpoint.folder, rank_load.manifest
-        whole = load_module_strict and not load_module_only
-        whole &= load_optimizer_states or engine.bound is None
-        rank_load.apply(whole, load_module_only, load_rng, load_loader)
+        replaces = load_module_strict and not load_module_only
+        replaces &= load_optimizer_states or engine.bound is None
+        rank_load.apply(replaces, load_module_only, load_rng, load_loader)
     memory = getattr(engine, "memory_checkpoints", None)
     if memory is not None:
         step = manifest.counters.get("global_steps", -1)
@@ -300,7 +300,7 @@ class _RankLoad(StateSource):
             engine.restart_window()
             if not data_position and engine.training_dataloader is not None:
                 engine.window_start.note(engine)
-            engine.publish_scale()
+            engine.set_scale_on_optimizer()
 
     @torch.no_grad()
     def _read_state(self, module_only: bool, rng: bool, data_position: bool) -> None:

@@ -140,23 +140,23 @@ class GroupEntry:
     """An optimizer group: its hyper-parameters, its scalars (numbers that are not per element), and
     the names of its parameters.
 
-    ``apart`` has the scalars of parameters whose step count differs from the group's, because they
-    were unused in some steps.
+    ``overrides`` has the scalars of parameters whose step count differs from the group's, because
+    they were unused in some steps.
     """
 
     hyperparameters: dict[str, object]
     scalars: JsonObject
     parameters: tuple[str, ...]
-    apart: dict[str, JsonObject] = field(default_factory=dict)
+    overrides: dict[str, JsonObject] = field(default_factory=dict)
 
     def numbers_of(self, name: str) -> JsonObject:
         """Return the scalars of parameter ``name`` of the group."""
-        return self.apart.get(name, self.scalars)
+        return self.overrides.get(name, self.scalars)
 
     @cached_property
     def never_stepped(self) -> frozenset[str]:
         """The parameters without a step: saved state of theirs is as before the first one."""
-        return frozenset(name for name, numbers in self.apart.items() if not numbers)
+        return frozenset(name for name, numbers in self.overrides.items() if not numbers)
 
     def to_json(self) -> JsonObject:
         entry = {
@@ -164,7 +164,7 @@ class GroupEntry:
             "scalars": self.scalars,
             "parameters": list(self.parameters),
         }
-        return entry | ({"apart": self.apart} if self.apart else {})
+        return entry | ({"apart": self.overrides} if self.overrides else {})
 
 
 @dataclass(frozen=True)

@@ -185,10 +185,10 @@ def _optimizer(
 ) -> OptimizerEntry:
     groups = []
     for index, group in enumerate(head.groups):
-        scalars, apart = scalars_of_ranks(
-            [(report.scalars[index], report.apart[index]) for report in reports]
+        scalars, overrides = scalars_of_ranks(
+            [(report.scalars[index], report.overrides[index]) for report in reports]
         )
-        groups.append(replace(group, scalars=scalars, parameters=names[index], apart=apart))
+        groups.append(replace(group, scalars=scalars, parameters=names[index], overrides=overrides))
     factors = {
         parameter: FactorEntry(file, shapes)
         for file, report in enumerate(reports)

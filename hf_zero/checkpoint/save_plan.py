@@ -152,7 +152,7 @@ def buffers_of_other_stages(
     return {name: buffer for held in every for name, buffer in held.items()}
 
 
-def refuse_destroyed(engine: TrainingEngine, what: str) -> None:
+def check_not_destroyed(engine: TrainingEngine, what: str) -> None:
     """Raise CheckpointError if the engine has released its shards and optimizer state."""
     if engine.destroyed:
         raise CheckpointError(
@@ -427,7 +427,7 @@ class ModelEntries:
 class RankReport:
     """Report of one rank to rank 0.
 
-    file: its rank file. chunks: by flat, (start, stop, tensor names). scalars, apart: per-group
+    file: its rank file. chunks: by flat, (start, stop, tensor names). scalars, overrides: per-group
     scalars (step), and per-parameter overrides. factors: state of whole parameters in its
     file. layouts: for flats that tensor or expert parallelism cuts, key in the checkpoint -> (key,
     layout). model: set by the first rank of each pipeline stage.
@@ -436,7 +436,7 @@ class RankReport:
     file: FileEntry
     chunks: dict[str, tuple[int, int, tuple[str, ...]]]
     scalars: list[dict[str, float]]
-    apart: list[dict[str, dict[str, float]]]
+    overrides: list[dict[str, dict[str, float]]]
     factors: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
     layouts: dict[str, tuple[str, FlatLayout]]
     model: ModelEntries | None
@@ -526,7 +526,7 @@ def plan_save(
         chunks=chunks,
         scalars=[] if bound is None else [dict(group) for group in bound.scalars()],
         # numbers of parameters that have not all made the same steps, if this rank has elements
-        apart=[]
+        overrides=[]
         if bound is None
         else [
             {names.own(name): numbers for name, numbers in group.items()}

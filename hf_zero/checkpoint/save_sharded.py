@@ -41,9 +41,9 @@ from hf_zero.checkpoint.save_plan import (
     RankReport,
     SavePlan,
     buffers_of_other_stages,
+    check_not_destroyed,
     model_buffers,
     plan_save,
-    refuse_destroyed,
     unwrapped,
 )
 from hf_zero.checkpoint.staging import states_copied_later
@@ -107,7 +107,7 @@ def save(
             message says that the checkpoint is complete.
     """
     begun = time.perf_counter()
-    refuse_destroyed(engine, "save")
+    check_not_destroyed(engine, "save")
     engine.optimizer_step.complete_state()
     target = _agree_on_target(engine, directory, tag, keep, offered)
     rank_save = _RankSave(

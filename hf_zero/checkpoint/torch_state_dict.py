@@ -52,7 +52,7 @@ class _TorchStates:
 
     def __init__(self, engine: TrainingEngine, on_host: bool = False, loads: bool = False):
         self.engine, self._on_host = engine, on_host
-        engine.train_unfrozen(loads)
+        engine.rebuild_if_unfrozen(loads)
         version_of(engine)  # updates are complete, and a script's writes are in the shards
         self._state = EngineState(engine)
         self.whole = whole = WholeNames(engine.module)

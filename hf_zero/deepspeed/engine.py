@@ -78,9 +78,9 @@ class DeepSpeedEngine(ReportingEngine):
             config = replace(config, fp16=replace(config.fp16, hysteresis=1))
         return Fp16LossScaler.from_config(config)
 
-    def publish_scale(self) -> None:
+    def set_scale_on_optimizer(self) -> None:
         """Set the loss scale on the optimizer, also as the object of DeepSpeed's optimizers."""
-        super().publish_scale()
+        super().set_scale_on_optimizer()
         if self.optimizer is not None and self._shown_scaler is None:
             counters = self.counters
             self._shown_scaler = EngineLossScaler(self.scaler, lambda: counters.global_steps)
@@ -289,12 +289,12 @@ class DeepSpeedEngine(ReportingEngine):
                 "call it yourself inside GatheredParameters(model.parameters(), modifier_rank=0)",
             )
         tag = tag_of(self, load_dir, tag)
-        memory, whole = self.memory_checkpoints, load_optimizer_states and not load_module_only
-        if memory is not None and whole:
+        memory, resumes = self.memory_checkpoints, load_optimizer_states and not load_module_only
+        if memory is not None and resumes:
             memory.note_run(load_dir)
         if tag is None and memory is not None:
             memory.agree_on_steps()
-            checkpoint = choose_checkpoint(self, load_dir, tag, load_module_strict, whole)
+            checkpoint = choose_checkpoint(self, load_dir, tag, load_module_strict, resumes)
             if checkpoint.in_memory:
                 load_dir, tag = str(checkpoint.directory), checkpoint.tag
         if nothing_to_load(load_dir, tag):

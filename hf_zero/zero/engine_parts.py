@@ -202,7 +202,7 @@ class EngineParts(ModelWrapper):
         self._install_patches(mesh, installed)
         if self.optimizer is not None:
             patch_optimizer(self.optimizer, self, installed)
-            self.publish_scale()
+            self.set_scale_on_optimizer()
         # Count the partition as a write: a fetch by a rank that is ahead waits for the shards of
         # this one.
         with sharded.schedule.shards.writing():
@@ -274,9 +274,9 @@ class EngineParts(ModelWrapper):
             setattr(self.optimizer_step, name, value)
         self.stop_requests = before["stop_requests"]
         self.stop_requests.move(self.mesh, self.schedule.shards)
-        self.publish_scale()
+        self.set_scale_on_optimizer()
 
-    def publish_scale(self) -> None:
+    def set_scale_on_optimizer(self) -> None:
         """Set the loss scale on the optimizer, where scripts read it."""
         if self.optimizer is not None:
             self.optimizer.cur_scale = self.optimizer.loss_scale = self.scaler.scale

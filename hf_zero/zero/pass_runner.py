@@ -348,7 +348,7 @@ class PassRunner:
         updater, scale = self._optimizer_step.updater, self.losses.scaler.scale
         if self._optimizer_step.was_updated_in_backward(flat.unit):
             refuse_pending_update(updater, f"writing {name}.grad")
-        self.reducer.wait()
+        self.reducer.wait_for_offload()
         flat.optimizer_shard.wait_for_update()
         flat.gradient.write(name, value, scale * self.reducer.unreduced_scale(flat), scale)
 
@@ -395,12 +395,12 @@ class PassRunner:
                 "it in every forward, or set the key to true: what no rank uses stays as it is"
             )
 
-    def reset(self, counts_only: bool = False) -> None:
-        """Report a ``step()`` or ``zero_grad()`` to the sanity checks, and abort a forward or
-        backward that an exception has left open. ``counts_only``: the step only counts a
-        micro-batch.
+    def reset(self, inside_window: bool = False) -> None:
+        """Prepare for a ``step()`` or ``zero_grad()``: report it to the sanity checks, and abort a
+        forward or backward that an exception has left open. ``inside_window``: the step only counts
+        a micro-batch.
         """
-        self._sanity.on_step(counts_only)
+        self._sanity.on_step(inside_window)
         self.hooks.reset()
 
     @property

@@ -46,8 +46,12 @@ class TrainingEngine(EngineParts):
     # ---- forward and backward ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.flats and self.flats[0].engine_flats.switched and torch.is_grad_enabled():
-            self.train_unfrozen()
+        if (
+            self.flats
+            and self.flats[0].engine_flats.trainability_changed
+            and torch.is_grad_enabled()
+        ):
+            self.rebuild_if_unfrozen()
         if self._cast_to is not None:
             args, kwargs = map_tensors(
                 (args, kwargs), lambda t: t.to(self._cast_to) if t.is_floating_point() else t
@@ -173,7 +177,7 @@ class TrainingEngine(EngineParts):
     def reduce_gradients(self) -> None:
         """Reduce unreduced gradients of earlier backwards (collective); steps do so themselves."""
         self.pass_runner.reduce()
-        self.pass_runner.reducer.wait()
+        self.pass_runner.reducer.wait_for_offload()
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -275,20 +279,20 @@ class TrainingEngine(EngineParts):
 
     # ---- the parameters that train ----
 
-    def train_unfrozen(self, loads: bool = False) -> None:
+    def rebuild_if_unfrozen(self, loads: bool = False) -> None:
         """Rebuild the engine if parameters that its optimizer has were unfrozen (collective);
         ``loads``: a load follows, which may replace a half changed state.
         """
-        if not (self.flats and self.flats[0].engine_flats.switched):
+        if not (self.flats and self.flats[0].engine_flats.trainability_changed):
             return
-        self.flats[0].engine_flats.switched = False
+        self.flats[0].engine_flats.trainability_changed = False
         if self.optimizer_step.bound is not None and (names := unfrozen(self)):
             what = f"unfreezing {listed(names, 3)}"
             try:
                 rebuild(self, what, lambda: None, loads)
             except BaseException:
                 if not self.destroyed:
-                    self.flats[0].engine_flats.switched = True
+                    self.flats[0].engine_flats.trainability_changed = True
                 raise
 
     def add_param_group(self, group: ParamGroup) -> None:
@@ -327,7 +331,7 @@ class TrainingEngine(EngineParts):
 
     # ---- the step ----
 
-    def _refuse_destroyed(self, call: str) -> NoReturn:
+    def _raise_destroyed(self, call: str) -> NoReturn:
         raise PartitionError(
             f"{call} of an engine that was destroyed; train with another one: "
             "hf_zero.initialize(model=..., optimizer=...)"
@@ -342,11 +346,11 @@ class TrainingEngine(EngineParts):
         unchanged.
         """
         if self._installed is None:
-            self._refuse_destroyed("step()")
+            self._raise_destroyed("step()")
         if self.changes.broken:
             self.changes.refuse("step()")
         ends_window = self.accumulation.ends_by_step
-        self.pass_runner.reset(counts_only=not ends_window)
+        self.pass_runner.reset(inside_window=not ends_window)
         self.pass_runner.reduce_stray_gradients()
         self.sharded_model.patches.check()
         self.pass_runner.refuse_unusable()
@@ -379,7 +383,7 @@ class TrainingEngine(EngineParts):
         losses, captured = self.pass_runner.losses, self.pass_runner.captured
         update = self.optimizer_step.update if captured is None else captured.update
         overflow = update(self.counters.global_steps, losses.may_overflow)
-        self._publish_events()
+        self._announce_events()
         self.schedule.end_step()
         self.optimizer_step.bound.accept_writes()
         failure = None
@@ -438,8 +442,8 @@ class TrainingEngine(EngineParts):
             raise failed_write(failed)
 
     def _end_update(self, overflow: bool, scaler: Fp16LossScaler) -> None:
-        """Count the update, publish its outcome and the new loss scale of ``scaler``, and log a
-        step that was skipped because of an ``overflow``.
+        """Count the update, set its outcome and the new loss scale of ``scaler`` on the optimizer,
+        and log a step that was skipped because of an ``overflow``.
         """
         optimizer_step = self.optimizer_step
         for extension in optimizer_step.extensions:
@@ -447,7 +451,7 @@ class TrainingEngine(EngineParts):
         if self.optimizer is not None:
             self.optimizer.overflow = overflow
         if self.scaler.dynamic:
-            self.publish_scale()
+            self.set_scale_on_optimizer()
         if self.sharded_model.placement.awaits_first_step and not overflow:
             optimizer_step.bring_back_what_fits()
         self.counters.global_steps += 1
@@ -467,8 +471,8 @@ class TrainingEngine(EngineParts):
                 scaler.scale,
             )
 
-    def _publish_events(self) -> None:
-        """Publish events for the other ranks, before all agree at the end of this step."""
+    def _announce_events(self) -> None:
+        """Announce events to the other ranks, before all agree at the end of this step."""
 
     def _count_micro_batches(self, count: int) -> None:
         self.counters.micro_steps += count
@@ -549,7 +553,7 @@ class TrainingEngine(EngineParts):
         """
         if self.destroyed:
             if signals:
-                self._refuse_destroyed("stop_on()")
+                self._raise_destroyed("stop_on()")
             return
         self.stop_requests.listen(*signals)
 
@@ -560,7 +564,7 @@ class TrainingEngine(EngineParts):
         listen, and for a destroyed engine.
         """
         if self.destroyed:
-            self._refuse_destroyed("request_stop()")
+            self._raise_destroyed("request_stop()")
         self.stop_requests.request()
 
     @property

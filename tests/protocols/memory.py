@@ -175,6 +175,6 @@ def processes() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(saving, "copy_to_memory", copy_in_parts)
         patch.setattr(saving, "WholeNames", lambda module: None)
         patch.setattr(saving.native, "release_at_exit", lambda *args: False)
-        for name in ("refuse_destroyed", "buffers_of_other_stages"):
+        for name in ("check_not_destroyed", "buffers_of_other_stages"):
             patch.setattr(saving, name, lambda *args: {})
         yield patch

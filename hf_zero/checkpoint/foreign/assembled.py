@@ -98,7 +98,7 @@ class OptimizerGroup:
     hyperparameters: JsonObject
     scalars: dict[str, float]
     parameters: tuple[str, ...]
-    apart: dict[str, dict[str, float]]
+    overrides: dict[str, dict[str, float]]
 
     @classmethod
     def of(
@@ -109,8 +109,8 @@ class OptimizerGroup:
         """
         stepped = [state for state in numbers.values() if state is not None]
         shared = max(stepped, key=lambda state: state.get("step", 0.0), default={})
-        apart = {name: state or {} for name, state in numbers.items() if state != shared}
-        return cls(hyperparameters, shared, tuple(numbers), apart)
+        overrides = {name: state or {} for name, state in numbers.items() if state != shared}
+        return cls(hyperparameters, shared, tuple(numbers), overrides)
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,7 +282,7 @@ def _manifest(contents: FolderContents, flats: tuple[FlatEntry, ...]) -> Manifes
         excluded=(),
         export=Export(),
         optimizer=None if groups is None else OptimizerEntry("", tuple(GroupEntry(g.hyperparameters,
-        dict(g.scalars), g.parameters, g.apart) for g in groups)),
+        dict(g.scalars), g.parameters, g.overrides) for g in groups)),
         scaler=contents.scaler,
         lr_scheduler=None if contents.lr_scheduler is None else {"class": "", "state": {"json": {},
         "objects": []}},

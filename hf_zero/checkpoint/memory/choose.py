@@ -130,12 +130,12 @@ def newest_in_memory(
 
 
 def choose_checkpoint(
-    engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool, whole: bool
+    engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool, resumes: bool
 ) -> Newest:
     """Return the checkpoint that a load of ``directory`` means: with a ``tag`` that one; in the
     folder of a generation in memory that generation; else the :func:`newest`, unless an integration
-    chooses it, the load is not of the ``whole`` state, or the engine has made steps: it then goes
-    back to the checkpoint in ``directory``. Collective.
+    chooses it, the load leaves out the state of the optimizer (not ``resumes``), or the engine has
+    made steps: it then goes back to the checkpoint in ``directory``. Collective.
 
     Raises CheckpointError if the generation of that folder is no longer complete.
     """
@@ -160,7 +160,7 @@ def choose_checkpoint(
     named = tag is not None or decide_on_rank_0(
         get_world_group(), lambda: find.is_one_checkpoint(where)
     )
-    chooses = whole and not (named or memory.saved_by_trainer or memory.has_stepped)
+    chooses = resumes and not (named or memory.saved_by_trainer or memory.has_stepped)
     chosen = newest(engine, directory, strict, directory) if chooses else None
     return chosen or Newest(directory, tag, -1, in_memory=False)
 

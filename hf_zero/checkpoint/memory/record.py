@@ -137,7 +137,7 @@ def _report(report: RankReport) -> JsonObject:
         "file": report.file.to_json(),
         "chunks": report.chunks,
         "scalars": report.scalars,
-        "apart": report.apart,
+        "apart": report.overrides,
         "factors": report.factors,
         "layouts": {key: [of, layout.to_json()] for key, (of, layout) in report.layouts.items()},
         "model": model

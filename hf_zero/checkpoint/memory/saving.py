@@ -42,10 +42,10 @@ from hf_zero.checkpoint.save_manifest import manifest_head, non_tensor_state, ob
 from hf_zero.checkpoint.save_plan import (
     SavePlan,
     buffers_of_other_stages,
+    check_not_destroyed,
     model_buffers,
     plan_save,
     planned_size,
-    refuse_destroyed,
 )
 from hf_zero.checkpoint.save_sharded import config_files
 from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, place_of, remove_tree
@@ -209,7 +209,7 @@ class MemoryCheckpoints(ClaimedFolders):
         first save finds no room, and RankMismatchError if this rank's collectives have been
         aborted. Later failures are logged: the generation before stays, and training goes on.
         """
-        refuse_destroyed(engine, "save")
+        check_not_destroyed(engine, "save")
         tag = None if tag is None else find.check_tag(tag)
         engine.changes.refuse("a save in memory")
         self._wait_for_last()
@@ -310,7 +310,9 @@ class MemoryCheckpoints(ClaimedFolders):
         name = find.rank_file(self.rank, self.world)
         own = plan_save(engine, name, save_id, False, names, buffers)
         report = replace(
-            own.report, scalars=deepcopy(own.report.scalars), apart=deepcopy(own.report.apart)
+            own.report,
+            scalars=deepcopy(own.report.scalars),
+            overrides=deepcopy(own.report.overrides),
         )
         head, beside = deepcopy(head), dict(beside)
         record = RankRecord(save_id, self.begun, step, self.world, report, head, shared, beside)

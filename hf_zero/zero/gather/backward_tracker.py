@@ -152,7 +152,7 @@ class BackwardTracker:
         # at other outputs since.
         if not root.of_whole_model or root not in self._roots_reached:
             self.reach_root(root)
-        self._advance_to(call, call.left)
+        self._advance_to(call, call.ended_at)
         call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
         call.unit.forwards.in_backward.add(call)
         self.remaining.starts(call)

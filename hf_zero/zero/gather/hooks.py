@@ -425,7 +425,7 @@ class Hooks:
         if begun and unit is not None and unit.forwards.in_forward:
             call = unit.forwards.in_forward.pop()
             if call is not None:
-                call.left = self._tracker.remaining.tick()
+                call.ended_at = self._tracker.remaining.tick()
                 # an output beside an exception: the forward has returned, and a later hook raised
                 output = output if raised is None else None
                 returned = self._watch_output(call, module, output, raised)

@@ -59,7 +59,7 @@ class EngineFlats:
         self.flats: list[FlatBuffer] = []
         self.engine: Callable[[], Any | None] = lambda: None  # a weak reference
         # whether requires_grad of a frozen parameter has been switched since the engine looked
-        self.switched = False
+        self.trainability_changed = False
 
 
 class FlatBuffer:
@@ -168,9 +168,10 @@ class FlatBuffer:
         self.optimizer_shard.synchronize_update()
         return self._shard_as_it_is()
 
-    def new_shard_buffer(self) -> torch.Tensor:
-        """Return memory for new values of this rank's elements, for :meth:`store_shard`: [owned],
-        on the device or the host.
+    def shard_to_overwrite(self) -> torch.Tensor:
+        """Return this rank's elements [owned] to be overwritten, on the device or the host: the
+        live shard, unless it is in a file or a cast of the master weights. Then it is memory of
+        its own, and :meth:`store_shard` writes its values.
         """
         self.optimizer_shard.wait_for_update()
         return decoded(self._storage.acquire(0, overwrite=True)[SHARD])

@@ -146,7 +146,7 @@ def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Stagin
     """
     dtypes = {parameter.dtype for parameter, _ in flat.items}
     values = (
-        flat.new_shard_buffer()
+        flat.shard_to_overwrite()
         if dtypes <= {flat.dtype}
         else torch.zeros(flat.spec.owned_numel, dtype=torch.float32, device=mesh.device)
     )

@@ -81,8 +81,8 @@ class UnitCall:
     __slots__ = (
         "__weakref__",
         "began",
+        "ended_at",
         "last_node",
-        "left",
         "marked",
         "marks",
         "marks_left",
@@ -94,7 +94,7 @@ class UnitCall:
         self.unit = unit
         self.root = root
         # moments, numbered in the order in which this rank enters and leaves forwards
-        self.began = self.left = began
+        self.began = self.ended_at = began
         # an input carries the mark whose backward ends this call's backward
         self.marked = False
         self.last_node = -1  # number of the last graph node before the forward

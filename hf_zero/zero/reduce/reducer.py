@@ -138,7 +138,7 @@ class Reducer:
 
     def begin(self, key: Hashable) -> None:
         """Begin a backward; ``key`` identifies its kind, equal on all ranks."""
-        self.wait()
+        self.wait_for_offload()
         sharded = self._schedule.has_sharded_units
         self._mesh.passes.begin("backward", key, joint=self._reduces_now or sharded)
         learns = self._schedule.recording or key not in self._known
@@ -255,7 +255,7 @@ class Reducer:
         if not progress.under_way:
             return
         learns = learns or progress.learns
-        self._leave()
+        self._end_progress()
         if len(progress.units) < len(self._order.units):
             progress.units = [*progress.units, *self._used_after_all(progress.units)]
         if self._reduces_now:
@@ -300,7 +300,7 @@ class Reducer:
             )
         ]
 
-    def _leave(self) -> None:
+    def _end_progress(self) -> None:
         self.progress.under_way = False
         self._reductions.wait_jointly(False)
 
@@ -390,8 +390,8 @@ class Reducer:
         """
         return 1.0 / (flat.mesh.size * flat.mesh.gain * self._intake.scaling.post)
 
-    def wait(self) -> None:
-        """Wait until every reduced gradient can be read."""
+    def wait_for_offload(self) -> None:
+        """Wait until reduced gradients are in host memory, if they are offloaded."""
         if self._offload is not None:
             self._offload.wait()
 
@@ -416,13 +416,13 @@ class Reducer:
             if has_gradients or progress.ready or progress.next:
                 self.gradients_lost = True
         self._drop()
-        self._leave()
+        self._end_progress()
 
     def lose_gradients(self) -> None:
         """End the backward under way, whose end an exception has broken, and set
         :attr:`gradients_lost` until :meth:`clear`: some gradients are in no finished reduction.
         """
-        self._leave()
+        self._end_progress()
         self.gradients_lost = True
 
     def clear(self) -> None:

@@ -55,7 +55,7 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
         "overflow": False,
         _SUPPORTS_AMP: True,
     }
-    # the engine sets the two scales (``publish_scale``)
+    # the engine sets the two scales (``set_scale_on_optimizer``)
     for name in (*attributes, "cur_scale", "loss_scale"):
         installed.callback(_set_attribute, optimizer, name, vars(optimizer).get(name, _MISSING))
     for name, value in attributes.items():
@@ -131,7 +131,7 @@ class _EngineMethods:
         alive.changes.refuse_pending_update("optimizer.load_state_dict()")
         alive.bound.check_groups()
         alive.updater.finish()
-        alive.train_unfrozen(loads=True)
+        alive.rebuild_if_unfrozen(loads=True)
         names = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
         with (
             _taken_hooks(self._optimizer, names[0]) as before,

@@ -172,14 +172,14 @@ class OptimizerStep:
         """Update each flat buffer on the device that the backward has not updated, unless pre-step
         hooks or a divisor need all gradients at once. Return those updated, there or here.
         """
-        applied = set()
+        updated = set()
         one_by_one = divisor is None and not self.bound.has_pre_hooks
         for flat in self.model.trainable:
             if one_by_one and flat.gradient.has_reduced and not flat.optimizer_shard.offloaded:
                 self._apply([flat], steps_before)
             if flat.gradient.state is GradState.APPLIED:
-                applied.add(flat.optimizer_shard)
-        return applied
+                updated.add(flat.optimizer_shard)
+        return updated
 
     def refuse_changed(self, in_backward: SubGroupUpdate) -> None:
         """Raise PartitionError if the optimizer's groups have changed since ``in_backward``, an
@@ -248,14 +248,16 @@ class OptimizerStep:
             divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)
         elif scale != 1.0:
             divisor = torch.full((), scale, device=model.mesh.device)
-        resting = set[FlatBuffer]()  # flat buffers that refresh must skip
+        skip_refresh = set[FlatBuffer]()
         # fp32: the optimizer writes the shards that other ranks may be fetching
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
             for extension in self.extensions:
                 extension.before_update()
             if self.bound.optimizer._optimizer_step_pre_hooks:
                 self._warn_of_hooks()
-            applied = self._apply_rest(divisor, steps_before) if model.updates_in_backward else ()
+            already_updated = (
+                self._apply_rest(divisor, steps_before) if model.updates_in_backward else ()
+            )
             hooks = self.bound.optimizer._optimizer_step_post_hooks
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
             with span("update", "parameters on the device"), put_off:
@@ -263,10 +265,10 @@ class OptimizerStep:
                     divisor,
                     shards=self.shards_to_write(),
                     steps_before=steps_before,
-                    without=applied,
+                    without=already_updated,
                 )
             for extension in self.extensions:
-                resting.update(extension.update(divisor))
+                skip_refresh.update(extension.update(divisor))
             if self.updater.units or self.updater.backward_update is not None:
                 update = self.updater.backward_update or self.bound.begin(
                     1.0 if divisor is None else float(divisor), steps_before
@@ -275,10 +277,10 @@ class OptimizerStep:
         stale = []
         for flat in model.flats:
             if flat.trainable and flat.gradient.unused and flat.gradient.all_unused:
-                resting.add(flat)
+                skip_refresh.add(flat)
             elif flat.trainable:
                 flat.user_writes.mark_updated()
-            if not flat.optimizer_shard.offloaded and flat not in resting:
+            if not flat.optimizer_shard.offloaded and flat not in skip_refresh:
                 stale.append(flat)
         model.refresh(stale, model.flats, frozenset(written), after_step=True)
         return False
@@ -355,7 +357,7 @@ class OptimizerStep:
             and not flat.optimizer_shard.offloaded
             and not flat.shard_offloaded
         ]
-        return {flat.key: flat.new_shard_buffer() for flat in flats}
+        return {flat.key: flat.shard_to_overwrite() for flat in flats}
 
     def bring_back_what_fits(self) -> None:
         """Move the state of the first units back to the device, as far as it has room after the

@@ -76,13 +76,13 @@ class SanityChecks:
         if self._warns:
             self._loss = loss.detach()
 
-    def on_step(self, counts_only: bool) -> None:
-        """Handle a call of ``step()`` or ``zero_grad()``; ``counts_only``: it only counts a
+    def on_step(self, inside_window: bool) -> None:
+        """Handle a call of ``step()`` or ``zero_grad()``; ``inside_window``: it only counts a
         micro-batch of an open window.
         """
         backwards, self._backwards = self._backwards, 0
         steps = self._window.accumulation_steps
-        if counts_only and backwards == steps:
+        if inside_window and backwards == steps:
             self._warn(
                 "windows",
                 f"engine.step() after {backwards} backwards has counted one micro-batch of {steps} "
