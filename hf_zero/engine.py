@@ -383,12 +383,14 @@ class Engine(TrainingEngine):
         **unused: Any,
     ) -> tuple[str | None, dict[str, Any]]:
         """Resume from ``load_dir`` on any number of ranks and any stage (collective); return (path,
-        client_state).
+        client_state). The path is None only under ``import deepspeed``, for a folder without a
+        checkpoint.
 
         Values are compared with the hashes of their blocks, unless ``verify=False`` or
         ``checkpoint.verify`` of the configuration turns that off; ``verify=True`` checks the hashes
-        of all files first. ``load_rng`` restores this rank's random generators, too, and
-        ``load_loader`` the place in the training data: ``initialize(resume=...)`` does both.
+        of all files first, except of a generation in memory. ``load_rng`` restores this rank's
+        random generators, too, and ``load_loader`` the place in the training data:
+        ``initialize(resume=...)`` does both.
         ``load_dir`` is by default ``checkpoint.folder`` of the configuration, and may be a
         checkpoint itself, also one of FSDP or torch.distributed.checkpoint. Without a ``tag`` a
         newer generation in the memory of the hosts (``checkpoint.memory``) is loaded, in loads of

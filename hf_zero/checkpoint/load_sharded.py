@@ -69,7 +69,8 @@ def load(
             with what it has written into the optimizer's groups (learning rates).
         load_module_only: load weights and buffers alone; counters stay as they are too.
         verify: None: check block hashes while reading, unless ``in_memory``. True: also hash every
-            file, divided among the ranks, before modifying the engine. False: no hashing. A
+            file, divided among the ranks, before modifying the engine; ``in_memory`` only check
+            block hashes, since the files have been compared already. False: no hashing. A
             checkpoint of an older release without block hashes is read without them.
         load_rng: restore this rank's random generators (torch, Python, NumPy), if the number of
             ranks equals that of the save.
@@ -78,9 +79,10 @@ def load(
             this host reads, and those that are there have been compared with their hashes.
 
     Raises:
-        CheckpointError: on all ranks, if anything failed on one. Everything that can be checked is
-            checked before anything changes; if a file fails while it is read, the engine is partly
-            loaded and must not train on.
+        CheckpointError: on all ranks, if anything failed on one. What can be checked is checked
+            before anything changes, but for the header of a file with only generators or the place
+            in the data to read; if a file fails while it is read, the engine is partly loaded and
+            must not train on.
     """
     begun = time.perf_counter()
     check_not_destroyed(engine, "load into")

@@ -214,7 +214,9 @@ def transfer(
     """Write the ``weights`` and the state of the ``optimizer`` that ``source`` has into ``engine``.
 
     States that it lacks begin as before the first step; with ``keeps``, only those that do not
-    exist in the engine. A parameter that has no state there begins without. Raises
+    exist in the engine. A parameter that has no state there begins without. A caller that writes
+    weights into an engine in use holds ``schedule.shards.writing()`` meanwhile, as other ranks may
+    fetch shards, and refreshes the parameters afterwards (``engine.refresh_params``). Raises
     UnsupportedOptimizerError for one that the optimizer does not keep.
     """
     state, bound, without = EngineState(engine), engine.bound, set[str]()

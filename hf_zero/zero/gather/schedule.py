@@ -184,8 +184,9 @@ class Schedule:
             self._pass.left_out = units
 
     def issue_rest(self) -> None:
-        """End the pass on this rank: issue the gathers that other ranks may still need, without
-        waiting for them.
+        """Issue the gathers that other ranks may still need in this pass, without waiting for
+        them, and complete the plan of a pass that records one. The pass stays open until
+        :meth:`end`.
         """
         under_way = self._pass
         if under_way is None:
