@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -33,7 +33,7 @@ LATEST = "latest"  # value of ``resume``: the newest one in ``checkpoint.folder`
 class Resumed:
     """The checkpoint that a run resumes from: its run's folder, its tag, and what its manifest says
     about the batch of a step and about ranks. ``in_memory``: the folder is one in memory, with its
-    ``mark``; ``find_another`` then finds the one to resume from in its place.
+    ``marks``; ``find_another`` then finds the one to resume from in its place.
     """
 
     directory: str
@@ -41,7 +41,7 @@ class Resumed:
     batch: dict[str, int]
     world: dict[str, int]
     in_memory: bool = False
-    mark: InUse | None = field(default=None, repr=False, compare=False)
+    marks: Sequence[InUse] = field(default=(), repr=False, compare=False)
     find_another: Callable[[], Resumed | None] | None = field(default=None, compare=False)
 
     def check_sizes(self, config: ZeroConfig, dims: ParallelDims) -> None:
@@ -202,7 +202,7 @@ def find_resumed(
             found_there = _resumed(checkpoint.directory, checkpoint.tag)
             find_another = partial(find_resumed, resume, config, (*skipped, checkpoint.save_id))
             return replace(
-                found_there, in_memory=True, mark=checkpoint.mark, find_another=find_another
+                found_there, in_memory=True, marks=checkpoint.marks, find_another=find_another
             )
     if damage is not None:
         raise damage

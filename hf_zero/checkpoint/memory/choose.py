@@ -58,7 +58,7 @@ class OnDisk:
 class Newest:
     """The checkpoint to resume from, ``<directory>/<tag>``. in_memory: it is a generation in host
     memory; ``directory`` then also holds the trainer's files, and is valid until the next save into
-    memory. save_id: of a generation. mark: keeps ``hf-zero clean`` from removing it until there is
+    memory. save_id: of a generation. marks: keep ``hf-zero clean`` from removing it until there is
     an engine.
     """
 
@@ -67,7 +67,7 @@ class Newest:
     step: int
     in_memory: bool
     save_id: str = ""
-    mark: folders.InUse | None = field(default=None, repr=False, compare=False)
+    marks: Sequence[folders.InUse] = field(default=(), repr=False, compare=False)
 
 
 def newest(
@@ -250,7 +250,7 @@ class _Taking:
             file.rank: path for file, path in local.items() if file.save_id == generation.save_id
         }
         self._chooses = False  # a load follows
-        self._mark: folders.InUse | None = None  # of the folder that a load reads
+        self._marks: list[folders.InUse] = []  # of the folders that a load reads
 
     def take(self, engine: object = None, strict: bool = True) -> Newest | None:
         """Return the generation in a folder of this host, with the files that its ranks read for a
@@ -273,8 +273,8 @@ class _Taking:
         except CheckpointError as error:
             _say(self._rank, f"{what} is skipped: {error}")
             return None
-        mark = self._mark if engine is None else None  # an engine has marks of its own
-        return Newest(folder, manifest.tag, generation.step, True, self.save_id, mark)
+        marks = self._marks if engine is None else ()  # an engine has marks of its own
+        return Newest(folder, manifest.tag, generation.step, True, self.save_id, marks)
 
     def _gather_records(self) -> list[RankRecord]:
         """Return the records of the generation, by rank. Each is sent by one rank of the host that
@@ -366,7 +366,8 @@ class _Taking:
             if where.acts_for_host:
                 for base in where.bases:
                     remove_tree(where.folder(base) / folders.RESUME)
-                self._mark = folders.InUse(where.job_folder(where.bases[0]))
+                jobs = [where.job_folder(base) for base in where.bases]
+                self._marks = [folders.InUse(job) for job in jobs if job == jobs[0] or job.exists()]
                 _write_beside(folder, manifest, records)
 
         collective_try(self._ranks, make)

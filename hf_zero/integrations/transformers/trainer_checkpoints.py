@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import glob
 import logging
-import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,7 +114,7 @@ def _newer_in_memory(trainer: Trainer, folder: Path | None) -> Path | None:
     if checkpoint is None:
         return folder
     log_rank0(f"resume from step {checkpoint.step} in the memory of the hosts")
-    setattr(trainer, MARK, checkpoint.mark)
+    setattr(trainer, MARK, checkpoint.marks)
     return Path(str(checkpoint.directory))
 
 
@@ -209,10 +208,12 @@ def _warn_other_rows(trainer: Trainer, saved: dict[str, int], readers: int) -> N
         if args.train_sampling_strategy == "group_by_length":
             causes.append("train_sampling_strategy='group_by_length' sorts the rows of one rank")
         micro, rows = args.per_device_train_batch_size, len(data)  # type: ignore[arg-type]
-        had = _whole_steps(rows, saved["micro_batch"], before, saved["micro_batches"])
-        has = _whole_steps(rows, micro, readers, args.gradient_accumulation_steps)
+        had, has = (
+            rows // together * together  # in whole batches of all ranks
+            for together in (saved["micro_batch"] * before, micro * readers)
+        )
         if args.dataloader_drop_last and had != has:
-            causes.append(f"dataloader_drop_last leaves an epoch {has} steps, {had} before")
+            causes.append(f"dataloader_drop_last leaves an epoch {has} rows, {had} before")
     if causes:
         log_rank0(
             f"resume on {counted(readers, 'data-parallel rank')}, {before} before: steps train on "
@@ -221,13 +222,6 @@ def _warn_other_rows(trainer: Trainer, saved: dict[str, int], readers: int) -> N
             "where this matters",
             logging.WARNING,
         )
-
-
-def _whole_steps(rows: int, micro: int, readers: int, micro_batches: int) -> int:
-    """Return the number of steps in an epoch of ``rows`` of which ``readers`` ranks have as many
-    whole micro-batches each.
-    """
-    return max(1, math.ceil(rows // micro // readers / micro_batches))
 
 
 def _refuse_torn(folder: Path, output: Path) -> bool:
