@@ -157,7 +157,7 @@ def test_memory_is_loaded_if_no_state_on_disk_is_whole(tmp_path: Path) -> None:
 def test_a_loop_resumes_from_no_generation_of_another_project(tmp_path: Path) -> None:
     Loop(tmp_path, 2, True).train(3)
     other = Loop(tmp_path, 2, True, run="other")
-    with pytest.raises(FileNotFoundError, match="other/checkpoints"):
+    with pytest.raises(CheckpointError, match="other/checkpoints"):
         other.accelerator.load_state()
     assert other.model.global_steps == 0
 
