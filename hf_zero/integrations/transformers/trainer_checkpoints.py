@@ -297,8 +297,13 @@ def load_by_name(
     def load_checkpoint(_: str, **options: Any) -> object:
         return load(checkpoint_path, **options)
 
-    with replaced(deepspeed_engine, load_checkpoint=load_checkpoint):
-        original(deepspeed_engine, pattern, load_module_strict)
+    try:
+        with replaced(deepspeed_engine, load_checkpoint=load_checkpoint):
+            original(deepspeed_engine, pattern, load_module_strict)
+    except ValueError as error:
+        if pattern not in str(error):
+            raise
+        raise ValueError(str(error).replace(pattern, checkpoint_path)) from None
 
 
 def push_whole_ones(original: Original, self: Trainer, checkpoint_folder: str) -> None:

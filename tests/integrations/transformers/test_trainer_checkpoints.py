@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -360,6 +361,9 @@ def test_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
         runs.append((best, weights(again)))
     for expected, found in zip(*runs):
         assert all(torch.equal(expected[name], found[name]) for name in expected)
+    (empty := tmp_path / "lr[1e-3]").mkdir()
+    with pytest.raises(ValueError, match=re.escape(str(empty))):
+        transformers.trainer.deepspeed_load_checkpoint(again.model_wrapped, str(empty))
 
 
 class Killed(transformers.TrainerCallback):
