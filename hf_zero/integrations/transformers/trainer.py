@@ -66,17 +66,19 @@ _announced: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose checkpo
 
 def find_zero_callback(original: Original, self: Trainer, *args: object, **kwargs: object) -> None:
     """Wraps ``Trainer.__init__``: a ZeroCallback among the callbacks routes this Trainer. Raises
-    ConfigError for a scheduler without its optimizer.
+    ConfigError for a scheduler without its optimizer, and for batches that ranks cannot share.
     """
     callback = find_callback(original, self, args, kwargs)
     if callback is None:
         original(self, *args, **kwargs)
         _refuse_scheduler_alone(self)
+        _refuse_rebalanced_batches(self)
         return
     setattr(self, CALLBACK, callback)
     vars(callback)["trainer"] = weakref.ref(self)  # whose batches it counts
     original(self, *args, **kwargs)
     _refuse_scheduler_alone(self)
+    _refuse_rebalanced_batches(self)
     # First, before the reporters, so that its additions to the logs reach them.
     callbacks = self.callback_handler.callbacks
     callbacks.remove(callback)
@@ -94,7 +96,6 @@ def route_accelerator(original: Original, self: Trainer) -> None:
     if expected or under_zero(self):
         verify(self)
         _refuse_shared_completions(self)
-        _refuse_rebalanced_batches(self)
 
 
 def _refuse_arguments(args: TrainingArguments) -> None:
@@ -142,8 +143,12 @@ def _refuse_shared_completions(trainer: Trainer) -> None:
 
 def _refuse_rebalanced_batches(trainer: Trainer) -> None:
     """Raise ConfigError for a sampler of the Trainer that gives each rank batches of its own, where
-    the configuration has ranks that share them.
+    the configuration has ranks that share them. It samples only a dataset with a length.
     """
+    from transformers.trainer_utils import has_length
+
+    if not (under_zero(trainer) and has_length(trainer.train_dataset)):
+        return
     state = trainer.accelerator.state
     size = tensor_ranks(state) * sequence_ranks(state)
     if size > 1 and trainer.args.train_sampling_strategy == REBALANCED:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -111,12 +112,18 @@ def test_arguments_that_transformers_refuses_under_deepspeed(route: str, tmp_pat
 def test_batches_of_each_rank_are_refused_where_ranks_share_them(
     route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers shares them among all ranks as if each read its own."""
+    """Transformers shares them among all ranks as if each read its own. It samples no stream, and
+    nothing where nothing trains.
+    """
     forget()
     own = {"train_sampling_strategy": "batch_rebalance"}
     layers = {"tensor_parallel": {"autotp_size": 2}}
     with pytest.raises(ConfigError, match="batch_rebalance"):
         routed(route, 1, tmp_path, config=layers, **own)
+    stream = datasets.IterableDataset.from_generator(lambda: iter([{"input_ids": [1]}]))
+    for unsampled in (stream, None):
+        forget()
+        routed(route, 1, tmp_path, config=layers, train_dataset=unsampled, **own)
     forget()
     routed(route, 1, tmp_path, **own)
     forget()
