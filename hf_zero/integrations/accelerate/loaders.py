@@ -40,7 +40,7 @@ from hf_zero.config.techniques import EFFICIENCY
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original, replaced
-from hf_zero.logging import JsonObject
+from hf_zero.logging import JsonObject, counted
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -141,12 +141,14 @@ def refuse_uneven(loader: object, stage: int, steps: int = 1) -> None:
     inner, ranks = shard.batch_sampler, shard.num_processes
     try:
         if shard.split_batches:  # the first ranks fill their parts of a last batch
+            if type(inner) is not BatchSampler:
+                return  # others may give their last samples to batches of any size
             rounds, rest = divmod(len(inner.sampler), shard.batch_size)
             uneven = 0 < rest <= shard.batch_size // ranks * (ranks - 1)
-            what = f"the {rest} samples of the last batch"
+            what = f"the {counted(rest, 'sample')} of the last batch"
         else:
             rounds, rest = divmod(len(inner), ranks)
-            uneven, what = rest > 0, f"the {len(inner)} batches"
+            uneven, what = rest > 0, f"the {counted(len(inner), 'batch', 'batches')}"
     except (AttributeError, TypeError):  # a sampler without a length
         return
     if uneven and (stage > 1 or rounds % steps == 0):

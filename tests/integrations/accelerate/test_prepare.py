@@ -285,6 +285,22 @@ def test_a_split_batch_that_leaves_ranks_without_samples(monkeypatch: pytest.Mon
             )
 
 
+class SpreadBatches(BatchSampler):
+    """Five samples in batches of 4 and 1, of which the last is filled up with the first ones."""
+
+    def __iter__(self) -> Any:
+        yield from ([0, 1, 2, 3], [4, 0, 1, 2])
+
+
+def test_split_batches_of_a_sampler_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batches need not be those that its samples would fill."""
+    rows = torch.ones(5, *ROWS.shape[1:])
+    batches = SpreadBatches(SequentialSampler(rows), 4, drop_last=False)
+    given = {"batch_sampler": batches, "batch_size": 1, "split_batches": True}
+    loader = shared(monkeypatch, 3, 0, rows=5, **given)
+    assert [len(batch) for batch in loader] == [2, 2]
+
+
 @in_turn("stage", [1, 2])
 def test_a_loader_that_trains_ranks_on_different_numbers_of_batches(
     stage: int, monkeypatch: pytest.MonkeyPatch
