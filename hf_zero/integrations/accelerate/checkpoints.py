@@ -128,13 +128,16 @@ def _next_number(states: Path, number: int) -> int:
     return max([number, *(number_taken + 1 for number_taken in taken)])
 
 
-def _none_saved(states: Path) -> CheckpointError:
-    """Return the error of a run whose folder of states, ``states``, has none."""
-    return CheckpointError(
-        f"accelerator.load_state() found no state in {states}; in a first run leave the call out "
-        f"(if any(Path({str(states)!r}).glob('{PREFIX}*')): accelerator.load_state()), or name the "
-        "folder of another run as project_dir"
-    )
+def _refuse_none_saved(states: Path) -> None:
+    """Raise CheckpointError if ``states``, the folder of a run's states, is missing or empty:
+    Accelerate loads states of other names, too.
+    """
+    if not (states.is_dir() and any(states.iterdir())):
+        raise CheckpointError(
+            f"accelerator.load_state() found no state in {states}; in a first run leave the call "
+            "out, or catch this hf_zero.errors.CheckpointError, which all ranks raise; or name the "
+            "folder of another run as project_dir"
+        )
 
 
 def _keep(newest: Path, limit: int, parts: StateContents) -> None:
@@ -170,7 +173,9 @@ def resume_from_whole(
     if last and _under_zero(self):
         input_dir = newer_in_memory(self, input_dir)
     if input_dir is None and named:
-        raise damage or _none_saved(_states(self))
+        if damage is not None:
+            raise damage
+        decide_on_rank_0(get_world_group(), lambda: _refuse_none_saved(_states(self)))
     if input_dir is not None and _under_zero(self):
         decide_on_rank_0(
             get_world_group(), lambda: _refuse_trainer_folder(Path(input_dir).expanduser())

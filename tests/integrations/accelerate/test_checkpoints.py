@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,37 @@ def test_the_last_whole_state_is_loaded(saved: Saved, tmp_path: Path, heard: lis
     # one that is named is the one that is loaded
     loop.accelerator.load_state(str(folder / "checkpoints" / "checkpoint_0"))
     assert loop.counter.value == 2
+
+
+def test_a_state_of_another_name_is_loaded(saved: Saved) -> None:
+    """As by Accelerate, which loads any name with a number."""
+    folder, losses = saved
+    states = folder / "checkpoints"
+    (states / "checkpoint_1").rename(states / "epoch_0")
+    for number in (0, 2):
+        shutil.rmtree(states / f"checkpoint_{number}")
+    loop = Loop(folder)
+    loop.accelerator.load_state()
+    assert loop.counter.value == 3
+    assert [loop.step() for _ in range(4)] == losses[3:]
+
+
+def test_a_job_that_was_killed_in_its_first_save(saved: Saved) -> None:
+    """Its restart begins anew, and saves beside what is torn; the next one resumes."""
+    folder, losses = saved
+    for number in (1, 2):
+        shutil.rmtree(folder / "checkpoints" / f"checkpoint_{number}")
+    tear("in our save", folder / "checkpoints" / "checkpoint_0")
+    for resumes in (False, True):
+        forget()
+        loop = Loop(folder)
+        with nullcontext() if resumes else pytest.raises(CheckpointError, match="checkpoint_0"):
+            loop.accelerator.load_state()
+        assert (start := loop.counter.value) == 2 * resumes
+        assert [loop.step() for _ in range(2)] == losses[start : start + 2]
+        loop.accelerator.save_state()
+    states = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert states == {f"checkpoint_{number}" for number in range(3)}
 
 
 def test_files_of_the_script_beside_a_state_are_its_own(saved: Saved) -> None:
