@@ -205,7 +205,7 @@ def resume_from_whole(
 
 def _warn_other_places(accelerator: Accelerator, folder: Path) -> None:
     """Warn of stateful loaders, whose place counts the batches of one data-parallel rank, if
-    another number of these saved ``folder``.
+    another number of these saved their places in ``folder``.
     """
     from accelerate.data_loader import DataLoaderShard
 
@@ -213,8 +213,9 @@ def _warn_other_places(accelerator: Accelerator, folder: Path) -> None:
         isinstance(loader, DataLoaderShard) and loader.use_stateful_dataloader
         for loader in accelerator._dataloaders
     )
+    placed = stateful and any(folder.glob("dl_state_dict*.bin"))
     engines, path = engines_of(accelerator), folder / MODEL_TAG / MANIFEST_NAME
-    if accelerator.split_batches or not (stateful and engines and path.is_file()):
+    if accelerator.split_batches or not (placed and engines and path.is_file()):
         return
     manifest, ranks = Manifest.read(path), accelerator.num_processes
     saved = manifest.world["size"]

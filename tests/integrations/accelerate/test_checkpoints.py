@@ -197,7 +197,7 @@ def test_the_place_of_a_stateful_loader_after_other_ranks(tmp_path: Path, heard:
     pytest.importorskip("torchdata")
     for name, of, others, told in (
         ("same", {}, 1, 0), ("other", {}, 2, 1), ("whole", {"split_batches": True}, 2, 0),
-        ("by rank 0", {"dispatch_batches": True}, 2, 0),
+        ("by rank 0", {"dispatch_batches": True}, 2, 0), ("no place", {}, 2, 0),
     ):  # fmt: skip
         forget()
         settings = DataLoaderConfiguration(use_stateful_dataloader=True, **of)
@@ -206,6 +206,8 @@ def test_the_place_of_a_stateful_loader_after_other_ranks(tmp_path: Path, heard:
         next(iter(data))
         folder = tmp_path / name
         ours.save_state(str(folder))
+        if name == "no place":
+            (folder / "dl_state_dict.bin").unlink()
         manifest = folder / "pytorch_model" / "manifest.json"
         written = json.loads(manifest.read_text())
         written["batch"]["readers"] = others
