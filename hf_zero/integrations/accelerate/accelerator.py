@@ -250,12 +250,15 @@ def make_unclaimed_step(accelerator: Accelerator, model: object = None) -> None:
 
 
 def forget_window(accelerator: Accelerator) -> None:
-    """Have a single engine of ``accelerator`` forget backwards whose gradients a load has dropped,
-    and the steps that it has made in them.
+    """Have the engines of ``accelerator`` forget backwards whose gradients a load has dropped, and
+    a single one the steps that it has made in them.
     """
-    single = _single_engine(accelerator)
-    if single is not None:
-        single.forget_window()
+    from hf_zero.integrations.accelerate.multiple_models import MultipleEngines
+
+    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    steps = wrapped if isinstance(wrapped, MultipleEngines) else _single_engine(accelerator)
+    if steps is not None:
+        steps.forget_window()
 
 
 def _single_engine(accelerator: Accelerator) -> SingleEngine | None:

@@ -43,6 +43,7 @@ _training: weakref.WeakSet[Engine] = weakref.WeakSet()
 _optimizers: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()
 _limited_by_script: weakref.WeakSet[Engine] = weakref.WeakSet()
+_dropped: weakref.WeakSet[Engine] = weakref.WeakSet()  # until their next step: gradients, by a load
 SMALLEST_LIMIT = 1e-30  # max_norm = 0 means no clipping to an engine
 
 
@@ -100,6 +101,12 @@ class MultipleEngines:
         for engine in self.engines:
             engine.set_gradient_accumulation_boundary(sync_gradients)
         self.engines[0].backward(loss, **kwargs)
+
+    def forget_window(self) -> None:
+        """Have the next ``optimizer.step()`` of each engine do nothing, as a load of state has
+        dropped the gradients, unless a backward brings new ones.
+        """
+        _dropped.update(self.engines)
 
     def destroy(self) -> None:
         with ExitStack() as all_engines:  # the others, too, if one raises
@@ -358,10 +365,21 @@ def _at_window_end(wrapped: AcceleratedOptimizer, name: str) -> MethodType:
     optimizer, state = wrapped.optimizer, wrapped.gradient_state
 
     def method(_: object, *args: object, **kwargs: object) -> None:
-        if state.sync_gradients:
+        if state.sync_gradients and not (name == "step" and _were_dropped(optimizer)):
             getattr(optimizer, name)(*args, **kwargs)
 
     return MethodType(method, wrapped)
+
+
+def _were_dropped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return, once after a load of state, whether the engine of ``optimizer`` has got no gradients
+    since (collective).
+    """
+    engine = next((engine for engine in _dropped if engine.optimizer is optimizer), None)
+    if engine is None:
+        return False
+    _dropped.discard(engine)
+    return not engine.holds_gradients()
 
 
 def clip_by_the_engine(

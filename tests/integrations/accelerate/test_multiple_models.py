@@ -385,7 +385,9 @@ def test_a_save_between_a_backward_and_its_step_leaves_the_step_to_the_script() 
 def test_a_load_between_a_backward_and_its_step(
     configured: float | None, accumulation: int, tmp_path: Path
 ) -> None:
-    """It drops that step: as plain PyTorch, which restores its weights and drops the gradients."""
+    """It drops that step, with the gradients of the window, which plain Accelerate keeps: as plain
+    PyTorch that restores its weights and calls ``zero_grad()``.
+    """
     forget()
     accelerator = accelerator_with(configured)
     accelerator.gradient_accumulation_steps = accumulation
@@ -421,6 +423,46 @@ def test_a_load_between_a_backward_and_its_step(
     assert losses == pytest.approx(want, rel=1e-5)
     assert engine.global_steps == 3
     assert_same_weights(engine.module, plain)
+
+
+@in_turn(("models", "trained_before"), [(n, t) for n in (1, 2) for t in (True, False)])
+def test_a_step_that_follows_a_load(models: int, trained_before: bool, tmp_path: Path) -> None:
+    """It does nothing, once, with or without a backward before the load; after another backward it
+    is a step.
+    """
+    forget()
+    accelerator = accelerator_with(0.05)
+    accelerator.gradient_accumulation_steps = 1
+    pairs = [prepared(accelerator) for _ in range(models)]
+    engines = [engine for engine, _ in pairs]
+    accelerator.save_state(str(tmp_path))
+    plain = stack()
+
+    def step() -> None:
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for _ in range(2):
+        if trained_before:
+            accelerator.backward(loss_of(*engines))
+        accelerator.load_state(str(tmp_path))
+        step()
+        for engine in engines:
+            assert engine.global_steps == 0
+            assert_same_weights(engine.module, plain)
+    accelerator.load_state(str(tmp_path))
+    accelerator.backward(loss_of(*engines))
+    step()
+    squared(plain).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for engine in engines:
+        assert engine.global_steps == 1
+        assert_same_weights(engine.module, plain)
+    if models == 2:
+        with pytest.raises(PartitionError, match="no gradient"):
+            step()
 
 
 def test_limits_act_on_their_steps_again_after_one_forward_too_many() -> None:
