@@ -156,7 +156,7 @@ GIVEN: dict[str, Any] = {
 } | {"engine": Engine}
 GIVEN |= dict.fromkeys(
     (
-        "args", "batch", "batches", "client", "completions", "config", "data", "dataset",
+        "accelerator", "args", "batch", "batches", "client", "completions", "config", "data", "dataset",
         "loader", "model", "name", "optimizer", "parameter", "prompts", "steps", "trainer",
         "AutoModelForCausalLM",
     )
@@ -173,6 +173,11 @@ class Names(ast.NodeVisitor):
         self.chains: list[ast.Attribute] = []
         self.calls: list[ast.Call] = []
         self.visit(ast.parse(text))
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        if node.name is not None:
+            self.bound.add(node.name)
+        self.generic_visit(node)
 
     def visit_Import(self, node: ast.Import) -> None:
         for each in node.names:
