@@ -143,7 +143,8 @@ def refuse_uneven(loader: object, stage: int, steps: int = 1) -> None:
         if shard.split_batches:  # the first ranks fill their parts of a last batch
             if type(inner) is not BatchSampler:
                 return  # others may give their last samples to batches of any size
-            rounds, rest = divmod(len(inner.sampler), shard.batch_size)
+            sampler: Any = inner.sampler
+            rounds, rest = divmod(len(sampler), shard.batch_size)
             uneven = 0 < rest <= shard.batch_size // ranks * (ranks - 1)
             what = f"the {counted(rest, 'sample')} of the last batch"
         else:
