@@ -156,9 +156,9 @@ GIVEN: dict[str, Any] = {
 } | {"engine": Engine}
 GIVEN |= dict.fromkeys(
     (
-        "accelerator", "args", "batch", "batches", "client", "completions", "config", "data", "dataset",
-        "loader", "model", "name", "optimizer", "parameter", "prompts", "steps", "trainer",
-        "AutoModelForCausalLM",
+        "accelerator", "args", "batch", "batches", "client", "completions", "config", "data",
+        "dataset", "loader", "model", "name", "optimizer", "parameter", "prompts", "steps",
+        "trainer", "AutoModelForCausalLM",
     )
 )  # fmt: skip
 
