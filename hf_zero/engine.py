@@ -414,7 +414,6 @@ class Engine(TrainingEngine):
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             in_memory = False
             if self.memory_checkpoints is not None:
-                self.memory_checkpoints.agree_on_steps()
                 resumes = load_optimizer_states and not load_module_only
                 chosen = choose_checkpoint(self, load_dir, tag, load_module_strict, resumes)
                 load_dir, tag, in_memory = chosen.directory, chosen.tag, chosen.in_memory

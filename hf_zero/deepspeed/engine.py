@@ -293,7 +293,6 @@ class DeepSpeedEngine(ReportingEngine):
         if memory is not None and resumes:
             memory.note_run(load_dir)
         if tag is None and memory is not None:
-            memory.agree_on_steps()
             checkpoint = choose_checkpoint(self, load_dir, tag, load_module_strict, resumes)
             if checkpoint.in_memory:
                 load_dir, tag = str(checkpoint.directory), checkpoint.tag

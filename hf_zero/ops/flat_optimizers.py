@@ -30,6 +30,7 @@ from hf_zero.errors import KernelError
 from hf_zero.ops import flat_reference as reference
 from hf_zero.ops.dispatch import Kernel
 from hf_zero.ops.flat_tiles import COEFFICIENTS, SETTINGS, FlatRun, Tiles
+from hf_zero.ops.native import flat
 
 __all__ = ["FlatRun", "RowSettings", "Tiles", "adam_", "advance_", "lion_", "settings_table"]
 
@@ -321,15 +322,7 @@ def _buffer(
         raise KernelError(
             f"{op}: {name} is on {tensor.device} and master on {device}; move it there"
         )
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise KernelError(
-            f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; give a "
-            "contiguous 1-D view of it"
-        )
-    if tensor.dtype not in dtypes:
-        raise KernelError(
-            f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, dtypes))}"
-        )
+    flat(op, name, tensor, dtypes, device=device.type)
     if tensor.numel() < extent:
         raise KernelError(
             f"{op}: {name} has {tensor.numel()} elements and the tiles reach to {extent}; cut "

@@ -178,13 +178,13 @@ void Pool::run(int64_t parts, const std::function<void(int64_t)>& work) {
     if (parts <= 0) return;
     Call call;
     call.work = &work;
-    call.caller = pthread_self();
-    call.cpu = current_cpu();
     const auto before = control();
     set_control(kDefaultControl);
     if (parts == 1) {
         work(0);
     } else {
+        call.caller = pthread_self();
+        call.cpu = current_cpu();
         {
             std::lock_guard<std::mutex> lock(mutex_);
             hire();

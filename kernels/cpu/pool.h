@@ -26,8 +26,8 @@ class Pool {
 
     // Call work(part) once for each part below `parts`, on all threads, and return when all are
     // done. Each thread begins with its share of the parts, the same in each call until resize, as
-    // its caches may still hold that memory, and then takes what others have left, in order. `work` must not throw,
-    // and must not call run.
+    // its caches may still hold that memory, and then takes what others have left, in order. `work`
+    // must not throw, and must not call run.
     void run(int64_t parts, const std::function<void(int64_t)>& work);
 
   private:

@@ -160,7 +160,7 @@ def choose_checkpoint(
     named = tag is not None or decide_on_rank_0(
         get_world_group(), lambda: find.is_one_checkpoint(where)
     )
-    chooses = resumes and not (named or memory.saved_by_trainer or memory.has_stepped)
+    chooses = resumes and not (named or memory.saved_by_trainer or memory.has_stepped_on_all())
     chosen = newest(engine, directory, strict, directory) if chooses else None
     return chosen or Newest(directory, tag, -1, in_memory=False)
 

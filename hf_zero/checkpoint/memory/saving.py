@@ -533,11 +533,11 @@ class MemoryCheckpoints(ClaimedFolders):
 
     # ---- what is there ----
 
-    def agree_on_steps(self) -> None:
-        """Have a load without a tag choose alike on all ranks: a step may have been broken off on
-        one of them alone. Collective.
+    def has_stepped_on_all(self) -> bool:
+        """Return whether a load without a tag means the folder that it names, alike on all ranks: a
+        step may have been broken off on one of them alone. Collective.
         """
-        self.has_stepped = all(self._ranks.all_gather_object(self.has_stepped, KEY))
+        return all(self._ranks.all_gather_object(self.has_stepped, KEY))
 
     def loaded(self, begun: int, step: int, goes_back: bool) -> None:
         """Count a load of a checkpoint with ``begun`` and ``step``: steps behind the last save may
