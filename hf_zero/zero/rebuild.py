@@ -2,9 +2,10 @@
 that train from now on, groups that were added, parameters that were replaced.
 
 The engine is taken apart and built again over the changed model, as another call of ``initialize``
-would do. Everything else goes on: this rank's part of the master weights and of the optimizer's
-state waits in host memory meanwhile, and ranks exchange it one tensor at a time, because other flat
-buffers give a rank other elements. A parameter without state begins as a new one of torch does.
+would do. Everything else goes on: buffers keep the values of each rank. This rank's part of the
+master weights and of the optimizer's state waits in host memory meanwhile, and ranks exchange it
+one tensor at a time, because other flat buffers give a rank other elements. A parameter without
+state begins as a new one of torch does.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hf_zero.zero.layout.materialize import check_alike, check_parameters, check
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.layout.sharding import WholeNames
+from hf_zero.zero.layout.walk import named_modules_of
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
 from hf_zero.zero.step.optimizer_step import refuse_pending_update
@@ -229,7 +231,10 @@ def _values(engine: EngineParts, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _plan(engine: EngineParts) -> EnginePlan:
-    return type(engine).plan(engine.module, engine.config, engine.optimizer, engine.extensions_of)
+    plan = type(engine).plan(engine.module, engine.config, engine.optimizer, engine.extensions_of)
+    former, modules = engine.sharded_model.modules, named_modules_of(engine.module)
+    kept = frozenset(name for name, module in modules if module._buffers and module in former)
+    return replace(plan, kept_buffers=kept)
 
 
 def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> EnginePlan:

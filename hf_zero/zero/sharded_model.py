@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -39,6 +40,7 @@ from hf_zero.zero.layout.float8_weights import agreed_scales
 from hf_zero.zero.layout.materialize import check_parameters, check_statistics, materialize
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.layout.walk import modules_of
 from hf_zero.zero.layout.wrap import packed_elements
 from hf_zero.zero.reduce.reductions import packs
 
@@ -77,6 +79,8 @@ class ShardedModel:
         self.group_of = plan.group_of
         check_optimizer(plan)
         self.units = materialize(plan, mesh, placement)
+        # a rebuild keeps each rank's buffers in them
+        self.modules = weakref.WeakSet(modules_of(plan.model))
         self.extensions: Extensions = plan.extensions
         for unit in self.units:
             unit.source = self.extensions.gathers(unit)

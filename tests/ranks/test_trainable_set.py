@@ -340,6 +340,56 @@ def test_everything_else_is_bit_for_bit_what_it_was(
     run_ranks(RANKS, run)
 
 
+class WithStatistics(nn.Sequential):
+    """Statistics that are each rank's own, some of them in tensors that a forward assigns anew."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 1))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + x.mean(0)
+        return super().forward(x)
+
+
+CHANGES: dict[str, Callable[[Any, Any], None]] = {
+    "unfreeze": lambda m, engine: m[0].requires_grad_(True),
+    "add a group": lambda m, engine: engine.optimizer.add_param_group(
+        {"params": list(m[0].requires_grad_(True).parameters())}
+    ),
+    "replace": lambda m, engine: engine.replace(m[2], group=0),
+}
+
+
+@in_turn("name, stage", [(name, stage) for name in CHANGES for stage in range(4)])
+def test_each_rank_keeps_its_buffers(name: str, stage: int) -> None:
+    config = settings(stage)
+
+    def run(rank: int) -> None:
+        model = WithStatistics()
+        model[0].requires_grad_(False)
+        params = layers_of(model, 2) if name == "add a group" else layers_of(model, 0, 2)
+        engine = hf_zero.initialize(
+            model=model, optimizer=torch.optim.SGD(params, 0.1), config=config
+        )[0]
+        rows = batch(0)[rank * ROWS : (rank + 1) * ROWS] + rank
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+        before = {key: buffer.clone() for key, buffer in model.named_buffers()}
+        if name == "replace":
+            model[2] = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
+            model[2][0].running_mean.fill_(rank + 5.0)
+        CHANGES[name](model, engine)
+        rebuild(engine, "a test", lambda: None)
+        after = dict(model.named_buffers())
+        assert all(torch.equal(after[key], buffer) for key, buffer in before.items())
+        if name == "replace":  # a new module begins as in initialize
+            assert model[2][0].running_mean.eq(5.0).all()
+        engine.destroy()
+
+    run_ranks(RANKS, run)
+
+
 @pytest.mark.parametrize("unfreezes", [True, False])
 def test_a_load_keeps_the_state_of_what_is_unfrozen_before_it(
     unfreezes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

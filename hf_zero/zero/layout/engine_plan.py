@@ -152,7 +152,8 @@ class EnginePlan:
     optimizer's order. formats: the same with whether moments of the parameter are in bitsandbytes'
     8 bits. flats: the flat buffers of all units, in order. axes: the combinations of axes, besides
     ZeRO, along which parameters and buffers are cut; () if some are not cut. extensions: what
-    ``extensions_of`` returned.
+    ``extensions_of`` returned. kept_buffers: the names of the modules that the engine had before it
+    is built again, whose buffers keep the values of each rank.
     """
 
     model: nn.Module
@@ -172,6 +173,7 @@ class EnginePlan:
     axes: frozenset[tuple[str, ...]]
     extensions: Any
     extensions_of: ExtensionsOf
+    kept_buffers: frozenset[str] = frozenset()
 
     @cached_property
     def trainable(self) -> tuple[FlatPlan, ...]:

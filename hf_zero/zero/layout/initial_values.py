@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,10 @@ from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.parameter import name_of, owner_of
 from hf_zero.zero.layout.sharding import sharding_of
-from hf_zero.zero.layout.walk import modules_of
+from hf_zero.zero.layout.walk import named_modules_of
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.engine_plan import EnginePlan
 
 T = TypeVar("T")
 
@@ -176,18 +179,20 @@ def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Stagin
 
 
 @torch.no_grad()
-def place_buffers(
-    model: nn.Module, device: torch.device, mesh: Mesh, dtype: torch.dtype | None
-) -> None:
-    """Move buffers, which stay whole, to the device and broadcast the values of the first rank that
-    holds them. Floating-point ones are cast to ``dtype``; None keeps their dtypes.
+def place_buffers(plan: EnginePlan, mesh: Mesh) -> None:
+    """Move buffers of the model, which stay whole, to the device and broadcast the values of the
+    first rank that holds them, but in the modules ``plan.kept_buffers``. Floating-point ones are
+    cast to ``plan.buffer_dtype``; None keeps their dtypes.
     """
+    device, dtype = mesh.device, plan.buffer_dtype
     moved: dict[int, torch.Tensor] = {}  # a buffer shared by two modules stays shared
-    for module in modules_of(model):
+    modules = named_modules_of(plan.model)
+    kept = {id(b) for name, m in modules if name in plan.kept_buffers for b in m._buffers.values()}
+    for _, module in modules:
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            sharding = sharding_of(buffer)
+            sharding, keeps = sharding_of(buffer), id(buffer) in kept
             if id(buffer) in moved:
                 module._buffers[name] = moved[id(buffer)]
                 continue
@@ -195,7 +200,8 @@ def place_buffers(
             if buffer.device != device or buffer.dtype != target:
                 module._buffers[name] = moved[id(buffer)] = buffer.to(device, target)
                 buffer = moved[id(buffer)]
-            mesh.broadcast(without_repeats(buffer), mesh.of(sharding.axes))
+            if not keeps:
+                mesh.broadcast(without_repeats(buffer), mesh.of(sharding.axes))
 
 
 def without_repeats(tensor: torch.Tensor) -> torch.Tensor:

@@ -84,8 +84,8 @@ def _ranks_of_a_host(shards: int, key: str) -> int:
 
 
 def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit]:
-    """Build the units of ``plan`` on the device of ``mesh``, with rank 0's values on every rank
-    (collective). ``placement`` allocates shards and optimizer state.
+    """Build the units of ``plan`` on the device of ``mesh``, with rank 0's values on every rank but
+    in ``plan.kept_buffers`` (collective). ``placement`` allocates shards and optimizer state.
 
     Raises RankMismatchError if one of the ranks has no room on its disk, and DiskSpaceError on that
     rank; the model is then unchanged.
@@ -124,7 +124,7 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
         with raise_on_all_ranks("read its part of the model"):
             former.raise_error()
     attributes.broadcast_attached(parameters, mesh)
-    place_buffers(plan.model, device, mesh, plan.buffer_dtype)
+    place_buffers(plan, mesh)
     return units
 
 
@@ -231,6 +231,7 @@ def check_alike(plan: EnginePlan) -> None:
             "precision": settings.precision,
             "gradient_clipping": str(settings.gradient_clipping),
             "gradient_accumulation_steps": str(settings.gradient_accumulation_steps),
+            "modules that it had before": ", ".join(sorted(plan.kept_buffers)),
         }
     }
     if plan.optimizer is not None:
