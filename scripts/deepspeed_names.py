@@ -4,6 +4,10 @@
 ``python scripts/deepspeed_names.py FOLDER`` reads the source of an installed DeepSpeed
 (``.../site-packages/deepspeed``), imports nothing of it, and writes
 ``hf_zero/deepspeed/NAMES.md``. It fails, naming them, while names are unaccounted for.
+
+``python scripts/deepspeed_names.py --wheels *.whl`` reads the names of deepspeed that the modules
+of these wheels use, and writes them, with a module of each wheel, into the section ``frameworks``
+of ``tests/deepspeed/names_used.json``.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ import argparse
 import ast
 import json
 import sys
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -22,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 import torch.distributed as dist  # noqa: E402
 
 from hf_zero.deepspeed.engine import DeepSpeedEngine  # noqa: E402
-from hf_zero.deepspeed.facade import _submodules  # noqa: E402
-from hf_zero.deepspeed.modules import API, LEFT_OUT, NotBuilt  # noqa: E402
+from hf_zero.deepspeed.facade import _submodules, why_no_module  # noqa: E402
+from hf_zero.deepspeed.modules import API, LEFT_OUT, MISSING, NotBuilt  # noqa: E402
 
 USED = ROOT / "tests" / "deepspeed" / "names_used.json"
 OUT = ROOT / "hf_zero" / "deepspeed" / "NAMES.md"
@@ -35,9 +41,10 @@ modules, and the public methods and properties of the engine. *There*: it works,
 has its origin. *Not built*: it imports, and raises NotBuiltError with this remedy when it is used.
 *Left out*: it is not there, for this reason: no published script, no library of Hugging Face and no
 passing test of DeepSpeed uses it, or it is a part of the implementation. *Used by*: who uses what
-is there, one of each kind (`tests/deepspeed/names_used.json`).
+is there, one of each kind (`tests/deepspeed/names_used.json`). An error about something that is
+missing says the reason, and the line that uses it.
 """
-ENGINE = "DeepSpeedEngine"
+ENGINE, SECTION = "DeepSpeedEngine", "frameworks"
 
 
 def source_of(folder: Path, module: str) -> Path | None:
@@ -105,6 +112,16 @@ def section(
     return "\n".join(lines)
 
 
+def missing_modules() -> str:
+    """Return the section about modules that are missing: each with all inside it, unless the page
+    has a section for them.
+    """
+    reasons = {name: why for name, why in MISSING.items() if name not in API}
+    inside = {f"{name}.*": why for name, why in MISSING.items() if name in API}
+    rows = by_reason("Left out", {**reasons, **inside})
+    return "\n".join(["## Modules that are missing", "", *rows, ""])
+
+
 def table(folder: Path) -> tuple[str, list[str]]:
     version = (folder / "git_version_info_installed.py").read_text().split("'")[1]
     used = json.loads(USED.read_text())
@@ -125,15 +142,92 @@ def table(folder: Path) -> tuple[str, list[str]]:
     unaccounted += [f"{ENGINE}.{name}" for name in methods - there - {*LEFT_OUT[ENGINE]}]
     title = f"Methods and properties of {ENGINE}"
     parts.append(section(title, there, {}, LEFT_OUT[ENGINE], used[ENGINE]))
+    parts.append(missing_modules())
+    unaccounted += [
+        path for path in modules_of(folder) if path not in API and not why_no_module(path)
+    ]
     return "\n".join(parts), unaccounted
+
+
+def modules_of(folder: Path) -> Iterator[str]:
+    """Yield the dotted paths of the modules of the package in ``folder``."""
+    for file in sorted(folder.rglob("*.py")):
+        parts = file.relative_to(folder).with_suffix("").parts
+        yield ".".join(("deepspeed", *(part for part in parts if part != "__init__")))
+
+
+def used_names(source: str) -> Iterator[str]:
+    """Yield the dotted names inside deepspeed that a module imports, or reaches through a name
+    that it imported.
+    """
+    tree = ast.parse(source)
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "deepspeed":
+                    known[alias.asname or "deepspeed"] = alias.name if alias.asname else "deepspeed"
+                    yield alias.name
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] == "deepspeed"
+        ):
+            for alias in node.names:
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            chain = ast.unparse(node)
+            head, _, rest = chain.partition(".")
+            if head in known and all(part.isidentifier() for part in rest.split(".")):
+                yield f"{known[head]}.{rest}"
+
+
+def names_in(wheel: Path) -> Iterator[tuple[str, str]]:
+    """Yield (name, module) of the names of deepspeed that the modules of ``wheel`` use."""
+    label = " ".join(wheel.name.split("-")[:2])
+    with zipfile.ZipFile(wheel) as files:
+        for file in sorted(files.namelist()):
+            source = files.read(file) if file.endswith(".py") else b""
+            if b"deepspeed" in source:
+                module = file.partition(".data/purelib/")[2] or file
+                for name in used_names(source.decode(errors="replace")):
+                    yield name, f"{label} {module}"
+
+
+def write_frameworks(wheels: list[Path]) -> None:
+    """Write the names that ``wheels`` use into the section ``frameworks`` of the table of users."""
+    users: dict[str, dict[str, str]] = defaultdict(dict)
+    for wheel in wheels:
+        for name, module in names_in(wheel):
+            users[name].setdefault(module.split()[0], module)
+    table: dict[str, Any] = json.loads(USED.read_text())
+    table[SECTION] = {name: sorted(users[name].values()) for name in sorted(users)}
+    lines = [
+        f" {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if key != SECTION
+    ]
+    rows = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(by)}" for name, by in table[SECTION].items()
+    )
+    lines.append(f' "{SECTION}": {{\n{rows}\n }}')
+    USED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="the package of an installed DeepSpeed")
-    text, unaccounted = table(parser.parse_args().folder)
+    parser.add_argument(
+        "folder", type=Path, nargs="?", help="the package of an installed DeepSpeed"
+    )
+    parser.add_argument("--wheels", type=Path, nargs="+", help="wheels of the libraries to read")
+    args = parser.parse_args()
+    if args.wheels:
+        write_frameworks(args.wheels)
+    if args.folder is None:
+        return 0
+    text, unaccounted = table(args.folder)
     for name in unaccounted:
         print(f"unaccounted for: {name}", file=sys.stderr)
     OUT.write_text(text)

@@ -32,6 +32,7 @@ from hf_zero.config.value_types import (
     declared_keys,
     enabled,
     never,
+    number,
     spellings,
 )
 from hf_zero.logging import JsonObject
@@ -43,6 +44,7 @@ VALUE_TYPES = {
     "count": COUNT,
     "dtype": DTYPE,
     "names": NAMES,
+    "number": number(0),
     "section": SECTION,
     "size": SIZE,
     "text": TEXT,
@@ -187,8 +189,6 @@ ANSWERS: dict[str, str] = {
         ("fp8", "float8", "fp8_config"),
         "write float8_training: {recipe: tensorwise}, which multiplies matrices in float8",
     ),
-    "monitor_config": "write tensorboard, wandb, comet or csv_monitor at the top",
-    "comms_config": "write comms_logger: {enabled: true} at the top",
     "compile.disable": "blocks are compiled only with compile: blocks; remove it",
     "mixed_precision": "write bf16: {enabled: true} or fp16: {enabled: true}",
     **dict.fromkeys(

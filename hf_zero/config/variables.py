@@ -19,6 +19,7 @@ SWITCH = ("1", "true", "on", "yes", *OFF)
 VARIABLES: dict[str, tuple[str, ...]] = {
     "HF_ZERO_AUTOLOAD": SWITCH,
     "HF_ZERO_BACKEND": ("hf_zero", "deepspeed"),
+    "HF_ZERO_DEEPSPEED_VERSION": (),
     "HF_ZERO_PREFLIGHT": SWITCH,
     "HF_ZERO_HOST": (),
     "HF_ZERO_LOG_LEVEL": (*LEVELS, *STEPS),

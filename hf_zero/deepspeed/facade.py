@@ -20,14 +20,25 @@ TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the time to import typing
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from importlib.metadata import Distribution
+    from types import FrameType
     from typing import Any
 
     from hf_zero.deepspeed.modules import Module
 
 NAME = "deepspeed"
-VERSION = "0.19.8+hfzero"
-"""The release of DeepSpeed whose interface the facade follows; the local part says whose it is."""
-MAJOR, MINOR, PATCH = (int(part) for part in VERSION.partition("+")[0].split("."))
+RELEASE = "0.19.8"
+"""The release of DeepSpeed whose interface the facade follows."""
+VARIABLE = "HF_ZERO_DEEPSPEED_VERSION"
+VERSION = os.environ.get(VARIABLE, "").strip() or f"{RELEASE}+hfzero"
+"""What the facade states: its local part says whose it is, unless the environment has another
+release for a library that accepts no other.
+"""
+NUMBERS = [
+    int(part)
+    for part in VERSION.partition("+")[0].split(".")
+    if part.isascii() and part.isdecimal()
+]
+MAJOR, MINOR, PATCH = (*NUMBERS, 0, 0, 0)[:3]
 GIT = "hf-zero"  # in place of a commit and of a branch
 TORCH_INFO = {
     **dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_version"), "0.0"),
@@ -36,6 +47,8 @@ TORCH_INFO = {
 """Versions that extensions were compiled against: none were, and "0.0" sends scripts to torch."""
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
+IMPORT = os.path.dirname(os.path.abspath(import_module.__code__.co_filename))
+"""Folder of ``importlib``."""
 ORIGIN = os.path.join(FOLDER, "modules.py")
 """``__file__`` of every module of the facade: the module that reads its table."""
 
@@ -57,12 +70,19 @@ class FacadeFinder:
         self, fullname: str, path: object = None, target: object = None
     ) -> ModuleSpec | None:
         if fullname == NAME:
+            _check_stated()
             return facade_spec()
         # If DeepSpeed is installed, modules that it lacks stay missing.
         parent = sys.modules.get(NAME)
         if not fullname.startswith(f"{NAME}.") or parent is None or not is_ours(parent):
             return None
-        return facade_spec(fullname) if fullname in _api() else None
+        if fullname in _api():
+            return facade_spec(fullname)
+        if _imports(sys._getframe(1)):
+            raise ModuleNotFoundError(
+                missing(f"No module named {fullname!r}", why_no_module(fullname)), name=fullname
+            )
+        return None
 
     def find_distributions(self, context: object = None) -> Iterable[Distribution]:
         # Answer only a query by name and without a folder: pip lists the folders it manages and
@@ -106,7 +126,17 @@ class FacadeLoader:
         return compile(source, ORIGIN, "exec")
 
     def is_package(self, fullname: str) -> bool:
-        return bool(_submodules(fullname))
+        return _is_package(fullname)
+
+
+def _check_stated() -> None:
+    """Raise ConfigError if the environment has something else than a release of DeepSpeed."""
+    if len(NUMBERS) != 3:
+        from hf_zero.errors import ConfigError
+
+        raise ConfigError(
+            f"{VARIABLE} is {VERSION!r}; write a release of DeepSpeed, such as {RELEASE}"
+        )
 
 
 def _distribution() -> Distribution:
@@ -131,9 +161,8 @@ def facade_spec(fullname: str = NAME) -> ModuleSpec:
     """Return the spec of a module of the facade. Its packages have an empty ``__path__``: their
     modules have no files.
     """
-    package = fullname == NAME or bool(_submodules(fullname))
     loader: Any = FacadeLoader()
-    spec = ModuleSpec(fullname, loader, origin=ORIGIN, is_package=package)
+    spec = ModuleSpec(fullname, loader, origin=ORIGIN, is_package=_is_package(fullname))
     spec.has_location = True
     return spec
 
@@ -154,6 +183,13 @@ def _api() -> dict[str, Module]:
     return API
 
 
+def _is_package(path: str) -> bool:
+    """Return whether the finder is asked about modules inside ``path``: where the facade has none,
+    it says why. ``python -m`` runs a module, not a package.
+    """
+    return path == NAME or not _api()[path].command
+
+
 def _submodules(path: str) -> list[str]:
     """Return the names of the modules directly inside the module ``path``."""
     parts = (name.rpartition(".") for name in _api())
@@ -168,8 +204,70 @@ def _attribute(module: ModuleType, row: Module, name: str) -> object:
         return value
     if f"{row.path}.{name}" in _api():
         return import_module(f"{row.path}.{name}")
-    if row.others and name not in row.left_out and not name.startswith("__"):
+    text = f"module {row.path!r} has no attribute {name!r}"
+    if name.startswith("__"):
+        raise AttributeError(text)
+    if row.others and name not in row.left_out:
         home, _, attribute = row.others.partition(":")
-        return getattr(getattr(import_module(home), attribute), name)
-    why = "" if name.startswith("__") else row.why_not(name)
-    raise AttributeError(f"module {row.path!r} has no attribute {name!r}{why and f': {why}'}")
+        others = getattr(import_module(home), attribute)
+        if hasattr(others, name):
+            return getattr(others, name)
+    why = row.why_not(name)
+    if _imports_from(sys._getframe(2)):  # Python replaces an AttributeError by an error of its own
+        text = f"cannot import name {name!r} from {row.path!r}"
+        raise ImportError(missing(text, why), name=row.path, path=ORIGIN)
+    raise AttributeError(missing(text, why))
+
+
+def missing(text: str, why: str) -> str:
+    """Return the message about something that the facade lacks: ``text``, ``why``, the line of the
+    script or library that uses it, and the way to DeepSpeed itself.
+    """
+    line = caller()
+    return (
+        f"{text}{why and f': {why}'}{line and f' ({line} uses it)'}; "
+        "HF_ZERO_BACKEND=deepspeed chooses DeepSpeed itself, where it is installed"
+    )
+
+
+def caller() -> str:
+    """Return "file:line" of the innermost caller outside the facade and Python's import system;
+    "" if there is none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith("<frozen importlib") or os.path.dirname(file) in (FOLDER, IMPORT)):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Return whether ``frame`` belongs to an import; ``importlib.util.find_spec`` is none."""
+    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        if frame.f_code.co_name == "_find_and_load_unlocked":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _imports_from(frame: FrameType) -> bool:
+    """Return whether ``frame`` runs the instruction of ``from module import name`` that looks up
+    the name.
+    """
+    from opcode import opmap
+
+    return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
+
+
+def why_no_module(fullname: str) -> str:
+    """Return the reason of the longest part of ``fullname`` that the table of missing modules has;
+    "" if it has none.
+    """
+    from hf_zero.deepspeed.modules import MISSING
+
+    path = fullname
+    while path and path not in MISSING:
+        path = path.rpartition(".")[0]
+    return MISSING.get(path, "")

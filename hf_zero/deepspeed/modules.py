@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from hf_zero.deepspeed.facade import caller
 from hf_zero.errors import NotBuiltError
 from hf_zero.logging import JsonObject
 
@@ -83,8 +84,12 @@ def absolute(home: str) -> str:
     return f"{HERE}{home}" if home.startswith(".") else home
 
 
-def read(tables: Tables) -> tuple[dict[str, Module], dict[str, dict[str, str]]]:
-    """Return the modules by their paths, and by class the names that it lacks, with the reasons."""
+def read(
+    tables: Tables,
+) -> tuple[dict[str, Module], dict[str, dict[str, str]], dict[str, str]]:
+    """Return the modules by their paths; by class the names that it lacks, with the reasons; and
+    the modules that are missing, with the reasons, which count for modules inside them, too.
+    """
     reasons: JsonObject = tables.pop("reasons")
 
     def left_out(path: str) -> dict[str, str]:
@@ -103,14 +108,18 @@ def read(tables: Tables) -> tuple[dict[str, Module], dict[str, dict[str, str]]]:
         return Module(path, table["about"], names, left_out(path), table.get("others", ""), command)
 
     classes = {path: left_out(path) for path in tables if path.startswith("DeepSpeed")}
-    return {path: module(path) for path in tables if "about" in tables[path]}, classes
+    missing = left_out("missing modules")
+    return {path: module(path) for path in tables if "about" in tables[path]}, classes, missing
 
 
-API, LEFT_OUT = read(tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")))
+API, LEFT_OUT, MISSING = read(tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")))
 
 
 def refuse(name: str, remedy: str) -> NoReturn:
-    raise NotBuiltError(f"{name} is not built in this version of hf-zero; {remedy}")
+    line = caller()
+    raise NotBuiltError(
+        f"{name} is not built in this version of hf-zero; {remedy}{line and f' ({line} uses it)'}"
+    )
 
 
 def function(name: str, remedy: str) -> Callable[..., NoReturn]:

@@ -28,12 +28,12 @@ def _has_triton() -> bool:
 
 class OpBuilder:
     """One operator. ``module`` of hf-zero implements it; without one it is not built, and
-    ``instead`` names the remedy.
+    ``instead`` names the remedy. The defaults are those of a library's own operator.
     """
 
     NAME = ""
     module = ""
-    instead = ""
+    instead = "compile its sources with torch.utils.cpp_extension.load"
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
@@ -50,7 +50,7 @@ class OpBuilder:
         Raises NotBuiltError if there is none.
         """
         if not self.module:
-            refuse(f"the operator {self.name}", self.instead)
+            refuse(f"the operator {self.name or type(self).__name__}", self.instead)
         return importlib.import_module(self.module)
 
     jit_load = load

@@ -70,7 +70,7 @@ def test_the_configuration_is_frozen_hashable_and_can_be_copied() -> None:
 
 
 def test_an_unknown_key_of_a_foreign_file_is_told_once(heard: list[str]) -> None:
-    for key in ("log", "_comment", "//", "cuda_visible_devices", "comms_config", "monitor_config"):
+    for key in ("wires", "_comment", "//", "deployment"):
         given = {key: {"of": "another program"}, "zero_optimization": {"stage": 2}}
         heard.clear()
         for _ in range(2):
@@ -87,6 +87,22 @@ def test_an_unknown_key_of_a_foreign_file_is_told_once(heard: list[str]) -> None
     for misspelt in ({"fp_16": 1, "bf16": {}}, {"stage3": 1, "bf16": {}}, {"fp16": {"log": 1}}):
         with pytest.raises(ConfigError, match="unknown key"):
             ZeroConfig.from_dict(misspelt, foreign=True)
+
+
+def test_published_keys_that_deepspeed_never_reads_have_no_effect(heard: list[str]) -> None:
+    given = {
+        "comms_config": {"verbose": False},
+        "monitor_config": {"enabled": True, "csv_monitor": {"enabled": False}},
+        "log": {"steps_per_print": 50},
+        "min_lr": 5e-7,
+        "cuda_visible_devices": 0,
+    }
+    for foreign in (False, True):
+        config = ZeroConfig.from_dict({**given, "zero_optimization": {"stage": 2}}, foreign=foreign)
+        notes = {row.key: row.note for row in config.explain()}
+        assert [key for key in given if not notes[key].startswith("no effect: Deep")] == []
+        assert not config.comms_logger.enabled and not config.csv_monitor.enabled
+    assert heard == []
 
 
 def test_former_spellings() -> None:

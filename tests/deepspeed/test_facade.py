@@ -5,15 +5,14 @@ hf-zero's own.
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import pickle
 import re
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ import torch
 
 from hf_zero.deepspeed import facade
 from hf_zero.deepspeed.modules import API
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, NotBuiltError
+from scripts.deepspeed_names import USED, used_names
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
 
@@ -67,6 +67,88 @@ def test_classes_and_functions_are_pickled_by_name() -> None:
         assert pickle.loads(pickle.dumps(thing)) is thing
 
 
+LINE = f"{re.escape(__file__)}:[0-9]+ uses it"
+MISSING_NAMES: list[tuple[type[Exception], str, str]] = [
+    # the statement, and what its error says besides its line
+    (ModuleNotFoundError, "import deepspeed.ops.adamw", "named 'deepspeed.ops.adamw'"),
+    (ModuleNotFoundError, "import deepspeed.constants.no_such", "'deepspeed.constants.no_such'"),
+    (
+        ModuleNotFoundError,
+        "from deepspeed.runtime.swap_tensor.utils import swap_in_tensors",
+        "swap_tensor.utils': write offload_optimizer",
+    ),
+    (ModuleNotFoundError, "from deepspeed.elasticity.elastic_agent import A", "with torchrun"),
+    (ImportError, "from deepspeed import no_such", "'no_such' from 'deepspeed'"),
+    (
+        ImportError,
+        "from deepspeed.utils.timer import NoopTimer",
+        "'NoopTimer' from 'deepspeed.utils.timer': leave the calls out",
+    ),
+    (ImportError, "from deepspeed.comm import all_gather_coalesced", "all_gather_into_tensor of"),
+    (AttributeError, "deepspeed.no_such", "module 'deepspeed' has no attribute 'no_such'"),
+    (AttributeError, "deepspeed.comm.no_such()", "'deepspeed.comm' has no attribute 'no_such'"),
+]
+
+
+@in_one_item(MISSING_NAMES)
+def test_what_is_missing_names_the_line_that_uses_it(
+    row: tuple[type[Exception], str, str],
+) -> None:
+    error, statement, said = row
+    with pytest.raises(error) as caught:
+        exec(compile(statement, __file__, "exec"), {"deepspeed": deepspeed})
+    assert type(caught.value) is error
+    assert re.search(f"{said}.*{LINE}.*; HF_ZERO_BACKEND=deepspeed", str(caught.value))
+
+
+def test_a_library_that_asks_first_is_told_no() -> None:
+    assert importlib.util.find_spec("deepspeed.ops.adamw") is None
+    assert importlib.util.find_spec("deepspeed.constants.no_such") is None
+    assert not hasattr(deepspeed, "no_such") and getattr(deepspeed, "no_such", 7) == 7
+    try:
+        from deepspeed.utils.timer import NoopTimer  # type: ignore[import-not-found]
+    except ImportError:
+        NoopTimer = None
+    assert NoopTimer is None
+
+
+def test_what_is_not_built_names_the_line_that_calls_it() -> None:
+    class Own(deepspeed.ops.op_builder.OpBuilder):  # type: ignore[misc]
+        def sources(self) -> list[str]:
+            return ["own.cu"]
+
+    calls = {
+        "replace_transformer_layer is not built": deepspeed.replace_transformer_layer,
+        "DSElasticAgent is not built.* with torchrun": deepspeed.elasticity.DSElasticAgent,
+        "the operator quantizer": deepspeed.ops.op_builder.QuantizerBuilder().load,
+        "the operator Own is not.* torch.utils.cpp_extension.load": Own().load,
+    }
+    for said, call in calls.items():
+        with pytest.raises(NotBuiltError, match=rf"{said}.*{LINE}"):
+            call()
+
+
+def test_another_release_for_a_library_that_accepts_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = (
+        "import torch, deepspeed\n"
+        "from importlib.metadata import version\n"
+        "from transformers.utils.versions import require_version\n"
+        "require_version('deepspeed<=0.18.8')\n"
+        "print(deepspeed.__version__, version('deepspeed'), deepspeed.__version_minor__)\n"
+    )
+    command = [sys.executable, "-c", code]
+    said = completed(command).stderr
+    assert "deepspeed<=0.18.8 is required" in said and "found deepspeed==0.19.8+hfzero" in said
+    monkeypatch.setenv("HF_ZERO_DEEPSPEED_VERSION", "0.18.8")
+    assert completed(command, check=True).stdout == "0.18.8 0.18.8 18\n"
+    for wrong in ("0.18", "newest"):
+        monkeypatch.setenv("HF_ZERO_DEEPSPEED_VERSION", wrong)
+        said = completed(command).stderr
+        assert f"HF_ZERO_DEEPSPEED_VERSION is '{wrong}'; write a release of DeepSpeed" in said
+
+
 def test_python_m_runs_the_launcher(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,37 +161,6 @@ def test_python_m_runs_the_launcher(
 
 
 # -- what the installed libraries ask for ----------------------------------------------------------
-
-
-def used_names(source: str) -> Iterator[str]:
-    """Dotted names inside deepspeed that a module imports, or reaches through a name it
-    imported.
-    """
-    tree = ast.parse(source)
-    known: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "deepspeed":
-                    known[alias.asname or "deepspeed"] = alias.name if alias.asname else "deepspeed"
-                    yield alias.name
-        elif (
-            isinstance(node, ast.ImportFrom)
-            and not node.level
-            and (node.module or "").split(".")[0] == "deepspeed"
-        ):
-            for alias in node.names:
-                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                yield f"{node.module}.{alias.name}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            chain = ast.unparse(node)
-            head, _, rest = chain.partition(".")
-            if head in known and all(part.isidentifier() for part in rest.split(".")):
-                target = known[head]
-                # a module, not a class or its instance
-                if target == "deepspeed" or target.rpartition(".")[2].islower():
-                    yield f"{target}.{rest}"
 
 
 def asked_for() -> dict[str, str]:
@@ -125,20 +176,26 @@ def asked_for() -> dict[str, str]:
     return names
 
 
+def lacks(name: str) -> bool:
+    """Return whether the facade lacks the dotted ``name``."""
+    place: Any = deepspeed
+    for part in name.split(".")[1:]:
+        if not hasattr(place, part):
+            return True
+        place = getattr(place, part)
+    return False
+
+
 def test_everything_the_installed_libraries_use_is_there() -> None:
-    missing = {}
     names = asked_for()
-    for name, where in names.items():
-        place: Any = deepspeed
-        for part in name.split(".")[1:]:
-            if not hasattr(place, part):
-                missing[name] = where
-                break
-            place = getattr(place, part)
-            if not inspect.ismodule(place):
-                break
     assert len(names) > 30
-    assert missing == {}
+    assert {name: where for name, where in names.items() if lacks(name)} == {}
+
+
+@in_one_item(json.loads(USED.read_text())["frameworks"])
+def test_everything_that_training_frameworks_use_is_there(name: str) -> None:
+    """Those whose wheels ``scripts/deepspeed_names.py --wheels`` has read."""
+    assert not lacks(name)
 
 
 # -- whose the names are ---------------------------------------------------------------------------
