@@ -31,6 +31,7 @@ from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.zero.gather.model_patches import Override
+from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.tree import transformed
 from hf_zero.zero.layout.wrap import repeated_blocks
 
@@ -314,7 +315,9 @@ class Checkpoints:
         )
         self.selective = section.selective
         self._carriers = [
-            module for module in model.modules() if hasattr(module, "gradient_checkpointing")
+            module
+            for module in model.modules()
+            if attribute_of(module, "gradient_checkpointing") is not None
         ]
         self._blocks = list(blocks)
         self._tells = self._tells_of_caches = tells

@@ -52,6 +52,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.zero.gather.model_patches import Attached, Override
 from hf_zero.zero.layout.attributes import kept_in_attributes
+from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.tree import transformed
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.walk import named_modules_of
@@ -413,7 +414,7 @@ def refuse_recorded(model: nn.Module, fixed: bool) -> None:
                 "into flat buffers: its replays would read the old ones; call it after "
                 "hf_zero.initialize"
             )
-        for compiled in (module, forward, getattr(module, "_compiled_call_impl", None)):
+        for compiled in (module, forward, attribute_of(module, "_compiled_call_impl")):
             if not fixed and _records(compiled):
                 raise _refusal(
                     f"the torch.compile of {name or 'the model'} before hf_zero.initialize"
@@ -421,7 +422,9 @@ def refuse_recorded(model: nn.Module, fixed: bool) -> None:
 
 
 def _records(compiled: Any) -> bool:
-    config_of = getattr(compiled, "get_compiler_config", None)  # set on results of torch.compile
+    name = "get_compiler_config"  # set on results of torch.compile
+    is_module = isinstance(compiled, nn.Module)
+    config_of = attribute_of(compiled, name) if is_module else getattr(compiled, name, None)
     if config_of is None:
         return False
     options = config_of()

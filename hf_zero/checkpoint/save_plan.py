@@ -39,6 +39,7 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger, parse_json
 from hf_zero.optim.segments import FetchedArrays
+from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
 from hf_zero.zero.registered import registered
@@ -295,10 +296,10 @@ def export_of(
     patterns = []
     ignored: dict[str, Sequence[str]] = {}  # by prefix: as in save_pretrained, of outermost models
     for prefix, child in module.named_modules():
-        ignores = getattr(child, "_keys_to_ignore_on_save", None)
+        ignores = attribute_of(child, "_keys_to_ignore_on_save")
         if ignores and not any(f"{prefix}.".startswith(outer) for outer in ignored):
             ignored[f"{prefix}." if prefix else ""] = tuple(ignores)
-        for pattern in getattr(child, "_tied_weights_keys", None) or ():
+        for pattern in attribute_of(child, "_tied_weights_keys") or ():
             patterns.append(re.compile(f"{re.escape(prefix)}\\.{pattern}" if prefix else pattern))
     groups: dict[str, list[str]] = {}
     for tied, held in aliases.items():
@@ -317,11 +318,11 @@ def export_of(
 
 def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str, Adapter]:
     """Return PEFT's description of each adapter, by held parameter names; {} without PEFT."""
-    if not getattr(module, "peft_config", None):
+    if not attribute_of(unwrapped(module), "peft_config"):
         return {}
     inner = unwrapped(module)
     described = registered("described_adapters")(inner, set(persistent_buffers(inner)))
-    outer = "_orig_mod." if hasattr(module, "_orig_mod") else ""
+    outer = "_orig_mod." if "_orig_mod" in module._modules else ""
     return {
         adapter: Adapter(
             config,
@@ -336,7 +337,7 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside ``torch.compile``'s wrapper or a pipeline stage; else ``module``."""
-    inner: torch.nn.Module = getattr(module, "_orig_mod", module)
+    inner = module._modules.get("_orig_mod") or module
     cut: torch.nn.Module | None = inner.__dict__.get("hf_model")  # the stages of a pipeline
     return inner if cut is None else cut
 

@@ -51,7 +51,9 @@ from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progres
 from hf_zero.checkpoint.tensorfile import FileHashes
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units, logger
+from hf_zero.zero.layout.declared import attribute_of, config_of
 from hf_zero.zero.layout.sharding import WholeNames
+from hf_zero.zero.layout.walk import modules_of
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.memory.slot_files import Staged
@@ -311,17 +313,18 @@ def config_files(module: torch.nn.Module) -> dict[str, bytes]:
     """Return the configuration files that make a converted folder loadable, by name; {} for a model
     without a configuration (duck-typed).
     """
-    files = {}
-    config: Any = getattr(module, "config", None)
+    files, inner = {}, unwrapped(module)
+    # the property of a wrapper returns what a module inside it has
+    computed = hasattr(type(inner), "config")
+    config: Any = config_of(inner) if computed else attribute_of(inner, "config")
     if hasattr(config, "to_json_string"):
         content = json.loads(config.to_json_string())
         # save_pretrained sets this field; it is empty if the model was built from a bare
         # configuration and never saved.
-        content["architectures"] = content.get("architectures") or [
-            type(unwrapped(module)).__name__
-        ]
+        content["architectures"] = content.get("architectures") or [type(inner).__name__]
         files["config.json"] = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
-    generation: Any = getattr(module, "generation_config", None)
+    found = (attribute_of(one, "generation_config") for one in modules_of(inner))
+    generation: Any = next((one for one in found if one is not None), None) if files else None
     if hasattr(generation, "to_json_string"):
         files["generation_config.json"] = generation.to_json_string().encode()
     return files

@@ -25,7 +25,7 @@ from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.rank_requests import ShardFetches, StepEvents
 from hf_zero.distributed.store import ENDED, RollCall, StoreWait
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import RankMismatchError
+from hf_zero.errors import PartitionError, RankMismatchError
 
 Proposal = tuple[int, int]
 APART = "apart"  # the outcome if some ranks gather for a script while the others are in a pass
@@ -48,6 +48,7 @@ class GatherAgreement:
         self._waits = waits
         self._log = log
         self._sequence = 0
+        self.closed = False  # this rank has destroyed the engine
         self._left = False  # the last gather for a script was given up
         self._asking = False  # a lone fetch of this rank is under way
         self._askers = RollCall(store, "asking", 0)
@@ -76,7 +77,7 @@ class GatherAgreement:
         Return None if this rank is alone: the others are in a pass, have ended, or wait for
         something that needs this rank.
         """
-        if not self._asking:
+        if not (self._asking or self.closed):
             self._asking = True
             self._askers.enter(self._rank)
         agreed = self._agree(where, proposal, name, 0, may_leave=True)
@@ -106,6 +107,11 @@ class GatherAgreement:
         may_leave: bool,
     ) -> Proposal | None:
         """Run one agreement; return None if ranks that may leave are on their own."""
+        if self.closed:  # the last rank to leave the engine deletes its keys
+            raise PartitionError(
+                f"rank {self._rank} asks for the {name(proposal)} of an engine that it has "
+                "destroyed; read the parameters before destroy(), or call destroy(gather=True)"
+            )
         step, self._sequence = self._sequence, self._sequence + 1
         what = f"join the {name(proposal)} in {where}"
         pending = self._log.issue("agreement on the next gather")._replace(
@@ -199,5 +205,8 @@ class Consensus:
         self.fetches = ShardFetches(store, rank, ranks, self.steps, waits, self.gathers.askers)
 
     def close(self, why: str = ENDED) -> None:
-        """Stop answering other ranks; those that ask read ``why``."""
+        """Stop asking and answering other ranks; those that ask read ``why``. This rank writes no
+        key of the engine any more.
+        """
+        self.gathers.closed = True
         self.fetches.close(why)

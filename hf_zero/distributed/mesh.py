@@ -123,7 +123,9 @@ class MeshResources:
         self._dims, self._groups = [], []
 
     def leave(self) -> None:
-        """Note that this rank has left the engine; the last one deletes the keys. Idempotent."""
+        """Note that this rank has left the engine, for which it writes no key any more; the last
+        one deletes the keys. Idempotent.
+        """
         if self._left:
             return
         self._left = True

@@ -35,7 +35,7 @@ from hf_zero.distributed.store import (
     ring,
 )
 from hf_zero.distributed.watchdog import JOIN_SECONDS
-from hf_zero.errors import RankMismatchError
+from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.logging import logger
 
 # Subject of a request: the index of a fetched unit, after whose step the orders are recorded anew;
@@ -259,6 +259,7 @@ class ShardFetches:
         """Return the bytes that ``peers`` (global ranks) serve for ``unit``, ``size`` of each; they
         need not be waiting for it.
         """
+        self._refuse_closed(label)
         self._warn(label)
         number = self._events.request(unit, self.epoch, peers, f"serve {label}")
         return self._read(number, peers, size)
@@ -278,11 +279,19 @@ class ShardFetches:
                 self._rank,
                 label,
             )
+        self._refuse_closed(label)
         number = count_request(self._store, self._events.asked)
         announce(self._store, number, (self._rank, unit, self.epoch, 1, *peers))
         ring(self._store, peers)
         await_answers(self._store, self._waits, number, peers, f"serve {label}")
         return self._read(number, peers, size)
+
+    def _refuse_closed(self, label: str) -> None:
+        if self.closed:
+            raise PartitionError(
+                f"rank {self._rank} asks for {label} of an engine that it has destroyed; read the "
+                "parameters before destroy(), or call destroy(gather=True)"
+            )
 
     def _read(self, number: int, peers: Sequence[int], size: int) -> dict[int, bytes]:
         contents: dict[int, bytes] = {}

@@ -58,7 +58,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
 def engines_of(model: nn.Module) -> list[Engine]:
     """Return the engines that shard parameters of ``model``, each once."""
     flats = [owner_of(parameter) for parameter in parameters_of(model)]
-    engines = [flat.engine() for flat in flats if flat is not None]
+    engines = [flat.live_engine for flat in flats if flat is not None]
     return list({id(engine): engine for engine in engines if engine is not None}.values())
 
 

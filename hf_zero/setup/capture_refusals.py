@@ -19,6 +19,7 @@ from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.own_step import is_own
 from hf_zero.zero.gather.model_patches import hooks_of
+from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.step.captured_step import KEY
 
 
@@ -71,5 +72,5 @@ def _reasons(
     hooked = [name or "the model" for name, module in model.named_modules() if hooks_of(module)]
     if hooked:
         yield f"hooks on {listed(hooked, 3)} (a graph calls none; remove them before initialize)"
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    if any(attribute_of(module, "gradient_checkpointing") for module in model.modules()):
         yield "gradient checkpointing of the model (call model.gradient_checkpointing_disable())"

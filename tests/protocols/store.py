@@ -158,6 +158,12 @@ class PrefixStore:
     def clone(self) -> PrefixStore:
         return PrefixStore(self.prefix, self.underlying_store.clone())
 
+    def list_keys(self) -> list[str]:
+        """Return the keys with the prefix, without it."""
+        start = f"{self.prefix}/"
+        keys = self.underlying_store.list_keys()
+        return [key.removeprefix(start) for key in keys if key.startswith(start)]
+
     def __getattr__(self, name: str) -> Any:
         call = getattr(self.underlying_store, name)
 

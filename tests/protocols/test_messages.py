@@ -14,10 +14,11 @@ import pytest
 
 from hf_zero.distributed import attempts, uncaught
 from hf_zero.distributed.collective_log import CollectiveLog
-from hf_zero.distributed.consensus import GatherAgreement
+from hf_zero.distributed.consensus import Consensus, GatherAgreement
+from hf_zero.distributed.mesh import MeshResources
 from hf_zero.distributed.store import StoreMessages, StoreWait
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import CheckpointError, LaunchError, RankMismatchError
+from hf_zero.errors import CheckpointError, LaunchError, PartitionError, RankMismatchError
 from tests.protocols import store
 from tests.protocols.explore import Judge, explore, find, seed_fault
 from tests.protocols.files import PerProcess
@@ -219,6 +220,63 @@ def test_ranks_issue_the_same_gathers(case: str, schedules: Callable[..., int]) 
 def test_ranks_are_held_up_as_they_withdraw(schedules: Callable[..., int]) -> None:
     held = {"delays": (0.3,), "seconds": 600.0, "at": "/0/n -1"}
     explore(partial(gathers, *ASKING["two of three may leave"]), schedules(300), **held)
+
+
+# ---- the end of an engine ----
+
+ENGINES = 2
+OF_ENDINGS = {"delays": (0.3, 1.5), "deaths": 1, "seconds": 600.0}
+
+
+def endings(size: int, simulation: Simulation) -> Judge:
+    """Ranks make an engine, agree on gathers of it and leave it, one after the other; then they
+    read through it, which fails at once, and make the next one.
+    """
+
+    def train(world: World, rank: int) -> None:
+        for engine in range(ENGINES):
+            key_store = world.store(f"engine {engine}")
+            resources = MeshResources(None, [])
+            resources.join(key_store, size if rank == 0 else 0)  # type: ignore[arg-type]
+            world.collective("making", rank, f"engine {engine}")
+            consensus = Consensus(
+                key_store,  # type: ignore[arg-type]
+                rank,
+                range(size),
+                WAIT,
+                Watchdog(enabled=False),
+            )
+            for unit in range(UNITS):
+                consensus.gathers.agree("a pass", (0, unit), "gather of {0[1]}".format)
+            consensus.close()
+            resources.leave()
+            for ask in (consensus.gathers.agree, consensus.gathers.agree_or_leave):
+                try:
+                    ask("outside passes", (0, 0), "gather of {0[1]}".format)
+                except PartitionError:
+                    continue
+                world.fault = "an engine that was destroyed has gathered"
+
+    world = World(simulation, size, train, WAIT)
+
+    def result() -> str:
+        left = [key for key in world.server.data if "engine" in key]
+        whole = not (world.errors() or simulation.killed)
+        return f"keys are left: {left}" if left and whole else ""
+
+    return partial(world.judge, result=result)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_leave_an_engine(size: int, schedules: Callable[..., int]) -> None:
+    explore(partial(endings, size), schedules(150, len(SIZES)), **OF_ENDINGS)
+
+
+def test_a_read_through_a_destroyed_engine_starts_an_agreement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seed_fault(monkeypatch, GatherAgreement, "_agree", ("if self.closed:", "if False:"))
+    assert find(partial(endings, 2), 50, **OF_ENDINGS).text
 
 
 # ---- the meeting of an attempt ----

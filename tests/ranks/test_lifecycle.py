@@ -41,7 +41,7 @@ from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
+from tests.helpers.stacks import by_hand, layers, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
 from tests.ranks.cases import expect, trains_alike, values_of
 from tests.ranks.test_offload_faults import inject
@@ -79,6 +79,113 @@ def test_buffers_of_every_layout_have_rank_0s_values_and_are_not_cast():
 
 
 # ---- a rank that reads alone ----
+
+
+class Untouchable(nn.Module):
+    """Every property raises: each attribute that this class and torch's do not have is one."""
+
+    def __getattr__(self, name: str) -> Any:
+        for table in ("_parameters", "_buffers", "_modules"):
+            if name in self.__dict__.get(table, ()):
+                return self.__dict__[table][name]
+        if name.startswith("__") or name in ("kernel", "layers", "table"):  # torch asks for them
+            raise AttributeError(name)
+        raise RuntimeError(f"the property {name} of the user's module was read")
+
+    config = device = dtype = weight = bias = base_model = property(lambda self: self.some)
+
+
+class UntouchableLayer(Untouchable):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(8, 8) / 4)
+        self.register_buffer("table", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.kernel + self.table)
+
+
+class UntouchableModel(Untouchable):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(UntouchableLayer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@in_turn("stage, kernels", [(0, "off"), (1, "auto"), (2, "off"), (3, "off"), (3, "auto")])
+@on_each_rank(RANKS, build=UntouchableModel)
+def test_no_property_of_the_model_is_read(rank, model, stage, kernels):
+    engine = hf_zero.initialize(
+        model=model, optimizer=plain_sgd(model), config=config_of(stage, kernels=kernels)
+    )[0]
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+
+    step()
+    engine.state_dict()
+    model.layers[0].requires_grad_(False)
+    step()
+    model.layers[0].requires_grad_(True)
+    step()  # rebuilt
+    engine.destroy()
+
+
+class CountedRuns(nn.Module):
+    """A parametrization that counts its runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return weight * 1.0
+
+
+@in_turn("stage", range(4))
+@on_each_rank(RANKS, build=layers)
+def test_only_forwards_run_parametrizations(rank, model, stage):
+    counted = CountedRuns()
+    nn.utils.parametrize.register_parametrization(model[2], "weight", counted)
+    counted.runs.zero_()
+    engine = hf_zero.initialize(model=model, optimizer=plain_sgd(model), config=config_of(stage))[0]
+    assert counted.runs == 0
+    for _ in range(2):
+        before = float(counted.runs)
+        loss = engine(torch.ones(2, 8)).square().mean()
+        assert counted.runs == before + 1
+        engine.backward(loss)
+        engine.step()
+    engine.state_dict()
+    engine.destroy()
+    assert counted.runs == 2
+
+
+def test_a_read_through_a_destroyed_engine_is_refused_at_once() -> None:
+    def run(rank: int) -> None:
+        model = stack()
+        holder = hold(model, ZeroConfig(stage=3))
+        weight = next(model.parameters())
+        assert weight.add(0).shape == weight.shape  # gathers
+        holder.destroy()  # it is still referred to
+        with pytest.raises(ReleasedParameterError, match="was destroyed"):
+            weight.add(0)
+        with pytest.raises(ReleasedParameterError, match="was destroyed"):
+            copy.deepcopy(weight)
+        consensus = holder.mesh.consensus
+        for fetch in (consensus.fetches.fetch, consensus.fetches.fetch_alone):
+            with pytest.raises(PartitionError, match="that it has destroyed"):
+                fetch(0, "a unit", [1 - rank], 1)
+        with pytest.raises(PartitionError, match="that it has destroyed"):
+            holder.schedule.pin(holder.units[0])
+
+    run_ranks(RANKS, run)
 
 
 @in_turn("more", [{}, {"zero_quantized_weights": True}])

@@ -399,7 +399,7 @@ def clip_by_the_engine(
         if finder.chosen()
         else None
     )
-    engine = owner.engine() if owner is not None else None
+    engine = owner.live_engine if owner is not None else None
     if engine is None:
         return original(self, tensors, max_norm, norm_type)
     if float(norm_type) != 2.0:

@@ -32,6 +32,7 @@ from hf_zero.ops.deferred.programs import Autocast
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, gather
 from hf_zero.parallel.tensor.layers import gathered_output_part
 from hf_zero.zero.gather.model_patches import hooks_of
+from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.parameter import given_class, owner_of
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _decoders(model: nn.Module) -> tuple[nn.Module, list[nn.Linear]] | str:
     """Return the output embedding of ``model`` and its linear layers of the most outputs; the
     reason if it has none.
     """
-    get = getattr(model, "get_output_embeddings", None)
+    get = attribute_of(model, "get_output_embeddings")
     if get is None:
         return f"{type(model).__name__} has no get_output_embeddings"
     try:
@@ -283,7 +284,7 @@ def _before(model: torch.nn.Module, head: nn.Module, width: int) -> Iterator[nn.
     """Yield linear layers and norms of ``width`` outside the model's body and its head, if their
     outputs can only be a row-wise part of the head.
     """
-    body = getattr(model, "base_model", None)
+    body = attribute_of(model, "base_model")
     if not isinstance(body, nn.Module) or body is model or _draws(model, body):
         return
     inside = {*body.modules(), *head.modules()}

@@ -27,6 +27,7 @@ from hf_zero.integrations.fused.sublayers import replaced
 from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.ops.packed_linear import adjacent, pack_
+from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.initial_values import source_of
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.wrap import PACKED
@@ -187,7 +188,7 @@ def prepare(
         calls = calls_of_model(model) if pre_layer_norm or "qkv" in names else []
         moves = pre_ln.plan(model, calls) if pre_layer_norm else None
         moved = set() if moves is None else moves.norms(model)
-        get_base = getattr(model, "get_base_model", None)  # inside the adapters of PEFT
+        get_base = attribute_of(model, "get_base_model")  # inside the adapters of PEFT
         base: nn.Module = model if get_base is None else get_base()
         of_head: set[nn.Module] = set()
         if "loss" in names:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.errors import ConfigError
 from hf_zero.zero.gather.model_patches import HOOKS
+from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.meta_run import META, NUMBERS, MetaAnswers, inputs_on_meta
 
 CONTAINERS = (list, dict, set)
@@ -197,7 +198,8 @@ def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
     """Return all calls of a training forward of ``model``, a model of transformers, on the meta
     device; or the reason why it cannot run there.
     """
-    base = getattr(model, "get_base_model", lambda: model)()  # inside the adapters of PEFT
+    get_base = attribute_of(model, "get_base_model")  # inside the adapters of PEFT
+    base = model if get_base is None else get_base()
     try:
         positions = getattr(getattr(base, "config", None), "max_position_embeddings", None)
         inputs = inputs_on_meta(base, rows=2, tokens=min(6, positions or 6))

@@ -98,7 +98,7 @@ def leave_out_by_identity(
     """
     params = list(params)
     flats = [flat for flat in map(owner_of, params) if flat is not None]
-    engine = flats[0].engine() if flats else None
+    engine = flats[0].live_engine if flats else None
     if engine is None or engine.optimizer is not optimizer:
         return original(optimizer, params)
     given_ids = {id(parameter) for group in engine.group_parameters for parameter in group}

@@ -83,7 +83,7 @@ def _sharding_engine(model: nn.Module) -> Engine | None:
     """
     for parameter in model.parameters():
         flat = owner_of(parameter)
-        engine = flat.engine() if flat is not None else None
+        engine = flat.live_engine if flat is not None else None
         if engine is not None and engine.sharded_model.policy.shards_parameters:
             return engine if engine.schedule.between_passes else None
     return None

@@ -125,7 +125,8 @@ def resize_in_shards(
     embeddings = self.get_input_embeddings()
     ends = (embeddings, self.get_output_embeddings())
     weights = [p for end in ends if isinstance(end, nn.Module) for p in end.parameters()]
-    owners = [flat.engine() for flat in map(owner_of, weights) if flat is not None]
+    flats = [flat for flat in map(owner_of, weights) if flat is not None]
+    owners = [engine for flat in flats if (engine := flat.live_engine) is not None]
     size = getattr(embeddings, "num_embeddings", None)
     rows = size if new_num_tokens is None else new_num_tokens
     if pad_to_multiple_of is not None and rows is not None:

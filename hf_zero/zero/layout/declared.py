@@ -4,22 +4,32 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from hf_zero.zero.layout.walk import modules_of, named_modules_of
 
+# Packages that declare by properties, which read no parameter.
+_DECLARING = ("peft", "transformers")
+_METHODS = (FunctionType, classmethod, staticmethod)
+
 
 def attribute_of(module: nn.Module, name: str) -> Any:
-    """Return attribute ``name`` of ``module``, None without one. ``getattr`` would raise and catch
-    an exception for each module of a model that has none.
+    """Return attribute ``name`` of ``module``, None without one. Runs no code of a user's class: a
+    property, or a ``__getattr__``, may read parameters that are released, or change buffers.
     """
-    kind = type(module)
-    plain = kind.__getattr__ is nn.Module.__getattr__
-    if plain and name not in module.__dict__ and not hasattr(kind, name):
-        return None
-    return getattr(module, name, None)
+    for values in (module.__dict__, module._parameters, module._buffers, module._modules):
+        if name in values:
+            return values[name]
+    for base in type(module).__mro__:
+        if name in base.__dict__:
+            value = base.__dict__[name]
+            computed = hasattr(value, "__get__") and not isinstance(value, _METHODS)
+            runs = not computed or base.__module__.partition(".")[0] in _DECLARING
+            return getattr(module, name, None) if runs else None
+    return None
 
 
 def declared(model: nn.Module, attribute: str) -> dict[str, tuple[str, ...]]:
@@ -41,7 +51,7 @@ def config_of(model: nn.Module | None) -> Any:
     modules = () if model is None else modules_of(model)
     configs = (attribute_of(module, "config") for module in modules)
     config = next((config for config in configs if hasattr(config, "model_type")), None)
-    return getattr(model, "config", None) if config is None else config
+    return attribute_of(model, "config") if config is None and model is not None else config
 
 
 def text_config_of(model: nn.Module) -> object:

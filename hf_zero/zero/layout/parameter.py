@@ -452,7 +452,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         if name in ("data", "detach"):
             with torch._C.DisableTorchFunctionSubclass():
                 return _without_values(torch.Tensor.detach(self), flat, name_of(self))
-        engine = flat.engine()
+        engine = flat.live_engine
         if engine is not None and engine.gather_on_use(flat.unit):
             return func(*args, **kwargs)
         if name in CONVERSIONS and self is args[0]:
@@ -470,7 +470,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         flat = self.__dict__["_hf_zero_flat"]
-        engine = flat.engine()
+        engine = flat.live_engine
         if engine is None or not engine.shard_only:
             raise _refuse(name_of(self), "deepcopy", flat)
         dtype = self.dtype  # after a cast it differs from the dtype of the values

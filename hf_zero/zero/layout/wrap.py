@@ -497,7 +497,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    return bool(getattr(model, WHOLE, False))
+    return bool(attribute_of(model, WHOLE))
 
 
 def described(module: nn.Module) -> str:
