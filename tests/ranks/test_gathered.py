@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.errors import PartitionError, ReleasedParameterError
+from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
@@ -82,6 +82,43 @@ def test_a_write_to_another_parameter_of_the_unit_is_told(asked, heard):
     on_ranks(RANKS, run)
     told = [line for line in heard if "blocks.0.up.bias: written inside Gathered" in line]
     assert len(told) == (asked == "weight") and not any("up.weight" in line for line in told)
+
+
+@in_turn("stage, precision", [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
+@on_each_rank(RANKS)
+def test_without_a_modifier_equal_writes_are_kept(rank, model, stage, precision):
+    plan = Plan(precision=precision)
+    engine = start(model, plain_sgd(model), config_of(stage, plan))
+    weight, bias = model.blocks[0].up.weight, model.blocks[0].up.bias
+    with hf_zero.GatheredParameters([weight, bias], modifier_rank=None), torch.no_grad():
+        weight.fill_(0.3)
+        with hf_zero.GatheredParameters([bias]):  # the outer one looks
+            bias.data = torch.ones_like(bias)
+    kept = full_weights(engine)
+    rounded = torch.tensor(0.3).to(weight.dtype).float()
+    assert kept["blocks.0.up.weight"].eq(rounded).all() and kept["blocks.0.up.bias"].eq(1).all()
+    run_steps(engine, rank, [0])
+
+
+@in_turn("stage, writers", [(0, 2), (1, 2), (3, 2), (1, 1), (3, 1)])
+def test_without_a_modifier_unequal_writes_are_refused(stage, writers):
+    """On all ranks that have written."""
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        weight = model.blocks[0].up.weight
+        context = hf_zero.GatheredParameters([weight])
+        context.__enter__()
+        if rank >= writers:  # what it reads it may read alone
+            context.__exit__(None, None, None)
+            engine.destroy()
+            return
+        with torch.no_grad():
+            weight.fill_(float(rank))
+        with pytest.raises(RankMismatchError, match=r"blocks\.0\.up\.weight"):
+            context.__exit__(None, None, None)
+
+    on_ranks(RANKS, run)
 
 
 @in_turn("summoned, stage", [(False, 3), (True, 1), (True, 3)])

@@ -5,6 +5,7 @@ part.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from torch import nn
 
 from hf_zero.distributed import process_group, world_group
 from hf_zero.distributed.parallel_groups import get_parallel
-from hf_zero.errors import PartitionError
+from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.logging import listed, logger
 from hf_zero.optim.state import step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -51,8 +52,9 @@ class GatheredParameters:
     Args:
         params: a parameter, an iterable of them (None entries are skipped), or a module.
         modifier_rank: the global rank whose changes count: on exit, all ranks and the master
-            weights take its values. With None, writes to sharded parameters are lost, and other
-            writes stay local.
+            weights take its values. With None, all ranks must write the same values: the exit
+            compares them if there are any, and raises RankMismatchError on all ranks if they
+            differ; one that alone has written raises it.
         fwd_module: accepted for scripts written for DeepSpeed, and ignored.
         enabled: False makes this a context without effect.
 
@@ -74,6 +76,8 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._gathered = ExitStack()
         self._released: list[FlatBuffer] = []  # sharded ones that the exit releases
+        self._watched: list[FlatBuffer] = []  # those whose writes count in this context
+        self._compares = modifier_rank is None
         if modifier_rank is not None and not 0 <= modifier_rank < process_group.get_world_size():
             raise PartitionError(
                 f"modifier_rank {modifier_rank} does not exist among "
@@ -101,7 +105,7 @@ class GatheredParameters:
         if self._modifier is not None:
             for engine in dict.fromkeys(units.values()):
                 engine.changes.refuse_pending_update("GatheredParameters with a modifier_rank")
-        self._released = []
+        self._released, self._watched = [], []
         # ``__exit__`` does not run after an exception here
         with ExitStack() as entered:
             for unit, engine in units.items():
@@ -111,7 +115,9 @@ class GatheredParameters:
                 if not watched:
                     unit.take_user_writes()  # writes of a forward, not of this context
                     self._released += unit.sharded_flats
-                entered.callback(unit.drop_user_writes)
+                    self._watched += unit.flats
+                if not watched or self._modifier is not None:  # else the outer context keeps them
+                    entered.callback(unit.drop_user_writes)
             self._gathered.push(entered.pop_all())
         return self
 
@@ -127,6 +133,40 @@ class GatheredParameters:
                     "give it every parameter that is written",
                     self._params,
                 )
+            elif self._compares:
+                self._keep_equal_writes()
+
+    @torch.no_grad()
+    def _keep_equal_writes(self) -> None:
+        """Copy writes that are equal on all ranks into the shards and the master weights. A rank
+        that has written nothing sends nothing.
+
+        Raises RankMismatchError if ranks have written other parameters or values.
+        """
+        given = {id(parameter): parameter for parameter in self._params}
+        written: dict[Any, list[torch.Tensor]] = {}
+        for flat in self._watched:
+            for name in flat.user_writes.names():
+                if id(parameter := flat.parameters[name]) in given:
+                    flat.refuse_changed(name)
+                    written.setdefault(_engine_of(flat), []).append(parameter)
+        for engine, parameters in written.items():
+            names = listed([name_of(parameter) for parameter in parameters], 6)
+            digest = hashlib.sha256(repr([name_of(p) for p in parameters]).encode())
+            for parameter in parameters:
+                if not sharding_of(parameter).axes:  # ranks have parts of others
+                    values = parameter.detach().contiguous().cpu().view(-1).view(torch.uint8)
+                    digest.update(values.numpy().tobytes())
+            what = f"write to {names} inside GatheredParameters(modifier_rank=None)"
+            if not engine.schedule.equal_on_all(what, int(digest.hexdigest()[:15], 16)):
+                raise RankMismatchError(
+                    f"{names}: rank {engine.global_rank} has written values inside "
+                    "GatheredParameters(modifier_rank=None) that other ranks have not; write the "
+                    "same values on all ranks, or pass modifier_rank=0 and write on rank 0"
+                )
+            for parameter in parameters:
+                if owner_of(parameter).sharded:
+                    self._keep(parameter, None)
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -207,6 +247,7 @@ def summon_full_params(model: nn.Module, writeback: bool = False) -> Iterator[No
     warning.
     """
     with GatheredParameters(model) as gathered:
+        gathered._compares = False
         yield
         if writeback:
             gathered.keep()

@@ -373,6 +373,22 @@ class Schedule:
             return value
         return self._mesh.consensus.gathers.agree(what, (0, value), lambda proposal: "agreement")[1]
 
+    def equal_on_all(self, what: str, value: int) -> bool:
+        """Return whether all ranks give the same ``value``, outside passes; False also on a rank
+        that alone asks ``what``. Raises RankMismatchError if others ask for something else.
+        """
+        if self._mesh.consensus is None:
+            return True
+        gathers = self._mesh.consensus.gathers
+        try:
+            replies = [
+                gathers.agree_or_leave(what, (0, number), lambda proposal: what)
+                for number in (value, -value)
+            ]
+        finally:
+            gathers.end_asking()
+        return replies == [(0, value), (0, -value)]
+
     def _acquire(self, unit: Unit) -> None:
         under_way = self._pass
         plan = under_way.plan if under_way is not None else None
