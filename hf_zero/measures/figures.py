@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,12 +50,32 @@ Figures = JsonObject
 Waits = list[tuple[CollectiveRow, list[Stopwatch]]]
 
 
+EVALUATION = re.compile(
+    r"(?:^|[_/ .-])(?:eval|evaluation|val|valid|validation|test)(?:[_/ .-]|$)", re.I
+)
+SPEED_OF_EVALUATION = re.compile(r"(?:_per_second|_runtime|_time|_seconds)$")
 NOT_DRAWN = ("step", "samples_seen", "samples", "tokens")
 
 
 def tracked(figures: Mapping[str, object]) -> Figures:
     """Return the figures that trackers draw over steps."""
     return {name: value for name, value in figures.items() if name not in NOT_DRAWN}
+
+
+def evaluation_results(values: Mapping[str, object]) -> JsonObject:
+    """Return the numbers among logged ``values`` whose names say that they are results of an
+    evaluation: eval_loss, val/accuracy; not its speed. One that is not finite is None.
+    """
+    results: JsonObject = {}
+    for name, value in values.items():
+        if not EVALUATION.search(name) or SPEED_OF_EVALUATION.search(name):
+            continue
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, Real) and not isinstance(value, bool):
+            number = float(value)
+            results[name] = number if math.isfinite(number) else None
+    return results
 
 
 def main_input(engine: TrainingEngine, inputs: object) -> torch.Tensor | None:

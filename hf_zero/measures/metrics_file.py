@@ -1,8 +1,9 @@
 """``metrics.jsonl``: one line of figures for each optimizer step, in order and without repeats, and
 lines of other records between them: "run", the header of each start (``run_record.py``); "warning";
 "totals", collectives and bytes so far; "trace", a file; "planned_steps", those of the whole run;
-"ranks", the states of all ranks in a wait of rank 0 (``distributed/state_rows.py``); "ended", the
-end of the engine. A record has the number of steps before it as "after_step".
+"evaluation", its results by name; "ranks", the states of all ranks in a wait of rank 0
+(``distributed/state_rows.py``); "ended", the end of the engine. A record has the number of steps
+before it as "after_step".
 
 A file that exceeds its size is renamed ``metrics.<number>.jsonl``, from 1 on, and another begins.
 A run that resumes from step N continues behind the line of step N: later lines, of steps that it
@@ -274,7 +275,7 @@ class MetricsFile:
         return steps
 
     def _repeats(self, row: JsonObject) -> bool:
-        replaced = "step" in row or "totals" in row
+        replaced = "step" in row or "totals" in row or "evaluation" in row
         return not self._after or (replaced and _place(row) > self._after)
 
 

@@ -21,7 +21,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject, logger
 from hf_zero.measures.collectives import EngineCollectives
 from hf_zero.measures.comms_log import comms_logger, engine_lines
-from hf_zero.measures.figures import Figures, StepFigures, StepLine, tracked
+from hf_zero.measures.figures import Figures, StepFigures, StepLine, evaluation_results, tracked
 from hf_zero.measures.flops_profiler import StepProfile
 from hf_zero.measures.memory import breakdown, layout
 from hf_zero.measures.metrics_file import MetricsFile
@@ -260,6 +260,11 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
     def plan_steps(self, steps: int) -> None:
         if self.file is not None:
             self.file.note("planned_steps", steps)
+
+    def note_evaluation(self, engine: TrainingEngine, values: Mapping[str, object]) -> None:
+        if self.file is not None and (results := evaluation_results(values)):
+            self.finish(engine)  # the steps before it come first
+            self.file.note("evaluation", results)
 
     def saving(self, engine: TrainingEngine, folder: str) -> None:
         self.finish(engine)

@@ -12,13 +12,14 @@ from typing import Any
 
 from hf_zero.measures.run_record import BUFFERS
 from hf_zero.report.rows import TIERS
-from hf_zero.report.run import RecordedRun
+from hf_zero.report.run import RecordedRun, is_loss
 from hf_zero.report.timeline import LANES, Bar, Timeline
 
 Spec = dict[str, Any]
 
 POINTS = 1500  # of one curve; more steps are averaged
 HEIGHT = 190
+TICKS = {"expr": "ceil(width / 80)"}  # of the axis of steps
 RUNS = ("var(--c1)", "var(--c2)")
 KINDS = {
     "parameters": "var(--c1)",
@@ -68,21 +69,46 @@ class Chart:
 
 def curves(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     """Yield the charts of the training itself."""
-    yield from _curve(runs, "loss", "Loss", "mean over ranks and micro-batches")
+    yield from _with_evaluations(
+        runs, _curve(runs, "loss", "Loss", "mean over ranks and micro-batches", noisy=True)
+    )
     yield from _curve(runs, "learning_rate", "Learning rate", "of the first group", ".2~e")
-    yield from _curve(runs, "grad_norm", "Gradient norm", "before clipping")
+    yield from _curve(runs, "grad_norm", "Gradient norm", "before clipping", noisy=True)
     scale = {"type": "log", "base": 2, "nice": False}
     yield from _curve(runs, "loss_scale", "Loss scale", "fp16", ",", scale, "step-after")
+
+
+def evaluations(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
+    """Yield the charts of results of evaluations other than losses: those of the training have
+    these, unless it has no loss.
+    """
+    has_loss = any(run.figure("loss") for run in runs)
+    names = dict.fromkeys(name for run in runs for name in run.evaluated)
+    shown = [name for name in names if not (has_loss and is_loss(name))]
+    for index, name in enumerate(shown):
+        rows = [
+            {"step": row["step"], "value": row[name], "run": run.name}
+            for run in runs
+            for row in run.evaluations
+            if name in row
+        ]
+        colors = {run.name: color for run, color in zip(runs, RUNS)}
+        spec = _drawn(runs, rows, "run", colors, ",~r", {"zero": False}, "linear")
+        yield Chart(f"evaluation{index}", name, "by evaluations of the script", spec)
 
 
 def speeds(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     """Yield the charts of speed."""
     zero = {"zero": True}
-    tokens = list(_curve(runs, "tokens_per_second", "Tokens per second", "all ranks", "~s", zero))
-    yield from tokens or _curve(
-        runs, "samples_per_second", "Samples per second", "all ranks", "~s", zero
+    tokens = list(
+        _curve(runs, "tokens_per_second", "Tokens per second", "all ranks", "~s", zero, noisy=True)
     )
-    yield from _curve(runs, "mfu", "MFU", "operations of the model over the peak", ".1~%", zero)
+    yield from tokens or _curve(
+        runs, "samples_per_second", "Samples per second", "all ranks", "~s", zero, noisy=True
+    )
+    yield from _curve(
+        runs, "mfu", "MFU", "operations of the model over the peak", ".1~%", zero, noisy=True
+    )
     yield from _lines(
         runs, "step_time", "Time of a step", "milliseconds", {"step_ms": "step"} | PARTS
     )
@@ -104,7 +130,7 @@ def traffic(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
             "mark": {"type": "bar"} if alone else area,
             "encoding": {
                 "x": _steps(),
-                "y": _bytes(most),
+                "y": _bytes(most, "y"),
                 "color": _colors("operation", OPERATIONS, rows),
                 "tooltip": [
                     {"field": "step"},
@@ -136,7 +162,7 @@ def memory(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
                     "sort": order,
                     "axis": {"title": None, "grid": False, "labelLimit": 240},
                 },
-                "x": _bytes(most),
+                "x": _bytes(most, "x"),
                 "color": _colors("kind", KINDS, rows),
                 "order": {"field": "place", "type": "quantitative"},
                 "tooltip": [
@@ -147,7 +173,8 @@ def memory(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
             },
         }
         note = (
-            "of rank 0: predicted before training, without activations; measured as updates begin"
+            "of rank 0; state: predicted before training, measured as updates begin; buffers of a "
+            "step come and go, and activations are in neither"
         )
         yield _for_run(runs, run, Chart(f"memory{index}", "Memory", note, spec))
 
@@ -224,8 +251,8 @@ def _for_run(runs: Sequence[RecordedRun], run: RecordedRun, chart: Chart) -> Cha
     return replace(chart, title=f"{chart.title}, {run.name}")
 
 
-def _bytes(most: float) -> Spec:
-    """Return the encoding of stacked bytes, ``most`` at the end of the scale."""
+def _bytes(most: float, along: str) -> Spec:
+    """Return the encoding of stacked bytes, ``most`` at the end of the scale, along "x" or "y"."""
     return {
         "field": "bytes",
         "type": "quantitative",
@@ -234,7 +261,9 @@ def _bytes(most: float) -> Spec:
         "axis": {
             "title": None,
             "labelExpr": "replace(format(datum.value, '~s'), regexp('([a-zA-Z]?)$'), ' $1B')",
-            "tickCount": 6,
+            "tickCount": {"expr": "ceil(width / 110)"} if along == "x" else 6,
+            "labelOverlap": "greedy",
+            "labelSeparation": 8,
         },
     }
 
@@ -249,7 +278,8 @@ def _most(rows: Sequence[Spec], by: str) -> float:
 
 def _steps() -> Spec:
     return {"field": "step", "type": "quantitative", "scale": {"nice": False, "zero": False},
-            "axis": {"title": "step", "format": "~s", "tickMinStep": 1}}  # fmt: skip
+            "axis": {"title": "step", "format": "~s", "tickMinStep": 1, "tickCount": TICKS,
+                     "labelOverlap": "greedy", "labelSeparation": 8}}  # fmt: skip
 
 
 def _colors(field: str, colors: Mapping[str, str], rows: Sequence[Mapping[str, object]]) -> Spec:
@@ -260,7 +290,12 @@ def _colors(field: str, colors: Mapping[str, str], rows: Sequence[Mapping[str, o
         "field": field,
         "type": "nominal",
         "scale": {"domain": list(used_colors), "range": list(used_colors.values())},
-        "legend": {"title": None, "orient": "top", "symbolType": "square"},
+        "legend": {
+            "title": None,
+            "orient": "top",
+            "symbolType": "square",
+            "symbolOpacity": 1,
+        },
     }
 
 
@@ -291,6 +326,7 @@ def _curve(
     form: str = ",~r",
     scale: Spec | None = None,
     interpolate: str = "linear",
+    noisy: bool = False,
 ) -> Iterator[Chart]:
     """Yield the chart of one figure over steps, if a run has it. Lines have gaps where it is not
     finite.
@@ -303,8 +339,52 @@ def _curve(
     ]
     if any(row["value"] is not None for row in rows):
         colors = {run.name: color for run, color in zip(runs, RUNS)}
-        spec = _drawn(runs, rows, "run", colors, form, scale or {"zero": False}, interpolate)
+        spec = _drawn(runs, rows, "run", colors, form, scale or {"zero": False}, interpolate, noisy)
         yield Chart(figure, title, note, spec)
+
+
+def _with_evaluations(runs: Sequence[RecordedRun], losses: Iterator[Chart]) -> Iterator[Chart]:
+    """Yield the chart of losses with those of evaluations, whose points are marked."""
+    rows = [
+        {"step": row["step"], "value": row[name], "evaluation": name, "run": run.name}
+        for run in runs
+        for name in filter(is_loss, run.evaluated)
+        for row in run.evaluations
+        if name in row
+    ]
+    for chart in losses:
+        if not rows:
+            yield chart
+            continue
+        by = "evaluation" if len(runs) == 1 else "run"
+        names = list(dict.fromkeys(row["evaluation"] for row in rows))
+        colors = (
+            {name: f"var(--c{2 + index % 6})" for index, name in enumerate(names)}
+            if by == "evaluation"
+            else {run.name: color for run, color in zip(runs, RUNS)}
+        )
+        layer = {
+            "data": {"values": rows},
+            "mark": {"type": "line", "strokeWidth": 1.8, "point": {"size": 45, "filled": True}},
+            "encoding": {
+                "x": _steps(),
+                "y": {"field": "value", "type": "quantitative"},
+                "color": _colors(by, colors, [{by: name} for name in colors])
+                | ({} if by == "evaluation" else {"legend": None}),
+                "detail": [{"field": "evaluation"}, {"field": "run"}],
+                "tooltip": [
+                    {"field": "step"},
+                    {"field": "evaluation"},
+                    {"field": "run"},
+                    {"field": "value", "format": ".6~g"},
+                ],
+            },
+        }
+        spec = chart.spec | {
+            "layer": [*chart.spec["layer"], layer],
+            "resolve": {"scale": {"color": "independent"}},
+        }
+        yield replace(chart, note=f"{chart.note}; points: {', '.join(names)}", spec=spec)
 
 
 def _lines(
@@ -320,7 +400,7 @@ def _lines(
     ]
     if any(row["value"] is not None for row in rows):
         colors = {what: f"var(--c{index})" for index, what in enumerate(figures.values(), 1)}
-        spec = _drawn(runs, rows, "what", colors, ",~f", {"zero": True}, "linear")
+        spec = _drawn(runs, rows, "what", colors, ",~f", {"zero": True}, "linear", noisy=True)
         yield Chart(name, title, note, spec)
 
 
@@ -332,8 +412,12 @@ def _drawn(
     form: str,
     scale: Spec,
     interpolate: str,
+    noisy: bool = False,
 ) -> Spec:
-    """Return curves of ``value`` by ``step``, with points at the pointer and rules at restarts."""
+    """Return curves of ``value`` by ``step``, with points at the pointer and rules at restarts.
+    Curves that are ``noisy`` are drawn smooth over their faint values, as the page's slider says:
+    page.js computes the field ``smooth`` of the rows, curve by curve.
+    """
     encoding: Spec = {
         "x": _steps(),
         "y": {
@@ -364,15 +448,24 @@ def _drawn(
             },
         }
     line = {"type": "line", "interpolate": interpolate, "strokeWidth": 1.8}
-    points = _points(["step", by] if by == "run" else ["step", by, "run"])
+    points = _points(["step", by] if by == "run" else ["step", by, "run"], noisy)
     points["encoding"] |= encoding
     points["encoding"].pop("strokeDash", None)  # filled points would blank the legend's strokes
     layers = [{"mark": line, "encoding": encoding}, points, *_restarts(runs), *_traces(runs)]
-    return {"data": {"values": rows}, "height": HEIGHT, "layer": layers}
+    spec: Spec = {"data": {"name": "rows", "values": rows}, "height": HEIGHT, "layer": layers}
+    if noisy:
+        smooth = encoding | {"y": encoding["y"] | {"field": "smooth"}}
+        layers[0] = {"mark": line | {"opacity": 0.28}, "encoding": encoding}
+        layers.insert(1, {"mark": line, "encoding": smooth})
+        points["encoding"]["y"] = smooth["y"]
+        spec["usermeta"] = {"smooth": list(dict.fromkeys([by, "run"]))}
+    return spec
 
 
-def _points(fields: Sequence[str]) -> Spec:
-    """Return the layer of points that show ``fields`` and their value under the pointer."""
+def _points(fields: Sequence[str], noisy: bool) -> Spec:
+    """Return the layer of points that show ``fields`` and their value under the pointer, and the
+    smooth one of ``noisy`` curves.
+    """
     hover = {
         "name": "hover",
         "select": {
@@ -389,7 +482,11 @@ def _points(fields: Sequence[str]) -> Spec:
         "mark": {"type": "point", "filled": True, "size": 55},
         "encoding": {
             "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
-            "tooltip": [*tooltip, {"field": "value", "format": ".6~g"}],
+            "tooltip": [
+                *tooltip,
+                {"field": "value", "format": ".6~g"},
+                *([{"field": "smooth", "format": ".6~g"}] if noisy else ()),
+            ],
         },
     }
 
@@ -439,7 +536,9 @@ def _traffic_rows(run: RecordedRun) -> Iterator[Spec]:
 
 
 def _memory_rows(run: RecordedRun) -> Iterator[Spec]:
-    """Yield the predicted and the measured bytes of a run, by line of the chart."""
+    """Yield the predicted and the measured bytes of a run, by line of the chart: of state in two
+    lines that can be compared, and the buffers of a step that were predicted beside it.
+    """
     kinds = list(KINDS)
 
     def row(line: str, tier: str, kind: str, what: str, size: float) -> Spec:
@@ -455,13 +554,17 @@ def _memory_rows(run: RecordedRun) -> Iterator[Spec]:
     for tier in TIERS:
         predicted = [record for record in run.header.get("predicted", ()) if record["tier"] == tier]
         for record in predicted:
-            yield row("predicted", tier, record["kind"], record["what"], record["bytes"])
+            if record["kind"] != BUFFERS:
+                yield row("state predicted", tier, record["kind"], record["what"], record["bytes"])
         state = [record for record in run.totals.get("state", ()) if record["tier"] == tier]
         for record in state:
-            yield row("measured", tier, record["kind"], record["kind"], record["bytes"])
+            yield row("state measured", tier, record["kind"], record["kind"], record["bytes"])
         most = max(run.figure(f"{tier}_bytes"), default=0)
         if not state and most:
-            yield row("measured", tier, "state", "state", most)
+            yield row("state measured", tier, "state", "state", most)
+        for record in predicted:
+            if record["kind"] == BUFFERS:
+                yield row("buffers predicted", tier, BUFFERS, record["what"], record["bytes"])
         peak = max(run.figure("peak_device_bytes"), default=0)
         if tier == "device" and peak:
             yield row("allocated at most", tier, "allocated at most", "by the allocator", peak)

@@ -16,7 +16,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import counted, in_units, listed
 from hf_zero.report import charts
 from hf_zero.report.charts import Chart
-from hf_zero.report.run import RecordedRun, RunReader
+from hf_zero.report.run import RecordedRun, RunReader, is_loss
 from hf_zero.report.timeline import Timeline, read_timeline
 
 NAME = "report.html"
@@ -111,7 +111,8 @@ def _sections(
     for run in runs:
         yield _tiles(run, len(runs) > 1)
     yield from _messages(runs)
-    yield _section("Training", _charts(charts.curves(runs), drawn))
+    yield _section("Training", _smoothing(runs), _charts(charts.curves(runs), drawn))
+    yield _section("Evaluation", _charts(charts.evaluations(runs), drawn))
     yield _section("Speed", _charts(charts.speeds(runs), drawn))
     yield _section("Memory", _charts(charts.memory(runs), drawn))
     tables = [_named(runs, run, _collectives(run)) for run in runs]
@@ -129,6 +130,17 @@ def _sections(
 def _section(title: str, *parts: str) -> str:
     body = "".join(parts)
     return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
+
+
+def _smoothing(runs: Sequence[RecordedRun]) -> str:
+    """Return the slider of all noisy curves, which begins at TensorBoard's default; short runs
+    begin without smoothing.
+    """
+    begin = 0.6 if max(len(run.steps) for run in runs) >= 50 else 0
+    return (
+        '<label class="smoothing">Smoothing <input type="range" id="smoothing" min="0" max="0.99" '
+        f'step="0.01" value="{begin}"><output>{begin}</output></label>'
+    )
 
 
 def _named(runs: Sequence[RecordedRun], run: RecordedRun, body: str) -> str:
@@ -186,6 +198,10 @@ def _tiles(run: RecordedRun, named: bool) -> str:
     if "loss" in summary:
         loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4g}"
         tiles.append(("loss", loss, "of the last step"))
+    for name in filter(is_loss, run.evaluated):
+        row = next(row for row in reversed(run.evaluations) if name in row)
+        loss = "not finite" if row[name] is None else f"{row[name]:.4g}"
+        tiles.append((name, loss, f"after step {row['step']:,}"))
     for name, what in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
         if name in summary:
             tiles.append((what, in_numbers(summary[name]), "median, all ranks"))
@@ -232,7 +248,7 @@ def _messages(runs: Sequence[RecordedRun]) -> Iterator[str]:
             ],
             ("number", "level", "nowrap", "text"),
         )
-        parts.append(_named(runs, run, body) if rows else "")
+        parts.append(_named(runs, run, _stacked(body)) if rows else "")
     yield _section("Restarts and warnings", *parts)
 
 
@@ -252,7 +268,7 @@ def _collectives(run: RecordedRun) -> str:
     ]
     heads = ("collective", "group", "number", "bytes", "sent by rank 0", "computation waited")
     note = "<p class='note'>Since the last start of the run.</p>" if run.restarts else ""
-    return _table(heads, rows, ("", "", *["number"] * 4)) + note if rows else ""
+    return _table(heads, rows, ("nowrap", "nowrap", *["number"] * 4)) + note if rows else ""
 
 
 def _exposed(one: Timeline) -> str:
@@ -296,9 +312,9 @@ def _configuration(runs: Sequence[RecordedRun]) -> Iterator[str]:
     names = ["value"] if len(runs) == 1 else [run.name for run in runs]
     heads, classes = ("key", *names, "source"), ("key", *["key"] * len(runs), "faint")
     marks = [differs for _, differs in written]
-    yield _table(heads, [cells for cells, _ in written], classes, marks)
+    yield _stacked(_table(heads, [cells for cells, _ in written], classes, marks))
     if defaults:
-        body = _table(heads, [cells for cells, _ in defaults], classes)
+        body = _stacked(_table(heads, [cells for cells, _ in defaults], classes))
         yield f"<details><summary>{len(defaults)} defaults</summary>{body}</details>"
 
 
@@ -342,6 +358,11 @@ def _table(
     )
     first = f"<thead><tr>{head}</tr></thead>" if any(heads) else ""
     return f'<div class="table"><table>{first}<tbody>{body}</tbody></table></div>'
+
+
+def _stacked(table: str) -> str:
+    """Return ``table`` with rows that become lines of text on a narrow screen."""
+    return f'<div class="stacked">{table}</div>'
 
 
 def _value(value: object) -> str:

@@ -44,6 +44,7 @@ RECORDS: Mapping[str, Any] = {
     "totals": {"totals": {"collectives?": [COLLECTIVE], "state?": [STATE]}},
     "trace": {"trace": str},
     "planned_steps": {"planned_steps": COUNT},
+    "evaluation": {"evaluation": {str: float}, "time": TIME},
     "ended": {"ended": str},
     "ranks": {"ranks": [{"ranks": [COUNT], "state": frozenset(STATES), "what": str}], "time": TIME},
     **{level: {level: str, "time": TIME} for level in LEVELS},
@@ -57,6 +58,9 @@ def problem_of(row: Mapping[str, object]) -> str | None:
         figures = {name: value for name, value in row.items() if value is not None}
         return next(misfits(figures, {"step": COUNT} | dict.fromkeys(figures, float)), None)
     shape_of_row = {"after_step": COUNT}
+    if isinstance(results := row.get("evaluation"), dict):
+        finite = {name: value for name, value in results.items() if value is not None}
+        row = {**row, "evaluation": finite}
     for kind, shape in RECORDS.items():
         shape_of_row |= shape if kind in row else {}
     return next(misfits(row, shape_of_row), None)

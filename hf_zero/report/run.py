@@ -61,6 +61,7 @@ class RunStart:
 class RecordedRun:
     """The run in ``folder``. ``steps``: figures of each step. ``totals``: collectives and bytes of
     state when a checkpoint was last saved or the engine ended; empty if neither has happened.
+    ``evaluations``: results by name and the "step" after which they were taken, None if not finite.
     ``trace``: the file of its last trace. ``traced``: the first and the last step of each trace;
     these steps have no figures of speed, which tracing slows. ``planned_steps``: those of the whole
     run, None if it has not recorded them. ``ranks``: since the last step; None if all have run.
@@ -74,6 +75,7 @@ class RecordedRun:
     starts: Sequence[RunStart] = ()
     messages: Sequence[LoggedMessage] = ()
     totals: Mapping[str, Any] = field(default_factory=dict)
+    evaluations: Sequence[Mapping[str, Any]] = ()
     trace: Path | None = None
     traced: Sequence[tuple[int, int]] = ()
     planned_steps: int | None = None
@@ -91,6 +93,12 @@ class RecordedRun:
         """The starts that continued from a checkpoint."""
         return [start for start in self.starts if start.after]
 
+    @property
+    def evaluated(self) -> list[str]:
+        """The names of the results of evaluations, losses first."""
+        names = dict.fromkeys(name for row in self.evaluations for name in row if name != "step")
+        return sorted(names, key=lambda name: not is_loss(name))
+
     def figure(self, name: str) -> list[float]:
         """Return the values of a figure over the steps that have it."""
         return [row[name] for row in self.steps if row.get(name) is not None]
@@ -103,6 +111,8 @@ class RecordedRun:
         for name in ("loss", "learning_rate", "grad_norm", "loss_scale"):
             if having := [row for row in self.steps if name in row]:
                 figures[name] = having[-1][name]
+        for name in self.evaluated:
+            figures[name] = next(r[name] for r in reversed(self.evaluations) if name in r)
         for name in ("step_ms", "samples_per_second", "tokens_per_second", "mfu", "wire_bytes"):
             if values := self.figure(name):
                 figures[name] = median(values)
@@ -110,6 +120,11 @@ class RecordedRun:
             if values := self.figure(name):
                 figures[name] = max(values)
         return figures | {"restarts": len(self.restarts), "warnings": len(self.messages)}
+
+
+def is_loss(name: str) -> bool:
+    """Return whether the result of an evaluation with this name is a loss."""
+    return name.lower().endswith("loss")
 
 
 def read_run(folder: str | os.PathLike[str], trace: str | None = None) -> RecordedRun:
@@ -159,6 +174,7 @@ class RunReader:
             ],
             list(_messages(rows)),
             next((row["totals"] for row in reversed(rows) if "totals" in row), {}),
+            list(_evaluations(rows)),
             self._trace or _last_trace(self.folder, rows),
             traced,
             _planned_steps(rows),
@@ -186,6 +202,16 @@ def _traced(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
         match = TRACE_STEPS.fullmatch(Path(row["trace"]).name) if "trace" in row else None
         if match is not None:
             yield int(match[1]), int(match[2])
+
+
+def _evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the results of evaluations; those after one step that came in several rows, in one."""
+    results: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        if "evaluation" in row:
+            step = row["after_step"]
+            results.setdefault(step, {"step": step}).update(row["evaluation"])
+    yield from results.values()
 
 
 def _planned_steps(rows: Sequence[Mapping[str, Any]]) -> int | None:

@@ -398,6 +398,7 @@ def main() -> None:
         logger.info(f"resuming from {folder} after {run.completed_steps} steps")
     else:
         run.log(eval_loss=evaluate(model, eval_loader, eval_collator, accelerator))
+        accelerator.log(run.log_history[-1])
         logger.info(f"evaluation loss before training: {run.log_history[0]['eval_loss']:.4f}")
 
     batch_examples = args.per_device_batch_size * accelerator.num_processes
@@ -459,6 +460,7 @@ def main() -> None:
     bar.close()
 
     run.log(eval_loss=evaluate(model, eval_loader, eval_collator, accelerator))
+    accelerator.log(run.log_history[-1], step=run.completed_steps)
     run.memory = gather_object(
         [{"rank": accelerator.process_index, "state": state_bytes, "peak": peak_bytes()}]
     )

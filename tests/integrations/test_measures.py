@@ -200,6 +200,70 @@ def test_a_route_that_shows_no_steps_has_a_line_of_the_first(
     assert [int(line.split()[1].strip(":")) for line in lines] == steps
 
 
+def evaluated_by_the_trainer(folder: Path) -> list[Row]:
+    given = options(folder, max_steps=3, eval_strategy="steps", eval_steps=2)
+    run = trainer(hf_zero.TrainingArguments(**given, zero_config=ON), "llama")
+    run.train()
+    run.deepspeed.destroy()
+    logged = [row for row in run.state.log_history if "eval_loss" in row]
+    return [{name: row[name] for name in ("step", "eval_loss")} for row in logged]
+
+
+def evaluated_in_accelerate(folder: Path) -> list[Row]:
+    accelerator = accelerator_with(ON | {"gradient_clipping": 0.0}, project_dir=str(folder))
+    net = model("llama")
+    net, optimizer, loader = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-2), batches()
+    )
+    for number, batch in enumerate(loader, 1):
+        accelerator.backward(net(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"train_loss": 1.0}, step=number)
+        if number % 2 == 0:
+            results = {"eval/loss": torch.tensor(1.5), "eval/f1": 0.5, "eval_runtime": 3.0}
+            accelerator.log({**results, "eval/text": "words", "epoch": 0}, step=number)
+        if number == 4:
+            accelerator.log({"eval/loss": float("nan")}, step=number)
+            accelerator.save_state(str(folder / "state"))
+            net.destroy()
+            break
+    both = {"eval/loss": 1.5, "eval/f1": 0.5}
+    return [{"step": 2, **both}, {"step": 4, **both, "eval/loss": None}]
+
+
+def evaluated_in_lightning(folder: Path) -> list[Row]:
+    strategy, module = ZeroStrategy(config=dict(ON)), module_of("llama")
+    given = {**QUIET, "default_root_dir": str(folder), "val_check_interval": 4}
+    run = pl.Trainer(strategy=strategy, max_epochs=1, **given)
+    seen: list[Row] = []
+    module.on_validation_end = lambda: seen.append(
+        {"step": run.global_step, "val_loss": run.callback_metrics["val_loss"].item()}
+    )
+    run.fit(module, batches(), batches())
+    strategy.engine.destroy()
+    return seen[1:]  # the first is a check before training
+
+
+EVALUATED = {
+    "trainer": evaluated_by_the_trainer,
+    "accelerate": evaluated_in_accelerate,
+    "lightning": evaluated_in_lightning,
+}
+
+
+@pytest.mark.parametrize("route", EVALUATED)
+def test_results_of_evaluations_are_in_the_record(route: str, tmp_path: Path) -> None:
+    """After the figures of the steps before them."""
+    logged = EVALUATED[route](tmp_path)
+    assert len(logged) == 2 and read_run(tmp_path).evaluations == logged
+    rows = [*read_rows(tmp_path)]
+    for place, row in enumerate(rows):
+        if "evaluation" in row:
+            steps = [each["step"] for each in rows[:place] if "step" in each]
+            assert steps[-1] == row["after_step"]
+
+
 def test_a_trainer_that_resumes_continues_its_file(tmp_path: Path) -> None:
     """In the folder of the run, although the checkpoint's is loaded before that is named."""
 

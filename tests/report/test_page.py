@@ -19,6 +19,7 @@ from hf_zero.distributed import watchdog
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.measures.metrics_file import read_metrics, read_rows
+from hf_zero.measures.run_record import BUFFERS
 from hf_zero.report import charts, write_report
 from hf_zero.report.page import in_numbers, summary_lines
 from hf_zero.report.run import SPEEDS, RecordedRun, read_run
@@ -237,6 +238,64 @@ def test_the_command_writes_the_page(
             assert f"the page: {page}" in ran.stdout and "tokens per second" in ran.stdout
 
 
+EVALUATIONS = [
+    {"after_step": 0, "evaluation": {"eval_loss": 4.0, "eval_f1": 0.25}},
+    {"after_step": 60, "evaluation": {"eval_loss": 2.0}},
+    {"after_step": 60, "evaluation": {"eval_f1": None}},
+]
+
+
+def evaluated_run(folder: Path) -> Path:
+    """A run with evaluations, a restart, and predicted and measured bytes."""
+    run: dict[str, Any] = {
+        "started": "2026-11-23T18:02:11+00:00", "program": "a", "versions": {}, "hosts": [],
+        "ranks": 1, "stage": 1, "precision": "fp32", "mesh": {}, "model": "a", "parameters": 1,
+    }  # fmt: skip
+    kinds = {"parameters": "parameters", "gradients": "gradients", "gathered units": BUFFERS}
+    run["predicted"] = [
+        {"tier": "device", "kind": kind, "what": what, "bytes": 100} for what, kind in kinds.items()
+    ]
+    state = [{"tier": "device", "kind": kind, "bytes": 99} for kind in ("parameters", "gradients")]
+    totals = {"totals": {"state": state}, "after_step": 60}
+    steps = [{"step": step, "loss": 1.0 + step % 2} for step in range(1, 61)]
+    starts = [{"run": run, "repeated_steps": 0, "after_step": after} for after in (0, 30)]
+    rows = [starts[0], *steps[:30], starts[1], *steps[30:], totals]
+    rows += [row | {"time": 1.7e9} for row in EVALUATIONS]
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_evaluations_and_smooth_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_zero.report.page.javascript", lambda: "LIBRARY")
+    path, (found,) = write_report(evaluated_run(tmp_path / "a"))
+    assert (found["eval_loss"], found["eval_f1"]) == (2.0, None)
+    page = path.read_text()
+    assert "<dt>eval_loss</dt><dd>2</dd><small>after step 60</small>" in page
+    specs = specs_of(page)
+    points = specs["loss"]["layer"][-1]
+    assert [(row["step"], row["value"]) for row in values(points)] == [(0, 4.0), (60, 2.0)]
+    assert [row["value"] for row in values(specs["evaluation0"])] == [0.25, None]
+    assert "evaluation1" not in specs, "losses are beside those of training"
+    assert specs["loss"]["usermeta"] == {"smooth": ["run"]} and 'id="smoothing"' in page
+    assert "usermeta" not in specs["evaluation0"]
+    write_report(evaluated_run(tmp_path / "a"), evaluated_run(tmp_path / "b"))
+    both = values(specs_of(path.read_text())["loss"]["layer"][-1])
+    assert [row["run"] for row in both] == ["a", "a", "b", "b"]
+
+
+def test_predicted_and_measured_bytes_are_of_the_same_kinds(tmp_path: Path) -> None:
+    (chart,) = charts.memory([read_run(evaluated_run(tmp_path / "a"))])
+    lines: dict[str, dict[str, int]] = {}
+    for row in values(chart.spec):
+        lines.setdefault(row["line"], {})[row["kind"]] = row["bytes"]
+    assert lines == {
+        "device, state predicted": {"parameters": 100, "gradients": 100},
+        "device, state measured": {"parameters": 99, "gradients": 99},
+        "device, buffers predicted": {BUFFERS: 100},
+    }
+
+
 def test_long_runs_are_drawn_as_means() -> None:
     count = 3 * charts.POINTS
     steps = [{"step": step, "loss": float(step)} for step in range(1, count + 1)]
@@ -272,6 +331,47 @@ def test_a_browser_draws_every_chart(folders: Path, tmp_path: Path, scheme: str)
             drawn = [row for row in rows if row["value"] is not None]
             assert marks["mark-symbol"] == len(drawn) and marks["mark-line"] >= 1, (name, marks)
             assert marks["mark-rect"] == len(RUNS), "a band over the steps of each trace"
+
+
+# Moves the slider and counts the heights of each curve of the losses; then measures the widths of
+# the page and of its tables.
+MOVED = """<script>
+const report = async () => {
+  while (!document.body.dataset.drawn) await new Promise((go) => setTimeout(go, 50));
+  const found = [];
+  for (const weight of [0, 0.9]) {
+    const slider = document.getElementById("smoothing");
+    slider.value = weight;
+    slider.dispatchEvent(new Event("input", { bubbles: true }));
+    await new Promise((go) => setTimeout(go, 500));
+    const curves = document.querySelectorAll("#loss .mark-line path");
+    const heights = (path) => path.getAttribute("d").match(/,[-\\d.]+/g);
+    found.push([...curves].map((path) => new Set(heights(path)).size));
+  }
+  document.body.dataset.found = JSON.stringify(found);
+  document.body.dataset.widths = JSON.stringify([
+    document.documentElement.scrollWidth,
+    Math.max(...[...document.querySelectorAll(".stacked table")].map((table) => table.offsetWidth)),
+  ]);
+};
+report();
+</script>"""
+
+
+@needs_chromium
+def test_the_slider_smooths_curves_and_a_phone_shows_restarts(tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert", reason="pip install 'hf-zero[report]'")
+    page, _ = write_report(evaluated_run(tmp_path / "a"))
+    text, _, end = page.read_text().rpartition("</body>")
+    page.write_text(f"{text}{MOVED}</body>{end}")
+    document, said = draw(page, tmp_path / "home", "--window-size=420,2000")
+    assert not said
+    attributes = Drawing(document).attributes
+    plain, smooth = json.loads(attributes["data-found"] or "")
+    # of the losses 1 and 2 in turn: the faint values, the smooth curve, and the evaluations
+    assert sorted(plain) == [2, 2, 2] and sorted(smooth)[:2] == [2, 2] and max(smooth) > 20
+    whole, table = json.loads(attributes["data-widths"] or "")
+    assert table < whole <= 500, "nothing is wider than the screen"
 
 
 # ---- refusals ----

@@ -180,8 +180,10 @@ def add_figures(
     log_kwargs: object = None,
 ) -> None:
     """Wraps ``Accelerator.log``: trackers get the figures of the first engine beside the script's
-    values, which keep their names.
+    values, which keep their names; results of an evaluation join the figures of that engine.
     """
+    for engine in engines_of(self)[:1]:
+        engine.measures.note_evaluation(engine, values)
     figures = (engine.figures for engine in engines_of(self) if engine.figures)
     figures_now = tracked(next(figures, {}))
     original(self, {**figures_now, **values}, step, {} if log_kwargs is None else log_kwargs)

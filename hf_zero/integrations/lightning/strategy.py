@@ -324,6 +324,14 @@ class StrategyMethods(_Strategy):
             assert self.engine is not None
             self.engine.measures.plan_steps(int(steps))
 
+    def on_validation_end(self) -> None:
+        """Record the results of a validation among the figures of the run."""
+        super().on_validation_end()
+        trainer = self._module.trainer
+        in_training = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if self.engine is not None and in_training:
+            self.engine.measures.note_evaluation(self.engine, trainer.callback_metrics)
+
     def _save_into_memory(self, engine: Engine, trainer: Trainer) -> None:
         """Have ``trainer`` save into the memory of the hosts, after the callbacks of a batch, what
         it saves on disk.

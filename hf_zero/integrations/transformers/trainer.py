@@ -280,12 +280,15 @@ def add_figures(
     original: Original, self: Trainer, logs: dict[str, float], start_time: float | None = None
 ) -> None:
     """Wraps ``Trainer.log``: the logs of training have the engine's figures, too, so that every
-    reporter gets them. A name that the Trainer has itself keeps the Trainer's value.
+    reporter gets them. A name that the Trainer has itself keeps the Trainer's value. The results of
+    an evaluation join the engine's figures.
     """
+    if (engine := engine_of(self)) is not None:
+        engine.measures.note_evaluation(engine, logs)
     if under_zero(self) and "loss" in logs:
         from hf_zero.measures.figures import tracked
 
-        figures = tracked(getattr(engine_of(self), "figures", {}))
+        figures = tracked({} if engine is None else engine.figures)
         script_logs, logs = logs, TrainingLogs({**figures, **logs})
         logs.figures = figures.keys() - script_logs.keys()
     original(self, logs, start_time)

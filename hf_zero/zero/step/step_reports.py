@@ -216,6 +216,9 @@ class StepMeasures(Generic[Engine]):
     def plan_steps(self, steps: int) -> None:
         """Record the number of steps after which the run will end."""
 
+    def note_evaluation(self, engine: Engine, values: Mapping[str, object]) -> None:
+        """Record those of a script's logged ``values`` that are results of an evaluation."""
+
     def saving(self, engine: Engine, folder: str) -> None:
         """Write out all figures: a checkpoint is about to be saved in ``folder``."""
 
