@@ -155,7 +155,9 @@ def run(name: str, folders: list[Path], quick: bool) -> Row:
     with guarded() as environment:
         environment |= {**VARIABLES, "PYTHONPATH": path}
         try:
-            findings = json.loads(output("-c", DOCTOR, "doctor", "--json", **environment))
+            findings = json.loads(
+                output("-c", DOCTOR, "doctor", "--probe", "--json", **environment)
+            )
             row["broken"] = [
                 finding["name"] for finding in findings if finding["status"] == "broken"
             ]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -20,14 +21,15 @@ from rich.text import Text
 
 from hf_zero.cli.printing import AsJson, PrintableTable, print_json, print_table
 from hf_zero.config.variables import faults, is_off
+from hf_zero.logging import set_level
 
 Status = Literal["ok", "off", "broken"]
 COLORS = {"ok": "green", "off": "yellow", "broken": "red"}
 BROKEN = 1
 ATTACH = (
-    "When you open an issue, attach the output of `hf-zero doctor --json`, the configuration "
-    "(`hf-zero explain FILE --json`), the command, and the whole output of one rank with "
-    "HF_ZERO_LOG_LEVEL=debug."
+    "When you open an issue, attach the output of `hf-zero doctor --probe --json`, the "
+    "configuration (`hf-zero explain FILE --json`), the command, and the whole output of one rank "
+    "with HF_ZERO_LOG_LEVEL=debug."
 )
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -44,13 +46,23 @@ class Finding:
     detail: str
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Try what hf-zero relies on in each library; without it, only in releases that "
+            "the tests have not run with.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Report versions, devices, the slot in Accelerate and the kernels: which are active, and why
     others are not. Exit code 1 if something is broken.
 
-    Example: hf-zero doctor --json
+    Example: hf-zero doctor --probe --json
     """
-    findings = examine()
+    findings = examine(probe)
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -80,23 +92,30 @@ def smoke(
     Example: hf-zero smoke --ranks 2
     """
     from hf_zero.cli.launch import default_ranks
+    from hf_zero.cli.smoke import fork
+    from hf_zero.device import kinds
     from hf_zero.launch.front import carry_out
     from hf_zero.launch.plan import Request, plan
 
-    os.environ.setdefault("HF_ZERO_LOG_LEVEL", "error")
+    if "HF_ZERO_LOG_LEVEL" not in os.environ:
+        os.environ["HF_ZERO_LOG_LEVEL"] = "error"
+        set_level(logging.ERROR)  # of forks, which do not read the variable again
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun says so at length otherwise
     request = Request(
         "hf_zero.cli.smoke", ("--json",) if as_json else (), module=True, num_procs=ranks
     )
-    raise typer.Exit(carry_out(plan(request, default_ranks)))
+    launch = plan(request, default_ranks)
+    if kinds.accelerator() is not None or not launch.alone:
+        raise typer.Exit(carry_out(launch))
+    (start,) = launch.starts
+    raise typer.Exit(fork(len(start.host.slots), start.environment, request.arguments))
 
 
-def examine() -> list[Finding]:
-    return [
-        finding
-        for part in (_versions, _libraries, _environment, _devices, _slot, _kernels)
-        for finding in _whole(part)
-    ]
+def examine(probe: bool = False) -> list[Finding]:
+    """Return all findings; ``probe``: of probes of releases that tests have run with, too."""
+    others = (_environment, _devices, _slot, _kernels)
+    rest = (finding for part in others for finding in _whole(part))
+    return [*_whole(_versions), *_whole(_libraries, probe), *rest]
 
 
 def _ok(name: str, detail: str) -> Finding:
@@ -111,13 +130,13 @@ def _broken(name: str, detail: str) -> Finding:
     return Finding("", name, "broken", detail)
 
 
-def _whole(part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _whole(part: Callable[..., Iterator[Finding]], *arguments: object) -> Iterator[Finding]:
     """Yield the findings of ``part`` under its name. An error in it becomes a finding too, so that
     the other parts are still reported.
     """
     name = part.__name__.lstrip("_")
     try:
-        for finding in part():
+        for finding in part(*arguments):
             yield replace(finding, part=name)
     except Exception as error:
         reason = (str(error).strip().splitlines() or ["no message"])[0]
@@ -184,20 +203,35 @@ def _versions() -> Iterator[Finding]:
             )
 
 
-def _libraries() -> Iterator[Finding]:
-    from hf_zero.integrations.probes import examine_libraries
+def _libraries(probe: bool = False) -> Iterator[Finding]:
+    from importlib.metadata import PackageNotFoundError, version
 
-    for library in examine_libraries():
-        parts: dict[str, list[str]] = {}
-        for probe, reason in library.failed:
-            parts.setdefault(reason, []).append(probe.part)
-        for reason, off in parts.items():  # one missing name may switch off twenty parts
-            more = f" and {len(off) - 1} more are" if len(off) > 1 else " is"
-            text = f"{library.release} ({library.standing}): {off[0]}{more} off: {reason}"
-            yield _off(library.library, text)
-        if not library.failed:
-            probes = "" if library.standing == "tested" else ", but all probes hold"
-            yield _ok(library.library, f"{library.release}: {library.standing}{probes}")
+    from hf_zero.integrations import seams
+
+    for library in seams.RELEASES:
+        try:
+            release = version(library)
+        except PackageNotFoundError:
+            continue
+        standing = seams.standing(library, release)
+        if standing == "tested" and not probe:
+            yield _ok(library, f"{release}: tested")
+            continue
+        yield from _probed(library, release, standing)
+
+
+def _probed(library: str, release: str, standing: str) -> Iterator[Finding]:
+    from hf_zero.integrations.probes import failed_probes
+
+    parts: dict[str, list[str]] = {}
+    for probe, reason in failed_probes(library):
+        parts.setdefault(reason, []).append(probe.part)
+    for reason, off in parts.items():  # one missing name may switch off twenty parts
+        more = f" and {len(off) - 1} more are" if len(off) > 1 else " is"
+        yield _off(library, f"{release} ({standing}): {off[0]}{more} off: {reason}")
+    if not parts:
+        joined = "and" if standing == "tested" else "but"
+        yield _ok(library, f"{release}: {standing}, {joined} all probes hold")
 
 
 def _environment() -> Iterator[Finding]:

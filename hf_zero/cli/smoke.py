@@ -4,7 +4,9 @@ training in plain PyTorch.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +32,12 @@ def _model() -> torch.nn.Module:
     return nn.Sequential(*blocks, nn.Linear(FEATURES, 1))
 
 
+def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    import torch
+
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
 def _batches(ranks: int) -> list[torch.Tensor]:
     """Return the batches of the steps, float32[ranks × SAMPLES, FEATURES]."""
     import torch
@@ -41,10 +49,8 @@ def _batches(ranks: int) -> list[torch.Tensor]:
 
 def _plain(ranks: int) -> dict[str, torch.Tensor]:
     """Return the weights after the training in plain PyTorch, on whole batches."""
-    import torch
-
     model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = _optimizer(model)
     for batch in _batches(ranks):
         model(batch).square().mean().backward()
         optimizer.step()
@@ -77,6 +83,40 @@ def _sharded(stage: int, folder: Path, rank: int, ranks: int) -> dict[str, torch
     weights = engine.state_dict()
     engine.destroy()
     return weights
+
+
+def fork(ranks: int, environment: Mapping[str, str], arguments: Sequence[str]) -> int:
+    """Run :func:`main` on CPU ranks that are forks of this process, and return the exit code of the
+    first that ends with another one than 0: torch, whose import takes longer than the training, is
+    imported once. A process that has asked for GPUs must not fork.
+    """
+    from torch.multiprocessing.spawn import (
+        ProcessExitedException,
+        ProcessRaisedException,
+        start_processes,
+    )
+
+    import hf_zero
+    from hf_zero.launch.hosts import free_port
+
+    os.environ.update(environment)
+    assert hf_zero.initialize is not None  # imported here, and with it what the engine consists of
+    _optimizer(_model())  # the first optimizer of a process imports torch's compiler
+    try:
+        start_processes(_fork, (ranks, free_port(), list(arguments)), ranks, start_method="fork")
+    except ProcessExitedException as ended:
+        return ended.exit_code
+    except ProcessRaisedException as error:
+        print(error, file=sys.stderr)
+        return WRONG
+    return 0
+
+
+def _fork(rank: int, ranks: int, port: int, arguments: list[str]) -> None:
+    names = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    names |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    os.environ.update(names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    sys.exit(main(arguments))
 
 
 def main(arguments: list[str]) -> int:
@@ -125,8 +165,8 @@ def _print(rows: list[JsonObject], ranks: int) -> None:
     print(
         "this machine trains with hf-zero"
         if all(row["right"] for row in rows)
-        else "weights differ from plain PyTorch's; attach this and `hf-zero doctor --json` to an "
-        "issue"
+        else "weights differ from plain PyTorch's; attach this and `hf-zero doctor --probe --json` "
+        "to an issue"
     )
 
 

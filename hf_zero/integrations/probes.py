@@ -1,13 +1,13 @@
 """Probes of the installed libraries: small runs of what hf-zero relies on, for ``hf-zero doctor``.
 
-A probe is a function that returns, or raises with the reason. All of them take seconds. A part that
-needs a new one adds a row to ``PROBES``.
+A probe is a function that returns, or raises with the reason. All of them take seconds, most of
+them for imports, so that the doctor runs those of releases that no test ran with, and all if asked.
+A part that needs a new one adds a row to ``PROBES``.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import logging
 import tempfile
 import warnings
@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from hf_zero.errors import VerificationError
 from hf_zero.integrations import finder, seams
@@ -38,44 +36,18 @@ class Probe:
     run: Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Examination:
-    """The result of all probes of an installed library."""
-
-    library: str
-    release: str
-    failed: tuple[tuple[Probe, str], ...]  # with the reason
-
-    @property
-    def standing(self) -> str:
-        """The relation of the release to those of the tests."""
-        tested = SpecifierSet(seams.RELEASES[self.library])
-        release = Version(self.release).base_version
-        if tested.contains(release):
-            return "tested"
-        newer = Version(release) > min(Version(row.version) for row in tested)
-        return f"{'newer' if newer else 'older'} than tested ({tested})"
-
-
-def examine_libraries() -> Iterator[Examination]:
-    """Run the probes of each installed library of ``seams.RELEASES``."""
+def failed_probes(library: str) -> Iterator[tuple[Probe, str]]:
+    """Run the probes of an installed library; yield those that fail, with the reason."""
     finder.install_hooks()
-    for library in seams.RELEASES:
-        try:
-            release = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
+    for probe in PROBES:
+        if probe.library != library:
             continue
-        failed = []
-        for probe in PROBES:
-            if probe.library != library:
-                continue
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    probe.run()
-            except Exception as error:  # whatever another release raises is a finding
-                failed.append((probe, f"{type(error).__name__}: {error}"))
-        yield Examination(library, release, tuple(failed))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                probe.run()
+        except Exception as error:  # whatever another release raises is a finding
+            yield probe, f"{type(error).__name__}: {error}"
 
 
 def _hold(seam: seams.Seam) -> None:

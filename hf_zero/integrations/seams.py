@@ -31,6 +31,20 @@ OPEN = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 left_out: dict[str, str] = {}  # why a symbol was left as it is, by the target of its row
 
 
+def standing(library: str, release: str) -> str:
+    """Return the relation of an installed ``release`` to those that the tests have run with:
+    "tested", or how it differs.
+    """
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    tested, installed = SpecifierSet(RELEASES[library]), Version(Version(release).base_version)
+    if tested.contains(installed):
+        return "tested"
+    newer = installed > min(Version(row.version) for row in tested)
+    return f"{'newer' if newer else 'older'} than tested ({tested})"
+
+
 @dataclass(frozen=True)
 class Seam:
     """One wrapped symbol, a row of ``seams.toml``, which explains the fields."""

@@ -354,9 +354,30 @@ def test_smoke_finds_weights_that_differ(
     monkeypatch.setattr(smoke, "_sharded", wrong_at_2)
     assert run_ranks(2, lambda rank: smoke.main([])) == [smoke.WRONG, 0]
     out = capsys.readouterr().out
-    assert out.count("WRONG") == 1 and "hf-zero doctor --json" in out
+    assert out.count("WRONG") == 1 and "hf-zero doctor --probe --json" in out
     smoke._print([{"stage": 0, "largest_difference": 0.0, "right": True}], 2)
     assert "2 ranks, 6 steps, saved and resumed after step 3" in capsys.readouterr().out
+
+
+ENDS = """
+import os, sys
+from hf_zero.cli import smoke
+
+def main(arguments):
+    if arguments == ["raises"] and os.environ["RANK"] == "1":
+        raise ValueError("of rank 1")
+    return int(arguments[0]) if os.environ["RANK"] == "1" else 0
+
+smoke.main = main
+for argument in ("0", "5", "raises"):
+    print(smoke.fork(2, {"HOW": "forked"}, [argument]), os.environ["HOW"], flush=True)
+"""
+
+
+def test_forked_ranks_of_smoke_end_with_the_code_of_the_one_that_failed() -> None:
+    done = completed([sys.executable, "-c", ENDS])
+    assert done.stdout.splitlines() == ["0 forked", "5 forked", "1 forked"], done.stderr
+    assert "ValueError: of rank 1" in done.stderr
 
 
 def test_a_name_that_the_hub_cannot_be_asked_for_is_answered_at_once(

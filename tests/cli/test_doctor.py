@@ -32,9 +32,11 @@ def kernels() -> dict[str, doctor.Finding]:
 
 
 def test_the_command_knows_the_slot_the_devices_and_the_native_core() -> None:
-    shown = CliRunner().invoke(app, ["doctor", "--json"])
+    shown = CliRunner().invoke(app, ["doctor", "--probe", "--json"])
     found = {(row["part"], row["name"]): row for row in json.loads(shown.stdout)}
     assert found["versions", "torch"]["detail"] == torch.__version__
+    for library in ("torch", "transformers", "accelerate"):
+        assert found["libraries", library]["detail"].endswith(": tested, and all probes hold")
     for name in (("slot", "deepspeed"), ("slot", "entry point"), ("devices", "gloo")):
         assert found[name]["status"] == "ok"
     if torch.cuda.is_available():
@@ -80,7 +82,11 @@ def test_a_library_is_tested_or_newer_or_a_part_is_off(monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.metadata, "version", release)
     tested = dict.fromkeys(("torch", "transformers", "accelerate", "trl", "peft"), ">=2.11,<2.14")
     monkeypatch.setattr(seams, "RELEASES", tested)
-    rows = (("transformers", "slow masks", lambda: None), ("accelerate", "the slot", breaks))
+    rows = (
+        ("torch", "not tried", breaks),
+        ("transformers", "slow masks", lambda: None),
+        ("accelerate", "the slot", breaks),
+    )
     monkeypatch.setattr(probes, "PROBES", tuple(probes.Probe(*row) for row in rows))
     found = named(doctor._libraries)
     outside = "than tested (<2.14,>=2.11)"
@@ -93,6 +99,8 @@ def test_a_library_is_tested_or_newer_or_a_part_is_off(monkeypatch: pytest.Monke
         ),
         "trl": ("ok", f"0.9: older {outside}, but all probes hold"),
     }
+    off = f"{release('torch')} (tested): not tried is off: AttributeError: the cache is gone"
+    assert next(doctor._libraries(probe=True)).detail == off
 
 
 def test_both_folders_are_named_where_another_package_is_installed(tmp_path: Path) -> None:
