@@ -32,6 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ((3, 11), (3, 14))  # the oldest and the newest
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+IMPATIENT = ("--retries", "2", "--timeout", "20")  # of pip with an index that may be out of reach
 BUILDS = {"cpu": "the build for CPUs", "cuda": "the build for NVIDIA GPUs"}
 BROKEN = {(3, 14, 1): "the pinned networkx and torchvision refuse it for a bug of its dataclasses"}
 # Variables that let pip install elsewhere, or nothing, and report success.
@@ -47,6 +48,7 @@ SIZES = {
     "test": (60, 180),
     "lint": (90, 390),
     "docs": (20, 90),
+    "report": (35, 90),
     "triton": (200, 690),
 }
 RATE = 100 / 8  # MB/s: a line of 100 Mbit/s
@@ -111,12 +113,12 @@ class Environment:
             print(f"environment: {self.folder} is up to date")
             return
         wanted = tuple(sorted({*extras, *(before.extras if before else ())}))
-        build = asked or (before.torch if before else "cuda" if has_nvidia_driver() else "cpu")
-        size = self._describe(build, wanted, done)
         self._create()
+        build, reason = (asked or before.torch, "") if asked or before else self._choose_build()
+        size = self._describe(build, wanted, done, reason)
         Stamp(platform.python_version(), build, wanted, "").write(self.stamp)
         self._remove_half_written()
-        build = self._install_torch(build, asked)
+        self._install_torch(build)
         named = f"{ROOT}[{','.join(wanted)}]" if wanted else str(ROOT)
         self._pip(["--editable", named], size[1])
         self._refuse_elsewhere()
@@ -167,8 +169,37 @@ class Environment:
             and subprocess.run(pip, capture_output=True, env=self._settings()).returncode == 0
         )
 
-    def _describe(self, build: str, wanted: Sequence[str], done: Stamp | None) -> tuple[int, int]:
-        """Print what is installed; return MB of downloads and on disk.
+    def _choose_build(self) -> tuple[str, str]:
+        """Return the build of torch for this machine, before anything of it is announced, and why
+        it is another one than that for CPUs where there is no GPU.
+
+        Raises Refused if no index can be reached.
+        """
+        if has_nvidia_driver():
+            return "cuda", ""
+        version = pinned("torch")
+        code, output = self._versions_of("torch", "--extra-index-url", CPU_INDEX, *IMPATIENT)
+        if code == 0 and f"{version}+cpu" in output:
+            return "cpu", ""
+        if self._versions_of("packaging", "--retries", "0")[0]:
+            self.log.write_text(output)
+            raise Refused(explained(output, self.log))
+        why = "cannot be reached" if re.search(NETWORK, output) else "has no build for CPUs"
+        return "cuda", (
+            f"PyTorch's index {why} (torch {version}, Python "
+            "{}.{}); HF_ZERO_TORCH=cpu prevents the build with CUDA".format(*sys.version_info)
+        )
+
+    def _versions_of(self, package: str, *options: str) -> tuple[int, str]:
+        """Return the exit code and the output of pip's list of versions of ``package``."""
+        ask = [self.python, "-I", "-m", "pip", "index", "versions", *options, package]
+        done = subprocess.run(ask, capture_output=True, text=True, env=self._settings())
+        return done.returncode, done.stdout + done.stderr
+
+    def _describe(
+        self, build: str, wanted: Sequence[str], done: Stamp | None, reason: str
+    ) -> tuple[int, int]:
+        """Print ``reason`` and what is installed; return MB of downloads and on disk.
 
         Raises Refused if the disk has no room for it.
         """
@@ -183,20 +214,13 @@ class Environment:
             parts = [*added]
         if build == "cpu" and "test" in added:
             parts.append("triton")
-        size = announced(parts)
-        self._announce(f"{what} {self.folder}", size)
-        return size
-
-    def _announce(self, what: str, size: tuple[int, int]) -> None:
-        """Print ``what`` is installed, how large it is and how long that takes.
-
-        Raises Refused if the disk has no room for it.
-        """
-        load, disk = size
+        load, disk = size = announced(parts)
+        if reason:
+            print(f"environment: {reason}", flush=True)
         minutes = max(1, round((load / RATE + disk / INSTALLED) / 60))
         long = f"about {minutes} min at 100 Mbit/s"
         sizes = f"{load:,} MB to download, {disk / 1000:.1f} GB on disk, {long}, once"
-        print(f"environment: {what}{': ' if load else ''}{sizes if load else ''}", flush=True)
+        print(f"environment: {what} {self.folder}{f': {sizes}' if load else ''}", flush=True)
         parent = next(folder for folder in (self.folder, *self.folder.parents) if folder.is_dir())
         stamp = Stamp.read(self.stamp)
         present = 0.0  # of an installation that was interrupted
@@ -209,6 +233,7 @@ class Environment:
                 f"{parent} has {free / 1000:.1f} GB free and {needed / 1000:.1f} GB are needed; "
                 "make room, or set HF_ZERO_VENV to a folder on another disk"
             )
+        return size
 
     def _create(self) -> None:
         """Make the environment, or make it anew where an interruption left it without pip.
@@ -252,39 +277,30 @@ class Environment:
         """Return the variables of pip's process."""
         return {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
 
-    def _install_torch(self, build: str, asked: str) -> str:
-        """Install the pinned torch and return its build.
+    def _install_torch(self, build: str) -> None:
+        """Install the pinned torch.
 
         A build for CPUs is looked for in PyTorch's index and in the places that pip's settings
-        name; ``===`` keeps pip from taking it for the ordinary one. With a constraint on torch in
-        those settings, pip calls an absent build a conflict. Raises Refused.
+        name; ``===`` keeps pip from taking it for the ordinary one. Raises Refused.
         """
         version = pinned("torch")
-        if build == "cpu":
-            wheel = ["--extra-index-url", CPU_INDEX, "--no-deps", f"torch=={version}+cpu"]
-            try:
-                self._pip([*wheel, "--retries", "2", "--timeout", "20"], SIZES["cpu"][1])
-                return "cpu"
-            except Refused as error:
-                output = self.log.read_text()
-                if asked or not re.search(ABSENT, output):
-                    raise
-                self._refuse_without_index(error)
-            reason = "cannot be reached" if re.search(NETWORK, output) else "has no build for CPUs"
-            self._announce(
-                f"PyTorch's index {reason} (torch {version}, Python "
-                "{}.{}); installs the build with CUDA instead, which HF_ZERO_TORCH=cpu "
-                "prevents".format(*sys.version_info),
-                SIZES["cuda"],
+        if build == "cuda":
+            self._pip([f"torch==={version}"], SIZES["cuda"][1])
+            return
+        wheel = f"torch=={version}+cpu"
+        try:
+            self._pip(
+                ["--extra-index-url", CPU_INDEX, "--no-deps", wheel, *IMPATIENT], SIZES["cpu"][1]
             )
-        self._pip([f"torch==={version}"], SIZES["cuda"][1])
-        return "cuda"
-
-    def _refuse_without_index(self, error: Refused) -> None:
-        """Raise Refused if the package index cannot be reached either."""
-        ask = [self.python, "-I", "-m", "pip", "index", "versions", "--retries", "0", "packaging"]
-        if subprocess.run(ask, capture_output=True, env=self._settings()).returncode:
-            raise Refused(explained(self.log.read_text(), self.log)) from error
+        except Refused as error:
+            lost = re.search(NETWORK, self.log.read_text())
+            if lost is None or self._versions_of("packaging", "--retries", "0")[0]:
+                raise
+            raise Refused(
+                f"PyTorch's index, {CPU_INDEX}, cannot be reached ({lost[0]}): allow it, name a "
+                f"place that has {wheel} in PIP_FIND_LINKS, or set HF_ZERO_TORCH=cuda for the "
+                f"ordinary build of {SIZES['cuda'][0]:,} MB (pip's output: {self.log})"
+            ) from error
 
     def _pip(self, arguments: Sequence[str], disk: int) -> None:
         """Install ``arguments`` under the constraints; show progress towards ``disk`` MB.
@@ -321,21 +337,23 @@ class Environment:
 
 
 class Progress:
-    """A bar on a terminal: MB written to the disk since it began, of those expected.
+    """MB written to the disk since it began, of those expected: a bar on a terminal; elsewhere a
+    line every 15 seconds.
 
     pip's own bars would be dozens, one for each package.
     """
 
     WIDTH = 24
+    LINES_SECONDS = 15.0
 
     def __init__(self, folder: Path, expected: int) -> None:
         self.folder, self.expected = folder, expected
         self.used, self.began = shutil.disk_usage(folder).used, time.monotonic()
         self.doing = ""
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._draw, daemon=True)
-        if sys.stderr.isatty():
-            self._thread.start()
+        draw = self._draw if sys.stderr.isatty() else self._print
+        self._thread = threading.Thread(target=draw, daemon=True)
+        self._thread.start()
 
     def line(self, text: str) -> None:
         """Take a line of pip's output: the package that it collects, downloads or installs."""
@@ -346,23 +364,26 @@ class Progress:
     def stop(self) -> None:
         """Remove the bar."""
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
+        if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def _draw(self) -> None:
         while not self._ended.wait(0.5):
-            megabytes = max(0, shutil.disk_usage(self.folder).used - self.used) // 10**6
-            part = min(0.99, megabytes / self.expected)
+            part, text = self._state()
             bar = ("#" * round(self.WIDTH * part)).ljust(self.WIDTH, ".")
-            minutes, seconds = divmod(int(time.monotonic() - self.began), 60)
-            print(
-                f"\r\x1b[K  [{bar}] {megabytes:,} of {self.expected:,} MB  {minutes}:{seconds:02}  "
-                f"{self.doing[:32]}",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"\r\x1b[K  [{bar}] {text}", end="", file=sys.stderr, flush=True)
+
+    def _print(self) -> None:
+        while not self._ended.wait(self.LINES_SECONDS):
+            print(f"environment: {self._state()[1]}", flush=True)
+
+    def _state(self) -> tuple[float, str]:
+        """Return the part of the bytes that is there, and a line about it."""
+        megabytes = max(0, shutil.disk_usage(self.folder).used - self.used) // 10**6
+        minutes, seconds = divmod(int(time.monotonic() - self.began), 60)
+        line = f"{megabytes:,} of {self.expected:,} MB  {minutes}:{seconds:02}  {self.doing[:32]}"
+        return min(0.99, megabytes / self.expected), line.rstrip()
 
 
 def announced(parts: Sequence[str]) -> tuple[int, int]:
@@ -427,7 +448,6 @@ def digest() -> str:
     return state.hexdigest()
 
 
-ABSENT = "No matching distribution found|ResolutionImpossible"
 NETWORK = (
     "NewConnectionError|NameResolutionError|Temporary failure in name resolution|ConnectTimeout"
     "|Network is unreachable|ReadTimeout|ProxyError|SSLError|ConnectionResetError"

@@ -78,7 +78,7 @@ def table(run: dict[str, Any]) -> Table:
     shown.add_row("model folder", run["model"])
     folder = Path(run["checkpoint"]).parent
     shown.add_row("page of the run", f"{folder}/report.html")
-    shown.add_row("the command that writes it", f"hf-zero report {folder}")
+    shown.add_row("the command that wrote it", f"hf-zero report {folder}")
     return shown
 
 

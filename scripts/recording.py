@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DRAWINGS = ROOT / "scripts" / "bench" / "results", ROOT / "hf_zero" / "docs" / "drawings"
 COMMANDS = {name: f"bash scripts/{name}" for name in ("quickstart", "test")}
-NAMES = {"python": "Python", "torch": "torch", "triton": "Triton", "transformers": "Transformers"}
+NAMES = {"python": "Python", "torch": "torch", "transformers": "Transformers", "triton": "Triton"}
 
 COLUMNS = 100
 ROWS, MORE = 28, 8  # lines of a picture of one command, and for a second one
@@ -45,7 +45,9 @@ REPEATED = re.compile(
 ENDS = ((3, 2), (2, 2), (2, 1), (1, 1), (0, 1))  # first and last lines of a run, by preference
 
 SIZE, ADVANCE, PITCH = 12, 7.22, 16  # of type in px: height, width of a letter, from line to line
+SMALL = 11  # of the title bar
 PADDING, BAR, CLOCK = 16, 30, 44  # margin, height of the title bar, width for times, in px
+DOTS = 56  # width of the dots of the title bar, and of the space beside them
 SECONDS = 5.0  # of the animation: one that is longer needs a button to stop it
 LONGEST = 0.08  # of the animation: a pause between two lines
 
@@ -218,6 +220,7 @@ def drawing(rows: Sequence[Row], scheme: str) -> str:
         )
         y += PITCH
     height = round(y - PITCH + PADDING)
+    letters = int((width - 2 * PADDING - DOTS) / (ADVANCE * SMALL / SIZE))
     title = "A terminal: " + " and ".join(line.text[2:] for line in shown if line.kind == "prompt")
     return "\n".join(
         [
@@ -239,17 +242,25 @@ def drawing(rows: Sequence[Row], scheme: str) -> str:
                 for place in range(3)
             ),
             f'<text x="{width - PADDING}" y="{BAR / 2 + 4:g}" fill="{colors["faint"]}" '
-            f'font-size="11" text-anchor="end">{escape(caption(rows[0]))}</text>',
+            f'font-size="{SMALL}" text-anchor="end">{escape(caption(rows[0], letters))}</text>',
             *body,
             "</svg>\n",
         ]
     )
 
 
-def caption(about: Row) -> str:
-    """Return the words of the title bar: the machine, versions and the date of a log."""
-    versions = ", ".join(f"{NAMES[name]} {version}" for name, version in about["versions"].items())
-    return f"{about['cpu']}, {about['cores']} cores · {versions} · {about['date']}"
+def caption(about: Row, letters: int) -> str:
+    """Return the words of the title bar, ``letters`` at most: the machine, as many versions as fit,
+    and the date of a log.
+    """
+    cpu, known = re.sub(r"\((R|TM)\)", "", about["cpu"]), about["versions"]
+    versions = [f"{words} {known[name]}" for name, words in NAMES.items() if name in known]
+    for count in range(len(versions), 0, -1):
+        shown = ", ".join(versions[:count])
+        text = f"{cpu}, {about['cores']} cores · {shown} · {about['date']}"
+        if len(text) <= letters:
+            break
+    return text[:letters]
 
 
 def delays(shown: Sequence[Line]) -> list[float]:

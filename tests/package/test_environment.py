@@ -29,6 +29,7 @@ env >"{folder}/variables"
 case "$*" in
     *--version*) exit {pip} ;;
     *find_spec*) exit {found} ;;
+    *"pip index"*torch*) echo "{versions}"; exit {torch} ;;
     *"pip index"*) exit {index} ;;
     *{absent}*) cat "{folder}/said"; exit 1 ;;
 esac
@@ -52,16 +53,21 @@ def answer(
     absent: str = "nothing",
     said: str = "",
     *,
+    versions: str | None = None,
+    torch: int = 0,
     index: int = 0,
     pip: int = 0,
     found: int = 0,
 ) -> None:
-    """Let pip fail with the output ``said`` for arguments that contain ``absent``; the others are
-    exit codes of ``pip index``, of ``pip --version`` and of the search for what was installed.
+    """Let pip fail with the output ``said`` for arguments that contain ``absent``, and answer
+    ``pip index versions torch`` with ``versions``; the others are exit codes of this command, of
+    that for another package, of ``pip --version`` and of the search for what was installed.
     """
     (folder / "said").write_text(said)
     python = folder / "bin" / "python"
-    python.write_text(STUB.format(folder=folder, absent=absent, index=index, pip=pip, found=found))
+    known = f"torch ({script.pinned('torch')}+cpu)" if versions is None else versions
+    codes = {"torch": torch, "index": index, "pip": pip, "found": found}
+    python.write_text(STUB.format(folder=folder, absent=absent, versions=known, **codes))
     python.chmod(0o755)
 
 
@@ -92,11 +98,14 @@ ABSENT = "ERROR: No matching distribution found for torch==2.13.0+cpu\n"
 def test_the_ordinary_build_comes_where_there_is_none_for_cpus(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(folder, "+cpu", ABSENT)
-    assert prepare(folder)[1].endswith(f"torch==={script.pinned('torch')}")
-    line = capsys.readouterr().out.splitlines()[1]
-    assert "no build for CPUs" in line and f"{script.SIZES['cuda'][0]:,} MB to download" in line
-    assert script.Stamp.read(folder / "hf-zero.json").torch == "cuda"
+    for said, why in (("torch (2.12)", "no build for CPUs"), ("NameResolutionError", "be reached")):
+        (folder / "hf-zero.json").unlink(missing_ok=True)
+        answer(folder, versions=said, torch=int(why == "be reached"))
+        assert prepare(folder)[0].endswith(f"torch==={script.pinned('torch')}")
+        reason, line, _ = capsys.readouterr().out.splitlines()
+        assert why in reason and "HF_ZERO_TORCH=cpu" in reason
+        assert f"{script.SIZES['cuda'][0]:,} MB to download" in line, "and no other size"
+        assert script.Stamp.read(folder / "hf-zero.json").torch == "cuda"
 
 
 def test_what_is_installed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +172,36 @@ def test_a_build_that_does_not_exist(folder: Path) -> None:
     answer(folder, "+cpu", ABSENT)
     with pytest.raises(script.Refused, match=r"no release of torch==\S+\+cpu for Python"):
         prepare(folder, HF_ZERO_TORCH="cpu")
+    lost = f"WARNING: NameResolutionError\n{ABSENT}"
+    answer(folder, "+cpu", lost)
+    said = (
+        r"PyTorch's index, \S+, cannot be reached \(NameRes.*PIP_FIND_LINKS, or set HF_ZERO_TORCH"
+    )
+    with pytest.raises(script.Refused, match=said):
+        prepare(folder, HF_ZERO_TORCH="cpu")
+    answer(folder, "+cpu", lost, index=1)
+    with pytest.raises(script.Refused, match="the package index cannot be reached"):
+        prepare(folder, HF_ZERO_TORCH="cpu")
     # without a network no gigabytes are promised
-    answer(folder, "+cpu", f"WARNING: NameResolutionError\n{ABSENT}", index=1)
-    with pytest.raises(script.Refused, match="cannot be reached"):
+    (folder / "hf-zero.json").unlink()
+    answer(folder, versions=lost.replace("\n", " "), torch=1, index=1)
+    with pytest.raises(script.Refused, match="the package index cannot be reached"):
         prepare(folder)
+
+
+def test_output_into_a_file_has_a_line_now_and_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script.Progress, "LINES_SECONDS", 0.01)
+    progress = script.Progress(folder, 5300)
+    progress.line("Downloading torch-2.13.0-cp311-linux_x86_64.whl (200 MB)")
+    line = ""
+    while "downloading torch" not in line:
+        line += capsys.readouterr().out
+    progress.stop()
+    assert re.search(
+        r"^environment: \d+ of 5,300 MB  0:0\d  downloading torch$", line, re.MULTILINE
+    )
 
 
 OUTPUTS = {
