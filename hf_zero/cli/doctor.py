@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -150,21 +151,36 @@ def _own_version(imported: Path) -> Finding:
     """
     from importlib.metadata import PackageNotFoundError, distribution
 
+    import hf_zero
+
+    version = f"{hf_zero.__version__}{_commit(imported.parent)}"
     try:
         dist = distribution("hf-zero")
     except PackageNotFoundError:
-        return _ok("hf-zero", f"a tree of sources at {imported}")
+        return _ok("hf-zero", f"{version}, a tree of sources at {imported}")
     origin = json.loads(dist.read_text("direct_url.json") or "{}")
     editable = origin.get("dir_info", {}).get("editable", False)
     root = url2pathname(urlparse(origin["url"]).path) if editable else dist.locate_file("")
     installed = Path(str(root), "hf_zero").resolve()
     if installed == imported:
-        return _ok("hf-zero", f"{dist.version} at {imported}")
+        return _ok("hf-zero", f"{version} at {imported}")
     return _off(
         "hf-zero",
-        f"imported from {imported}, but installed is {dist.version} at {installed}: PYTHONPATH or "
-        "the working folder comes first; leave it, or pip install that folder",
+        f"{version}, imported from {imported}, but installed is {dist.version} at {installed}: "
+        "PYTHONPATH or the working folder comes first; leave it, or pip install that folder",
     )
+
+
+def _commit(folder: Path) -> str:
+    """Return the commit of a checkout in ``folder``, in brackets; empty if it is none."""
+    if not (folder / ".git").exists() or (git := shutil.which("git")) is None:
+        return ""
+    command = [git, "-C", str(folder), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return ""
+    return f" (commit {done.stdout.strip()})" if done.returncode == 0 else ""
 
 
 def _versions() -> Iterator[Finding]:

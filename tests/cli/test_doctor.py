@@ -15,11 +15,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import hf_zero
 from hf_zero.cli import doctor
 from hf_zero.cli.app import app
 from hf_zero.integrations import probes, seams
 from hf_zero.ops import dispatch, native
 from tests.helpers.accelerators import play_accelerator
+from tests.helpers.commands import completed
 
 
 def named(part: Callable[[], Iterator[doctor.Finding]]) -> dict[str, doctor.Finding]:
@@ -106,9 +108,27 @@ def test_a_library_is_tested_or_newer_or_a_part_is_off(monkeypatch: pytest.Monke
 def test_both_folders_are_named_where_another_package_is_installed(tmp_path: Path) -> None:
     found = doctor._own_version(tmp_path / "hf_zero")
     assert found.status == "off"
-    assert re.search(rf"imported from {tmp_path}/hf_zero, but installed is \S+ at /", found.detail)
+    assert re.search(
+        rf", imported from {tmp_path}/hf_zero, but installed is \S+ at /", found.detail
+    )
     installed = Path(re.findall(r" at (\S+): ", found.detail)[0])
     assert doctor._own_version(installed).status == "ok"
+
+
+def test_a_checkout_has_its_commit_beside_the_version(tmp_path: Path) -> None:
+    assert doctor._commit(tmp_path) == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
+    completed([*git, "init", "--quiet"], check=True)
+    assert doctor._commit(tmp_path) == "", "no commit yet"
+    (tmp_path / "file").write_text("a")
+    completed([*git, "add", "file"], check=True)
+    completed([*git, "commit", "--quiet", "--message", "first"], check=True)
+    completed([*git, "tag", "v1"], check=True)
+    assert re.fullmatch(r" \(commit [0-9a-f]{7,}\)", doctor._commit(tmp_path))
+    (tmp_path / "file").write_text("b")
+    assert doctor._commit(tmp_path).endswith("-dirty)")
+    found = doctor._own_version(tmp_path / "hf_zero")
+    assert found.detail.startswith(f"{hf_zero.__version__}{doctor._commit(tmp_path)}, imported")
 
 
 def test_what_turns_the_slot_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from hf_zero.checkpoint import storage
 from hf_zero.errors import CheckpointError, ConfigError
@@ -87,7 +88,13 @@ def test_a_release_has_notes_of_its_version(monkeypatch: pytest.MonkeyPatch) -> 
     version, text = (ROOT / "VERSION").read_text().strip(), (ROOT / "CHANGELOG.md").read_text()
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"file": "VERSION"}
     assert f"`{version}, alpha` · " in (ROOT / "README.md").read_text()
-    assert "### Added" in notes(version, text) and "## " not in notes(version, text)[:3]
+    sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    last = next(name.split(" - ")[0] for name in sections if name[0].isdecimal())
+    assert "### Added" in notes(last, text) and "## " not in notes(last, text)[:3]
+    if sections[0] == "Unreleased":
+        assert Version(version).is_devrelease and Version(version) > Version(last)
+    else:
+        assert version == last
     with pytest.raises(SystemExit, match=r"no section `## 9\.0\.0 - DATE` with notes; write it"):
         notes("9.0.0", text)
     with pytest.raises(SystemExit, match="no section"):
