@@ -153,9 +153,9 @@ class GatheredParameters:
         for engine, parameters in written.items():
             names = listed([name_of(parameter) for parameter in parameters], 6)
             digest = hashlib.sha256(repr([name_of(p) for p in parameters]).encode())
-            for parameter in parameters:
-                if not sharding_of(parameter).axes:  # ranks have parts of others
-                    values = parameter.detach().contiguous().cpu().view(-1).view(torch.uint8)
+            for whole in parameters:
+                if not sharding_of(whole).axes:  # ranks have parts of others
+                    values = whole.detach().contiguous().cpu().view(-1).view(torch.uint8)
                     digest.update(values.numpy().tobytes())
             what = f"write to {names} inside GatheredParameters(modifier_rank=None)"
             if not engine.schedule.equal_on_all(what, int(digest.hexdigest()[:15], 16)):
@@ -164,9 +164,9 @@ class GatheredParameters:
                     "GatheredParameters(modifier_rank=None) that other ranks have not; write the "
                     "same values on all ranks, or pass modifier_rank=0 and write on rank 0"
                 )
-            for parameter in parameters:
-                if owner_of(parameter).sharded:
-                    self._keep(parameter, None)
+            for whole in parameters:
+                if owner_of(whole).sharded:
+                    self._keep(whole, None)
 
     @torch.no_grad()
     def keep(self) -> None:
