@@ -175,7 +175,7 @@ class Engine(TrainingEngine):
         as they are. Raises CheckpointError, on all ranks, if a save in the background has failed:
         the step is complete by then.
         """
-        ends_window = self.accumulation.ends_by_step
+        before = self.counters.global_steps
         was_broken = self.changes.broken
         try:
             with self.measures.step(self):
@@ -184,6 +184,7 @@ class Engine(TrainingEngine):
             if self.memory_checkpoints is not None and self.changes.broken != was_broken:
                 self.memory_checkpoints.has_stepped = False  # the newest one replaces the state
             raise
+        ends_window = self.counters.global_steps > before
         if ends_window and self.training_dataloader is not None:
             self.window_start.note(self)
         if ends_window and self.async_saves.writer is not None:

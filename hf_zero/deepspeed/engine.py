@@ -115,8 +115,9 @@ class DeepSpeedEngine(ReportingEngine):
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """Run :meth:`hf_zero.Engine.step`. ``lr_kwargs`` are passed to the scheduler's step."""
         self._states_away.refuse("a step")
-        ends = self.is_gradient_accumulation_boundary()
+        before = self.counters.global_steps
         self._step(lr_kwargs)
+        ends = self.counters.global_steps > before
         if ends and self.optimizer is not None:
             self.optimizer._global_grad_norm = self.grad_norm_tensor()
         if "tput_timer" in self.__dict__:

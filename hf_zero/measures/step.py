@@ -172,9 +172,11 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         ends_window = engine.accumulation.ends_by_step
         if self._figures is not None and ends_window:
             self._figures.begin_step(engine)
+        before = engine.global_steps
         with self.times.timed("step"):
             yield
         number = engine.global_steps
+        ends_window = ends_window and number > before  # else it has counted nothing
         if self.times.on:
             self.times.end(ends_window, number)
         if not ends_window:

@@ -33,6 +33,11 @@ from hf_zero.zero.step.captured_step import CapturedStep
 from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_pending_update
 from hf_zero.zero.step.step_reports import SanityChecks
 
+NO_GRADIENT = (
+    "step() has no gradient: there was no backward since the last step or zero_grad(), or its loss "
+    "does not depend on a parameter that trains; call engine.backward(loss) first, and zero_grad() "
+    "not between it and step()"
+)
 _ready = attrgetter("gradient.ready")
 
 
@@ -65,6 +70,17 @@ class AccumulationWindow:
         self.announced, self.unannounced = 0, False
         # these counts before the last backward
         self.counts_before = (0, 0, False)
+        # since the last step(): whether a backward was called or a gradient written, even if no
+        # hook of the model ran, and whether zero_grad() has dropped one
+        self.asked = self.was_dropped = False
+        self.steps = 0  # calls of step() that have counted
+        self.forwards = 0  # those with gradients before the last of these
+        self.restarts = 0  # of windows that had begun, in the run
+        self.restarts_in_a_row = 0  # since the last update
+        # Whether the script calls optimizer.zero_grad() after every micro-batch inside a window;
+        # None before the second micro-batch of the first window.
+        self.zeroes_inside: bool | None = None
+        self.zeroed = False  # it has, since the last micro-batch
 
     @property
     def ends(self) -> bool:
@@ -85,6 +101,42 @@ class AccumulationWindow:
         if not self.micro_batches:
             self.before = replace(counters)
         self.micro_batches += 1
+        self.zeroed = False
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Return whether no backward has come since the last ``step()`` or ``zero_grad()``."""
+        came = self.announced or self.unannounced or self.asked
+        return not (came or (self.micro_batches and not self.managed))
+
+    def begin_backward(self, closes: bool) -> None:
+        """Count a backward; ``closes``: it was not announced that more of its window follow."""
+        if self.managed and self.micro_batches and not (self.announced or self.unannounced):
+            self.zeroes_inside = self.zeroed and self.zeroes_inside is not False
+        self.counts_before = self.micro_batches, self.announced, self.unannounced
+        if not self.managed:
+            self.micro_batches += 1
+        elif closes:
+            self.unannounced = True
+        else:
+            self.announced += 1
+
+    def keeps_at_zero_grad(self) -> bool:
+        """Return whether ``optimizer.zero_grad()`` now leaves the window as it is: inside one, from
+        a script that calls it after every micro-batch, as it calls ``step()``.
+        """
+        if not (self.managed and self.micro_batches and self.awaits_backward):
+            return False
+        self.zeroed = True
+        return self.zeroes_inside is not False
+
+    def restart(self) -> None:
+        """Begin another window: the gradients of this one have been dropped."""
+        self.was_dropped |= not self.awaits_backward
+        if self.micro_batches or not self.awaits_backward:
+            self.restarts += self.managed
+            self.restarts_in_a_row += bool(self.micro_batches)
+        self.take_count(restart=True)
 
     def take_count(self, restart: bool = False) -> int:
         """Return, and reset, the number of micro-batches since the last ``step()`` or
@@ -93,9 +145,17 @@ class AccumulationWindow:
         """
         count = max(1, self.announced + self.unannounced) if self.managed else self.micro_batches
         self.announced, self.unannounced = 0, False
+        self.asked = False
         if restart:
             self.micro_batches = 0
         return count
+
+    def end_step(self, forwards: int) -> None:
+        """Record a call of ``step()`` that has counted a micro-batch, after ``forwards`` with
+        gradients in the run.
+        """
+        self.steps += 1
+        self.forwards, self.was_dropped = forwards, False
 
     def set_micro_steps(self, micro_steps: int) -> None:
         """Set the place in the window after ``micro_steps`` micro-batches in the whole run."""
@@ -238,6 +298,7 @@ class PassRunner:
                 "depends on trains"
             )
         self.reduce_stray_gradients()
+        self._window.asked = True
         self._sanity.on_loss(loss)
         with self.losses.carrying(loss.dtype, weight) as scale:
             root = loss.float() * scale if scale != 1.0 else loss
@@ -280,6 +341,7 @@ class PassRunner:
         rank: they carry its loss scale.
         """
         self.reduce_stray_gradients()
+        self._window.asked = True
         with self.losses.carrying(torch.float32, None), ExitStack() as announced:
             for output in outputs:
                 announced.enter_context(self.hooks.announced(output))
@@ -302,14 +364,8 @@ class PassRunner:
             refuse_switched(self._model.flats)
             refuse_pending_update(step.updater, "another backward")
             self._sanity.on_backward(window.managed and closes)
-        window.counts_before = window.micro_batches, window.announced, window.unannounced
+        window.begin_backward(closes)
         alone = not any(window.counts_before)
-        if not window.managed:
-            window.micro_batches += 1
-        elif closes:
-            window.unannounced = True
-        else:
-            window.announced += 1
         weight, unscale = self.losses.begin(1.0 / window.accumulation_steps)
         ends_window = window.syncs and window.ends
         # Every condition must be equal on all ranks: ``failed_writes`` is a collective.
@@ -348,6 +404,7 @@ class PassRunner:
         updater, scale = self._optimizer_step.updater, self.losses.scaler.scale
         if self._optimizer_step.was_updated_in_backward(flat.unit):
             refuse_pending_update(updater, f"writing {name}.grad")
+        self._window.asked = True
         self.reducer.wait_for_offload()
         flat.optimizer_shard.wait_for_update()
         flat.gradient.write(name, value, scale * self.reducer.unreduced_scale(flat), scale)
@@ -372,16 +429,32 @@ class PassRunner:
                 "gradients that are not reduced; leave the no_sync block first"
             )
 
+    def has_micro_batch(self) -> bool:
+        """Return whether a ``step()`` now counts a micro-batch: there was a backward since the last
+        one, or another rank may have had one, where backwards inside a window send nothing.
+
+        Raises PartitionError if ``zero_grad()`` has dropped that backward, and before the first.
+        """
+        window = self._window
+        if self._optimizer_step.bound is None or not window.awaits_backward:
+            return True
+        if self.hooks.forwards != window.forwards and not window.was_dropped:
+            # perhaps a batch without a loss
+            shared = self._model.mesh.pp_stage_ranks > 1 and not self._model.policy.shards_gradients
+            if shared or (not window.micro_batches and window.ends_by_step):
+                return True
+        if window.was_dropped or not window.steps:
+            self._optimizer_step.applied = False
+            raise PartitionError(NO_GRADIENT)
+        self._sanity.on_empty_step()
+        return False
+
     def reduce_for_step(self) -> None:
         """Reduce the rest of the window (collective). Raises PartitionError without a gradient."""
         self._reduce_accumulated()
         trainable = self._model.trainable
         if trainable and not any(map(_ready, trainable)):
-            raise PartitionError(
-                "step() has no gradient: there was no backward since the last step or zero_grad(), "
-                "or its loss does not depend on a parameter that trains; call "
-                "engine.backward(loss) first, and zero_grad() not between it and step()"
-            )
+            raise PartitionError(NO_GRADIENT)
 
     def refuse_unused(self) -> None:
         """Raise UnusedParameterError, on all ranks, for trainable parameters without a gradient on

@@ -340,7 +340,7 @@ class TrainingEngine(EngineParts):
     @torch.no_grad()
     def step(self) -> None:
         """At the end of an accumulation window clip, update, and step the scheduler; elsewhere only
-        count the micro-batch.
+        count the micro-batch. Without a backward since the last call it counts nothing, and warns.
 
         In fp16 an overflowed gradient skips the update: weights, optimizer and scheduler are
         unchanged.
@@ -354,8 +354,11 @@ class TrainingEngine(EngineParts):
         self.pass_runner.reduce_stray_gradients()
         self.sharded_model.patches.check()
         self.pass_runner.refuse_unusable()
+        if not self.pass_runner.has_micro_batch():
+            return
         self.optimizer_step.applied = False
         window = self.accumulation
+        window.end_step(self.pass_runner.hooks.forwards)
         if not ends_window:
             with self.changes.change(f"a micro-batch of step {self.counters.global_steps + 1}"):
                 window.add_micro_batch(self.counters)
@@ -372,6 +375,7 @@ class TrainingEngine(EngineParts):
             self.pass_runner.refuse_unused()
         with self.changes.change(f"step {self.counters.global_steps + 1}"):
             self._count_micro_batches(window.take_count(restart=True))
+            window.restarts_in_a_row = 0
             failure = self._update()
         if failure is not None:
             raise failure
@@ -481,23 +485,23 @@ class TrainingEngine(EngineParts):
             self.counters.global_samples += samples * count
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, including those of the accumulation window. Its count of
-        micro-batches stays, if the engine manages it; :meth:`restart_window` resets it.
+        """Drop all gradients and restart the accumulation window: the next micro-batch is its
+        first. Every rank must call it, or none. ``optimizer.zero_grad()`` does the same, unless the
+        script calls it after every micro-batch of a window.
         """
         self.pass_runner.reset()
         refuse_pending_update(self.updater, "zero_grad()")
         self.pass_runner.reducer.clear()
         self.pass_runner.losses.reset()
         self.measures.zero_grad()
-        # not managed, it counts what a step would use
-        self.accumulation.take_count(restart=not self.accumulation.managed)
+        window = self.accumulation
+        window.restart()
+        self.optimizer_step.usage.restarts = window.restarts
+        self.optimizer_step.sanity.on_restart(window.restarts_in_a_row)
 
     def restart_window(self) -> None:
-        """Drop all gradients and restart the accumulation window: the next micro-batch is its
-        first. Every rank must call it, or none.
-        """
+        """Drop all gradients and restart the accumulation window, as :meth:`zero_grad` does."""
         self.zero_grad()
-        self.accumulation.take_count(restart=True)
 
     def compile(
         self,

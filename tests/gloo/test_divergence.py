@@ -76,6 +76,11 @@ class Job:
         self.model.at = ""
         self.engine.zero_grad()
 
+    def restart_a_window(self):
+        with self.engine.no_sync():
+            self.backward()
+        self.engine.zero_grad()
+
     def set_a_weight(self):
         with hf_zero.GatheredParameters([self.model.head.weight], modifier_rank=0):
             pass
@@ -92,6 +97,7 @@ PARTED = {
     "evaluates": (Job.evaluate, (3,)),
     "saves": (Job.save, (0, 2, 3)),
     "sets a weight": (Job.set_a_weight, (0, 2, 3)),
+    "restarts a window": (Job.restart_a_window, (0, 1)),
     "catches an error in backward": (Job.raise_and_go_on, (0, 2, 3)),
     "destroys its engine": (Job.destroy, (0, 2, 3)),
     "sends an object": (lambda job: get_world_group().broadcast_object("x", ODD), (0, 3)),
@@ -101,6 +107,8 @@ PARTED = {
 FAST = [
     ("more micro-batches", 2, 2),
     ("saves", 3, 2),
+    ("restarts a window", 0, 2),
+    ("restarts a window", 1, 2),
     ("catches an error in backward", 0, 2),
     ("sends an object", 3, 2),
     ("sends a tensor", 3, 2),

@@ -15,7 +15,7 @@ from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ROWS, features
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 RANKS = 2
@@ -62,7 +62,7 @@ def to_a_boundary(engine, rank, step, window):
 
 
 def with_zero_grad(engine, rank, step, window):
-    """The optimizer's leaves the engine's window; the engine's drops one."""
+    """The optimizer's, after each micro-batch, leaves the window; the engine's drops one."""
     if step == 1:
         engine.set_gradient_accumulation_boundary(False)
         engine.backward(squared(engine, At(9, 9, rank)))
@@ -91,6 +91,118 @@ def with_zero_grad(engine, rank, step, window):
 )
 def test_where_windows_end(loop, sizes, stage):
     compare([[(1 / n, micro) for micro in range(n)] for n in sizes], loop, stage, sizes[0])
+
+
+BREAKS = {  # what a script calls after the first micro-batch of a window, or in its second
+    "engine": lambda engine: engine.zero_grad(),
+    "restart": lambda engine: engine.restart_window(),
+    "optimizer": lambda engine: engine.optimizer.zero_grad(),
+    "model": lambda engine: engine.module.zero_grad(),
+}
+
+
+@in_turn(
+    "how, where, stage",
+    [
+        ("engine", "between", 0),
+        ("restart", "between", 1),
+        ("optimizer", "between", 3),
+        ("model", "backward", 2),
+        ("optimizer", "backward", 1),
+    ],
+    long=[(how, at, s) for how in BREAKS for at in ("between", "backward") for s in range(4)],
+)
+def test_a_window_that_is_broken_off_begins_anew(how, where, stage, heard):
+    heard.clear()
+
+    def loop(engine, rank, step, window):
+        if step == 1:
+            engine.backward(squared(engine, At(7, 0, rank)))
+            engine.step()
+            if where == "backward":
+                engine.backward(squared(engine, At(7, 1, rank)))
+            BREAKS[how](engine)
+        for _, micro in window:
+            engine.backward(squared(engine, At(step, micro, rank)))
+            engine.step()
+        assert engine.global_steps == step + 1
+        engine.optimizer.zero_grad()  # at the ends of windows
+
+    compare([[(1 / 2, micro) for micro in range(2)]] * 3, loop, stage, 2)
+    assert not heard
+
+
+def test_a_zero_grad_inside_the_first_window_is_told(heard):
+    def loop(engine, rank, step, window):
+        for _, micro in window:
+            engine.backward(squared(engine, At(step, micro, rank)))
+            engine.step()
+            engine.optimizer.zero_grad()
+
+    compare([[(1 / 3, micro) for micro in range(3)]] * 2, loop, 2, 3)
+    told = [line for line in heard if "optimizer.zero_grad() after micro-batch 1 of 3" in line]
+    assert len(told) == 1 and "engine.restart_window()" in told[0]
+
+
+@on_each_rank(RANKS)
+def test_a_script_that_restarts_every_window_is_told(rank, model, heard):
+    heard.clear()
+    engine = start(model, plain_sgd(model), config_of(2, Plan(accumulation=2)))
+    for step in range(6):
+        engine.backward(squared(engine, At(step, 0, rank)))
+        engine.step()
+        engine.zero_grad()
+    assert engine.global_steps == 0
+    told = [line for line in heard if "has restarted 3 accumulation windows in a row" in line]
+    assert rank or len(told) == 1
+
+
+SECOND_STEPS = {
+    "the optimizer's": lambda engine, _: engine.optimizer.step(),
+    "the engine's": lambda engine, _: engine.step(),
+    "after zero_grad": lambda engine, _: (engine.optimizer.zero_grad(), engine.step()),
+}
+
+
+@in_turn(
+    "kind, stage, size",
+    [("the optimizer's", 1, 2), ("the engine's", 3, 2), ("the optimizer's", 2, 1)],
+    long=[(k, s, n) for k in SECOND_STEPS for s in range(4) for n in (1, 2, 3)],
+)
+def test_a_second_step_counts_nothing(kind, stage, size, heard):
+    heard.clear()
+
+    def loop(engine, rank, step, window):
+        for micro in range(size):
+            engine.backward(squared(engine, At(step, micro, rank)))
+            for call in (lambda *_: engine.step(), SECOND_STEPS[kind]):
+                call(engine, rank)
+                assert engine.global_steps == step + (micro == size - 1)
+                assert engine.micro_steps == step * size + micro + 1
+                assert engine.was_step_applied() == (micro == size - 1)
+
+    compare([[(1 / size, micro) for micro in range(size)]] * 3, loop, stage, size)
+    told = [line for line in heard if "step() without a backward" in line]
+    assert len(told) == 1 and "engine.backward(0.0 * outputs.sum())" in told[0]
+
+
+@in_turn("stage, counts", [(0, True), (1, True), (2, False), (3, False)])
+def test_a_micro_batch_without_a_loss(stage, counts):
+    """It may have one on another rank where backwards inside a window send nothing; elsewhere no
+    rank can have had one, and it counts nothing.
+    """
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
+        run_steps(engine, rank, [0], 2)
+        loss = squared(engine, At(1, 0, rank))
+        if counts and rank == 0:
+            engine.backward(loss)
+        engine.step()
+        run_steps(engine, rank, [2], 1 if counts else 2)
+        assert (engine.global_steps, engine.micro_steps) == (2, 4)
+
+    on_ranks(RANKS, run)
 
 
 @in_turn("stage, offload", [(1, True), (3, False)])

@@ -66,11 +66,12 @@ def dropped(engine):
 def test_a_step_without_a_backward(stage):
     engine, _ = begun(stage)
     cases = {
-        "no backward since the last step": lambda engine: None,
+        "no backward since the last step": lambda engine: squared(engine, At(9, 0, 0)),
         r"zero_grad\(\) not between it and step": dropped,
-        "does not depend on a parameter that trains": lambda _: torch.ones(
-            (), requires_grad=True
-        ).backward(),
+        "does not depend on a parameter that trains": lambda engine: (
+            squared(engine, At(9, 0, 0)),
+            torch.ones((), requires_grad=True).backward(),
+        ),
     }
     for number, (words, before) in enumerate(cases.items()):
         before(engine)

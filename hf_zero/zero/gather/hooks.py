@@ -133,6 +133,7 @@ class Hooks:
         self._last: tuple[UnitCall, torch.Tensor, Sequence[Node]] | None = None
         # called with each outermost forward with a graph
         self.left_out_by: list[ModulesLeftOut] = []
+        self.forwards = 0  # passes with gradients
         # by module: parameters that no other module holds, as bits in flat buffers
         self._held: dict[nn.Module, list[tuple[FlatBuffer, int]]] = {}
         self._removable: list[RemovableHandle] = []
@@ -303,6 +304,7 @@ class Hooks:
             self._leave_out(self._root, name)
         self._schedule.begin(kind, left_out=self._root.left_out)
         if grads:
+            self.forwards += 1
             self._tracker.add_forward(kind, joint=not self._schedule.between_passes)
 
     def _pre_forward_transformed(self, unit: Unit | None) -> None:

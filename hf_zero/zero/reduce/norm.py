@@ -149,6 +149,7 @@ class UsedParameters:
             self._powers.append(self._powers[-1] * self._base)
         # the message of a rank that has used all parameters
         self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
+        self.restarts = 0  # of accumulation windows on this rank, the same on all
         self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
         self._received: dict[Unit, torch.Tensor] = {}
         for dim in mesh.sums[:2]:  # stages of a pipeline differ in the words of their parameters
@@ -176,6 +177,8 @@ class UsedParameters:
         out.
         """
         sums, repeats, stages = self._mesh.sums
+        # The collectives' names reveal a rank that has restarted a window alone.
+        restarts = f" after {self.restarts} restarted windows" if self.restarts else ""
         stages.all_reduce(numbers, "gradient norm of stages").wait()
         complete = _complete(self._flats)
         words = (
@@ -185,13 +188,13 @@ class UsedParameters:
         )
         if sums.size > 1:
             both = torch.cat([numbers, words])
-            sums.all_reduce(both, "gradient norm").wait()
+            sums.all_reduce(both, f"gradient norm{restarts}").wait()
             numbers, words = both[: numbers.numel()], both[numbers.numel() :]
         if repeats.size > 1:
             words = words.clone()
             # The collective's name reveals a rank that is at another micro-batch.
             handle = repeats.verify_same_collective(
-                f"step {step} after {repeats.reductions.num_issued} reductions", words
+                f"step {step} after {repeats.reductions.num_issued} reductions{restarts}", words
             )
             if not complete or graphs.capturing():
                 handle.wait()

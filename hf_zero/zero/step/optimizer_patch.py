@@ -95,11 +95,12 @@ class _EngineMethods:
         alive = self._engine()
         if alive is None:
             return
-        # Where the engine manages accumulation, scripts call it after every micro-batch, like step,
-        # which has counted it.
         window = alive.accumulation
-        if not (window.managed and window.micro_batches and alive.window_is_open):
+        is_first = window.zeroes_inside is None and not window.zeroed
+        if alive.pass_runner.reducer.gradients_lost or not window.keeps_at_zero_grad():
             alive.zero_grad()
+        elif is_first:
+            alive.optimizer_step.sanity.on_zero_grad_inside(window.micro_batches)
 
     def add_param_group(self, group: dict[str, object]) -> None:
         alive = self._engine()

@@ -24,6 +24,7 @@ from hf_zero.logging import logger
 
 # number of backwards: a step of one micro-batch may well add up the gradients of several losses
 FORGOTTEN = 8
+RESTARTED = 3  # windows restarted in a row, after which a script restarts all of them
 
 Engine = TypeVar("Engine")
 
@@ -91,6 +92,38 @@ class SanityChecks:
                 "itself collects micro-batches, set gradient_accumulation_steps to 1 and divide "
                 "the loss by their number",
             )
+
+    def on_empty_step(self) -> None:
+        """Warn of a call of ``step()`` without a backward since the last one."""
+        self._warn(
+            "empty",
+            "step() without a backward since the last step() counts nothing: leave out a second "
+            "call, such as optimizer.step() beside engine.step(); a rank whose batch has no loss "
+            "calls engine.backward(0.0 * outputs.sum())",
+        )
+
+    def on_restart(self, number: int) -> None:
+        """Handle the restart of a window, the last of ``number`` without an update."""
+        if number == RESTARTED:
+            self._warn(
+                "restarts",
+                f"engine.zero_grad() has restarted {number} accumulation windows in a row, of "
+                f"{self._window.accumulation_steps} micro-batches each, and no weight has changed: "
+                "call it after the step that ends a window, or leave it out, as that step drops "
+                "the gradients",
+            )
+
+    def on_zero_grad_inside(self, micro_batches: int) -> None:
+        """Warn of the first ``optimizer.zero_grad()`` inside the first window, after
+        ``micro_batches`` of it.
+        """
+        self._warn(
+            "zero_grad",
+            f"optimizer.zero_grad() after micro-batch {micro_batches} of "
+            f"{self._window.accumulation_steps} keeps the gradients of the first accumulation "
+            "window, as for scripts that call it after every micro-batch; to drop a window that "
+            "was broken off call engine.restart_window()",
+        )
 
     def on_norm(self, norm: torch.Tensor, step: int) -> None:
         """Check the gradient norm of ``step``, 0-dim on the device, without waiting for it."""
