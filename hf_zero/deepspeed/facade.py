@@ -47,8 +47,6 @@ TORCH_INFO = {
 """Versions that extensions were compiled against: none were, and "0.0" sends scripts to torch."""
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-IMPORT = os.path.dirname(os.path.abspath(import_module.__code__.co_filename))
-"""Folder of ``importlib``."""
 ORIGIN = os.path.join(FOLDER, "modules.py")
 """``__file__`` of every module of the facade: the module that reads its table."""
 
@@ -223,24 +221,13 @@ def missing(text: str, why: str) -> str:
     """Return the message about something that the facade lacks: ``text``, ``why``, the line of the
     script or library that uses it, and the way to DeepSpeed itself.
     """
+    from hf_zero.deepspeed.modules import caller
+
     line = caller()
     return (
         f"{text}{why and f': {why}'}{line and f' ({line} uses it)'}; "
         "HF_ZERO_BACKEND=deepspeed chooses DeepSpeed itself, where it is installed"
     )
-
-
-def caller() -> str:
-    """Return "file:line" of the innermost caller outside the facade and Python's import system;
-    "" if there is none.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not (file.startswith("<frozen importlib") or os.path.dirname(file) in (FOLDER, IMPORT)):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def _imports(frame: FrameType | None) -> bool:

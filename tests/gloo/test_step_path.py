@@ -19,10 +19,10 @@ from tests.helpers.training import adamw
 
 # At most: files; folders; functions; calls into another file than the call before; frames from a
 # module's hook to the process group. 0: not bounded. 9 files of a save and 8 of a load are those of
-# checkpoint/; 5 of a save note it for other jobs; 2 read what the model declares, without running
-# its properties; the others read the state of the engine, by the file that does so for every way out. A load also drops the gradients of an open accumulation
-# window, which 8 files of zero/ hold, parses JSON in one, and writes state by the file that does so
-# for every source.
+# checkpoint/; 5 of a save note it for other jobs; 2 read what the model declares, and run none of
+# its properties; the others read the state of the engine, by the file that does so for every way
+# out. A load also drops the gradients of an open accumulation window, which 8 files of zero/ hold,
+# parses JSON in one, and writes state by the file that does so for every source.
 FIELDS = ("files", "folders", "functions", "changes", "frames")
 MOST = {"step": (36, 8, 223, 570, 6), "save": (45, 0, 0, 332, 0), "load": (44, 0, 0, 490, 0)}
 ROOT = Path(hf_zero.__file__).parent
