@@ -92,6 +92,8 @@ class FlatEntry:
     raw: bool = False
     """Bytes that only their module can read: never cast."""
     bf16_masters: bool = False
+    outside: bool = False
+    """Parameters of the optimizer that are not in the model."""
 
     @cached_property
     def weights(self) -> str:
@@ -130,6 +132,7 @@ class FlatEntry:
             "dtype": dtype_name(self.dtype),
             "raw": self.raw,
             **({"bf16_masters": True} if self.bf16_masters else {}),
+            **({"outside": True} if self.outside else {}),
             "layout": self.layout.to_json(),
             "chunks": chunks,
         }
@@ -296,6 +299,12 @@ class Manifest:
             for slot in flat.layout.slots:
                 by_parameter.setdefault(slot.name, []).append((flat, slot))
         return by_parameter
+
+    @cached_property
+    def outside(self) -> frozenset[str]:
+        """The parameters of the optimizer that are not in the model."""
+        slots = (slot for flat in self.flats if flat.outside for slot in flat.layout.slots)
+        return frozenset(slot.name for slot in slots)
 
     @property
     def version(self) -> int:
@@ -536,6 +545,7 @@ def read_flat(data: dict[str, object], version: int = PADDED_VERSION) -> FlatEnt
         chunks,
         _typed(data.get("raw", False), bool, "raw"),
         _typed(data.get("bf16_masters", False), bool, "bf16_masters"),
+        _typed(data.get("outside", False), bool, "outside"),
     )
 
 

@@ -101,7 +101,7 @@ def match(
     Raises CheckpointError for what does not fit.
     """
     manifest, where = checkpoint.manifest, str(checkpoint.folder)
-    names = match_names(target, manifest, where, strict, warns)
+    names = match_names(target, manifest, where, strict, warns, optimizer)
     groups: Sequence[int] = ()
     if optimizer and target.optimizer is not None:
         groups = check_optimizer(
@@ -116,10 +116,16 @@ def match(
 
 
 def match_names(
-    live: LoadTarget, manifest: Manifest, where: str, strict: bool, warns: bool = False
+    live: LoadTarget,
+    manifest: Manifest,
+    where: str,
+    strict: bool,
+    warns: bool = False,
+    optimizer: bool = True,
 ) -> LoadMatch:
     """Pair the names of the model with the checkpoint's. ``warns``: of names that only one side
-    has, unless ``strict``.
+    has, unless ``strict``; ``optimizer``: also of those that are in the checkpoint alone as
+    parameters of its optimizer outside the model.
 
     Raises CheckpointError for shapes that differ, for weights quantized in another way and, if
     ``strict``, for names that only one side has. Frozen parameters that the checkpoint left out on
@@ -166,6 +172,8 @@ def match_names(
         }
         elsewhere = {*live.elsewhere, *others, *other_buffers}
         used = {*saved_names.values(), *tied, *kept.values(), *elsewhere}
+        if live.optimizer is None or not optimizer:
+            used |= manifest.outside
         _report_one_sided(manifest, where, missing, used, strict)
     return LoadMatch(saved_names, kept)
 
@@ -253,7 +261,10 @@ def _report_one_sided(
     if not missing and not unexpected:
         return
     said = [f"it lacks {listed(missing)}"] if missing else []
-    said += [f"the model lacks {listed(unexpected)}"] if unexpected else []
+    of_model = [name for name in unexpected if name not in manifest.outside]
+    said += [f"the model lacks {listed(of_model)}"] if of_model else []
+    others = [name for name in unexpected if name in manifest.outside]
+    said += [f"the optimizer lacks {listed(others)}, outside the model there"] if others else []
     text = f"{where} is of another model ({manifest.export.model_class}): {'; '.join(said)}; "
     if strict:
         raise CheckpointError(

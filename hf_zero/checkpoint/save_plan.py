@@ -378,7 +378,7 @@ class ModelEntries:
                 continue
             key = pp_stage_key(flat)
             narrow = flat.trainable and flat.spec.master_dtype == torch.bfloat16
-            facts = flat.trainable, flat.dtype, flat.layout, (), flat.raw, narrow
+            facts = flat.trainable, flat.dtype, flat.layout, (), flat.raw, narrow, flat.spec.outside
             flats.append(FlatEntry(key, *facts))
             dtypes |= {name: dtype_of(engine.sharded_model.param_dtypes[name]) for name in held}
         order = model_order(engine.module, engine.aliases, dtypes)

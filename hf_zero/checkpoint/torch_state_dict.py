@@ -71,8 +71,10 @@ class _TorchStates:
             for path, module in engine.module.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
+        # those of the model: of others there is only the optimizer's state
+        self.weight_slots = [slot for slot in self.slots if not slot[0].spec.outside]
         # names in the whole model, those of other ranks' experts included
-        keys = [*buffers, *engine.aliases, *(slot for _, slot, _ in self.slots)]
+        keys = [*buffers, *engine.aliases, *(slot for _, slot, _ in self.weight_slots)]
         self.every = {strip_wrappers(name) for key in keys for name in whole.every(key)}
         self.every.update(self.extra)
 
@@ -145,7 +147,7 @@ class _TorchStates:
 
     def weights(self, trainable_only: bool) -> States:
         state: States = {}
-        for flat, slots in groupby(self.slots, itemgetter(0)):
+        for flat, slots in groupby(self.weight_slots, itemgetter(0)):
             if flat.trainable or not trainable_only:
                 values = self._state.arrays(flat, optimizer=False)[MASTER]
                 for _, name, _ in slots:
@@ -163,7 +165,7 @@ class _TorchStates:
         self, state: Mapping[str, torch.Tensor], strict: bool
     ) -> nn.modules.module._IncompatibleKeys:
         source, missing = _LoadedStates(), {*self.buffers, *self.extra} - state.keys()
-        for flat, name, fqn in self.slots:
+        for flat, name, fqn in self.weight_slots:
             keys = [key for key in (fqn, *self.tied.get(name, ())) if key in state]
             if keys:
                 entry = StateEntry(flat, name, MASTER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from hf_zero.activations.policy import ActivationPatches
@@ -55,20 +56,22 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
         return Engine(plan, patches, techniques)
 
 
-def engines_of(model: nn.Module) -> list[Engine]:
-    """Return the engines that shard parameters of ``model``, each once."""
-    flats = [owner_of(parameter) for parameter in parameters_of(model)]
+def engines_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Engine]:
+    """Return the engines that shard parameters of ``model`` or ``optimizer``, each once."""
+    groups = () if optimizer is None else optimizer.param_groups
+    parameters = (*parameters_of(model), *(p for group in groups for p in group["params"]))
+    flats = [owner_of(parameter) for parameter in parameters]
     engines = [flat.live_engine for flat in flats if flat is not None]
     return list({id(engine): engine for engine in engines if engine is not None}.values())
 
 
-def release_holders(model: nn.Module) -> None:
-    """Destroy the engines of ``model`` that train nothing. Its parameters keep their layout, for
-    another engine.
+def release_holders(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Destroy the engines of ``model`` and of parameters of ``optimizer`` that train nothing. The
+    parameters keep their layout, for another engine.
 
     These are shard-only engines, and those initialized without an optimizer: a model may first be
     used for inference, for example as a reference model, before it is trained.
     """
-    for engine in engines_of(model):
+    for engine in engines_of(model, optimizer):
         if engine.bound is None:
             engine.destroy()

@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 class Updater:
     """Updates the units with offloaded state; ``copies`` sends new parameters to a GPU.
 
-    If parameters are whole and their state is sharded, ``mesh`` has a dimension for updates: units
-    are then also gathered, in the order of the model on all ranks (``update_gathers.py``).
+    If parameters are whole and their state is sharded, ``mesh`` has a dimension for updates: their
+    units are then also gathered, in one order on all ranks (``update_gathers.py``), before those
+    of sharded parameters: every other collective waits for these gathers.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class Updater:
 
     def find_units(self) -> None:
         """Find the units that have offloaded flat buffers now."""
-        self.units = [unit for unit in self._all if unit.offloaded_flats]
+        units = [unit for unit in self._all if unit.offloaded_flats]
+        self.units = sorted(units, key=lambda unit: bool(unit.sharded_flats))
 
     @property
     def pending(self) -> tuple[Unit, ...]:
@@ -190,12 +192,14 @@ class Updater:
         if self._gathers is not None:
             messages: dict[MeshDim, list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for flat in unit.offloaded_flats:
-                dim, part = flat.mesh.update_dim, flat.full[flat.owned[0] : flat.owned[1]]
-                if dim is not None:
+                dim = flat.mesh.update_dim
+                if dim is not None and not flat.sharded:
+                    part = flat.full[flat.owned[0] : flat.owned[1]]
                     messages.setdefault(dim, []).append((flat.full, part))
-            gather = self._gathers.add(
-                unit.label, list(messages.items()), future, self._copies.stream
-            )
+            if messages:
+                gather = self._gathers.add(
+                    unit.label, list(messages.items()), future, self._copies.stream
+                )
         self._pending[unit] = future, gather
 
     def _copied_gradients(self, unit: Unit) -> list[streams.Event]:

@@ -251,8 +251,7 @@ def communicators(plan: EnginePlan) -> dict[str, int]:
         counts[f"gathers and reductions{of}"] = 2 * sharded
         counts[f"sums over replicas{of}"] = 2 * (sharing > shards)
         counts[f"first values{of}"] = int(1 < sharing < dims.world)
-        updates = plan.settings.offload_optimizer.on and policy.gathers_after_step
-        counts[f"gathers of updates{of}"] = int(sharded and updates)
+        counts[f"gathers of updates{of}"] = int(sharded and plan.gathers_updates)
         in_node, extensions = sharded and not axes, plan.extensions
         counts["gathers in a node"] = int(in_node and extensions.node > 1)
         counts["gathers in two hops"] = 2 * (in_node and bool(extensions.hierarchical))

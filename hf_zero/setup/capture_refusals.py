@@ -67,6 +67,12 @@ def _reasons(
             "host; use Adam, AdamW or Lion with fp32 states and kernels: auto, and leave fused, "
             "foreach and amsgrad as they are)"
         )
+    within = set(map(id, model.parameters()))
+    if any(id(p) not in within for group in optimizer.param_groups for p in group["params"]):
+        yield (
+            "parameters of the optimizer outside the model (their gradients are in no graph; make "
+            "the module that has them a part of the model)"
+        )
     if optimizer._optimizer_step_pre_hooks:  # type: ignore[attr-defined]
         yield "hooks before the optimizer's step (a graph calls none; remove them)"
     hooked = [name or "the model" for name, module in model.named_modules() if hooks_of(module)]

@@ -86,7 +86,10 @@ class PlanInputs:
                 configs.setdefault(id(config), config)
         for config in filter(None, configs.values()):
             self._add(config, vars(config))
-        for tensor in itertools.chain(parameters_of(model), buffers_of(model)):
+        groups = () if optimizer is None else optimizer.param_groups
+        tensors = dict.fromkeys((*parameters_of(model), *buffers_of(model)))
+        tensors.update((p, None) for group in groups for p in group["params"])
+        for tensor in tensors:
             self._add(tensor, vars(tensor))
             self._values.append((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device))
         if optimizer is not None:
@@ -160,7 +163,7 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
                     tie_shared_memory(model, logs=False, on_rollback=on_rollback)
                 optimizer = request.make_optimizer()
             before = snapshot_of(model, request.user_optimizer)
-            values = snapshot_of_parameters(model)
+            values = snapshot_of_parameters(model, optimizer)
             on_rollback(before)
             on_rollback(values)
             resolved = resolve(request, optimizer, checkpoint)
@@ -294,7 +297,11 @@ def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine
     )
     without_values = {parameter.is_meta for parameter in parameters_of(model)} == {True}
     # these still own the parameters
-    ending = [engine for engine in engines_of(model) if engine.bound is None or request.takes_over]
+    ending = [
+        engine
+        for engine in engines_of(model, resolved.optimizer)
+        if engine.bound is None or (request.takes_over and engine.module is model)
+    ]
     if not without_values and not ending:
         check_parameters(engine_plan.units, engine_plan.device)
     check_statistics(engine_plan, engine_plan.device)

@@ -137,7 +137,7 @@ def build_engine(setup: Setup) -> None:
     resolved, model = setup.planned.resolved, setup.model
     if resolved.request.takes_over is not None:
         resolved.request.takes_over(model)
-    release_holders(model)
+    release_holders(model, setup.optimizer)
     keep_packing(model)
     register_attached(model, on_rollback if setup.planned.report.spare else None)
     if resolved.settings.compile.capture is not None:

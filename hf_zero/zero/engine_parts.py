@@ -179,7 +179,7 @@ class EngineParts(ModelWrapper):
         """
         placement = Placement(self.config, mesh.device, mesh.rank, mesh.pp_stage_ranks)
         installed.callback(placement.close)
-        installed.callback(retire_flats, self.module, mesh)
+        installed.callback(retire_flats, plan, mesh)
         self.patches.check(self.module, not plan.policy.shards_parameters)
         self.techniques.check(plan)
         groups = [] if self.optimizer is None else self.optimizer.param_groups

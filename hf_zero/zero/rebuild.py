@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -168,8 +169,8 @@ def trainable_again(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def rebuild(
     engine: EngineParts, what: str, change: Callable[[], None], loads: bool = False
 ) -> None:
-    """Take ``engine`` apart, call ``change`` on its optimizer, whose groups hold the model's
-    parameters then, and build it again over the model with the state that it has. What the model
+    """Take ``engine`` apart, call ``change`` on its optimizer, whose groups hold the
+    parameters themselves then, and build it again over the model with the state that it has. What the model
     has lost leaves the groups, and is whole. ``what`` is the caller in messages; ``loads``: a load
     follows, so that the state may be half changed, and stays refused until then. Collective.
 
@@ -183,7 +184,8 @@ def rebuild(
     engine.quiesce(what)
     keeps = not engine.config.zero.release_frozen_state
     former = [*engine.sharded_model.parameters.values()]
-    lost = dict.fromkeys(former)
+    within = (flat.members for flat in engine.flats if not flat.spec.outside)
+    lost = dict.fromkeys(chain.from_iterable(within))
     for parameter in engine.module.parameters():
         lost.pop(parameter, None)
 

@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import TypeVar
 
 import torch
-from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.device import graphs, kinds, streams
@@ -17,7 +16,7 @@ from hf_zero.device.process_settings import ProcessSetting
 from hf_zero.device.spans import span
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.errors import PartitionError, UnsupportedOptimizerError
+from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.placement import Placement
 from hf_zero.ops import native
 from hf_zero.optim.bf16_state import Bf16State
@@ -38,6 +37,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.float8_weights import agreed_scales
 from hf_zero.zero.layout.materialize import check_parameters, check_statistics, materialize
+from hf_zero.zero.layout.outside import check_outside
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.walk import modules_of
@@ -308,7 +308,7 @@ class MeshRanks(ShardRanks):
 
 def check_optimizer(plan: EnginePlan) -> None:
     """Raise UnsupportedOptimizerError for an optimizer that flat shards cannot run, PartitionError
-    for one with parameters outside the model, before the model is changed.
+    for parameters of it outside the model that cannot train, before the model is changed.
     """
     settings, optimizer = plan.settings, plan.optimizer
     if optimizer is None:
@@ -324,7 +324,8 @@ def check_optimizer(plan: EnginePlan) -> None:
     codecs = plan.extensions.codecs
     few_bits = codecs.momentum is not None or codecs.deltas is not None
     check_bf16(optimizer, settings, bool(plan.names_in_8_bits), few_bits)
-    _refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
+    if plan.outside:
+        check_outside(plan.model, plan.outside, plan.group_of)
     if switches_weights(optimizer):
         _refuse_switched_weights(optimizer, plan.trainable)
     offloaded = [flat for flat in plan.trainable if flat.sub_groups is not None]
@@ -358,27 +359,12 @@ def _refuse_switched_weights(optimizer: torch.optim.Optimizer, flats: Sequence[F
             )
 
 
-def _refuse_unknown_params(optimizer: torch.optim.Optimizer, ids: set[int]) -> None:
-    """Raise PartitionError if ``optimizer`` holds parameters outside ``ids``, the model's."""
-    unknown_params = [
-        tuple(p.shape)
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if id(p) not in ids
-    ]
-    if unknown_params:
-        raise PartitionError(
-            f"the optimizer holds {len(unknown_params)} parameters that are not in the model "
-            f"(shapes {unknown_params[:3]}); build it from model.parameters() of the model given "
-            "to initialize, after the model has its final parameters"
-        )
-
-
-def retire_flats(model: nn.Module, mesh: Mesh) -> None:
-    """Detach the parameters of ``model`` from the flat buffers on ``mesh``: whole ones become
-    plain, sharded ones stay released until another engine takes them over.
+def retire_flats(plan: EnginePlan, mesh: Mesh) -> None:
+    """Detach the parameters of ``plan`` from the flat buffers on ``mesh``: whole ones become plain,
+    sharded ones stay released until another engine takes them over.
     """
-    owners = {id(flat): flat for flat in map(owner_of, model.parameters()) if flat is not None}
+    parameters = [parameter for spec in plan.units for _, parameter in spec.parameters]
+    owners = {id(flat): flat for flat in map(owner_of, parameters) if flat is not None}
     for flat in owners.values():
         if flat.engine_mesh is mesh:
             flat.retire()

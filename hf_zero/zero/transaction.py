@@ -95,12 +95,17 @@ def snapshot_of(*owners: object) -> Callable[[], None]:
     return partial(_restore_all, snapshots)
 
 
-def snapshot_of_parameters(model: nn.Module) -> Callable[[], None]:
+def snapshot_of_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], None]:
     """Return a function that restores memory, class, attributes and gradient of each parameter of
-    ``model``. It keeps their memory, so the model needs it twice. Parameters that a former engine
-    has left sharded are left out.
+    ``model`` and ``optimizer``. It keeps their memory, so the model needs it twice. Parameters that
+    an engine owns, or a former one has left sharded, are left out.
     """
-    return partial(_restore_all, [_Memory(p) for p in parameters_of(model) if owner_of(p) is None])
+    groups = () if optimizer is None else optimizer.param_groups
+    parameters = dict.fromkeys(parameters_of(model))
+    parameters.update((p, None) for group in groups for p in group["params"])
+    return partial(_restore_all, [_Memory(p) for p in parameters if owner_of(p) is None])
 
 
 @torch.no_grad()

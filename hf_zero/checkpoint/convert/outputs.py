@@ -68,7 +68,7 @@ def dtype_option(dtype: DtypeName | torch.dtype | None) -> torch.dtype | None:
 def outputs(
     manifest: Manifest, dtype: torch.dtype | None = None, exclude_frozen: bool = False
 ) -> list[OutputTensor]:
-    """Return the parameters in the model's order, then the buffers, under their names in the
+    """Return the parameters of the model in its order, then the buffers, under their names in the
     checkpoint without the components of wrappers.
 
     With ``dtype`` None each parameter has the dtype it had when it was handed to training. Only
@@ -77,7 +77,7 @@ def outputs(
     result = []
     for name, stored in manifest.parameters.items():
         flat, slot = manifest.slots[name]
-        if exclude_frozen and not flat.trainable:
+        if flat.outside or (exclude_frozen and not flat.trainable):
             continue
         chosen = stored if dtype is None or flat.raw or not stored.is_floating_point else dtype
         result.append(OutputTensor(strip_wrappers(name), name, chosen, slot.whole, raw=flat.raw))
@@ -124,7 +124,16 @@ def log_left_out(checkpoint: Checkpoint, state: Mapping[str, object]) -> None:
 
 
 def log_excluded(checkpoint: Checkpoint) -> None:
-    """Warn if ``checkpoint`` was saved without its frozen parameters."""
+    """Warn of parameters that a converted model lacks: those outside the model, and all frozen ones
+    if ``checkpoint`` was saved without them.
+    """
+    if checkpoint.manifest.outside:
+        logger.warning(
+            "%s in %s are not in the model, but of a loss with weights of its own, say: they are "
+            "not written; load the checkpoint itself",
+            listed(sorted(checkpoint.manifest.outside)),
+            checkpoint.folder,
+        )
     if checkpoint.manifest.excluded:
         logger.warning(
             "%s was saved without its frozen parameters: the converted folder lacks them",

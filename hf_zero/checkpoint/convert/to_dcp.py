@@ -92,7 +92,9 @@ class _State:
 
     def _add_group(self, group: GroupEntry, kind: str, others: Iterable[str]) -> None:
         optimizer = self.tree["optimizer"]
-        names = [strip_wrappers(name) for name in group.parameters]
+        outside = self._checkpoint.manifest.outside
+        parameters = [name for name in group.parameters if name not in outside]
+        names = [strip_wrappers(name) for name in parameters]
         number = len(optimizer["param_groups"])
         settings = {
             name: tuple(value) if isinstance(value, list) else value
@@ -100,7 +102,7 @@ class _State:
         }
         settings = {**_defaults(kind), **settings}
         optimizer["param_groups"].append({**settings, "params": names})
-        for parameter, name in zip(group.parameters, names):
+        for parameter, name in zip(parameters, names):
             optimizer["state"][name] = self._states(parameter, name, group)
         for name in {*names, *others}:
             # torch flattens a setting that is a dict, into other names

@@ -87,7 +87,7 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
     numbers = {name: group.numbers_of(name) for group in groups for name in group.parameters}
     never_stepped = frozenset[str]().union(*(group.never_stepped for group in groups))
     for name, (flat, _) in manifest.slots.items():
-        if flat.raw:
+        if flat.raw or flat.outside:
             continue  # bytes that only their module reads: saved with the model
         target = folder / strip_wrappers(name)
         if not is_plain(target.name) or target.parent != folder:
@@ -146,7 +146,9 @@ def _model_states(checkpoint: Checkpoint) -> dict[str, object]:
         "buffer_names": [strip_wrappers(name) for name in manifest.buffers],
         "param_shapes": [
             OrderedDict(
-                (strip_wrappers(name), torch.Size(manifest.slots[name][1].whole)) for name in names
+                (strip_wrappers(name), torch.Size(manifest.slots[name][1].whole))
+                for name in names
+                if name not in manifest.outside
             )
             for names in grouped
         ],

@@ -31,8 +31,8 @@ def consolidated(
 
 
 def _wholes(engine: ShardedEngine, dtype: torch.dtype | None) -> Iterator[Whole]:
-    """Yield every whole parameter on its device, one unit at a time."""
-    units = [unit.flats for unit in engine.units]
+    """Yield every whole parameter of the model on its device, one unit at a time."""
+    units = [unit.flats for unit in engine.units if unit.modules]
     return chain.from_iterable(whole_groups(engine, units, dtype))
 
 

@@ -107,10 +107,10 @@ class WeightStream:
 
         Raises ConfigError if other ranks have other arguments.
         """
-        flats: Sequence[FlatBuffer] = self._engine.flats
+        flats = [flat for flat in self._engine.flats if not flat.spec.outside]
         sent, own = self._engine.sent_changes, [True] * len(flats)
         if asked["changed_only"] and sent is not None and sent[0] == self._form:
-            own = [sent[1].get(flat) != now for flat, now in self._version.changes.items()]
+            own = [sent[1].get(flat) != self._version.changes[flat] for flat in flats]
         every = self._engine.mesh.all_gather_object((asked, own), "arguments of iter_weights")
         for key, value in asked.items():
             given = [arguments[key] for arguments, _ in every]

@@ -355,7 +355,7 @@ class Hooks:
             root.left_out = frozenset(
                 unit
                 for unit in self._units[1:]
-                if all(module in modules for module in unit.modules.values())
+                if unit.modules and all(module in modules for module in unit.modules.values())
             )
             root.idle = self._idle(modules)
 

@@ -147,7 +147,8 @@ class EnginePlan:
     explains: model, settings, dims, optimizer, rank, device, cuts, held, shard_only and
     extensions_of.
 
-    units: the partition of the model, the root first. aliases: other names of tied parameters, each
+    units: the partition of the model, the root first, then the parameters of the optimizer outside
+    the model. aliases: other names of tied parameters, each
     with the first name. group_of: the optimizer group of each trainable parameter, by name, in the
     optimizer's order. formats: the same with whether moments of the parameter are in bitsandbytes'
     8 bits. flats: the flat buffers of all units, in order. axes: the combinations of axes, besides
@@ -180,6 +181,11 @@ class EnginePlan:
         return tuple(flat for flat in self.flats if flat.spec.trainable)
 
     @property
+    def outside(self) -> tuple[tuple[str, nn.Parameter], ...]:
+        """The parameters of the optimizer outside the model, by name."""
+        return next((unit.parameters for unit in self.units if unit.outside), ())
+
+    @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The compute dtype of each parameter, by its first name."""
         return {name: flat.spec.dtype for flat in self.flats for name in flat.parameters}
@@ -199,6 +205,16 @@ class EnginePlan:
         return range(4 if self.dims.pipeline == 1 else 2)
 
     @property
+    def gathers_updates(self) -> bool:
+        """Return whether updates of offloaded state end with gathers: some parameters are whole,
+        and their state is sharded.
+        """
+        return self.settings.offload_optimizer.on and (
+            self.policy.gathers_after_step
+            or any(flat.spec.outside and flat.sub_groups is not None for flat in self.flats)
+        )
+
+    @property
     def data_ranks(self) -> int:
         """Number of data-parallel ranks: the ranks of a pipeline stage / (tensor * sequence *
         context), since the ranks of such a group read one batch.
@@ -215,7 +231,8 @@ class EnginePlan:
     @property
     def all_persistent(self) -> bool:
         """Return whether all parameters stay whole between steps at a stage that shards others."""
-        return bool(self.flats) and all(flat.spec.persistent for flat in self.flats)
+        within = [flat for flat in self.flats if not flat.spec.outside]
+        return bool(within) and all(flat.spec.persistent for flat in within)
 
     def sharers(self, flat: FlatPlan) -> int:
         """Return the number of ranks of the pipeline stage that hold the same parts as ``flat``."""

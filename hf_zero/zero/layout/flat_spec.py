@@ -20,7 +20,7 @@ class FlatSpec:
 
     index: among the flat buffers of its engine. raw: only their own module can read the bytes,
     which are never cast. sharded: its values are gathered and released. persistent: they stay whole
-    at a ZeRO stage that shards others. saves_shard: whether this rank is the replica that saves
+    at a ZeRO stage that shards others. outside: no module of the model has them. saves_shard: whether this rank is the replica that saves
     this shard. owned: the elements ``[start, stop)`` of the buffer that this rank owns.
     reduce_codec, gather_codec: codec of its gradient in a reduce-scatter, and of its values in an
     all-gather of shards or of a step's updates; None: uncompressed. momentum_blocks: codec of its
@@ -39,6 +39,7 @@ class FlatSpec:
     saves_shard: bool
     owned: tuple[int, int]
     persistent: bool = False
+    outside: bool = False
     reduce_codec: Codec | None = None
     gather_codec: GatherCodec | None = None
     momentum_blocks: SignBlocks | None = None

@@ -36,7 +36,7 @@ from hf_zero.zero.layout.initial_values import (
     place_buffers,
     read_own,
 )
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.parameter import name_of, owner_of
 from hf_zero.zero.layout.precision import CASTABLE
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.unit import GatherState, Unit
@@ -54,7 +54,7 @@ def make_mesh(plan: EnginePlan) -> Mesh:
         cuts = set(itertools.chain.from_iterable(every))
     hierarchical = extensions.hierarchical
     options = MeshOptions(
-        settings.offload_optimizer.on and plan.policy.gathers_after_step,
+        plan.gathers_updates,
         extensions.node,
         _ranks_of_a_host(plan.num_shards, hierarchical) if hierarchical else 1,
         tuple(sorted(cuts)),
@@ -178,9 +178,14 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
                 )
             owner = owner_of(parameter)
             if owner is not None and not owner.retired:
+                remedy = (
+                    "build this optimizer without it"
+                    if spec.outside
+                    else "pass its module once"
+                )
                 raise PartitionError(
-                    f"parameter {name} belongs to another hf-zero engine already; destroy() that "
-                    "engine first, or pass its module once"
+                    f"parameter {name} belongs to another hf-zero engine already (as "
+                    f"{name_of(parameter)}); destroy() that engine first, or {remedy}"
                 )
             on_device = parameter.device.type == device.type
             if not on_device and not torch._has_compatible_shallow_copy_type(

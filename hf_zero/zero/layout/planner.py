@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ from hf_zero.zero.layout.engine_plan import (
 from hf_zero.zero.layout.flat_layout import BLOCK, FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.float8_weights import Float8Weights
+from hf_zero.zero.layout.outside import described, outside_unit
 from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, holds_raw_bytes, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding
 from hf_zero.zero.layout.stage_policy import POLICIES, StagePolicy
@@ -74,7 +75,8 @@ def plan(
         settings: resolved for the ranks of one pipeline stage.
         dims: the sizes of the parallel axes of the job.
         optimizer: an optimizer over the model's parameters; those in none of its groups are frozen:
-            gathered and released as the ZeRO stage requires, never reduced. None: all are.
+            gathered and released as the ZeRO stage requires, never reduced. None: all are. Its
+            parameters outside the model are the last unit (``outside.py``).
         extensions_of: the function from settings and optimizer to the extensions
             (``hf_zero.compression.registry.extensions_of``); default: none.
         rank: the rank of the job that is planned for.
@@ -89,7 +91,8 @@ def plan(
         PartitionError: parameters without a shape, sparse and nested tensors, parameters cut along
             axes that the job does not have, and packed ones that do not exist.
     """
-    axes = _axes(model, dims, cuts)
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    axes = _axes((*parameters_of(model), *buffers_of(model)), named, dims, cuts)
     extensions = extensions_of(settings, optimizer)
     _refuse_split(dims, extensions)
     policy, zero = POLICIES[settings.stage], settings.zero
@@ -105,11 +108,17 @@ def plan(
     cuts_units = dims.tensor > 1 and policy.shards_parameters
     in_root = _uncut_vectors(model, persistent, cuts) if cuts_units else ()
     units, aliases = find_units(model, zero.module_granularity_threshold, in_root, sizes)
+    outside = outside_unit(optimizer, units, aliases)
+    others = () if outside is None else outside.parameters
+    if outside is not None:
+        _refuse_in_stages(dims, others)
+        axes |= _axes(dict(others).values(), others, dims, cuts)
+        units.append(outside)
     group_of = _group_of(units, optimizer)
     bf16 = Bf16State.of(settings, optimizer)
     layouts = _FlatLayouts(
         None if shard_only else settings.precision,
-        kept_in_fp32(model, settings.precision, settings.keep_in_fp32_modules),
+        kept_in_fp32(model, settings.precision, settings.keep_in_fp32_modules, others),
         policy,
         persistent,
         extensions.codecs,
@@ -170,6 +179,16 @@ def _refuse_split(dims: ParallelDims, extensions: PlannedExtensions) -> None:
         )
 
 
+def _refuse_in_stages(dims: ParallelDims, others: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise PartitionError for parameters ``others`` outside a model in pipeline stages."""
+    if dims.pipeline > 1:
+        raise PartitionError(
+            f"the optimizer holds {described(others)} outside the model, and this model is in "
+            "pipeline stages, of which the last alone computes the loss; build it from "
+            "model.parameters(), and put the weights of a loss into the last layer"
+        )
+
+
 def _moment_formats(
     flat_specs: Sequence[PlannedSpec],
     optimizer: torch.optim.Optimizer | None,
@@ -204,15 +223,21 @@ def _group_of(units: Sequence[UnitSpec], optimizer: torch.optim.Optimizer | None
     return {name_of[key]: index for index, key in given if key in name_of}
 
 
-def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[str, ...]]:
-    """Return the axes that cut parameters and buffers of ``model`` besides ZeRO, for each kind."""
+def _axes(
+    tensors: Iterable[torch.Tensor],
+    named: Iterable[tuple[str, torch.Tensor]],
+    dims: ParallelDims,
+    cuts: Cuts,
+) -> frozenset[tuple[str, ...]]:
+    """Return the axes that cut parameters and buffers besides ZeRO, for each kind; ``named``: the
+    same ``tensors`` with their names.
+    """
     combinations: set[tuple[str, ...]] = {()}
 
     def name_of(tensor: torch.Tensor) -> str:
-        named = itertools.chain(model.named_parameters(), model.named_buffers())
         return next(name for name, other in named if other is tensor)
 
-    for tensor in itertools.chain(parameters_of(model), buffers_of(model)):
+    for tensor in tensors:
         if is_lazy(tensor):
             raise PartitionError(
                 f"{name_of(tensor)} has no shape yet, as its module is lazy; call the model once "
@@ -312,9 +337,10 @@ class _FlatLayouts:
                 if self.precision is None
                 else compute_dtype(name, parameter, self.precision, self.in_fp32)
             )
-            policy = for_persistent if name in self.persistent else self.policy
+            stays = unit.outside or name in self.persistent
+            policy = for_persistent if stays else self.policy
             trains, raw = name in self.group_of, holds_raw_bytes(parameter)
-            compressed = not raw and self.codecs.takes(parameter, trains)
+            compressed = not (raw or unit.outside) and self.codecs.takes(parameter, trains)
             moments = "+".join(self.moments[self.group_of[name]]) if trains and differ else ""
             sharding = sharding_under(parameter, self.cuts).kind
             gathers = policy.shards_parameters and self.places.along(sharding.axes)[0] > 1
@@ -332,7 +358,7 @@ class _FlatLayouts:
         # A frozen persistent flat buffer is unsharded, so every rank owns all of it, and shard 0 of
         # replica 0 saves it.
         num_shards = num_shards if trainable else policy.num_parameter_shards(num_shards)
-        stays = policy != self.policy
+        stays = policy != self.policy and not unit.outside
         layout = FlatLayout.build(
             [(name, shape_of(p, self.cuts)) for name, p in parameters.items()],
             num_shards,
@@ -363,6 +389,7 @@ class _FlatLayouts:
             raw=kind.raw,
             sharded=policy.shards_parameters,
             persistent=stays,
+            outside=unit.outside,
             saves_shard=replica == 0 and (num_shards > 1 or shard == 0),
             owned=owned,
             reduce_codec=reduce_codec,

@@ -24,10 +24,15 @@ def holds_raw_bytes(parameter: torch.Tensor) -> bool:
     )
 
 
-def kept_in_fp32(model: nn.Module, precision: str, configured: Iterable[str]) -> frozenset[str]:
+def kept_in_fp32(
+    model: nn.Module,
+    precision: str,
+    configured: Iterable[str],
+    others: Iterable[tuple[str, nn.Parameter]] = (),
+) -> frozenset[str]:
     """Return the names of the parameters that compute in fp32 under ``precision``: all names of
     those in one of whose names those ``configured``, or declared by the model or one of its
-    submodules, are a part.
+    submodules, are a part. ``others``: parameters outside the model.
     """
     parts = {"": set(configured)}
     attributes = ["_keep_in_fp32_modules_strict"]
@@ -46,7 +51,7 @@ def kept_in_fp32(model: nn.Module, precision: str, configured: Iterable[str]) ->
     ]
     if not patterns:
         return frozenset()
-    named = list(model.named_parameters(remove_duplicate=False))
+    named = [*model.named_parameters(remove_duplicate=False), *others]
     kept = {id(p) for name, p in named if any(pattern.fullmatch(name) for pattern in patterns)}
     return frozenset(name for name, parameter in named if id(parameter) in kept)
 

@@ -4,7 +4,7 @@ b.weight.data``: the engine gives each parameter memory of its own, which would 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ def tie_shared_memory(
     other views of it, buffers, frozen parameters.
     """
     tied: Tied = {}
-    for one, other in _overlapping(model):
+    for one, other in _overlapping(model, ()):
         if not (one.trains or other.trains):
             continue
         if one.trains and other.trains and one.is_same(other):
@@ -116,11 +116,22 @@ def without_tied(
             optimizer.state.setdefault(first, state)
 
 
+def refuse_shared(model: nn.Module, others: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise PartitionError if the parameters ``others``, outside ``model``, share memory with it or
+    with each other.
+    """
+    names = {name for name, _ in others}
+    for one, other in _overlapping(model, others):
+        if (one.trains or other.trains) and names & {one.name, other.name} and one.meets(other):
+            raise PartitionError(_refusal(one, other))
+
+
 def _refusal(one: _SharedView, other: _SharedView) -> str:
     if not all(isinstance(view.tensor, nn.Parameter) for view in (one, other)):
         how = "a buffer and a parameter"
     elif one.is_same(other):
-        how = "a parameter that trains and one that is frozen"
+        trains = one.trains and other.trains
+        how = "two parameters" if trains else "a parameter that trains and one that is frozen"
     else:
         how = "different views"
     return (
@@ -129,15 +140,17 @@ def _refusal(one: _SharedView, other: _SharedView) -> str:
     )
 
 
-def _overlapping(model: nn.Module) -> Iterator[tuple[_SharedView, _SharedView]]:
-    """Yield pairs of tensors whose byte ranges in one memory overlap."""
+def _overlapping(
+    model: nn.Module, others: Sequence[tuple[str, nn.Parameter]]
+) -> Iterator[tuple[_SharedView, _SharedView]]:
+    """Yield pairs of tensors of ``model`` and ``others`` whose byte ranges in one memory overlap."""
     by_storage: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-    for tensor in (*parameters_of(model), *buffers_of(model)):
+    for tensor in (*parameters_of(model), *buffers_of(model), *dict(others).values()):
         address = _address(tensor)
         if address:
             by_storage.setdefault((tensor.device, address), []).append(tensor)
     shared = [tensors for tensors in by_storage.values() if len(tensors) > 1]
-    named = (*model.named_parameters(), *model.named_buffers()) if shared else ()
+    named = (*model.named_parameters(), *model.named_buffers(), *others) if shared else ()
     name_of = {id(tensor): name for name, tensor in named}
     for tensors in shared:
         under_way: list[_SharedView] = []

@@ -184,7 +184,7 @@ class ShardGather:
 
 class Unit:
     """One module, or several small ones, with the flat buffers that are gathered and released
-    together for them.
+    together for them. The unit of parameters outside the model has no module.
     """
 
     def __init__(

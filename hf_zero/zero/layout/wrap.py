@@ -40,7 +40,7 @@ class UnitSpec:
     order of their flat buffer.
     """
 
-    paths: tuple[str, ...]  # of the modules
+    paths: tuple[str, ...]  # of the modules; without modules, the name of the unit
     modules: tuple[nn.Module, ...]
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
@@ -51,6 +51,11 @@ class UnitSpec:
     @property
     def module(self) -> nn.Module:
         return self.modules[0]
+
+    @property
+    def outside(self) -> bool:
+        """Return whether no module of the model has its parameters (``outside.py``)."""
+        return not self.modules
 
 
 def _size(parameter: nn.Parameter, sizes: Sizes) -> int:

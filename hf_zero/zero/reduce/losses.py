@@ -33,6 +33,11 @@ SCALED_ONCE = (
     "applied exactly once; call engine.backward(loss)"
 )
 
+SCALED_OUTSIDE = (
+    "plain loss.backward() applies the fp16 loss scale at the outputs of the model, which parameters "
+    "of the optimizer outside the model do not see; call engine.backward(loss)"
+)
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -343,6 +348,8 @@ class LossScaling:
             return 1.0
         if twice or any(engine._training and engine._in_backward() for engine in rank.engines):
             raise PartitionError(SCALED_ONCE)
+        if any(flat.spec.outside for flat in self._training):
+            raise PartitionError(SCALED_OUTSIDE)
         rank.put_at_outputs(self, self.scaler.scale)
         return self.scaler.scale
 

@@ -92,8 +92,11 @@ class ReductionOrder:
     """
 
     def __init__(self, units: Sequence[Unit]):
-        self.units = [unit for unit in [*reversed(units[1:]), units[0]] if unit.trainable_flats]
-        self.reduced_last: set[Unit] = set()  # units with gradients in several parts: reduced last
+        root, *others = (unit for unit in units if unit.modules)
+        outside = [unit for unit in units if not unit.modules]
+        self.units = [u for u in (*reversed(others), root, *outside) if u.trainable_flats]
+        # units with gradients in several parts, and those whose end no hook reports
+        self.reduced_last: set[Unit] = set(outside)
         self._known = False
         self._depths: dict[Hashable, dict[int, int]] = {}
         self.left_some_out = False  # some backward of the window has left units out
