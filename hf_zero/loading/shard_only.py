@@ -17,7 +17,7 @@ from hf_zero.zero.layout.attributes import register_attached
 from hf_zero.zero.layout.materialize import check_alike
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
-from hf_zero.zero.layout.walk import parameters_of
+from hf_zero.zero.layout.walk import parameters_with
 from hf_zero.zero.transaction import restore_on_rollback, transaction
 
 
@@ -58,9 +58,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
 
 def engines_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Engine]:
     """Return the engines that shard parameters of ``model`` or ``optimizer``, each once."""
-    groups = () if optimizer is None else optimizer.param_groups
-    parameters = (*parameters_of(model), *(p for group in groups for p in group["params"]))
-    flats = [owner_of(parameter) for parameter in parameters]
+    flats = [owner_of(parameter) for parameter in parameters_with(model, optimizer)]
     engines = [flat.live_engine for flat in flats if flat is not None]
     return list({id(engine): engine for engine in engines if engine is not None}.values())
 

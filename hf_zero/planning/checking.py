@@ -237,7 +237,7 @@ def communicators(plan: EnginePlan) -> dict[str, int]:
 
     Of a pipeline, two for each set of stages that tie weights are added to these.
     """
-    dims, policy, shards_of_all = plan.dims, plan.policy, plan.num_shards
+    dims, shards_of_all = plan.dims, plan.num_shards
     counts = {"all ranks": int(dims.world > 1)}
     for axis in ("tensor", "sequence", "context", "expert", "pipeline"):
         counts[f"{axis} parallelism"] = int(dims.size(axis) > 1)

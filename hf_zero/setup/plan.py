@@ -5,7 +5,6 @@ changes; what the plan can know refuses a call here.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
 from hf_zero.zero.layout.stage_policy import POLICIES
-from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of
+from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of, parameters_with
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes
@@ -86,10 +85,7 @@ class PlanInputs:
                 configs.setdefault(id(config), config)
         for config in filter(None, configs.values()):
             self._add(config, vars(config))
-        groups = () if optimizer is None else optimizer.param_groups
-        tensors = dict.fromkeys((*parameters_of(model), *buffers_of(model)))
-        tensors.update((p, None) for group in groups for p in group["params"])
-        for tensor in tensors:
+        for tensor in (*parameters_with(model, optimizer), *buffers_of(model)):
             self._add(tensor, vars(tensor))
             self._values.append((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device))
         if optimizer is not None:

@@ -169,8 +169,8 @@ def trainable_again(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def rebuild(
     engine: EngineParts, what: str, change: Callable[[], None], loads: bool = False
 ) -> None:
-    """Take ``engine`` apart, call ``change`` on its optimizer, whose groups hold the
-    parameters themselves then, and build it again over the model with the state that it has. What the model
+    """Take ``engine`` apart, call ``change`` on its optimizer, whose groups hold the parameters
+    themselves then, and build it again over the model with the state that it has. What the model
     has lost leaves the groups, and is whole. ``what`` is the caller in messages; ``loads``: a load
     follows, so that the state may be half changed, and stays refused until then. Collective.
 

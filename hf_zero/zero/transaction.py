@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_zero.zero.layout.initial_values import without_repeats
 from hf_zero.zero.layout.parameter import owner_of, raw_grad, set_raw_grad
-from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of
+from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_with
 
 _TABLES = ("_parameters", "_modules")
 _data: Any = torch.Tensor.data
@@ -102,9 +102,7 @@ def snapshot_of_parameters(
     ``model`` and ``optimizer``. It keeps their memory, so the model needs it twice. Parameters that
     an engine owns, or a former one has left sharded, are left out.
     """
-    groups = () if optimizer is None else optimizer.param_groups
-    parameters = dict.fromkeys(parameters_of(model))
-    parameters.update((p, None) for group in groups for p in group["params"])
+    parameters = parameters_with(model, optimizer)
     return partial(_restore_all, [_Memory(p) for p in parameters if owner_of(p) is None])
 
 

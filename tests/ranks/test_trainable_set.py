@@ -439,7 +439,6 @@ def test_a_refused_change_leaves_everything_as_it_was(stage: int) -> None:
         engine = engine_of(model)
         add = optimizer.add_param_group
         foreign, first = nn.Parameter(torch.ones(3)), model[2].weight
-        refuse("not in the model", lambda: add({"params": [foreign]}))
         refuse("appear in more than one", lambda: add({"params": [first]}), ValueError)
         refuse("is not in the model; put it", lambda: engine.replace(foreign))
         refuse("replace(group=7): the optimizer has 1", lambda: engine.replace(model[4], group=7))

@@ -20,8 +20,9 @@ class FlatSpec:
 
     index: among the flat buffers of its engine. raw: only their own module can read the bytes,
     which are never cast. sharded: its values are gathered and released. persistent: they stay whole
-    at a ZeRO stage that shards others. outside: no module of the model has them. saves_shard: whether this rank is the replica that saves
-    this shard. owned: the elements ``[start, stop)`` of the buffer that this rank owns.
+    at a ZeRO stage that shards others. outside: no module of the model has its parameters.
+    saves_shard: whether this rank is the replica that saves this shard. owned: the elements
+    ``[start, stop)`` of the buffer that this rank owns.
     reduce_codec, gather_codec: codec of its gradient in a reduce-scatter, and of its values in an
     all-gather of shards or of a step's updates; None: uncompressed. momentum_blocks: codec of its
     momentum, if the optimizer sends that. mesh: the ranks that hold its values. sharding: the

@@ -179,9 +179,7 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
             owner = owner_of(parameter)
             if owner is not None and not owner.retired:
                 remedy = (
-                    "build this optimizer without it"
-                    if spec.outside
-                    else "pass its module once"
+                    "build this optimizer without it" if spec.outside else "pass its module once"
                 )
                 raise PartitionError(
                     f"parameter {name} belongs to another hf-zero engine already (as "

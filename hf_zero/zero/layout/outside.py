@@ -31,7 +31,7 @@ def outside_unit(
     if optimizer is None:
         return None
     inside = {id(parameter) for unit in units for _, parameter in unit.parameters}
-    if all(id(p) in inside for group in optimizer.param_groups for p in group["params"]):
+    if inside.issuperset([id(p) for group in optimizer.param_groups for p in group["params"]]):
         return None
     taken = {name for unit in units for name, _ in unit.parameters}.union(aliases)
     prefix = PREFIX
@@ -69,9 +69,9 @@ def check_outside(
     ]
     if forgotten:
         raise PartitionError(
-            f"the optimizer holds {described(others)} outside the model, and not {listed(forgotten)}"
-            ", which requires grad in it: build it from model.parameters() of the model given to "
-            "initialize, after the model has its final parameters, and the parameters of your "
-            "loss; or freeze what shall not train (requires_grad_(False))"
+            f"the optimizer holds {described(others)} outside the model, and lacks "
+            f"{listed(forgotten, 3)} of the model, which require grad; build it from "
+            "model.parameters() of the model given to initialize, after the model has its final "
+            "parameters, or freeze what shall not train (requires_grad_(False))"
         )
     refuse_shared(model, others)

@@ -143,7 +143,7 @@ def _refusal(one: _SharedView, other: _SharedView) -> str:
 def _overlapping(
     model: nn.Module, others: Sequence[tuple[str, nn.Parameter]]
 ) -> Iterator[tuple[_SharedView, _SharedView]]:
-    """Yield pairs of tensors of ``model`` and ``others`` whose byte ranges in one memory overlap."""
+    """Yield pairs of tensors of ``model`` and ``others`` that overlap in one memory."""
     by_storage: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
     for tensor in (*parameters_of(model), *buffers_of(model), *dict(others).values()):
         address = _address(tensor)

@@ -48,6 +48,15 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     return _distinct([module._parameters for module in modules_of(model)])
 
 
+def parameters_with(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> list[nn.Parameter]:
+    """Return the parameters of ``model`` and of the groups of ``optimizer``, each once."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    parameters = [*parameters_of(model), *[p for group in groups for p in group["params"]]]
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
 def buffers_of(model: nn.Module) -> list[torch.Tensor]:
     """Return ``[*model.buffers()]``."""
     return _distinct([module._buffers for module in modules_of(model)])

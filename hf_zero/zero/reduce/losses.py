@@ -34,8 +34,8 @@ SCALED_ONCE = (
 )
 
 SCALED_OUTSIDE = (
-    "plain loss.backward() applies the fp16 loss scale at the outputs of the model, which parameters "
-    "of the optimizer outside the model do not see; call engine.backward(loss)"
+    "plain loss.backward() applies the fp16 loss scale at the outputs of the model, which "
+    "parameters of the optimizer outside the model do not see; call engine.backward(loss)"
 )
 
 
