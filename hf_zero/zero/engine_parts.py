@@ -99,6 +99,8 @@ class EngineParts(ModelWrapper):
         self.techniques = techniques
         self.optimizer: Any = plan.optimizer
         self.lr_scheduler: Any = None
+        # the step after which the engine last stepped the scheduler, and its position then
+        self._scheduled: tuple[int, object] | None = None
         self.training_dataloader: Any = None
         # the start of the accumulation window, for saves inside it (hf_zero/checkpoint)
         self.window_start: Any = None

@@ -403,6 +403,7 @@ class TrainingEngine(EngineParts):
         per_step = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
         if per_step and not overflow:
             scheduler.step()
+            self._scheduled = (self.counters.global_steps, getattr(scheduler, "last_epoch", None))
         self.techniques.end_step()
         return failure
 
@@ -426,9 +427,9 @@ class TrainingEngine(EngineParts):
         return failure
 
     def _refuse_update(self) -> None:
-        """Raise ConfigError without an optimizer, PartitionError for changed groups of it or for a
-        part updated before clipping was switched on or a setting was changed, OffloadError after a
-        failed write of offloaded state (collective).
+        """Raise ConfigError without an optimizer, PartitionError for changed groups of it, for a
+        scheduler that the script has stepped or for a part updated before clipping was switched on
+        or a setting was changed, OffloadError after a failed write of offloaded state (collective).
         """
         if self.optimizer_step.bound is None:
             raise ConfigError(
@@ -436,6 +437,7 @@ class TrainingEngine(EngineParts):
                 "hf_zero.initialize or name one in the config"
             )
         self.optimizer_step.bound.check_groups()
+        self._refuse_stepped_schedule()
         if self.optimizer_step.max_norm:
             refuse_pending_update(
                 self.updater, "gradient clipping that was switched on after the backward"
@@ -444,6 +446,21 @@ class TrainingEngine(EngineParts):
             self.optimizer_step.refuse_changed(self.updater.backward_update)
         if failed := self.optimizer_step.failed_writes():
             raise failed_write(failed)
+
+    def _refuse_stepped_schedule(self) -> None:
+        """Raise PartitionError if the script has stepped the scheduler since the engine did: the
+        next step would have a later learning rate. A load has changed the number of steps.
+        """
+        step, position = self._scheduled or (None, None)
+        current = getattr(self.lr_scheduler, "last_epoch", None)
+        if step != self.counters.global_steps or position is None or current is None:
+            return
+        if current > position:
+            raise PartitionError(
+                f"{type(self.lr_scheduler).__name__}.step() was called after engine.step(), which "
+                "steps the learning-rate schedule itself: it would advance twice as fast; remove "
+                "the call, or give no scheduler to initialize and keep the call"
+            )
 
     def _end_update(self, overflow: bool, scaler: Fp16LossScaler) -> None:
         """Count the update, set its outcome and the new loss scale of ``scaler`` on the optimizer,

@@ -133,6 +133,31 @@ def test_calls_that_are_refused(case):
     assert engine.was_step_applied()
 
 
+def test_a_schedule_that_the_script_steps_too(tmp_path):
+    """A script may step it before the first step, and in place of the engine; a load may move it."""
+    engine, _ = begun(3)
+    engine.lr_scheduler = schedule = torch.optim.lr_scheduler.LambdaLR(
+        engine.optimizer, lambda step: 1 / (1 + step)
+    )
+    schedule.step()
+    for step in range(2):
+        backward(engine, step)
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    backward(engine, 2)
+    engine.step()
+    engine.load_checkpoint(tmp_path)
+    backward(engine, 2)
+    engine.step()
+    assert engine.get_lr() == [pytest.approx(engine.optimizer.defaults["lr"] / 5)]
+    backward(engine, 3)
+    schedule.step()
+    weights = engine.state_dict()
+    with pytest.raises(PartitionError, match=r"LambdaLR\.step\(\)"):
+        engine.step()
+    assert all(engine.state_dict()[name].equal(value) for name, value in weights.items())
+
+
 def test_a_step_without_an_optimizer():
     engine, _ = begun(3, lambda model: None)
     with pytest.raises(ConfigError, match="needs an optimizer"):
