@@ -27,6 +27,7 @@ from hf_zero.config.migrating_sections import (
     KeyFinding,
     Outcome,
     add_translated,
+    belongs_to_fsdp,
     is_trainer,
     plain,
     translate_dynamo,
@@ -370,7 +371,11 @@ def _lost(written: str, value: object) -> bool:
         near = closest(name, INSIDE, least=MISSPELT) or meant(name, value)
         return acts or (path not in KEYS and bool(near))
     return (
-        acts or name in INSIDE or misspelt(name, value) or bool(closest(name, TOP, least=MISSPELT))
+        acts
+        or name in INSIDE
+        or name.startswith("fsdp_")
+        or misspelt(name, value)
+        or bool(closest(name, TOP, least=MISSPELT))
     )
 
 
@@ -420,6 +425,9 @@ class _Accelerate:
         for name, value in self.before.items():
             translate = self.TRANSLATORS.get(name)
             if translate is not None and translate(self, name, value):
+                continue
+            if belongs_to_fsdp(name):
+                self.find(name, value, "to fix", "put it under fsdp_config")
                 continue
             if _judge({name: value}, name, value, self.findings, self.source):
                 self.after[name] = value

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import TRANSLATED
 from hf_zero.config.files import shown
-from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment
+from hf_zero.config.spelling import closest, did_you_mean, is_comment
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
 
@@ -193,15 +193,24 @@ def translate_fsdp(
             findings.append(KeyFinding(key, text, "no effect", note))
 
 
+def belongs_to_fsdp(name: str) -> bool:
+    """Return whether ``name`` is a key of Accelerate's section ``fsdp_config``."""
+    return name.startswith("fsdp_") and name.removeprefix("fsdp_") in _FSDP_NAMES
+
+
 def is_trainer(mapping: Mapping[str, object]) -> bool:
     """Return whether ``mapping`` is a file of the Trainer: its arguments with FSDP among them, or
     the file that its ``fsdp_config`` names.
     """
     if mapping.get("fsdp") and not isinstance(mapping["fsdp"], Mapping):
         return True
-    names = {str(name).removeprefix("fsdp_") for name in mapping}
+    names = {str(name) for name in mapping}
+    of_fsdp = (name.startswith("fsdp_") and name != "fsdp_config" for name in names - {*_XLA})
+    if names and all(of_fsdp):
+        return True  # misspelt ones, too
     section = isinstance(mapping.get("activation_checkpointing"), Mapping)  # DeepSpeed's
-    return bool(names) and names <= {*_FSDP_NAMES, *_XLA} and not section
+    bare = {name.removeprefix("fsdp_") for name in names}
+    return bool(bare) and bare <= {*_FSDP_NAMES, *_XLA} and not section
 
 
 def translate_trainer(
@@ -273,14 +282,14 @@ def _unknown_below(
     section: str, name: object, value: object, prefix: str, candidates: Collection[str]
 ) -> KeyFinding:
     """Return the finding of an unknown key of ``section``, whose keys ``candidates`` have
-    ``prefix``: to fix if it resembles one of them.
+    ``prefix``: to fix, as its effect would be lost.
     """
     if is_comment(str(name)):
         return KeyFinding(f"{section}.{name}", value, "left out", "a comment")
-    meant = closest(str(name).removeprefix(prefix), candidates, least=MISSPELT)
+    meant = closest(str(name).removeprefix(prefix), candidates)
     names = " or ".join(f"'{prefix}{option}'" for option in meant)
-    note = f"did you mean {names}?" if meant else "not known here"
-    return KeyFinding(f"{section}.{name}", value, "to fix" if meant else "left out", note)
+    note = f"did you mean {names}?" if meant else f"no key of {section}; correct or remove it"
+    return KeyFinding(f"{section}.{name}", value, "to fix", note)
 
 
 def _wrong_in_fsdp(name: str, value: object) -> str:

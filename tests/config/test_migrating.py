@@ -166,6 +166,14 @@ FSDP {fsdp_config: {fsdp_use_orig_param: true}}
     => fsdp_config.fsdp_use_orig_param: to fix, did you mean 'fsdp_use_orig_params'?
 FSDP {parallelism_config: {parallelism_config_tp_sise: 2}}
     => parallelism_config.parallelism_config_tp_sise: to fix, mean 'parallelism_config_tp_size'?
+FSDP {fsdp_config: {fsdp_reshard: true}}
+    => fsdp_config.fsdp_reshard: to fix, did you mean 'fsdp_reshard_after_forward'?
+FSDP {fsdp_config: {fsdp_actckpt: true}}
+    => fsdp_config.fsdp_actckpt: to fix, no key of fsdp_config
+FSDP {fsdp_offload_params: true} => fsdp_offload_params: to fix, put it under fsdp_config
+FSDP {fsdp_strategy: FULL_SHARD} => fsdp_strategy: to fix, not known here
+{fsdp_transformer_layer_cls_to_wrp: Block, fsdp_version: 2}
+    => fsdp_config.fsdp_transformer_layer_cls_to_wrp: to fix, mean 'fsdp_transformer_layer_cls_to_wr
 FSDP {fsdp_confg: {}} => fsdp_confg: to fix, did you mean 'fsdp_config'?
 {deepspeed_config: {}, zero_stage: 3} => zero_stage: to fix, put 'zero_stage' under
 {deepspeed_config: {}, bf16: true} => bf16: to fix, write mixed_precision: bf16
