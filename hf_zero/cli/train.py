@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,6 +55,7 @@ def train(
     """
     from hf_zero.cli.launch import launch
     from hf_zero.config.training_file import read_training_file
+    from hf_zero.device import kinds
     from hf_zero.integrations.datasets.training_data import refuse_unread_data
     from hf_zero.integrations.transformers.training_names import refuse_unknown_names
     from hf_zero.launch.training_script import (
@@ -73,6 +75,8 @@ def train(
         _init(file, yes, as_json)
         return
     training = read_training_file(file)
+    if training.precision == "auto":
+        training = replace(training, precision="bf16" if kinds.device_count() else "fp32")
     text, target = training_script(training), Path(training.output_dir) / SCRIPT
     if script:
         print(text, end="")
@@ -187,14 +191,13 @@ def _initial(file: str, answers: dict[str, str]) -> str:
     """Return the text of a new training file."""
     from hf_zero.config.files import yaml_line
     from hf_zero.config.training_file import KEYS
-    from hf_zero.device import kinds
 
     rate = RATES[answers["task"]][answers["adapters"] != "none"]
     wiki = answers["dataset"] == TEXT_DATA
     values: JsonObject = {
         **answers,
         **({"dataset_config": "20231101.simple"} if wiki else {}),
-        "precision": "bf16" if kinds.device_count() else "fp32",
+        "precision": "auto",  # the file may travel to a machine with a GPU
         "output_dir": f"runs/{Path(file).stem}",
         "learning_rate": rate,
         "lr_scheduler_type": "cosine",

@@ -17,7 +17,6 @@ from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.value_types import (
     BOOLEAN,
     COUNT,
-    DTYPE,
     SECTION,
     TEXT,
     Key,
@@ -144,7 +143,11 @@ class TrainingFile(TrainerArguments):
         MODULES, "all-linear", "modules with adapters, by the end of their names"
     )
     preset: str = key(choice(*PRESETS), "zero2", f"stage of ZeRO: {', '.join(PRESETS)}")
-    precision: str = key(DTYPE, "bf16", "precision of the computation: fp32, bf16 or fp16")
+    precision: str = key(
+        choice("auto", "bf16", "fp16", "fp32"),
+        "bf16",
+        "precision of the computation: bf16, fp16, fp32; auto: bf16 on a GPU, else fp32",
+    )
     ranks: int | None = key(
         integer(1), None, "ranks on this machine; without it the number of GPUs, else 2"
     )
@@ -238,12 +241,15 @@ def read_training_file(path: str | os.PathLike[str]) -> TrainingFile:
             reading.mistakes.add(f"{label}: unknown key {str(written_key)!r:.200}{hint}")
     for missing in [each for each in REQUIRED if each not in written]:
         reading.mistakes.add(f"{label}: {missing} is missing; write {missing}: {_example(missing)}")
-    for auto in sorted(reading.autos & KEYS.keys()):
+    # the reading keeps "auto" apart as a value that a library fills in; this key means it
+    own_autos = reading.autos & {"precision"}
+    for auto in sorted((reading.autos & KEYS.keys()) - own_autos):
         reading.mistakes.add(
             f'{label}: {auto} = "auto" is not {KEYS[auto].value_type.expected}; remove it'
         )
     reading.mistakes.throw()
     values = {"output_dir": f"runs/{Path(name).stem}", **reading.given()}
+    values |= dict.fromkeys(own_autos, "auto")
     values |= {path: os.path.expanduser(values[path]) for path in PATHS}
     training = TrainingFile(**values, written=tuple(reading.values))
     for contradiction in _contradictions(training):

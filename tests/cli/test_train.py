@@ -242,6 +242,19 @@ def test_the_script_is_written_and_launched(write: Any, launched: list[Any]) -> 
     assert "file/out/train.py cannot be written (Not a directory); name another" in said
 
 
+def test_a_precision_that_the_machine_decides(
+    write: Any, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file written without a GPU trains in bf16 where there is one."""
+    invoke("train --init mine.yaml --yes")
+    assert read_training_file("mine.yaml").precision == "auto"
+    for devices, precision in ((0, "fp32"), (2, "bf16")):
+        monkeypatch.setattr("hf_zero.device.kinds.device_count", lambda count=devices: count)
+        invoke(f"train {write(precision='auto', output_dir='out')}")
+        assert launched.pop()[1]["precision"] == precision
+        assert f"bf16={precision == 'bf16'}," in Path("out/train.py").read_text()
+
+
 DATA: list[tuple[str, dict[str, Any], str]] = [
     ("", {}, "rows.jsonl cannot be loaded with split: train ("),
     ('{"text": "a"', {}, "mend the file, or name another"),
