@@ -363,10 +363,13 @@ def _print_proposal(proposal: Proposal, as_json: bool, out: Path | None) -> None
     else:
         print_table(_tried(proposal))
         if proposal.config is None:
-            print(
-                "nothing that was tried fits; use more ranks, or name a folder "
-                "for files with --disk"
-            )
+            more = "use more ranks, or name a folder for files with --disk"
+            if proposal.free.host_device:
+                more = (
+                    "this machine has no GPU: describe one with --device-memory 80GB and its host "
+                    f"with --ram 512GB, {more}"
+                )
+            print(f"nothing that was tried fits; {more}")
         else:
             print(json.dumps(proposal.config, indent=2))
             if proposal.cut:

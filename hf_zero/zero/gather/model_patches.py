@@ -486,6 +486,6 @@ def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, kwargs: 
             if isinstance(parameter, OwnedParameter) and owner_of(parameter) is not None:
                 raise PartitionError(
                     f"{type(optimizer).__name__} holds {name_of(parameter)}, which an hf-zero "
-                    "engine owns and trains; pass the optimizer to "
-                    "hf_zero.initialize, or step the one it returned"
+                    "engine owns and trains; pass the optimizer with its model to "
+                    "hf_zero.initialize or accelerator.prepare, and step the one that it returns"
                 )
