@@ -433,8 +433,8 @@ class TrainingEngine(EngineParts):
         """
         if self.optimizer_step.bound is None:
             raise ConfigError(
-                "step() needs an optimizer, and the engine was built without one; pass one with its "
-                "model to hf_zero.initialize, or to prepare, or name one in the config"
+                "step() needs an optimizer, and the engine was built without one; pass one with "
+                "its model to hf_zero.initialize, or to prepare, or name one in the config"
             )
         self.optimizer_step.bound.check_groups()
         self._refuse_stepped_schedule()

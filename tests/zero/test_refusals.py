@@ -134,7 +134,7 @@ def test_calls_that_are_refused(case):
 
 
 def test_a_schedule_that_the_script_steps_too(tmp_path):
-    """A script may step it before the first step, and in place of the engine; a load may move it."""
+    """A script may step it before the first step, and a load may move it."""
     engine, _ = begun(3)
     engine.lr_scheduler = schedule = torch.optim.lr_scheduler.LambdaLR(
         engine.optimizer, lambda step: 1 / (1 + step)
