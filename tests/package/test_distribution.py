@@ -91,6 +91,11 @@ def test_a_release_has_notes_of_its_version(monkeypatch: pytest.MonkeyPatch) -> 
     sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
     last = next(name.split(" - ")[0] for name in sections if name[0].isdecimal())
     assert "### Added" in notes(last, text) and "## " not in notes(last, text)[:3]
+    newest = text.split("\n## ")[1]
+    assert newest.count("\n") <= 80, "themes; each change is in the list behind them"
+    for section in text.split("\n## ")[1:]:
+        heads = re.findall(r"^### (.+)$", section, re.MULTILINE)
+        assert len({*heads}) == len(heads), section.partition("\n")[0]
     if sections[0] == "Unreleased":
         assert Version(version).is_devrelease and Version(version) > Version(last)
     else:
