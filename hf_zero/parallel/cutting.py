@@ -88,8 +88,21 @@ def _of_first(whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
 class HoldsParts(nn.Module):
     """Mixin before the class of a module whose parameters :func:`cut` has cut: its state dicts hold
     whole tensors before an engine takes the model and after the engine is destroyed (collective
-    over the ranks of the parts). In between, the engine's own state-dict hooks do that.
+    over the ranks of the parts). In between, the engine's own state-dict hooks do that. A parameter
+    of a part's shape that takes the place of a part is marked as that part.
     """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        before = self._parameters.get(name)
+        super().register_parameter(name, param)
+        _mark_in_place(before, param)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        before = dict(self._parameters)
+        super()._apply(fn, recurse)
+        for name, parameter in before.items():  # new ones if torch overwrites them in conversions
+            _mark_in_place(parameter, self._parameters.get(name))
+        return self
 
     def _save_to_state_dict(
         self, destination: dict[str, object], prefix: str, keep_vars: bool
@@ -165,6 +178,12 @@ def _new(copied: _Copied) -> nn.Module:
     module = kind.__new__(kind)
     module.__dict__[_COPIED] = copied.module._parameters
     return module
+
+
+def _mark_in_place(before: nn.Parameter | None, after: nn.Parameter | None) -> None:
+    """Mark ``after`` as the part that ``before`` is, whose place it takes, if it has its shape."""
+    if before is not None and after is not None and before.shape == after.shape:
+        _mark_like(before, after)
 
 
 def _mark_like(

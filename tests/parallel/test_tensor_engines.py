@@ -318,6 +318,27 @@ def _saved_beside(model):
         )
 
 
+def _wrapped_anew(model):
+    anew = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                wrapped = torch.nn.Parameter(parameter.detach().clone())
+                setattr(module, name, anew.setdefault(parameter, wrapped))
+    return model
+
+
+def _converted(model):
+    with _SEEDS:
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            model.double().float()
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(False)
+    model.tie_weights()
+    return model
+
+
 _SEEDS = threading.Lock()
 COPIES = {
     "deepcopy": copy.deepcopy,
@@ -327,6 +348,8 @@ COPIES = {
         and model
     ),
     "modules_to_save": _saved_beside,
+    "wrapped anew": _wrapped_anew,
+    "converted": _converted,
 }
 
 
