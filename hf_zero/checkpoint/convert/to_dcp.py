@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from hf_zero import optim
 from hf_zero.checkpoint.convert.files import file_error
 from hf_zero.checkpoint.convert.outputs import OutputTensor, log_left_out, outputs, tied_names
 from hf_zero.checkpoint.foreign.dcp import COUNTERS
@@ -143,12 +144,17 @@ IMPLEMENTATION: dict[str, object] = {
 
 
 def _defaults(kind: str) -> dict[str, object]:
-    """Return the settings that an optimizer of this name has beside those of a checkpoint."""
-    cls = getattr(torch.optim, kind.rpartition(".")[2], None)
+    """Return the settings that an optimizer of this name, of torch or of hf-zero, has beside those
+    of a checkpoint.
+    """
+    name = kind.rpartition(".")[2]
+    cls = getattr(torch.optim, name, None)
+    if cls is None and name in optim.__all__:
+        cls = getattr(optim, name)
     if cls is None:
         return IMPLEMENTATION
     group = cls([torch.zeros(1, 1, requires_grad=True)]).param_groups[0]  # Muon takes matrices
-    return {key: value for key, value in group.items() if key != "params"}
+    return IMPLEMENTATION | {key: value for key, value in group.items() if key != "params"}
 
 
 def write_dcp(
