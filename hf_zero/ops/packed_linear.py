@@ -275,7 +275,16 @@ def _keep_input(
 
 
 def _gradient(ctx: GradientContext, dy: Tensor) -> tuple[object, ...]:
-    x, *weights = ctx.saved_tensors
+    try:
+        x, *weights = ctx.saved_tensors
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        raise KernelError(
+            "a second backward through linear layers that one product computes (kernels: qkv and "
+            "the like): the first has freed what they saved; call one backward of the sum of the "
+            "losses, pass retain_graph=True to the first, or leave that name out of kernels"
+        ) from error
     x_trains, weights_train, biases_train = ctx.needs_input_grad
     dx, dw, db = _packed_linear_backward(
         dy, x, weights, x_trains, any(weights_train), any(biases_train)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_zero.errors import KernelError
 from hf_zero.ops.packed_linear import adjacent, pack_, packed_linear
 from tests.helpers.cells import in_one_item
 
@@ -123,3 +124,18 @@ def test_packing_keeps_parameters_values_and_ties():
         [whole[:0]],
     ):
         assert not adjacent(parts)
+
+
+def test_a_second_backward_names_the_group_and_the_remedies() -> None:
+    x, weights = torch.randn(3, 4), [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
+
+    def parts() -> tuple[torch.Tensor, ...]:
+        return packed_linear(x, weights).split(2, -1)
+
+    first, second = parts()
+    first.sum().backward()
+    with pytest.raises(KernelError, match=r"qkv.*retain_graph=True to the first"):
+        second.sum().backward()
+    first, second = parts()
+    first.sum().backward(retain_graph=True)
+    second.sum().backward()
