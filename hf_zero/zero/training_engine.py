@@ -354,11 +354,12 @@ class TrainingEngine(EngineParts):
         self.pass_runner.reduce_stray_gradients()
         self.sharded_model.patches.check()
         self.pass_runner.refuse_unusable()
-        if not self.pass_runner.has_micro_batch():
-            return
-        self.optimizer_step.applied = False
         window = self.accumulation
-        window.end_step(self.pass_runner.hooks.forwards)
+        came = window.announced or window.unannounced
+        if not came and not self.pass_runner.has_micro_batch():
+            return
+        self.optimizer_step.applied = window.was_dropped = False
+        window.steps, window.forwards = window.steps + 1, self.pass_runner.hooks.forwards
         if not ends_window:
             with self.changes.change(f"a micro-batch of step {self.counters.global_steps + 1}"):
                 window.add_micro_batch(self.counters)
