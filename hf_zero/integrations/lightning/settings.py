@@ -37,8 +37,8 @@ KINDS = {
 }
 
 
-def read(config: object, stage: int | None) -> ZeroConfig:
-    """Return the configuration of ``ZeroStrategy(config=…, stage=…)``; stage 3 if neither is given.
+def read(config: object, stage: int | None, strategy: str) -> ZeroConfig:
+    """Return the configuration of ``strategy(config=…, stage=…)``; stage 3 if neither is given.
     Raises ConfigError if they name different stages.
     """
     if config is None:
@@ -46,7 +46,7 @@ def read(config: object, stage: int | None) -> ZeroConfig:
     settings = ZeroConfig.coerce(config, allow_auto=True)
     if stage not in (None, settings.stage):
         raise ConfigError(
-            f"ZeroStrategy(stage={stage}) contradicts its config, which says stage "
+            f"{strategy}(stage={stage}) contradicts its config, which says stage "
             f"{settings.stage}; give one of them"
         )
     return settings
@@ -59,7 +59,10 @@ def resolve(config: ZeroConfig, trainer: Trainer, ranks: int) -> ZeroConfig:
     Accumulation is left to the Trainer, which divides the loss and marks the last backward of a
     window.
     """
-    values = {**_precision(config, trainer.precision), **_clipping(config, trainer)}
+    values = {
+        **precision_values(config, trainer.precision, "Trainer"),
+        **_clipping(config, trainer),
+    }
     micro = _micro_batch(config, trainer, ranks)
     accumulates = "default: Lightning's Trainer accumulates"
     rows, source = (1, NO_BATCH_SIZE) if micro is None else (micro, accumulates)
@@ -70,13 +73,16 @@ def resolve(config: ZeroConfig, trainer: Trainer, ranks: int) -> ZeroConfig:
     )
 
 
-def _precision(config: ZeroConfig, precision: str) -> dict[str, object]:
+def precision_values(config: ZeroConfig, precision: str, caller: str) -> dict[str, object]:
+    """Return the keys that ``caller(precision=…)`` sets. Raises ConfigError if ``config`` has
+    another precision.
+    """
     kind = KINDS[precision]
     if config.precision not in ("fp32", kind):
         raise ConfigError(
-            f"the ZeRO config enables {config.precision} and the Trainer has "
+            f"the ZeRO config enables {config.precision} and the {caller} has "
             f"precision={precision!r}; write "
-            f"Trainer(precision={'16-mixed' if config.precision == 'fp16' else 'bf16-mixed'!r}), "
+            f"{caller}(precision={'16-mixed' if config.precision == 'fp16' else 'bf16-mixed'!r}), "
             "or take it out of the config"
         )
     autos = {section for section in ("bf16", "fp16") if f"{section}.enabled" in config.autos}
@@ -134,13 +140,14 @@ class PrecisionMethods:
     """
 
     package: str
+    caller, strategy = "Trainer", "ZeroStrategy"
     engine: Engine  # assigned by the strategy
 
     def __init__(self, precision: object) -> None:
         if precision not in KINDS:
             raise ConfigError(
-                f"Trainer(precision={precision!r}) cannot run under ZeroStrategy; choose one "
-                f"of {', '.join(KINDS)}"
+                f"{self.caller}(precision={precision!r}) cannot run under {self.strategy}; choose "
+                f"one of {', '.join(KINDS)}"
             )
         self.precision = precision
         self.kind = KINDS[precision]

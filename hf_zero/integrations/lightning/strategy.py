@@ -164,7 +164,7 @@ class StrategyMethods(_Strategy):
                 f"ZeroStrategy takes no {', '.join(unknown)}; it takes config, stage, "
                 f"exclude_frozen_parameters, {', '.join(sorted(ARGUMENTS))}"
             )
-        self.zero_config = read(config, stage)
+        self.zero_config = read(config, stage, "ZeroStrategy")
         self.exclude_frozen_parameters = exclude_frozen_parameters
         self.engine: Engine | None = None
         if arguments.get("timeout") is None:

@@ -43,6 +43,8 @@ from hf_zero.zero.layout.parameter import owner_of
 
 if TYPE_CHECKING:
     import torch
+    from lightning.fabric.connector import _Connector
+    from lightning.fabric.wrappers import _FabricOptimizer
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
@@ -64,15 +66,19 @@ def register_stages(
     """Wraps ``DeepSpeedStrategy.register_strategies``: adds ``zero_stage_0`` …
     ``zero_stage_3_offload`` to the registry.
     """
-    package = original.__module__.partition(".strategies.")[0]
+    package = original.__module__.partition(".strategies.")[0]  # of the Trainer, or of Fabric
     original(cls, strategy_registry)
     register(strategy_registry, functools.partial(_make, package))
 
 
 def _make(package: str, **arguments: object) -> Strategy:
     # Imported on use: the names are registered while the library is still being imported.
-    home = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}[package]
-    return importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(**arguments)
+    home, name = {
+        "lightning.fabric": ("lightning", "FabricStrategy"),
+        "lightning.pytorch": ("lightning", "ZeroStrategy"),
+        "pytorch_lightning": ("pytorch_lightning", "ZeroStrategy"),
+    }[package]
+    return getattr(importlib.import_module(f"hf_zero.integrations.{home}"), name)(**arguments)
 
 
 def choose_precision(original: Original, self: _AcceleratorConnector) -> object:
@@ -88,6 +94,34 @@ def choose_precision(original: Original, self: _AcceleratorConnector) -> object:
             "own; write Trainer(precision=...)"
         )
     return plugin or self.strategy.precision_class(self._precision_flag)
+
+
+def choose_precision_of_fabric(original: Original, self: _Connector) -> object:
+    """Wraps Fabric's ``_Connector._check_and_init_precision``: a FabricStrategy gets its own
+    precision, fp16 on CPUs too.
+    """
+    if type(self.strategy).__name__ != "FabricStrategy":
+        return original(self)
+    plugin = self._precision_instance
+    if plugin is not None:
+        return plugin  # which the strategy refuses if it is not of its own
+    precision = importlib.import_module("hf_zero.integrations.lightning").FabricPrecision
+    return precision(self._precision_input)
+
+
+def zero_grad_by_the_engine(
+    original: Original,
+    self: _FabricOptimizer,
+    optimizer: torch.optim.Optimizer,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """Wraps ``_FabricOptimizer.__init__``: the wrapper's ``zero_grad`` is that of the optimizer's
+    class, and would not reach the engine.
+    """
+    original(self, optimizer, *args, **kwargs)
+    if "zero_grad" in vars(optimizer):
+        self.zero_grad = optimizer.zero_grad  # type: ignore[method-assign]
 
 
 def leave_out_by_identity(
