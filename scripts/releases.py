@@ -1,13 +1,16 @@
-"""Run hf-zero on releases of torch, Transformers, Accelerate, TRL, PEFT and Lightning.
+"""Run hf-zero on releases of torch, Transformers, Accelerate, TRL, PEFT, Datasets and Lightning.
 
-    scripts/releases                    # pinned, newest and oldest; each minor of transformers
+    scripts/releases                    # pinned, newest, oldest, and those that releases.toml names
     scripts/releases --only torch=newest --only transformers=5.18.1 --only all=newest
+    scripts/releases --only frameworks=LLaMA-Factory --only frameworks=all --resolve
 
 An environment is the installed one, which has the pinned releases, with one library at another
 release: a folder of the cache holds what differs, and needs no network. ``all=newest`` takes these
-folders together. A run replaces the row of its environment in ``bench/results/releases.jsonl`` and
-writes the table of ``hf_zero/docs/compatibility.md``. Exit code 1 if a test fails, or if the tests
-do not end by themselves.
+folders together. So does ``frameworks=NAME``: pip resolves hf-zero and the requirements of the
+framework in an empty environment, without an installation, and the tests run with the releases that
+it chooses, but for torch. ``--resolve`` runs no tests. A run replaces the row of its environment in
+``bench/results/releases.jsonl`` and writes the tables of ``hf_zero/docs/compatibility.md``. Exit
+code 1 if a test fails, or if the tests do not end by themselves.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import venv
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -33,15 +37,18 @@ from suite import VARIABLES, guarded
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "scripts" / "bench" / "results" / "releases.jsonl"
 PAGE = ROOT / "hf_zero" / "docs" / "compatibility.md"
-LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "lightning")
+LIBRARIES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "lightning")
 ENDED = (0, 1)  # exit codes of pytest after all tests: they passed, or some failed
 # Installed packages that change with a library.
 COMPANIONS = {"torch": "torchvision", "lightning": "pytorch-lightning=={release}"}
 LIMIT = 1500  # seconds, which end a hang: the tests take four minutes on two quiet cores
-ALL = ["torch=pinned", *(f"{library}=newest" for library in (*LIBRARIES, "all"))]
-ALL += [*(f"{library}=oldest" for library in LIBRARIES), "transformers=minors"]
 CACHE = Path.home() / ".cache/hf-zero/releases"
-SELECTION = tomllib.loads((ROOT / "scripts" / "releases.toml").read_text())
+TABLES = tomllib.loads((ROOT / "scripts" / "releases.toml").read_text())
+SELECTION, BETWEEN, FRAMEWORKS = TABLES["columns"], TABLES["between"], TABLES["frameworks"]
+ALL = ["torch=pinned", *(f"{library}=newest" for library in (*LIBRARIES, "all"))]
+ALL += [f"{library}=oldest" for library in (*LIBRARIES, "all")]
+ALL += [f"{library}={release}" for library, names in BETWEEN.items() for release in names]
+ALL += ["frameworks=all"]
 VERSIONS = "import json, sys, versions as v; print(json.dumps(v.versions(*sys.argv[1:])))"
 DOCTOR = "import sys; from hf_zero.cli import main; sys.argv[0] = 'hf-zero'; main()"
 Row = dict[str, Any]
@@ -52,20 +59,20 @@ def number(release: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", re.split("[a-z+]", release)[0])))
 
 
-def output(*command: str, **environment: str) -> str:
-    """Return what Python prints with the arguments ``command``."""
-    python, env = [sys.executable, *command], {**os.environ, **environment}
-    done = subprocess.run(python, cwd=ROOT, env=env, capture_output=True, text=True)
+def output(*command: str, python: str = sys.executable, **environment: str) -> str:
+    """Return what ``python`` prints with the arguments ``command``."""
+    env = {**os.environ, **environment}
+    done = subprocess.run([python, *command], cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode and not done.stdout:
         raise RuntimeError(done.stderr[-2000:] or f"exit code {done.returncode}")
     return done.stdout
 
 
-def pip(*arguments: str) -> str:
+def pip(*arguments: str, python: str = sys.executable) -> str:
     """Run pip with no settings of this machine but the certificates, as scripts/pins.py does."""
     others = {name: "" for name in os.environ if name[:4] == "PIP_" and name != "PIP_CERT"}
     own = {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    return output("-m", "pip", *arguments, **(others | own))
+    return output("-m", "pip", *arguments, python=python, **(others | own))
 
 
 def installed(*names: str, path: str = "") -> dict[str, str]:
@@ -107,8 +114,12 @@ def environments(only: list[str], cache: Path, more: list[str]) -> dict[str, dic
 
     for each in only:
         library, _, word = each.partition("=")
+        if library == "frameworks" and word in ("all", *FRAMEWORKS):
+            found |= {name: {} for name in FRAMEWORKS if word in ("all", name)}
+            continue
         if library not in (*LIBRARIES, "all") or not word:
             names = f"{', '.join(LIBRARIES)} or all; newest, oldest, pinned, minors or a version"
+            names += f"; or frameworks; all, {', '.join(FRAMEWORKS)}"
             raise SystemExit(f"releases: --only {each} is not NAME=RELEASE: {names}")
         whole = [{each: releases(each, word)[0] for each in LIBRARIES}] if library == "all" else []
         for part in whole or [{library: release} for release in releases(library, word)]:
@@ -116,6 +127,23 @@ def environments(only: list[str], cache: Path, more: list[str]) -> dict[str, dic
             name = " ".join(*differing.items()) if len(differing) == 1 else f"all {word}"
             found[name if differing else "pinned"] = differing
     return found
+
+
+def resolve(framework: str, cache: Path, more: list[str]) -> dict[str, str]:
+    """Return the releases of the libraries that pip chooses for hf-zero and ``framework`` in an
+    empty environment. Raises RuntimeError if it finds none.
+    """
+    empty = cache / "empty"
+    python = str(empty / "bin" / "python")
+    if not empty.exists():
+        venv.create(empty, with_pip=True)
+        pip("install", "--quiet", "--upgrade", "pip", python=python)
+    asked = [str(ROOT), *FRAMEWORKS[framework]]
+    report = pip("install", "--quiet", "--dry-run", "--report", "-", *more, *asked, python=python)
+    chosen = {
+        each["metadata"]["name"].lower(): each["metadata"] for each in json.loads(report)["install"]
+    }
+    return {name: chosen[name]["version"].partition("+")[0] for name in LIBRARIES if name in chosen}
 
 
 def overlays_below(folder: Path) -> Path:
@@ -198,7 +226,7 @@ def table(rows: list[Row]) -> str:
     head = ["Release", "Doctor", *SELECTION, "Run on"]
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
     failures = []
-    for row in sorted(rows, key=position):
+    for row in sorted((row for row in rows if "columns" in row), key=position):
         cells = [row["environment"], "broken" if row["broken"] else "passed"]
         names = list(row["broken"])
         whole = "passed" if row["exit_code"] in ENDED else "not finished"
@@ -213,18 +241,37 @@ def table(rows: list[Row]) -> str:
             shown = ", ".join(f"`{name}`" for name in names)
             failures.append(f"| {row['environment']} | {shown} |")
     second = ["", "| Release | Failed |", "| --- | --- |", *failures] if failures else []
-    return "\n".join(["", *lines, *second, ""])
+    return "\n".join(["", *lines, *second, *beside(rows), ""])
+
+
+def beside(rows: list[Row]) -> list[str]:
+    """Return the lines of the table of what pip has chosen beside each framework."""
+    head = ["Beside hf-zero", *LIBRARIES, "Resolved on"]
+    lines = ["", f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
+    for row in sorted(rows, key=position):
+        if "resolved" in row:
+            asked = f"{row['environment']}: {', '.join(f'`{each}`' for each in row['asked'])}"
+            versions = [row["resolved"].get(library, "not asked for") for library in LIBRARIES]
+            lines.append(f"| {' | '.join([asked, *versions, row['resolved_on']])} |")
+    return lines if len(lines) > 3 else []
 
 
 def position(row: Row) -> tuple[Any, ...]:
     """Return the place of ``row`` in the table: pinned, then by library and release, then all."""
     library, _, release = row["environment"].partition(" ")
-    return ("pinned", *LIBRARIES, "all").index(library), number(release)
+    return ("pinned", *LIBRARIES, "all", *FRAMEWORKS).index(library), number(release)
+
+
+def write(rows: dict[str, Row]) -> None:
+    """Write ``rows``, and the tables of them into the page."""
+    ROWS.write_text("".join(f"{json.dumps(rows[each])}\n" for each in sorted(rows)))
+    PAGE.write_text(filled(PAGE.read_text(), "releases", table(list(rows.values()))))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", metavar="NAME=RELEASE", help="may be repeated")
+    parser.add_argument("--resolve", action="store_true", help="of frameworks: run no tests")
     parser.add_argument("--quick", action="store_true", help="run fewer tests, write no row")
     parser.add_argument("--pre", action="store_true", help="newest may be a pre-release")
     parser.add_argument("--index", metavar="URL", help="another package index")
@@ -238,16 +285,32 @@ def main() -> int:
     failures = 0
     for place, (name, releases) in enumerate(chosen.items(), 1):
         print(f"[{place}/{len(chosen)}] {name}: ", end="", flush=True)
+        before = rows.get(name, {"environment": name})
         try:
-            folders = [overlay(each, release, cache, more) for each, release in releases.items()]
+            if name in FRAMEWORKS:
+                releases = resolve(name, cache, more)
+                today = datetime.date.today().isoformat()
+                before |= {"resolved": releases, "asked": FRAMEWORKS[name], "resolved_on": today}
+                here = installed(*LIBRARIES)
+                releases = {
+                    each: release
+                    for each, release in releases.items()
+                    if each != "torch" and release != here[each]
+                }
+            wanted = {} if name in FRAMEWORKS and options.resolve else releases
+            folders = [overlay(each, release, cache, more) for each, release in wanted.items()]
         except RuntimeError as error:
             print(f"not installed: {str(error).strip().splitlines()[-1]}")
             failures += 1
             continue
-        row = run(name, folders, options.quick)
+        if name in FRAMEWORKS and options.resolve:
+            print(", ".join(f"{each} {release}" for each, release in before["resolved"].items()))
+            rows[name] = before
+            write(rows)
+            continue
+        row = before | run(name, folders, options.quick)
         rows |= {} if options.quick else {name: row}
-        ROWS.write_text("".join(f"{json.dumps(rows[each])}\n" for each in sorted(rows)))
-        PAGE.write_text(filled(PAGE.read_text(), "releases", table(list(rows.values()))))
+        write(rows)
         wrong = len(row["broken"]) + sum(len(cell["failed"]) for cell in row["columns"].values())
         passed = sum(cell["passed"] for cell in row["columns"].values())
         ended = row["exit_code"] in ENDED
@@ -255,7 +318,7 @@ def main() -> int:
         print(f"{passed} passed, {wrong} failed, {row['seconds']} s{end}", flush=True)
         failures += wrong or not passed or not ended
     if options.table:
-        PAGE.write_text(filled(PAGE.read_text(), "releases", table(list(rows.values()))))
+        write(rows)
     return int(failures > 0)
 
 

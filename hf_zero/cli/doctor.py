@@ -230,7 +230,7 @@ def _libraries(probe: bool = False) -> Iterator[Finding]:
         except PackageNotFoundError:
             continue
         standing = seams.standing(library, release)
-        if standing == "tested" and not probe:
+        if standing == "tested" and not probe and not seams.lacking(library, release):
             yield _ok(library, f"{release}: tested")
             continue
         yield from _probed(library, release, standing)
@@ -241,7 +241,8 @@ def _probed(library: str, release: str, standing: str) -> Iterator[Finding]:
 
     parts: dict[str, list[str]] = {}
     for probe, reason in failed_probes(library):
-        parts.setdefault(reason, []).append(probe.part)
+        remedy = f"; {library}>={probe.since} has it" if probe.since else ""
+        parts.setdefault(f"{reason}{remedy}", []).append(probe.part)
     for reason, off in parts.items():  # one missing name may switch off twenty parts
         more = f" and {len(off) - 1} more are" if len(off) > 1 else " is"
         yield _off(library, f"{release} ({standing}): {off[0]}{more} off: {reason}")

@@ -1,21 +1,26 @@
 """Probes of the installed libraries: small runs of what hf-zero relies on, for ``hf-zero doctor``.
 
 A probe is a function that returns, or raises with the reason. All of them take seconds, most of
-them for imports, so that the doctor runs those of releases that no test ran with, and all if asked.
-A part that needs a new one adds a row to ``PROBES``.
+them for imports, so that the doctor runs those of releases that no test ran with or that lack a
+part, and all if asked. A part that needs a new one adds a row to ``PROBES``; the names that
+functions of this package import when they are called are read from their code.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
+from packaging.version import Version
 
 from hf_zero.errors import VerificationError
 from hf_zero.integrations import finder, seams
@@ -26,14 +31,23 @@ from hf_zero.logging import logger
 from hf_zero.techniques.blocks import first_of, hidden_state, stacked_blocks
 from hf_zero.techniques.token_cut import TokenCut
 
+LIBRARIES = frozenset(seams.RELEASES) - {"torch"}
+
 
 @dataclass(frozen=True)
 class Probe:
-    """One probe; ``part`` is switched off, or fails, where ``run`` raises."""
+    """One probe; ``part`` is switched off, or fails, where ``run`` raises. ``since``: the first
+    release of the library for which it holds, if the least release is an earlier one.
+    """
 
     library: str
     part: str
     run: Callable[[], None]
+    since: str = ""
+
+    def expected(self, release: str) -> bool:
+        """Return whether the probe holds for ``release`` of its library in the tests."""
+        return not self.since or Version(release) >= Version(self.since)
 
 
 def failed_probes(library: str) -> Iterator[tuple[Probe, str]]:
@@ -55,6 +69,40 @@ def _hold(seam: seams.Seam) -> None:
     seams.apply(importlib.import_module(seam.module))
     if seam.target in seams.left_out:
         raise VerificationError(f"{seam.target} {seams.left_out[seam.target]}")
+
+
+def _import(module: str, name: str) -> None:
+    """Raise ImportError if ``module`` has no ``name``."""
+    home = importlib.import_module(module)
+    if not hasattr(home, name) and importlib.util.find_spec(f"{module}.{name}") is None:
+        raise ImportError(f"{module} has no {name}")
+
+
+def imported_names() -> dict[tuple[str, str], list[str]]:
+    """Return the modules and names that the code of this package imports from the libraries when it
+    runs, each with the functions, or modules, that import it.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    package = Path(__file__).parent.parent
+    for folder in ("deepspeed", "integrations"):  # the only ones that import the libraries
+        for path in sorted((package / folder).rglob("*.py")):
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            _collect(ast.parse(path.read_text("utf-8")), ".".join(parts), found)
+    return found
+
+
+def _collect(node: ast.AST, home: str, found: dict[tuple[str, str], list[str]]) -> None:
+    """Add the names that ``node``, a part of ``home``, imports, but for those of types."""
+    if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+        return
+    if isinstance(node, ast.FunctionDef) and ":" not in home:
+        home = f"{home}:{node.name}"
+    if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES:
+        for alias in node.names:
+            found.setdefault((str(node.module), alias.name), []).append(home)
+    if isinstance(node, ast.stmt | ast.mod | ast.ExceptHandler):  # expressions import nothing
+        for child in ast.iter_child_nodes(node):
+            _collect(child, home, found)
 
 
 def _read_in_parts() -> None:
@@ -142,11 +190,20 @@ def _kernels_are_active() -> None:
 
 PROBES: tuple[Probe, ...] = (
     Probe("torch", "loading of checkpoints in shards", _read_in_parts),
-    Probe("transformers", "random_ltd and progressive_layer_drop", _blocks_can_be_cut),
+    Probe("transformers", "random_ltd and progressive_layer_drop", _blocks_can_be_cut, "5.4"),
     Probe("transformers", "from_pretrained in shards", _checkpoints_load_in_shards),
     Probe("transformers", "fused kernels", _kernels_are_active),
     *(
-        Probe(seam.package, f"{seam.wrapper} ({seam.why})", partial(_hold, seam))
+        Probe(seam.package, f"{seam.wrapper} ({seam.why})", partial(_hold, seam), seam.since)
         for seam in seams.SEAMS
+    ),
+    *(
+        Probe(
+            module.partition(".")[0],
+            ", ".join(dict.fromkeys(users)),
+            partial(_import, module, name),
+            seams.SINCE.get(f"{module}:{name}", ""),
+        )
+        for (module, name), users in imported_names().items()
     ),
 )

@@ -5,9 +5,10 @@ A wrapper is called in place of its target, with the original before the argumen
 imported while the target's package is still being imported, so it may import nothing of Hugging
 Face at its top. ``finder.py`` calls ``apply`` when a target module has run.
 
-A row holds where the installed symbol takes the calls that the wrapper takes. Where it does not,
-the symbol stays as it is, and one warning names the release, the part of hf-zero that is off, and
-the remedy. No release is asked for its number.
+A row holds where the installed symbol takes the calls that the wrapper takes, or takes them under
+the parameters of earlier releases that the row describes. Where it does not, the symbol stays as it
+is, and one warning names the release, the part of hf-zero that is off, and the remedy. No release
+is asked for its number.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import importlib
 import importlib.metadata
 import inspect
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NotRequired, TypedDict
@@ -45,6 +46,15 @@ def standing(library: str, release: str) -> str:
     return f"{'newer' if newer else 'older'} than tested ({tested})"
 
 
+def lacking(library: str, release: str) -> bool:
+    """Return whether ``release`` of ``library`` is earlier than a part of hf-zero needs."""
+    from packaging.version import Version
+
+    needed = [seam.since for seam in SEAMS if seam.since and seam.package == library]
+    needed += [since for name, since in SINCE.items() if name.startswith(f"{library}.")]
+    return any(Version(release) < Version(since) for since in needed)
+
+
 @dataclass(frozen=True)
 class Seam:
     """One wrapped symbol, a row of ``seams.toml``, which explains the fields."""
@@ -54,6 +64,9 @@ class Seam:
     why: str
     uses: tuple[str, ...] = ()
     prepare: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict, hash=False)
+    absent: tuple[str, ...] = ()
+    since: str = ""
 
     @property
     def module(self) -> str:
@@ -65,8 +78,11 @@ class Seam:
 
     @property
     def versions(self) -> str:
-        """Releases of the target's package that the tests have run with."""
-        return RELEASES[self.package]
+        """Releases of the target's package that the tests have run with, and that have the
+        symbol.
+        """
+        releases = RELEASES[self.package]
+        return f">={self.since},{releases.partition(',')[2]}" if self.since else releases
 
     def locate(self, module: ModuleType) -> tuple[object, str, Any]:
         """Return ``(holder, name, original)`` in the executed module. Raises AttributeError if the
@@ -91,6 +107,33 @@ class Seam:
             theirs, optional = theirs[: len(ours)], theirs[len(ours) :]
             return theirs == ours and {*self.uses} <= {name for name, _, _ in optional}
         return theirs == ours
+
+    def adapted(self, wrapper: Original, original: Original) -> Original | None:
+        """Return ``wrapper`` of ``original`` with the parameters that earlier releases gave it:
+        those of the wrapper without the absent ones, under their former names. None if
+        ``original`` has others.
+        """
+        ours = _parameters(functools.partial(wrapper, original))
+        former = {name: self.renamed.get(name, name) for name, _, _ in ours}
+        for name in self.absent:
+            del former[name]
+        described = [(former[name], kind, value) for name, kind, value in ours if name in former]
+        if described != _parameters(original):
+            return None
+        required = inspect.Parameter.empty
+        filled = {name: None if value is required else value for name, _, value in ours}
+        names, current = [*filled], {before: name for name, before in former.items()}
+        signature = inspect.signature(original)
+
+        def call_former(*args: object, **kwargs: object) -> object:
+            arguments = {**filled, **dict(zip(names, args)), **kwargs}
+            return original(**{before: arguments[name] for name, before in former.items()})
+
+        def call(*args: object, **kwargs: object) -> object:
+            given = signature.bind(*args, **kwargs).arguments
+            return wrapper(call_former, **filled | {current[name]: given[name] for name in given})
+
+        return call
 
 
 def _parameters(function: Original) -> list[tuple[str, object, object]]:
@@ -119,20 +162,34 @@ class SeamRow(TypedDict):
     why: str
     uses: NotRequired[list[str]]
     prepare: NotRequired[str]
+    renamed: NotRequired[dict[str, str]]
+    absent: NotRequired[list[str]]
+    since: NotRequired[str]
 
 
 class SeamTable(TypedDict):
     """The whole of ``seams.toml``."""
 
     releases: dict[str, str]
+    since: dict[str, str]
     seam: list[SeamRow]
 
 
 _TEXT = Path(__file__).with_suffix(".toml").read_text("utf-8")
 TABLE: SeamTable = tomllib.loads(_TEXT)  # type: ignore[assignment]
 RELEASES = TABLE["releases"]
+SINCE = TABLE["since"]
 SEAMS: tuple[Seam, ...] = tuple(
-    Seam(target, row["wrapper"], row["why"], tuple(row.get("uses", ())), row.get("prepare", ""))
+    Seam(
+        target,
+        row["wrapper"],
+        row["why"],
+        tuple(row.get("uses", ())),
+        row.get("prepare", ""),
+        row.get("renamed", {}),
+        tuple(row.get("absent", ())),
+        row.get("since", ""),
+    )
     for row in TABLE["seam"]
     for target in row["targets"]
 )
@@ -157,7 +214,7 @@ def _apply(seam: Seam, module: ModuleType) -> None:
     try:
         holder, name, original = seam.locate(module)
     except AttributeError:
-        _leave(seam, "is gone")
+        _leave(seam, "is missing")
         return
     function = getattr(original, "__func__", original)  # of a staticmethod or classmethod
     if getattr(function, MARK, None) == seam.target:
@@ -167,12 +224,16 @@ def _apply(seam: Seam, module: ModuleType) -> None:
     except ConfigError as error:
         _leave(seam, str(error))
         return
-    call = functools.partial(_named(seam.wrapper), prepared)
+    wrapper = _named(seam.wrapper)
+    call: Original = functools.partial(wrapper, prepared)
     if not seam.fits(call, function):
-        uses = f" with {', '.join(seam.uses)}" if seam.uses else ""
-        expected = f"{describe(call)}{uses}"
-        _leave(seam, f"takes {describe(function)}, and hf-zero calls it as {expected}")
-        return
+        adapted = seam.adapted(wrapper, function)
+        if adapted is None:
+            uses = f" with {', '.join(seam.uses)}" if seam.uses else ""
+            expected = f"{describe(call)}{uses}"
+            _leave(seam, f"takes {describe(function)}, and hf-zero calls it as {expected}")
+            return
+        call = adapted
 
     @functools.wraps(function)
     def replacement(*args: object, **kwargs: object) -> object:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from hf_zero.errors import VerificationError
+from hf_zero.errors import ConfigError, VerificationError
 from hf_zero.integrations import probes, seams
 from hf_zero.integrations.fused import candidates
 from hf_zero.integrations.fused.recognition import Recognition
@@ -18,13 +20,41 @@ from tests.helpers.cells import in_one_item, in_turn
 
 @in_one_item(probes.PROBES, named=lambda probe: probe.part)
 def test_a_probe_holds_for_the_installed_release(probe: probes.Probe) -> None:
-    probe.run()
+    """Where the table says that an earlier release lacks a part, the probe sees it."""
+    if probe.expected(importlib.metadata.version(probe.library)):
+        probe.run()
+    else:
+        with pytest.raises((ImportError, ConfigError)):
+            probe.run()
 
 
 def test_each_seam_has_one_and_each_library_a_range() -> None:
     held = [probe for probe in probes.PROBES if getattr(probe.run, "func", None) is probes._hold]
     assert [probe.run.args[0] for probe in held] == [*seams.SEAMS]  # type: ignore[attr-defined]
     assert {probe.library for probe in probes.PROBES} == {*seams.RELEASES}
+
+
+def test_names_that_code_imports_when_it_is_called_have_a_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = probes.imported_names()
+    users = named["accelerate.utils", "DeepSpeedSequenceParallelConfig"]
+    assert users == ["hf_zero.integrations.accelerate.state:_with_shared_sequences"]
+    assert {f"{module}:{name}" for module, name in named} >= {*seams.SINCE}
+    assert {probe.part for probe in probes.PROBES} >= {", ".join(users)}
+    source = (
+        "if TYPE_CHECKING:\n    from transformers import Trainer\n"
+        "def outer():\n    def inner():\n        from transformers import utils, hub\n"
+        "    if True:\n        import transformers.utils\n        from torch import nn\n"
+    )
+    found: dict[tuple[str, str], list[str]] = {}
+    probes._collect(ast.parse(source), "home", found)
+    assert found == {
+        ("transformers", "utils"): ["home:outer"], ("transformers", "hub"): ["home:outer"],
+    }  # fmt: skip
+    probes._import("transformers", "utils")
+    with pytest.raises(ImportError, match="transformers has no hub"):
+        probes._import("transformers", "hub")
 
 
 def uncut(monkeypatch: pytest.MonkeyPatch) -> None:

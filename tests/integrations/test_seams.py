@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -12,12 +13,14 @@ import pickle
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder, seams
@@ -29,9 +32,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @in_one_item(seams.SEAMS, named=lambda seam: seam.target)
 def test_each_row_holds_for_the_installed_release(seam: Seam) -> None:
+    if seam.since and Version(importlib.metadata.version(seam.package)) < Version(seam.since):
+        with contextlib.suppress(ImportError):
+            seams.apply(importlib.import_module(seam.module))
+            assert seam.target in seams.left_out
+        return
     _, _, found = seam.locate(importlib.import_module(seam.module))
     function = getattr(found, "__func__", found)
     assert getattr(function, seams.MARK, None) == seam.target, seams.left_out.get(seam.target)
+    assert not (seam.prepare and (seam.renamed or seam.absent))
     original = inspect.unwrap(function, stop=lambda each: not hasattr(each, seams.MARK))
     assert {*seam.uses} <= {*inspect.signature(original).parameters}
 
@@ -56,9 +65,14 @@ def test_the_least_release_that_pip_installs_is_supported() -> None:
     assert {"accelerate", "transformers", "trl", "peft", "lightning"} <= {*least}
     assert {seam.package for seam in seams.SEAMS} <= set(finder.WATCHED)
     assert len({seam.target for seam in seams.SEAMS}) == len(seams.SEAMS)
+    for name, releases in seams.RELEASES.items():
+        if name in finder.WATCHED:
+            package = name.replace("pytorch_", "")  # the same release under another name
+            assert releases.partition(",")[0] == f">={least[package]}", name
     for seam in seams.SEAMS:
-        package = seam.package.replace("pytorch_", "")  # the same release under another name
-        assert least[package] in SpecifierSet(seam.versions), seam.target
+        assert not seam.since or Version(seam.since) > Version(least[seam.package]), seam.target
+    assert seams.lacking("accelerate", "1.11.0") and not seams.lacking("accelerate", "1.12.0")
+    assert seams.lacking("trl", "1.10.0") and not seams.lacking("trl", "1.11.0")
 
 
 def test_wrappers_live_apart_from_hugging_face() -> None:
@@ -106,6 +120,10 @@ def positional(original: Callable[..., Any], a: Any, b: Any = 3) -> Any:
     return original(a, b)
 
 
+def later(original: Callable[..., Any], first: Any, gone: Any, third: Any = 2) -> Any:
+    return (gone, original(first, gone, third=third), original(first=first, gone=4))
+
+
 def choosy(original: Callable[..., Any]) -> Callable[..., Any]:
     raise ConfigError("answers 3 for 1")
 
@@ -130,7 +148,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(finder, "WATCHED", ("seamed",))
     monkeypatch.setattr(seams, "SEAMS", (seam("Box.open"), seam("plain")))
     monkeypatch.setattr(seams, "left_out", {})
-    monkeypatch.setitem(seams.RELEASES, "seamed", ">=1")
+    monkeypatch.setitem(seams.RELEASES, "seamed", ">=1,<9")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"7.1 of {name}")
     seams.modules.cache_clear()
     yield tmp_path / "seamed"
@@ -183,11 +201,28 @@ def test_a_module_that_is_still_running_gets_them_later(package: Path, later: st
     assert module.plain(1) == 300
 
 
+def test_a_row_describes_the_parameters_of_earlier_releases(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = replace(seam("plain", later), renamed={"first": "a", "third": "b"}, absent=("gone",))
+    monkeypatch.setattr(seams, "SEAMS", (row,))
+    finder.install_hooks()
+    plain = parts().plain
+    assert plain(1) == (None, 3, 3)
+    assert plain(1, 5) == plain(1, b=5) == plain(b=5, a=1) == (None, 6, 3)
+    with pytest.raises(TypeError):
+        plain(1, c=5)
+    sys.modules.pop("seamed.parts")
+    monkeypatch.setattr(seams, "SEAMS", (replace(row, renamed={"first": "a"}),))
+    assert parts().plain(1, 5) == 6  # its last parameter is called otherwise
+    assert set(seams.left_out) == {"seamed.parts:plain"}
+
+
 def test_a_row_that_does_not_hold_leaves_its_symbol_alone_and_says_so_once(
     package: Path, monkeypatch: pytest.MonkeyPatch, heard: list[str]
 ) -> None:
     rows = {
-        "Box.close": (seam("Box.close"), "is gone"),
+        "Box.close": (replace(seam("Box.close"), since="8"), "is missing"),
         "Box.open": (
             seam("Box.open", only_of_width),
             "takes (self, width=1, *, deep=False), and hf-zero calls it as (width)",
@@ -211,9 +246,10 @@ def test_a_row_that_does_not_hold_leaves_its_symbol_alone_and_says_so_once(
     assert module.Box.still(2) == 2
     expected = [
         f"seamed 7.1 of seamed: seamed.parts:{target} {reason}. It stays as it is, and this part "
-        f"of hf-zero is off: {row.wrapper} (is not loud). Install seamed>=1, or a release of "
-        "hf-zero that knows it"
+        f"of hf-zero is off: {row.wrapper} (is not loud). Install seamed{row.versions}, or a "
+        "release of hf-zero that knows it"
         for target, (row, reason) in rows.items()
     ]
+    assert rows["Box.close"][0].versions == ">=8,<9"
     assert heard == expected
     assert set(seams.left_out) == {f"seamed.parts:{target}" for target in rows}

@@ -39,6 +39,7 @@ from hf_zero.config.sections import TENSOR, TENSOR_ALIASES, TENSOR_SIZE
 from hf_zero.config.techniques import EFFICIENCY
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.state import sequence_size
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.logging import JsonObject, counted
 
@@ -84,7 +85,7 @@ def tensor_ranks(state: object) -> int:
 def sequence_ranks(state: object) -> int:
     """Return the number of sequence-parallel ranks in Accelerate's ParallelismConfig."""
     parallelism = getattr(state, "parallelism_config", None) if finder.chosen() else None
-    return 1 if parallelism is None else parallelism.sp_size
+    return 1 if parallelism is None else sequence_size(parallelism)
 
 
 def share_out(

@@ -154,19 +154,24 @@ def division_in_effect() -> Division | None:
     return getattr(parallelism, _DIVISION, None)
 
 
+def sequence_size(parallelism: ParallelismConfig) -> int:
+    """Return the ``sp_size`` of ``parallelism``; 1 in releases of Accelerate that have none."""
+    return getattr(parallelism, "sp_size", 1)
+
+
 def _with_shared_sequences(
     parallelism: ParallelismConfig | None, plugin: object
 ) -> ParallelismConfig | None:
     """Return ``parallelism`` with an ``sp_size`` of all ranks that share a sequence, by its own
     sizes or by the keys in the configuration of ``plugin``; see [Note: shared sequences].
-    """
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
 
+    Raises ConfigError if the release of Accelerate has no ``sp_size``, and ranks share sequences.
+    """
     if parallelism is None:
         return None
     written = getattr(plugin, "deepspeed_config", None) or {}
     sizes = []
-    for key, size in ((KEY, parallelism.sp_size), (CONTEXT, parallelism.cp_size)):
+    for key, size in ((KEY, sequence_size(parallelism)), (CONTEXT, parallelism.cp_size)):
         if written.get(key) == AUTO:
             written[key] = size
         named = written.get(key) or 1
@@ -177,8 +182,16 @@ def _with_shared_sequences(
             )
         sizes.append(max(size, named))
     division = Division(*sizes)
-    if division.ranks == parallelism.sp_size:
+    if division.ranks == sequence_size(parallelism):
         return parallelism
+    try:
+        from accelerate.utils import DeepSpeedSequenceParallelConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"{division.ranks} ranks share a sequence ({KEY}, {CONTEXT} or cp_size), and the "
+            "ParallelismConfig of the installed Accelerate has no sp_size to count them by; "
+            "pip install 'accelerate>=1.12', or remove these sizes"
+        ) from error
     counted = copy.copy(parallelism)
     counted._sizes = dict(parallelism._sizes)
     counted._set_size("cp", 1)

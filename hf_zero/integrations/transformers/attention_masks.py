@@ -66,6 +66,7 @@ def examine_preprocessing(original: Original) -> Preprocessing:
         "config": SimpleNamespace(_attn_implementation="sdpa"),
         "inputs_embeds": torch.zeros(1, 2, 1, device="cpu"),
         "attention_mask": torch.ones(1, 3, dtype=torch.long, device="cpu"),
+        "cache_position": torch.arange(2, device="cpu"),
     }
     parameters = inspect.signature(original).parameters
     try:

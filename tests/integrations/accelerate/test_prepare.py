@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaModel
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate import loaders, state
 from hf_zero.integrations.accelerate.accelerator import (
     _counting_data_parallel_ranks,
     refuse_optimizer_apart,
@@ -128,6 +129,8 @@ RINGS: dict[str, tuple[dict[str, int], dict[str, Any], Division]] = {
 @in_turn("case", RINGS)
 def test_the_ranks_of_a_ring_are_counted_as_sequence_parallel(case: str) -> None:
     """So neither Accelerate nor the Trainer cuts batches for torch's rings, too."""
+    if "sp_size" not in ParallelismConfig.__dataclass_fields__:
+        pytest.skip("this release of Accelerate counts no sequence-parallel ranks")
     sizes, keys, division = RINGS[case]
     forget()
     parallelism = ParallelismConfig(**sizes)  # type: ignore[arg-type]
@@ -143,6 +146,18 @@ def test_the_ranks_of_a_ring_are_counted_as_sequence_parallel(case: str) -> None
     forget()
     Accelerator(deepspeed_plugin=plugin())
     assert division_in_effect() is None
+
+
+def test_shared_sequences_are_refused_where_accelerate_cannot_count_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Accelerate 1.11 has rings, and no ``sp_size``."""
+    monkeypatch.delattr("accelerate.utils.DeepSpeedSequenceParallelConfig", raising=False)
+    alone, ring = SimpleNamespace(cp_size=1), SimpleNamespace(cp_size=2)
+    assert state._with_shared_sequences(alone, None) is alone  # type: ignore[arg-type]
+    assert loaders.sequence_ranks(SimpleNamespace(parallelism_config=ring)) == 1
+    with pytest.raises(ConfigError, match=r"2 ranks share a sequence .* 'accelerate>=1.12'"):
+        state._with_shared_sequences(ring, None)  # type: ignore[arg-type]
 
 
 def test_models_made_with_zero_init_disabled_stay_whole() -> None:

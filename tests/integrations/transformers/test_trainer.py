@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 
 import hf_zero
@@ -306,7 +307,10 @@ def test_offloaded_it_trains_and_resumes_as_without_zero(tmp_path: Path) -> None
     assert isinstance(engine, Engine) and engine.config.offload_optimizer.on
     assert all(flat.optimizer_shard.offloaded for flat in engine.sharded_model.trainable)
     for key in ("loss", "eval_loss", "grad_norm", "learning_rate"):
-        assert logged(run, key) == pytest.approx(logged(plain, key), rel=1e-4), key
+        # a plain Trainer of Transformers before 5.6 divides by the micro-batches twice
+        twice = key == "grad_norm" and Version(transformers.__version__) < Version("5.6")
+        right = [value * (2 if twice else 1) for value in logged(plain, key)]
+        assert logged(run, key) == pytest.approx(right, rel=1e-4), key
     whole = weights(run)
     oracle.compare_tensors("weights", whole, weights(plain), floor=oracle.ADAM_ROUNDING)
     again = routed("callback", 3, tmp_path / "again", config=config, **more)
