@@ -363,6 +363,12 @@ class PassRunner:
         if step.bound is not None:
             refuse_switched(self._model.flats)
             refuse_pending_update(step.updater, "another backward")
+            if step.clip_divisor is not None:
+                raise PartitionError(
+                    "a backward after clip_grad_norm_ adds gradients that are not clipped to those "
+                    "that are; clip after the last backward of a step (with Accelerate: if "
+                    "accelerator.sync_gradients), or step before this backward"
+                )
             self._sanity.on_backward(window.managed and closes)
         window.begin_backward(closes)
         alone = not any(window.counts_before)
@@ -401,12 +407,15 @@ class PassRunner:
 
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Set the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
-        updater, scale = self._optimizer_step.updater, self.losses.scaler.scale
+        updater = self._optimizer_step.updater
         if self._optimizer_step.was_updated_in_backward(flat.unit):
             refuse_pending_update(updater, f"writing {name}.grad")
         self._window.asked = True
         self.reducer.wait_for_offload()
         flat.optimizer_shard.wait_for_update()
+        shard = flat.gradient.shard
+        device = flat.full.device if shard is None else shard.device
+        scale = self._optimizer_step.held_scale(device)
         flat.gradient.write(name, value, scale * self.reducer.unreduced_scale(flat), scale)
 
     def refuse_unusable(self) -> None:

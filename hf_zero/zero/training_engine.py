@@ -188,6 +188,31 @@ class TrainingEngine(EngineParts):
         return self.optimizer_step.gradient_norm()
 
     @torch.no_grad()
+    def clip_gradient(self, limit: float) -> torch.Tensor:
+        """Clip the gradient for the next step to norm ``limit`` (infinity: not), in place of
+        ``max_norm``; again, if it was clipped before. Return its norm before, without the loss
+        scale: 0-dim on the device, for which the host does not wait (collective). The step uses
+        this norm unless a gradient is written since.
+        """
+        self._reduce_for_norm()
+        return self.optimizer_step.clip(limit, self.counters.global_steps)
+
+    @torch.no_grad()
+    def measure_gradient(self) -> torch.Tensor:
+        """Return the norm of the gradient for the next step as :meth:`clip_gradient` does, and
+        leave the clipping to the step.
+        """
+        self._reduce_for_norm()
+        step = self.optimizer_step
+        return step.measure(self.counters.global_steps).sqrt() / step.scaler.scale
+
+    def _reduce_for_norm(self) -> None:
+        self.changes.refuse("clip_grad_norm_")
+        self.pass_runner.reduce_stray_gradients()
+        self.pass_runner.refuse_unusable()
+        self.pass_runner.reduce_for_step()
+
+    @torch.no_grad()
     def write_gradient(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Set a parameter's gradient between a backward and the step (``parameter.grad = value``):
         every rank passes the whole averaged gradient, or None.
@@ -398,6 +423,8 @@ class TrainingEngine(EngineParts):
         if requests.asked or (consensus is not None and consensus.steps.stopped):
             requests.end_step()
         self.pass_runner.reducer.clear()
+        if self.optimizer_step.measured is not None or self.optimizer_step.is_clipped:
+            self.optimizer_step.forget_gradient()
         self._end_update(overflow, losses.update_scale(overflow))
         # a scheduler that takes a metric is stepped by the script
         scheduler = self.lr_scheduler
@@ -510,6 +537,7 @@ class TrainingEngine(EngineParts):
         self.pass_runner.reset()
         refuse_pending_update(self.updater, "zero_grad()")
         self.pass_runner.reducer.clear()
+        self.optimizer_step.forget_gradient()
         self.pass_runner.losses.reset()
         self.measures.zero_grad()
         window = self.accumulation

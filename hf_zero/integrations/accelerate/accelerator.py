@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from accelerate.utils import DeepSpeedPlugin
 
     from hf_zero.engine import Engine
-    from hf_zero.integrations.accelerate.multiple_models import SingleEngine
+    from hf_zero.integrations.accelerate.multiple_models import EngineSteps
 
 CLIPPING = "gradient_clipping"
 FILLED_LIMIT = "_hf_zero_filled_limit"  # attribute of a plugin
@@ -117,11 +117,12 @@ def _known(accelerator: Accelerator, args: Sequence[object]) -> list[bool]:
 
 @contextmanager
 def _limit_left_open(plugin: DeepSpeedPlugin) -> Iterator[bool]:
-    """Yield whether the configuration of ``plugin`` leaves the clipping norm to the script: also
-    for a later engine, if the key has the value that an earlier ``prepare`` filled in.
+    """Yield whether the configuration of ``plugin`` leaves the clipping norm to the script: "auto",
+    0 and a missing key do; also for a later engine, if the key has the value that an earlier
+    ``prepare`` filled in.
     """
     value = plugin.deepspeed_config.get(CLIPPING, AUTO)
-    left_open = value in (AUTO, getattr(plugin, FILLED_LIMIT, AUTO))
+    left_open = value in (AUTO, None, 0, getattr(plugin, FILLED_LIMIT, AUTO))
     try:
         yield left_open
     finally:
@@ -244,27 +245,25 @@ def make_unclaimed_step(accelerator: Accelerator, model: object = None) -> None:
     (collective). A ``model`` that is read by itself must be that engine, at stage 3: at others
     rank 0 may read it alone.
     """
-    single = _single_engine(accelerator)
-    if single is not None and (
-        model is None or (single.engine.config.stage == 3 and model is single.engine)
+    steps = _steps_of(accelerator)
+    if steps is not None and (
+        model is None or (model is steps.engine and steps.engines[0].config.stage == 3)
     ):
-        single.make_unclaimed_step()
+        steps.make_unclaimed_step()
 
 
 def forget_window(accelerator: Accelerator) -> None:
-    """Have the engines of ``accelerator`` forget backwards whose gradients a load has dropped, and
-    a single one the steps that it has made in them.
-    """
-    from hf_zero.integrations.accelerate.multiple_models import MultipleEngines
-
-    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
-    steps = wrapped if isinstance(wrapped, MultipleEngines) else _single_engine(accelerator)
+    """Have the engines of ``accelerator`` forget backwards whose gradients a load has dropped."""
+    steps = _steps_of(accelerator)
     if steps is not None:
         steps.forget_window()
 
 
-def _single_engine(accelerator: Accelerator) -> SingleEngine | None:
-    return getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "single", None)
+def _steps_of(accelerator: Accelerator) -> EngineSteps | None:
+    from hf_zero.integrations.accelerate.multiple_models import EngineSteps
+
+    steps: object = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    return steps if isinstance(steps, EngineSteps) else None
 
 
 def empty_elsewhere(

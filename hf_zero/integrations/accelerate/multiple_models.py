@@ -1,14 +1,17 @@
-"""Several trained models in one script under Accelerate: steps, zero_grad and clipping of each.
+"""The steps of engines in scripts for Accelerate: backwards, clipping, steps and zero_grad.
 
 [Note: who steps]
-Accelerate passes every loss to the first engine prepared by an Accelerator, which steps
-immediately; ``step()`` and ``zero_grad()`` of its optimizers do nothing. With a single trained
-model the result is what the script intends. With two (a generator and its critic) the wrong one is
-trained. So once a second engine trains, the optimizers' methods take effect: a backward leaves
-gradients in every engine that it passes through, ``optimizer.step()`` steps its own engine, and
-``optimizer.zero_grad()`` clears its gradients. With two Accelerators of one engine each, a backward
-through one of them still steps its engine, and ``zero_grad()`` clears the gradients it left in the
-other.
+Accelerate passes every loss to the first engine that an Accelerator has prepared, which steps
+immediately; ``step()`` and ``zero_grad()`` of its optimizers do nothing. So whatever a script does
+between the backward and ``optimizer.step()`` would act a step late: a clipping norm, settings of
+the optimizer, writes to gradients and weights. Here a backward leaves its gradients in each engine
+that it passes through, and the optimizers' methods take effect: ``optimizer.step()`` steps its own
+engine, ``optimizer.zero_grad()`` drops its gradients.
+
+DeepSpeed allows scripts that never call ``optimizer.step()``. Until a single engine has seen the
+first call, it makes a step that is due before the next forward with gradients, which all ranks
+run; then in each backward, or, if the script had clipped that one, in ``clip_grad_norm_``. The
+first ``optimizer.step()`` ends that.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import MethodType, NoneType
-from typing import TYPE_CHECKING, NoReturn
+from enum import Enum
+from types import MethodType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,11 +40,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.state import GradientState
-    from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
-_training: weakref.WeakSet[Engine] = weakref.WeakSet()
-_optimizers: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()
 _limited_by_script: weakref.WeakSet[Engine] = weakref.WeakSet()
 _dropped: weakref.WeakSet[Engine] = weakref.WeakSet()  # until their next step: gradients, by a load
@@ -81,263 +83,254 @@ class AccumulationOfScript:
         self._last, self._checked = steps, None
 
 
-class MultipleEngines:
-    """Replacement of the single engine that ``accelerator.backward`` uses: all trained engines of
-    this Accelerator.
+class Claim(Enum):
+    """Who makes the steps of a single engine, as far as its script has shown."""
+
+    UNKNOWN = "nobody yet"
+    OPTIMIZER = "optimizer.step()"
+    CLIPPING = "clip_grad_norm_, in a script that never calls optimizer.step()"
+    BACKWARD = "accelerator.backward(), in a script that calls neither"
+
+
+class EngineSteps:
+    """The backwards, clipping and steps of the trained engines of one Accelerator, in place of its
+    ``DeepSpeedEngineWrapper`` (the note).
     """
 
     def __init__(self, engines: list[Engine], accumulation: AccumulationOfScript):
         self.engines = engines
         self._accumulation = accumulation
+        self._single = engines[0] if len(engines) == 1 else None
+        self.claim = Claim.OPTIMIZER if self._single is None else Claim.UNKNOWN
+        self.due = False  # a backward has ended a window, and no step has used its gradients
+        # the step was made before a forward with gradients, as its script had called no step yet
+        self._stepped_early = False
+        self._clipped: set[Engine] = set()  # by the script, since their last step
+        self._named_limit: set[Engine] = set()  # whose script has called clip_grad_norm_
+        self._told_limit: set[Engine] = set()  # whose script was told that it names no limit
+        self._backwards = 0  # of ``accelerator.backward`` since the last ``optimizer.step()``
+        self._held = 0  # micro-batches after the last ``optimizer.step()``
+        self._trained = False  # whether the model was in training mode at the last backward
+        self._hook: RemovableHandle | None = None
+        if self._single is not None:
+            self._hook = self._single.register_forward_pre_hook(self._before_forward)
 
     @property
-    def engine(self) -> MultipleEngines:
+    def engine(self) -> Engine | EngineSteps:
         """The object that ``accelerator.free_memory`` destroys."""
-        return self
+        return self if self._single is None else self._single
 
-    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: bool) -> None:
-        """Accumulate gradients of ``loss`` in the engines it passes through; no engine steps."""
-        self._accumulation.pass_on(self.engines)
-        for engine in self.engines:
-            engine.set_gradient_accumulation_boundary(sync_gradients)
-        self.engines[0].backward(loss, **kwargs)
-
-    def forget_window(self) -> None:
-        """Have the next ``optimizer.step()`` of each engine do nothing, as a load of state has
-        dropped the gradients, unless a backward brings new ones.
-        """
-        _dropped.update(self.engines)
+    def get_global_grad_norm(self) -> float:
+        """Return the norm of the last gradient of the first engine."""
+        return self.engines[0].get_global_grad_norm()
 
     def destroy(self) -> None:
         with ExitStack() as all_engines:  # the others, too, if one raises
             for engine in reversed(self.engines):
                 all_engines.callback(engine.destroy)
 
+    def close(self) -> None:
+        """Leave the engines to another object."""
+        if self._hook is not None:
+            self._hook.remove()
 
-def register_engines(accelerator: Accelerator, limited_by_script: Iterable[Engine] = ()) -> None:
-    """Record the engines that ``accelerator`` has just prepared. From the second trained engine on,
-    optimizers step and clear gradients themselves.
-
-    ``limited_by_script``: engines whose configuration leaves the clipping norm open.
-    """
-    _limited_by_script.update(limited_by_script)
-    from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
-
-    engines = [m for m in accelerator._models if isinstance(m, Engine) and m.bound is not None]
-    accumulation = AccumulationOfScript(accelerator.gradient_state)
-    if len(engines) == 1:  # an engine prepared before it, such as a teacher's, cannot step
-        if (
-            engines[0] in _training
-            and getattr(accelerator.deepspeed_engine_wrapped, "engine", None) is engines[0]
-        ):
-            return  # a later prepare of a data loader or scheduler
-        accelerator.deepspeed_engine_wrapped = wrapped = DeepSpeedEngineWrapper(engines[0])
-        _take_steps(wrapped, accelerator, accumulation)
-    elif engines:
-        accelerator.deepspeed_engine_wrapped = MultipleEngines(engines, accumulation)
-    _training.update(engines)
-    _optimizers.update(accelerator._optimizers)
-    if sum(engine.bound is not None for engine in _training) > 1:
-        for optimizer in _optimizers:
-            optimizer.zero_grad = _at_window_end(optimizer, "zero_grad")
-    if len(engines) > 1:
-        for optimizer in accelerator._optimizers:
-            optimizer.step = _at_window_end(optimizer, "step")
-
-
-class SingleEngine:
-    """The steps of the single engine that ``accelerator.backward`` uses.
-
-    A backward that ends a window is a step, as with DeepSpeed, even in a script that never calls
-    ``optimizer.step()``. If the script sets the clipping norm (:data:`_limited_by_script`), the
-    step is deferred to ``clip_grad_norm_`` or ``optimizer.step()``; in a script that calls neither,
-    it is made before the next forward with gradients, or before ``save_state``, and from then on in
-    the backward.
-    """
-
-    def __init__(self, wrapped: DeepSpeedEngineWrapper, accumulation: AccumulationOfScript):
-        self.engine: Engine = wrapped.engine
-        self._accumulation = accumulation
-        self._backward = wrapped.backward
-        self._waits = self.engine in _limited_by_script
-        self.due = False  # whether a step is deferred
-        # since the last ``optimizer.step()``: steps, and backwards of ``accelerator.backward``
-        self._applied = self._backwards = 0
-        self._held = 0  # micro-batches at the last ``optimizer.step()``
-        self._limit_given = self._claimed = False  # whether the script names a limit; calls step()
-        self._trained = False  # whether the model was in training mode at the last backward
-        # settings of the optimizer in the last step, which ``optimizer.step()`` did not make
-        self._settings: list[dict[str, object]] | None = None
-        self._warned_of_settings = False
-        if self._waits:
-            self.engine.register_forward_pre_hook(self._before_forward)
+    # ---- backwards ----
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: bool) -> None:
-        """Replaces ``DeepSpeedEngineWrapper.backward``. Inside ``accelerator.no_sync`` it only
-        accumulates.
+        """Accumulate gradients of ``loss`` in the engines it passes through. Inside
+        ``accelerator.no_sync`` it does not end a window.
         """
-        if self.due and self._claimed:  # the forward had the weights before that step
-            self.make_step()
-            self._applied = self._backwards = 0
-            _refuse_backwards(2)
-        self._make_overdue_step()
-        self._trained = self.engine.training
-        self._accumulation.pass_on([self.engine])
+        if self.claim is Claim.CLIPPING:
+            self._make_overdue_step()
+        self._stepped_early = False
+        self._trained = self.engines[0].training
+        self._accumulation.pass_on(self.engines)
+        for engine in self.engines:
+            ends = bool(sync_gradients) and not engine.in_no_sync
+            engine.set_gradient_accumulation_boundary(ends)
+        self.engines[0].backward(loss, **kwargs)
         self._backwards += 1
-        ends = bool(sync_gradients) and not self.engine.in_no_sync
-        if self._waits:
-            self.engine.set_gradient_accumulation_boundary(ends)
-            self.engine.backward(loss, **kwargs)
-            self.due = ends
-        else:
-            self._count(lambda: self._backward(loss, sync_gradients=ends, **kwargs))
+        self.due |= bool(sync_gradients) and not self.engines[0].in_no_sync
+        if self.claim is Claim.BACKWARD:
+            self._make_step()
 
     def _before_forward(self, *_: object) -> None:
-        # one for a metric may precede the script's clip_grad_norm_, unless a part of the model has
-        # been updated
-        evaluates = self._trained and not self.engine.training
-        trains = torch.is_grad_enabled() and not (self._claimed or evaluates)
-        if trains or self.engine.sharded_model.updates_in_backward:
-            self._make_overdue_step()
-
-    def make_unclaimed_step(self) -> None:
-        """Make the deferred step, if any, of a script that has made steps without a call of
-        ``optimizer.step()``, before all ranks read its state. Collective.
-        """
-        if self._applied and not (self._claimed or self.engine.destroyed):
+        engine = self.engines[0]
+        if not self.due or engine.pass_runner.under_way:
+            return
+        # a metric in evaluation mode changes nothing
+        evaluates = not torch.is_grad_enabled() or (self._trained and not engine.training)
+        if engine.sharded_model.updates_in_backward:
+            self._make_step()  # a model must not compute while it is half updated
+        elif self.claim is not Claim.OPTIMIZER and not evaluates:
             self._make_overdue_step()
 
     def _make_overdue_step(self) -> None:
+        """Make the step, if one is due, of a script that has shown that it will not."""
         if self.due:
-            self._waits = False
-            self.make_step()
+            is_first = self.claim is Claim.UNKNOWN
+            self._stepped_early = is_first
+            self.claim = Claim.CLIPPING if is_first and self._clipped else Claim.BACKWARD
+            self._make_step()
 
-    def clip(self, limit: float) -> None:
-        """Make the deferred step, if any, with gradients clipped to ``limit``, and the next ones
-        until another limit is given.
-
-        After a step that no call has claimed, backwards go on to make theirs until the script calls
-        ``optimizer.step()``: the last one of a script that clips only sometimes would be lost.
+    def make_unclaimed_step(self) -> None:
+        """Make a step that is due in a script that has made steps without ``optimizer.step()``,
+        before all ranks read its state. Collective.
         """
-        if self.engine in _limited_by_script:
-            self._limit_given = True
-            set_limit(self.engine, limit)
-        self.make_step()
+        if self.claim in (Claim.CLIPPING, Claim.BACKWARD) and not self.engines[0].destroyed:
+            self._make_overdue_step()
 
-    def forget_window(self) -> None:
-        """Forget what has come since the last ``optimizer.step()``, as a load of state has dropped
-        its gradients and replaced its results.
+    # ---- clipping ----
+
+    def clip(self, engine: Engine, limit: float, syncs: bool) -> torch.Tensor | None:
+        """Clip the gradient of ``engine`` to ``limit`` if its configuration leaves the limit to the
+        script. Return the norm before, on the device; where no step is due that of the last one,
+        with several engines None inside a window.
         """
-        self.due = False
-        self._applied = self._backwards = self._held = 0
-        self._settings = None
+        if self._stepped_early:
+            self._refuse_early_step("clip_grad_norm_")
+        is_open = engine in _limited_by_script
+        if is_open:
+            self._named_limit.add(engine)
+            set_limit(engine, limit)
+        if self._single is None and not syncs:
+            return None
+        if (self._single is not None and not self.due) or not engine.holds_gradients():
+            return engine.grad_norm_tensor()
+        if not is_open:
+            return engine.measure_gradient()
+        self._clipped.add(engine)
+        norm = engine.clip_gradient(max(limit, SMALLEST_LIMIT))
+        if self.claim is Claim.CLIPPING:
+            self._make_step()
+        return norm
 
-    def make_step(self) -> None:
-        """Make the deferred step, if any."""
+    def _refuse_early_step(self, what: str) -> None:
+        """Raise PartitionError: a step was made before a forward."""
+        self._stepped_early = False
+        raise PartitionError(
+            f"{what} comes after a forward with gradients that followed accelerator.backward(), "
+            "before this script has first called optimizer.step(): the step was made before "
+            "that forward, as for scripts that never call it. Run forwards between the "
+            "backward and optimizer.step() inside `with torch.no_grad():`, and add up several "
+            "losses of one step before the backward"
+        )
+
+    # ---- steps ----
+
+    def step(self, wrapped: AcceleratedOptimizer, *closure: object, **kwargs: object) -> None:
+        """Make the step of the engine of ``wrapped``: its ``step`` method. Raises PartitionError
+        for a gradient of ``loss.backward()``, and for a step that was made before a forward.
+        """
+        optimizer, single = wrapped.optimizer, self._single
+        if closure or kwargs:
+            optimizer.step(*closure, **kwargs)  # the engine's, which takes no closure
+        if single is None:
+            if wrapped.gradient_state.sync_gradients and not _were_dropped(optimizer):
+                self._step_engine(
+                    next(engine for engine in self.engines if engine.optimizer is optimizer)
+                )
+            return
+        earlier, self.claim = self.claim, Claim.OPTIMIZER
+        if earlier in (Claim.CLIPPING, Claim.BACKWARD):
+            self._refuse_early_step("optimizer.step()")
+        backwards, self._backwards = self._backwards, 0
+        before, self._held = self._held, single.held_micro_batches
+        if not backwards and self._held > before:
+            raise PartitionError(
+                "loss.backward() came before this optimizer.step(), which Accelerate leaves to "
+                "accelerator.backward(loss) under ZeRO: nothing would be trained; call "
+                "accelerator.backward(loss) in place of loss.backward()"
+            )
+        self._make_step()
+        self._held = single.held_micro_batches
+
+    def _make_step(self) -> None:
+        """Make the step of the single engine, if it is due."""
+        engine = self.engines[0]
         if self.due:
+            if engine.holds_gradients():  # else the script has called engine.step() itself
+                self._step_engine(engine)
             self.due = False
-            if not self._limit_given:
-                self._warn_of_limit()
-            self._count(self.engine.step)
 
-    def _warn_of_limit(self) -> None:
+    def _step_engine(self, engine: Engine) -> None:
+        if engine in _limited_by_script and engine not in self._clipped:
+            if engine not in self._named_limit:
+                self._warn_of_limit(engine)
+            elif self.claim is Claim.OPTIMIZER and engine.max_norm and engine.holds_gradients():
+                engine.clip_gradient(math.inf)  # the script clips others
+        engine.step()
+        self._clipped.discard(engine)
+
+    def _warn_of_limit(self, engine: Engine) -> None:
         """Warn once of the limit that Accelerate fills in for a script that names none."""
-        limit, self._limit_given = self.engine.max_norm, True
-        if limit:
+        if engine.max_norm and engine not in self._told_limit:
             log_rank0(
-                f"gradients are clipped to a norm of {limit:g}: Accelerate fills that in where "
-                "neither the configuration nor the script names a limit; write "
+                f"gradients are clipped to a norm of {engine.max_norm:g}: Accelerate fills that in "
+                "where neither the configuration nor the script names a limit; write "
                 "gradient_clipping: 0.0 in the configuration for no clipping, or your limit "
                 "(hf-zero launch --set gradient_clipping=0.0)",
                 logging.WARNING,
             )
+        self._told_limit.add(engine)
 
-    def _count(self, act: Callable[[], object]) -> None:
-        before = self.engine.counters.global_steps
-        act()
-        after = self.engine.counters.global_steps
-        self._applied += after > before and self.engine.was_step_applied()
-        if after > before and not self._warned_of_settings:
-            self._settings = _settings_of(self.engine)
-
-    def _warn_of_settings(self) -> None:
-        """Warn once of settings that the script has written since the step of this window."""
-        settings, self._settings = self._settings, None
-        groups = zip(settings or (), _settings_of(self.engine) if settings else ())
-        changed = sorted({key for old, new in groups for key in new if new[key] != old.get(key)})
-        if changed and not self._warned_of_settings:
-            self._warned_of_settings = True
-            log_rank0(
-                f"a new {' and '.join(changed)} of the optimizer came before optimizer.step(), and "
-                "acts on the next step only: accelerator.backward() or clip_grad_norm_ had made "
-                "this one, as with DeepSpeed; write it before accelerator.backward()",
-                logging.WARNING,
-            )
-
-    def checked(self, method: Callable[..., object]) -> Callable[..., object]:
-        """Wrap ``optimizer.step`` to raise PartitionError after two backwards since the last call:
-        each was a step of the engine, while plain PyTorch adds their gradients; and after a
-        ``loss.backward()``, with which no step is made.
+    def zero_grad(self, wrapped: AcceleratedOptimizer) -> None:
+        """Drop the gradients of the engine of ``wrapped`` at the end of a window: its ``zero_grad``
+        method.
         """
+        for engine in self.engines if wrapped.gradient_state.sync_gradients else ():
+            lost = engine.pass_runner.reducer.gradients_lost
+            if engine.optimizer is wrapped.optimizer and (engine.held_micro_batches or lost):
+                engine.zero_grad()
+                self._clipped.discard(engine)
+                if self._single is not None:
+                    self.due, self._backwards, self._held = False, 0, 0
 
-        def step(wrapped: AcceleratedOptimizer, *closure: object, **kwargs: object) -> object:
-            if closure or kwargs:
-                wrapped.optimizer.step(*closure, **kwargs)  # the engine's, which takes no closure
-            self.make_step()  # the settings of now are its own
-            self._warn_of_settings()
-            self._claimed, self._waits = True, self.engine in _limited_by_script
-            steps, self._applied = self._applied, 0
-            backwards, self._backwards = self._backwards, 0
-            before, self._held = self._held, self.engine.held_micro_batches
-            if not backwards and self._held > before:
-                raise PartitionError(
-                    "loss.backward() came before this optimizer.step(), which Accelerate leaves to "
-                    "accelerator.backward(loss) under ZeRO: nothing would be trained; call "
-                    "accelerator.backward(loss) in place of loss.backward()"
-                )
-            if steps > 1:
-                _refuse_backwards(steps)
-            return method()
-
-        return step
+    def forget_window(self) -> None:
+        """Forget what has come since the last ``optimizer.step()``, as a load of state has dropped
+        its gradients; with several engines the next step of each does nothing, unless a backward
+        brings new ones.
+        """
+        self.due = self._stepped_early = False
+        self._backwards = self._held = 0
+        self._clipped.clear()
+        if self._single is None:
+            _dropped.update(self.engines)
 
 
-def _settings_of(engine: Engine) -> list[dict[str, object]]:
-    """Return the settings of the optimizer's groups; of a tensor or another object, its identity,
-    and the tensor's version.
+def register_engines(accelerator: Accelerator, limited_by_script: Iterable[Engine] = ()) -> None:
+    """Let an :class:`EngineSteps` make the steps of the engines that ``accelerator`` has prepared,
+    and its optimizers call it.
+
+    ``limited_by_script``: engines whose configuration leaves the clipping norm open.
     """
-    return [
-        {
-            key: value
-            if isinstance(value, (int, float, str, tuple, NoneType))
-            else (id(value), getattr(value, "_version", None))
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in engine.optimizer.param_groups
-    ]
-
-
-def _refuse_backwards(number: int) -> NoReturn:
-    """Raise PartitionError for ``number`` backwards without an ``optimizer.step()`` between."""
-    raise PartitionError(
-        f"{number} calls of accelerator.backward() came before an optimizer.step(): under ZeRO "
-        "each of them is a step of its own, which zero_grad() does not discard. For one step of "
-        "several losses add them and call accelerator.backward() once; to accumulate micro-batches "
-        "put each inside `with accelerator.accumulate(model):` (or all but the last inside "
-        "`with accelerator.no_sync(model):`); to leave out a batch, decide before its backward"
-    )
-
-
-def _take_steps(
-    wrapped: DeepSpeedEngineWrapper, accelerator: Accelerator, accumulation: AccumulationOfScript
-) -> None:
-    """Let a :class:`SingleEngine` make the steps of ``wrapped``."""
-    wrapped.single = single = SingleEngine(wrapped, accumulation)
-    wrapped.backward = single.backward
+    _limited_by_script.update(limited_by_script)
+    # an engine without an optimizer, such as a teacher's, cannot step
+    engines = [m for m in accelerator._models if isinstance(m, Engine) and m.bound is not None]
+    steps: object = accelerator.deepspeed_engine_wrapped
+    if not engines:
+        return
+    if not (isinstance(steps, EngineSteps) and steps.engines == engines):
+        if isinstance(steps, EngineSteps):
+            steps.close()
+        steps = EngineSteps(engines, AccumulationOfScript(accelerator.gradient_state))
+        accelerator.deepspeed_engine_wrapped = steps
     for optimizer in accelerator._optimizers:
-        # bound, as in _at_window_end
-        optimizer.step = MethodType(single.checked(optimizer.step), optimizer)
+        optimizer.step = _method(optimizer, steps.step)
+        optimizer.zero_grad = _method(
+            optimizer, lambda wrapped, *_, steps=steps, **__: steps.zero_grad(wrapped)
+        )
+
+
+def _method(wrapped: AcceleratedOptimizer, call: Callable[..., None]) -> MethodType:
+    """Return ``call`` as a method of ``wrapped`` with a function: torch's schedulers access its
+    ``__func__``.
+    """
+
+    def method(self: AcceleratedOptimizer, *args: object, **kwargs: object) -> None:
+        call(self, *args, **kwargs)
+
+    return MethodType(method, wrapped)
 
 
 def set_limit(engine: Engine, limit: float) -> None:
@@ -356,19 +349,6 @@ def add_up_in_no_sync(original: Original, self: Accelerator, model: nn.Module) -
         else original(self, model)
     ):
         yield
-
-
-def _at_window_end(wrapped: AcceleratedOptimizer, name: str) -> MethodType:
-    """Return the method ``name`` of the optimizer inside ``wrapped``, restricted to the end of an
-    accumulation window: a bound method, since torch's schedulers access its ``__func__``.
-    """
-    optimizer, state = wrapped.optimizer, wrapped.gradient_state
-
-    def method(_: object, *args: object, **kwargs: object) -> None:
-        if state.sync_gradients and not (name == "step" and _were_dropped(optimizer)):
-            getattr(optimizer, name)(*args, **kwargs)
-
-    return MethodType(method, wrapped)
 
 
 def _were_dropped(optimizer: torch.optim.Optimizer) -> bool:
@@ -412,15 +392,9 @@ def clip_by_the_engine(
     else:
         _warn_limit(engine, float(max_norm))
     wrapped = self.deepspeed_engine_wrapped
-    if isinstance(wrapped, MultipleEngines):
-        if engine in _limited_by_script:
-            set_limit(engine, float(max_norm))
-        return engine.gradient_norm() if self.sync_gradients else None
-    if wrapped is None:
-        return None
-    if wrapped.engine is engine:
-        wrapped.single.clip(float(max_norm))
-    return wrapped.engine.grad_norm_tensor()
+    if not isinstance(wrapped, EngineSteps) or engine not in wrapped.engines:
+        return None if wrapped is None else engine.grad_norm_tensor()
+    return wrapped.clip(engine, float(max_norm), self.sync_gradients)
 
 
 def _refuse_part(engine: Engine, parameters: Iterable[object]) -> None:

@@ -237,6 +237,7 @@ def prepare_engine(
         engine.memory_checkpoints.note_run(output_folder(self.args))
     engine.measures.plan_steps(max_steps)
     engine.measures.shown_elsewhere()
+    self._mixed_mesh_grads = False  # a gradient that the engine holds is not read to find out
     leave_to_trainer(self.accelerator)
     if engine.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:
         from hf_zero.integrations.transformers.stop_callback import StopCallback

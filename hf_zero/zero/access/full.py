@@ -422,7 +422,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     engine, own = _reduced_gradient(flat)
     if own is None:
         return None
-    return whole_of(flat, param, own.to(step_dtype(own.dtype))) / engine.scaler.scale
+    whole = whole_of(flat, param, own.to(step_dtype(own.dtype)))
+    return whole / engine.optimizer_step.held_scale(whole.device)
 
 
 @torch.no_grad()
@@ -432,7 +433,8 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     engine, _ = _gradient_to_replace(flat, param, "safe_set_full_grad")
     _check_shape(param, value, "safe_set_full_grad")
     first, start, stop = flat.spec.own_range(name_of(param))
-    own = (value * engine.scaler.scale).reshape(-1)[first : first + stop - start]
+    scale = engine.optimizer_step.held_scale(value.device)
+    own = (value * scale).reshape(-1)[first : first + stop - start]
     flat.gradient.write_own(name_of(param), own)
 
 

@@ -89,7 +89,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     if own is None:
         return None
     part = _part(flat, param, own)
-    return part.to(step_dtype(part.dtype)) / engine.scaler.scale
+    return part.to(step_dtype(part.dtype)) / engine.optimizer_step.held_scale(part.device)
 
 
 @torch.no_grad()
@@ -98,7 +98,8 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     flat = _writes(param, "safe_set_local_grad")
     engine, own = _gradient_to_replace(flat, param, "safe_set_local_grad")
     _check_numel(flat, param, value, "safe_set_local_grad", own)
-    flat.gradient.write_own(name_of(param), value.reshape(-1) * engine.scaler.scale)
+    scale = engine.optimizer_step.held_scale(value.device)
+    flat.gradient.write_own(name_of(param), value.reshape(-1) * scale)
 
 
 @torch.no_grad()

@@ -72,6 +72,7 @@ class GradientBuffer:
         self.idle = 0
         # names of parameters without a gradient on any rank, once the ranks have agreed
         self.unused = _NONE
+        self.changes = 0  # number of reductions into it and writes to it
 
     def __repr__(self) -> str:
         return f"GradientBuffer({self.key}, {self.state.value})"
@@ -171,7 +172,7 @@ class GradientBuffer:
     def mark_accumulated(self, used: int) -> None:
         """Record that gradients of parameters ``used`` (bits) are in ``accumulated_grad``."""
         self.used |= used
-        self.unused = _NONE
+        self.unused, self.changes = _NONE, self.changes + 1
         if self.state is GradState.EMPTY:
             self.state = GradState.UNREDUCED
         elif self.state is GradState.REDUCED:
@@ -182,7 +183,7 @@ class GradientBuffer:
 
         ``sq_norm``: its sum of squares, if known.
         """
-        self.grad_sq_norm, self.unused = sq_norm, _NONE
+        self.grad_sq_norm, self.unused, self.changes = sq_norm, _NONE, self.changes + 1
         if self.earlier_reduced_grad is not None:
             assert self.shard is not None
             self.shard.add_(self.earlier_reduced_grad)
@@ -204,7 +205,7 @@ class GradientBuffer:
     def mark_used(self, bits: int) -> None:
         """Record that this rank has had gradients of the parameters in ``bits``."""
         self.used |= bits
-        self.unused = _NONE
+        self.unused, self.changes = _NONE, self.changes + 1
 
     def leave_out(self) -> None:
         """Set the gradient to zero: all ranks know that no backward of the window used it."""
@@ -238,6 +239,7 @@ class GradientBuffer:
 
         def restore() -> None:
             self.state, self.used, self.unused = state, self.used | used, _NONE
+            self.changes += 1
             self.earlier_reduced_grad, self.grad_sq_norm = pending, sq_norm
 
         return restore
@@ -248,7 +250,11 @@ class GradientBuffer:
         self.memory = None
 
     def write(
-        self, name: str, value: torch.Tensor | None, unreduced_scale: float, scale: float
+        self,
+        name: str,
+        value: torch.Tensor | None,
+        unreduced_scale: float | torch.Tensor,
+        scale: float | torch.Tensor,
     ) -> None:
         """Replace this rank's gradient of ``name``, reduced and unreduced; None removes it.
 
@@ -280,7 +286,7 @@ class GradientBuffer:
                 whole.zero_()
             else:
                 whole.copy_(flattened).mul_(unreduced_scale)
-        self.grad_sq_norm = None
+        self.grad_sq_norm, self.changes = None, self.changes + 1
 
     def write_own(self, name: str, value: torch.Tensor) -> None:
         """Replace this rank's part of the reduced gradient of ``name`` by ``value`` (1-D), which

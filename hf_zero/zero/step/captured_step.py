@@ -144,6 +144,8 @@ class CapturedStep:
         # the last forward, if it was launched and awaits its backward
         self._open: _CapturedPass | None = None
         self._logged: set[str] = set()
+        # read by the captured update: the square of a norm that was measured before, and a divisor
+        self._measured = torch.zeros(2, dtype=torch.float64, device=self._device)
         # what makes outputs require grad
         self._anchor = torch.zeros((), device=self._device, requires_grad=True)
 
@@ -359,7 +361,7 @@ class CapturedStep:
                 tensors = step.bound.prepare_launch(step.shards_to_write())
             places = tuple(tensor.data_ptr() for tensor in tensors)
             states = tuple(flat.gradient.state for flat in self._model.trainable)
-            key = places, step.max_norm, states
+            key = places, step.max_norm, states, step.is_clipped, self._take_measured(step)
         # one that is new runs as it is first: it compiles kernels and copies tables from the host
         is_new, self._prepared = key is None or key != self._prepared, key
         if is_new or self._steps < WARM_UP:
@@ -383,6 +385,19 @@ class CapturedStep:
         step.norm = norm.clone()  # of this step, which the next launch does not change
         step.sanity.on_norm(step.norm, steps_before + 1)
         return False
+
+    def _take_measured(self, step: OptimizerStep) -> tuple[bool, bool]:
+        """Copy the norm of a gradient that was measured before its step, and the divisor by which a
+        script has clipped it, to where a graph reads them. Return whether there are such.
+        """
+        measured, divisor = step.known_norm(), step.clip_divisor
+        if measured is not None:
+            self._measured[0].copy_(measured)
+            step.set_known_norm(self._measured[0])
+        if divisor is not None:
+            self._measured[1].copy_(divisor)
+            step.clip_divisor = self._measured[1]
+        return measured is not None, divisor is not None
 
     def _repeats(self, step: OptimizerStep) -> bool:
         """Return whether this update can be captured or replayed: each parameter has a reduced

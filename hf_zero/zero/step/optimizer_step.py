@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -69,7 +70,14 @@ class OptimizerStep:
         # the norm to which gradients are clipped; 0.0: no clipping
         self.max_norm = float(config.gradient_clipping or 0.0)
         self.lr_scale = 1.0  # factor of an update on the learning rates of the groups
-        self.norm: torch.Tensor | None = None  # of the last step, 0-dim on the device
+        # of the last step, or of a gradient measured since, 0-dim on the device
+        self.norm: torch.Tensor | None = None
+        # the sum of squares of the gradient over all ranks, and the changes of gradients before it
+        self.measured: tuple[int, torch.Tensor] | None = None
+        # whether a script has clipped the gradient that is held, in place of ``max_norm``, and the
+        # divisor by which it has (0-dim on the device); None: by none
+        self.is_clipped = False
+        self.clip_divisor: torch.Tensor | None = None
         self.applied = False  # whether the last step has changed the weights
         # the engine itself reads and writes the optimizer's state now, without waiting for an
         # update
@@ -207,6 +215,58 @@ class OptimizerStep:
             dim.all_reduce(total, "gradient norm").wait()
         return float(total.sqrt()) / self.scaler.scale
 
+    def held_scale(self, device: torch.device) -> float | torch.Tensor:
+        """Return the factor on the gradients held: the loss scale, and what a script's clipping has
+        yet to divide by, then on ``device``.
+        """
+        scale = self.scaler.scale
+        return scale if self.clip_divisor is None else self.clip_divisor.to(device) * scale
+
+    def measure(self, steps_before: int) -> torch.Tensor:
+        """Return the sum of squares of the reduced gradient over all ranks, 0-dim, fp64, and agree
+        on the parameters that have one (collective): once, as long as no gradient changes. With
+        ``extensions``, whose writers of weights may come between, the step measures again.
+        """
+        total = self.known_norm()
+        if total is None:
+            (total,) = self.usage.agree(self._squares().view(1), steps_before)
+            self.norm = total.sqrt() / self.scaler.scale
+            if not self.extensions:
+                self.set_known_norm(total)
+        return total
+
+    def known_norm(self) -> torch.Tensor | None:
+        """Return what :meth:`measure` has returned, unless a gradient has changed since."""
+        if self.measured is None or self.measured[0] != self._changes():
+            return None
+        return self.measured[1]
+
+    def set_known_norm(self, total: torch.Tensor) -> None:
+        """Set what :meth:`measure` returns until a gradient changes."""
+        self.measured = self._changes(), total
+
+    def _changes(self) -> int:
+        return sum(flat.gradient.changes for flat in self.model.trainable)
+
+    def clip(self, limit: float, steps_before: int) -> torch.Tensor:
+        """Clip the reduced gradient to norm ``limit`` (infinity: not) for the step, in place of
+        ``max_norm``. Return its norm before, without the loss scale (collective).
+        """
+        norm = self.measure(steps_before).sqrt() / self.scaler.scale
+        if self.clip_divisor is not None:
+            norm = norm / self.clip_divisor
+        self.is_clipped = True
+        if limit != math.inf:
+            refuse_pending_update(self.updater, "clipping the gradient")
+            divisor = ((norm + 1e-6) / limit).clamp(min=1.0)
+            earlier = self.clip_divisor
+            self.clip_divisor = divisor if earlier is None else earlier * divisor
+        return norm
+
+    def forget_gradient(self) -> None:
+        """Forget the norm and the clipping of a gradient that is used or dropped."""
+        self.measured, self.is_clipped, self.clip_divisor = None, False, None
+
     def _squares(self, local: bool = False) -> torch.Tensor:
         """Return this rank's part of the square of the gradient norm: fp64, 0-dim. ``local``: the
         square for all ranks, as far as this rank can estimate it.
@@ -234,9 +294,13 @@ class OptimizerStep:
         local = False
         for extension in self.extensions:
             local |= extension.begin_step(must_agree=may_skip)
-        total = self._squares(local)
-        if not local:
-            (total,) = self.usage.agree(total.view(1), steps_before)
+        known = None if self.measured is None else self.known_norm()
+        if known is not None:
+            total = known
+        else:
+            total = self._squares(local)
+            if not local:
+                (total,) = self.usage.agree(total.view(1), steps_before)
         scale, limit = self.scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
         if may_skip and not bool(torch.isfinite(total)):
@@ -244,7 +308,9 @@ class OptimizerStep:
         if not may_overflow and not self.is_captured:
             self.sanity.on_norm(self.norm, steps_before + 1)
         divisor = None
-        if limit > 0.0:
+        if self.clip_divisor is not None:
+            divisor = scale * self.clip_divisor
+        elif limit > 0.0 and not self.is_clipped:
             divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)
         elif scale != 1.0:
             divisor = torch.full((), scale, device=model.mesh.device)
