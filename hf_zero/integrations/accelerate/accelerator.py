@@ -67,6 +67,8 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
     _warn_scheduler_alone(args)
     if sequence_ranks(self.state) > 1:
         _split_layers_first(tensor_ranks(self.state), args)
+    from hf_zero.deepspeed.zero_config import GRADIENT_CLIPPING_DEFAULT
+
     config = self.deepspeed_plugin.deepspeed_config
     with (
         _limit_left_open(self.deepspeed_plugin) as limit_left_open,
@@ -76,6 +78,8 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
     ):
         if self.deepspeed_plugin.gradient_clipping == 0:
             config.setdefault(CLIPPING, 0.0)  # Accelerate drops a zero
+        elif config.get(CLIPPING) is None:  # the script may name another, else it is told of this
+            config[CLIPPING] = GRADIENT_CLIPPING_DEFAULT
         result = original(self, *args)
     from hf_zero.engine import Engine
     from hf_zero.integrations.accelerate.multiple_models import register_engines
