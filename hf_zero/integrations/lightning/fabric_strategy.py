@@ -63,7 +63,7 @@ class FabricPrecision(PrecisionMethods, Precision):  # type: ignore[misc]
         dtype = torch.get_default_dtype()
         return map_tensors(data, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
-    def forward_context(self) -> AbstractContextManager[None]:
+    def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Return no context: an engine's weights have the dtype of the forward."""
         return nullcontext()
 
@@ -125,6 +125,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
     def precision(self) -> FabricPrecision:
         if self._precision is None:
             self._precision = FabricPrecision("32-true")
+        assert isinstance(self._precision, FabricPrecision)
         return self._precision
 
     @precision.setter
@@ -160,7 +161,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
                 stack.enter_context(Init(config=self.zero_config))
             yield
 
-    def setup_module_and_optimizers(
+    def setup_module_and_optimizers(  # type: ignore[override]
         self,
         module: nn.Module,
         optimizers: list[Optimizer],
@@ -179,7 +180,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         assert engine.optimizer is not None
         return engine, [engine.optimizer], scheduler
 
-    def setup_module(self, module: nn.Module) -> Engine:
+    def setup_module(self, module: nn.Module) -> Engine:  # type: ignore[override]
         """Return an engine that evaluates ``module``; ``setup`` with an optimizer trains it."""
         return self._engine(module, None)
 
@@ -230,7 +231,9 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             )
         engine.backward(tensor, bool(kwargs.get("retain_graph")), scale_wrt_gas=False)
 
-    def optimizer_step(self, optimizer: Optimizer, **kwargs: object) -> object:
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, **kwargs: object
+    ) -> object:
         """Step the engine of ``optimizer``, if a backward has left gradients; with ``closure``,
         after it. Returns the value of the closure.
         """
@@ -344,8 +347,9 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         names = [key for key, value in state.items() if not _is_one_of(value, parts)]
         _validate_keys_for_strict_loading(names, saved.keys(), strict=strict)
         for name in names:
-            if name in saved and isinstance(state[name], _Stateful):
-                state[name].load_state_dict(saved.pop(name))
+            held = state[name]
+            if name in saved and isinstance(held, _Stateful):
+                held.load_state_dict(saved.pop(name))
             elif name in saved:
                 state[name] = saved.pop(name)
         return saved
