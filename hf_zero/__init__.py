@@ -43,6 +43,7 @@ _EXPORTS = {
     "sequence_parallel": "hf_zero.parallel.sequence.sequence_parallel",
     "analyze": "hf_zero.integrations.datasets.analyze",
     "estimate": "hf_zero.planning.estimate",
+    "parity": "hf_zero.parity.in_process",
     "propose": "hf_zero.planning.estimate",
     "simulate": "hf_zero.planning.simulation",
     "HfZeroError": "hf_zero.errors",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from hf_zero.parallel.pipeline.module import TiedLayerSpec as TiedLayerSpec
     from hf_zero.parallel.sequence.sequence_parallel import sequence_parallel as sequence_parallel
     from hf_zero.parallel.tensor import tensor_parallel as tensor_parallel
+    from hf_zero.parity.in_process import parity as parity
     from hf_zero.planning.estimate import estimate as estimate
     from hf_zero.planning.estimate import propose as propose
     from hf_zero.planning.simulation import simulate as simulate

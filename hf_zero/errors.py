@@ -108,6 +108,10 @@ class LaunchError(HfZeroError, RuntimeError):
     """
 
 
+class ParityError(HfZeroError, RuntimeError):
+    """A script that cannot be compared with the same script over torch."""
+
+
 class HostMemoryError(HfZeroError, MemoryError):
     """Host memory that offloading asked for and that is not available."""
 

@@ -151,6 +151,24 @@ def initialize(
 
 
 def start(request: SetupRequest[E]) -> tuple[E, Any, DataLoader[Any] | None, Any]:
+    """Make the engine of ``request``, or what :func:`replace_start` has put in its place, on every
+    route. Collective.
+    """
+    return start_engine(request) if _replacement is None else _replacement(request)
+
+
+def replace_start(replacement: Callable[[SetupRequest[Any]], Any] | None) -> None:
+    """Have ``replacement`` answer requests for engines in this process, on every route, with an
+    engine, optimizer, loader and scheduler; it may call :func:`start_engine`. None: the default.
+    """
+    global _replacement
+    _replacement = replacement
+
+
+_replacement: Callable[[SetupRequest[Any]], Any] | None = None
+
+
+def start_engine(request: SetupRequest[E]) -> tuple[E, Any, DataLoader[Any] | None, Any]:
     """Join the job, plan ``request`` and apply the plan; an exception leaves everything as it was.
     Collective.
     """

@@ -15,6 +15,7 @@ from hf_zero.cli.docs import docs
 from hf_zero.cli.doctor import doctor, smoke
 from hf_zero.cli.estimate import estimate
 from hf_zero.cli.launch import launch
+from hf_zero.cli.parity import parity
 from hf_zero.cli.printing import print_json, printable, replace_unencodable
 from hf_zero.cli.recipes import init, recipe
 from hf_zero.cli.runs import report, top
@@ -61,6 +62,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "smoke": (smoke, "Train a small model at each stage on this machine."),
     "train": (train, "Train as a YAML file says, without a script."),
     "launch": (launch, "Start the ranks of a script."),
+    "parity": (parity, "Compare a script's training with torch's."),
     "top": (top, "Show a run in the terminal while it runs."),
     "report": (report, "Write one HTML page that shows a run."),
     "estimate": (estimate, "Estimate memory per rank, or find what fits."),
@@ -76,7 +78,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 """Commands with their lines in the list of commands, in the order of that list."""
 
 # All arguments after the script belong to the script, even those that look like options.
-SETTINGS = {"launch": {"allow_interspersed_args": False}}
+SETTINGS = {name: {"allow_interspersed_args": False} for name in ("launch", "parity")}
 
 app.add_typer(recipe, name="recipe")
 for name, (command, line) in COMMANDS.items():

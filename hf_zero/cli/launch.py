@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -184,21 +184,10 @@ def launch(
 
     Example: hf-zero launch --hostfile hosts --include worker-0@worker-1:0,1 train.py --lr 1e-4
     """
-    if ranks is not None and ranks < 1:
-        raise ConfigError(f"--ranks {ranks} is not a number of ranks; pass at least 1")
-    if ranks is not None and (num_procs is not None or hostfile is not None):
-        raise LaunchError(
-            "--ranks counts only the ranks of this machine; "
-            f"{'with --hostfile' if hostfile else 'in place of it'} use --num-procs"
-        )
-    if stage is not None:
-        if preset is not None:
-            raise ConfigError(f"--stage {stage} and --preset {preset}: write one of them")
-        preset = f"zero{stage}"
+    procs = ranks_of_options(ranks, num_procs, hostfile)
+    configured = configured_start(preset, stage, config, precision, set_keys or [])
     warn_once()
     script, *arguments = command
-    written = _written(set_keys or [], preset)
-    procs = ranks if ranks is not None else num_procs
     request = Request(
         script,
         tuple(arguments),
@@ -213,13 +202,9 @@ def launch(
         master_port=master_port,
         node_rank=node_rank,
         interface=interface,
-        accelerate=_accelerate(preset, config, precision),
+        accelerate=configured.accelerate,
         machines_of_file=_machines(config),
-        export=(
-            *(export or ()),
-            *_launched_by(preset, config, precision, set_keys or []),
-            *([f"{WRITTEN}={json.dumps(written)}"] if written else []),
-        ),
+        export=(*(export or ()), *configured.export),
         env_files=tuple(env_file or ()),
         log_dir=log_dir,
         ssh=ssh,
@@ -231,6 +216,46 @@ def launch(
         print_json(_described(planned))
         return
     raise typer.Exit(carry_out(planned))
+
+
+def ranks_of_options(ranks: int | None, num_procs: int | None, hostfile: Path | None) -> int | None:
+    """Return the number of ranks that --ranks or --num-procs names; None for neither."""
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--ranks {ranks} is not a number of ranks; pass at least 1")
+    if ranks is not None and (num_procs is not None or hostfile is not None):
+        raise LaunchError(
+            "--ranks counts only the ranks of this machine; "
+            f"{'with --hostfile' if hostfile else 'in place of it'} use --num-procs"
+        )
+    return ranks if ranks is not None else num_procs
+
+
+class ConfiguredStart(NamedTuple):
+    """What the options that name a configuration add to a launch: options of ``accelerate launch``
+    (None: torchrun), and variables of the ranks.
+    """
+
+    accelerate: tuple[str, ...] | None
+    export: tuple[str, ...]
+
+
+def configured_start(
+    preset: str | None,
+    stage: int | None,
+    config: Path | None,
+    precision: str | None,
+    set_keys: list[str],
+) -> ConfiguredStart:
+    """Return what --preset or --stage, --config, --precision and --set add, checked."""
+    if stage is not None:
+        if preset is not None:
+            raise ConfigError(f"--stage {stage} and --preset {preset}: write one of them")
+        preset = f"zero{stage}"
+    written = _written(set_keys, preset)
+    export = _launched_by(preset, config, precision, set_keys)
+    if written:
+        export.append(f"{WRITTEN}={json.dumps(written)}")
+    return ConfiguredStart(_accelerate(preset, config, precision), tuple(export))
 
 
 def _written(pairs: list[str], preset: str | None) -> dict[str, object]:

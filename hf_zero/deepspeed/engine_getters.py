@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -46,8 +46,17 @@ GETTERS: dict[str, tuple[str, object]] = {
 """Methods that return the value of a key of the configuration: (its path, its default)."""
 
 
-class ReportingEngine(Engine):
-    """An :class:`hf_zero.Engine` with DeepSpeed's getters."""
+if TYPE_CHECKING:
+
+    class _Base(Engine):
+        """Any engine with the methods of ours: also the reference of hf_zero/parity."""
+
+else:
+    _Base = object
+
+
+class Getters(_Base):
+    """DeepSpeed's getters of an engine."""
 
     # arguments of ``deepspeed.initialize``
     collate_fn: Collate | None = None
@@ -275,7 +284,11 @@ def getter(path: str, default: object) -> Callable[[object], object]:
 
 
 for _name, (_path, _default) in GETTERS.items():
-    setattr(ReportingEngine, _name, getter(_path, _default))
+    setattr(Getters, _name, getter(_path, _default))
+
+
+class ReportingEngine(Getters, Engine):  # type: ignore[misc]
+    """An :class:`hf_zero.Engine` with DeepSpeed's getters."""
 
 
 class ProgressiveLayerDrop:

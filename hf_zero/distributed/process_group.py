@@ -63,6 +63,27 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()  # type: ignore[no-any-return]
 
 
+def all_reduce(tensor: torch.Tensor) -> None:
+    """Replace ``tensor`` by its sum over all ranks, by torch's own collective alone."""
+    if get_world_size() > 1:
+        dist.all_reduce(tensor)
+
+
+def broadcast(tensor: torch.Tensor, source: int) -> None:
+    """Copy rank ``source``'s ``tensor`` to all ranks, by torch's own collective alone."""
+    if get_world_size() > 1 and tensor.numel():
+        dense = tensor.detach().contiguous()
+        dist.broadcast(dense.view(-1).view(torch.uint8), source)  # gloo sends no bool
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.copy_(dense)
+
+
+def barrier() -> None:
+    """Wait for all ranks, by torch's own collective alone."""
+    if get_world_size() > 1:
+        dist.barrier()
+
+
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     if is_initialized():
         dist.destroy_process_group(group)

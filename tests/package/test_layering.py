@@ -28,7 +28,7 @@ LAYERS = {
         2: "zero.layout zero.reduce optim",
         3: "compression zero checkpoint loading measures planning activations parallel techniques "
         "engine",
-        4: "_autoload integrations deepspeed setup initialize",
+        4: "_autoload integrations deepspeed setup initialize parity",
         5: "planning.activation_memory planning.estimate planning.simulation report cli",
     }.items()
     for name in names.split()
@@ -37,7 +37,7 @@ LAYERS = {
 ORDER = (
     "distributed zero.layout zero.reduce zero.gather zero compression "
     "measures.metrics_file checkpoint activations parallel techniques measures engine setup "
-    "initialize"
+    "initialize parity"
 )
 STACK = [f"hf_zero.{name}" for name in ORDER.split()]
 # The order of the facade and of what integrations/ holds: a module imports no later one, except

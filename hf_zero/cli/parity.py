@@ -1,0 +1,150 @@
+"""``hf-zero parity``: whether a script trains with hf-zero as it does with untouched torch."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_zero.cli.launch import (
+    Command,
+    ConfigFile,
+    Module,
+    Precision,
+    Preset,
+    Ranks,
+    Set,
+    Stage,
+    configured_start,
+    default_ranks,
+    ranks_of_options,
+)
+from hf_zero.cli.printing import AsJson, PrintableTable, entry, print_json, print_table
+
+if TYPE_CHECKING:
+    from hf_zero.parity.session import Answer
+
+DIFFERENT = 1
+STEPS = 6
+
+Steps = Annotated[
+    int, typer.Option(min=0, help="Optimizer steps of each run; 0 lets the script end by itself.")
+]
+Keep = Annotated[
+    bool,
+    typer.Option(
+        "--keep",
+        help="Keep settings that change the training on purpose, such as few bits or layer drop, "
+        "and show how far they lead.",
+    ),
+]
+
+
+def parity(
+    command: Command,
+    ranks: Ranks = None,
+    steps: Steps = STEPS,
+    keep: Keep = False,
+    preset: Preset = None,
+    stage: Stage = None,
+    config: ConfigFile = None,
+    precision: Precision = None,
+    set_keys: Set = None,
+    module: Module = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a script twice on this machine, first with untouched torch in place of the engine, then
+    with hf-zero as configured, and compare every loss, gradient norm, learning rate and weight of
+    each step.
+
+    Both runs have the same ranks, seeds and data. Where they differ by more than a few last bits, a
+    third run measures what rounding does to the script. Checkpoints go to a temporary folder;
+    other files that the script writes are written. Exit codes: 0 equal, 1 different, 2 could not
+    run.
+
+    Example: hf-zero parity --ranks 2 --steps 8 -- train.py --lr 1e-4
+    """
+    from hf_zero.launch.plan import Request, refuse_missing
+    from hf_zero.parity.session import Session, as_json_object
+
+    configured = configured_start(preset, stage, config, precision, set_keys or [])
+    script, *arguments = command
+    request = Request(
+        script,
+        tuple(arguments),
+        module,
+        num_procs=ranks_of_options(ranks, None, None),
+        accelerate=configured.accelerate,
+        machines_of_file=None if config is None else "1",
+        export=configured.export,
+    )
+    refuse_missing(request)
+    if not as_json:
+        print(
+            "two runs of the script, whose checkpoints go to a temporary folder; other files that "
+            "it writes are written twice",
+            file=sys.stderr,
+        )
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    with _progress(steps) as bar:
+        answer = Session(request, default_ranks, steps, keep, bar.report, bar.say).compare()
+    if as_json:
+        print_json(as_json_object(answer))
+    else:
+        _print(answer)
+    if not answer.equal:
+        raise typer.Exit(DIFFERENT)
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+class _Progress:
+    """A bar of the steps of each run, on the standard error."""
+
+    def __init__(self, steps: int):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        console = Console(stderr=True, markup=False, highlight=False)
+        self._bar = Progress(*self._columns, console=console)
+        self._steps = steps
+        self._tasks: dict[str, object] = {}
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def report(self, name: str, steps: int) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(f"{name:9}", total=self._steps or None)
+        self._bar.update(self._tasks[name], completed=steps)  # type: ignore[arg-type]
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, soft_wrap=True)
+
+
+def _progress(steps: int) -> _Progress:
+    return _Progress(steps)
+
+
+def _print(answer: Answer) -> None:
+    from hf_zero.parity.session import details, sentence
+
+    print(entry(sentence(answer)))
+    for line in details(answer):
+        print(entry(line, indent=2, label="  "))
+    if not answer.outcome.largest:
+        return
+    table = PrintableTable("quantity", "largest difference", "allowed", "at step")
+    for what, (size, allowed, step) in answer.outcome.largest.items():
+        table.add_row(what, f"{size:.1e}" if size else "0", f"{allowed:.1e}", str(step))
+    print_table(table)

@@ -1,0 +1,1 @@
+"""Comparison of a script's training with the same script over untouched torch."""

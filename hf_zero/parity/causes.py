@@ -1,0 +1,86 @@
+"""The usual causes of a difference that lie in the script, and how the records show them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from hf_zero.parity.comparison import Difference, Record, same_inputs
+
+REPEATS = 1e-2  # relative: a loss that differs by more between two runs of torch is no rounding
+OF_ENGINE = (
+    "none of the usual causes in a script fits: this looks like a fault of hf-zero. Run again with "
+    "--json, and attach the result and `hf-zero doctor --json` to an issue"
+)
+
+
+def cause_of(
+    difference: Difference,
+    reference: Record,
+    run: Record,
+    measured: Record | None,
+    script: Path | None,
+) -> str:
+    """Return the usual cause that fits ``difference``, with what to do; else :data:`OF_ENGINE`."""
+    at, engine = difference.step, difference.engine
+    if at and (batch := same_inputs(reference, run, at)) is not None:
+        step, rank = batch
+        return (
+            f"rank {rank} reads other batches in step {step} of the two runs: a data loader or a "
+            "generator of the script's own, which depends on something else than a seed (the time, "
+            "the order of files or of worker processes, the number of calls); seed it"
+        )
+    if not_repeated(reference, measured):
+        return (
+            "two runs of torch alone differ as well: the script draws from a generator that it "
+            "does not seed, such as numpy.random.default_rng() or torch.Generator().seed(); seed it"
+        )
+    for step in range(at + 1):
+        key = engine, step
+        if key in reference.steps and (differs := reference.ranks_that_differ(*key)) is not None:
+            rank, name = differs
+            return (
+                f"with torch, rank {rank} has other weights of {name} than the ranks before it "
+                f"after step {step}: the script writes to weights on some ranks only, or draws "
+                "what it writes from a generator by rank; write the same on all ranks, in "
+                "hf_zero.GatheredParameters(..., modifier_rank=0)"
+            )
+    lines = [*lines_that_read_gradients(script)] if script is not None else []
+    if lines:
+        where = f"{script.name if script else ''}, line {', '.join(map(str, lines[:3]))}"
+        return (
+            f"the script uses gradients itself ({where}): ZeRO keeps them in shards, and .grad of "
+            "a parameter is None; read and write them with hf_zero.safe_get_full_grad and "
+            "safe_set_full_grad, and clip with gradient_clipping of the configuration"
+        )
+    return OF_ENGINE
+
+
+def not_repeated(reference: Record, measured: Record | None) -> bool:
+    """Return whether the first losses of two runs of the reference differ by more than rounding."""
+    if measured is None:
+        return False
+    for key, theirs in reference.steps.items():
+        if key[1] != 1 or key not in measured.steps:
+            continue
+        for mine, other in zip(measured.steps[key], theirs):
+            pairs = zip(mine["losses"], other["losses"])
+            if any(abs(a - b) > REPEATS * abs(b) for a, b in pairs):
+                return True
+    return False
+
+
+def lines_that_read_gradients(script: Path) -> Iterator[int]:
+    """Yield the lines of ``script`` that use ``.grad`` of anything, or clip gradients."""
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return
+    names = ("grad", "clip_grad_norm_", "clip_grad_value_")
+    found = {
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in names
+    }
+    yield from sorted(found)

@@ -1,0 +1,311 @@
+"""Comparison of two records: every loss, norm, learning rate and weight of every step, and the
+first of them that differs by more than rounding explains.
+
+[Note: what rounding explains]
+Two right engines add numbers in different orders, and an optimizer may amplify that without bound:
+Adam moves a weight by the learning rate even if its gradient is zero but for rounding, as those of
+attention keys' biases are. So a number that differs by more than a few units in the last place is
+judged by a third run, of the reference again: in fp32 with other last bits in the first weights, in
+16 bits in full precision. The distance of that run is what rounding does to this script, and a
+multiple of it is allowed. Without need for it, there is no third run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_zero.logging import JsonObject
+from hf_zero.parity.recorder import read
+from hf_zero.parity.sketch import Sketch, added, distance, norm
+
+LOSS, NORM = 1e-6, 1e-5  # relative
+# in 16 bits, where the third run was needed, by the last place: one element may be all of a norm
+LOSS_16, NORM_16 = 1 / 20, 2.0
+MOVED, LAST_BITS = 1e-4, 3e-7  # of the way that a parameter has moved, and of its norm
+RATE = 1e-9
+# multiples of what rounding does, by whether the third run is in full precision
+FACTORS = {False: 8.0, True: 2.0}
+EPS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
+
+
+class Record:
+    """The record of one run: the lines of each rank in ``folder``."""
+
+    def __init__(self, folder: Path):
+        files = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem[4:]))
+        by_rank = [read(file) for file in files]
+        self.complete = bool(by_rank) and all(lines and "end" in lines[-1] for lines in by_rank)
+        self.ends = [lines[-1].get("end", "") if lines else "" for lines in by_rank]
+        # by engine and step: the lines of the ranks
+        self.steps: dict[tuple[int, int], list[JsonObject]] = {}
+        for lines in by_rank:
+            for line in lines:
+                if "engine" in line:
+                    self.steps.setdefault((line["engine"], line["step"]), []).append(line)
+        self._masters: dict[tuple[int, int], dict[str, Sketch]] = {}
+
+    @property
+    def skipped(self) -> list[int]:
+        """The steps of the first engine that an overflow has skipped."""
+        steps = [(step, lines) for (engine, step), lines in self.steps.items() if engine == 0]
+        return sorted(step for step, lines in steps if step and not lines[0]["applied"])
+
+    @property
+    def engines(self) -> int:
+        return len({engine for engine, _ in self.steps})
+
+    @property
+    def last_step(self) -> int:
+        return max((step for _, step in self.steps), default=0)
+
+    def about(self, engine: int) -> JsonObject:
+        """Return what rank 0 has said of ``engine`` before its first step."""
+        return self.steps[engine, 0][0]
+
+    def masters(self, engine: int, step: int) -> dict[str, Sketch]:
+        """Return the sketches of whole parameters after ``step``, from those of the ranks' parts:
+        of equal parts that of the first rank.
+        """
+        key = engine, step
+        if key not in self._masters:
+            parts: dict[str, dict[tuple[int, int], Sketch]] = {}
+            for line in self.steps[key]:
+                for name, (start, stop, *of_part) in line["masters"].items():
+                    if stop > start:
+                        parts.setdefault(name, {}).setdefault((start, stop), of_part)
+            self._masters[key] = {name: added([*of.values()]) for name, of in parts.items()}
+        return self._masters[key]
+
+    def ranks_that_differ(self, engine: int, step: int) -> tuple[int, str] | None:
+        """Return the first rank whose copy of a part of a parameter is not that of an earlier rank,
+        and the name of the parameter.
+        """
+        first: dict[tuple[str, int, int], Sketch] = {}
+        for rank, line in enumerate(self.steps[engine, step]):
+            for name, (start, stop, *of_part) in line["masters"].items():
+                known = first.setdefault((name, start, stop), of_part)
+                if stop > start and known != of_part:
+                    return rank, name
+        return None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A number that differs: ``size`` is relative to the reference's (of weights, to the way that
+    they have moved), ``allowed`` what rounding explains. ``rank`` None: on all ranks.
+    """
+
+    what: str
+    engine: int
+    step: int
+    rank: int | None
+    got: float
+    expected: float
+    size: float
+    allowed: float
+    parameter: str | None = None
+    unit: str | None = None
+    grows: bool | None = None
+
+
+@dataclass
+class Outcome:
+    """The result of a comparison. ``largest``: by quantity the largest relative difference, what is
+    allowed of it, and its step.
+    """
+
+    first: Difference | None
+    steps: int
+    parameters: int
+    largest: dict[str, tuple[float, float, int]] = field(default_factory=dict)
+
+
+class Comparison:
+    """Compares ``run`` with ``reference``; ``measured``: the third run, of the note above."""
+
+    def __init__(self, reference: Record, run: Record, measured: Record | None = None):
+        self.reference, self.run, self.measured = reference, run, measured
+        precision = reference.about(0)["precision"] if reference.engines else "fp32"
+        autocast = bool(reference.engines and reference.about(0)["autocast"])
+        self.mixed = precision != "fp32" or autocast
+        self._eps = EPS["bf16" if autocast else precision]
+        judged = self.mixed and measured is not None
+        self._loss = LOSS + (LOSS_16 * self._eps if judged else 0.0)
+        self._norm = NORM + (NORM_16 * self._eps if judged else 0.0)
+        self._largest: dict[str, tuple[float, float, int]] = {}
+        # by (quantity, engine): the squares of what rounding has done so far
+        self._noise: dict[tuple[str, int], list[float]] = {}
+        self._noise_of_weights: dict[tuple[int, str], float] = {}
+
+    def outcome(self) -> Outcome:
+        """Return the first difference and the largest of those that are allowed."""
+        differences = list(self._differences())
+        first = differences[0] if differences else None
+        if first is not None:
+            first = self._with_growth(first)
+        names = {
+            (engine, name)
+            for engine in range(self.reference.engines)
+            for name in self.reference.about(engine)["sizes"]
+        }
+        steps = min(self.reference.last_step, self.run.last_step)
+        return Outcome(first, steps, len(names), self._largest)
+
+    def _with_growth(self, first: Difference) -> Difference:
+        """Return ``first`` with whether the same number is farther off in the last step."""
+        key = first.engine, self.run.last_step
+        if first.parameter is None or first.step == key[1] or key not in self.reference.steps:
+            return first
+        name = first.parameter
+        got, expected = self.run.masters(*key).get(name), self.reference.masters(*key).get(name)
+        if got is None or expected is None:
+            return first
+        before = self.reference.masters(first.engine, first.step)[name]
+        then = self.run.masters(first.engine, first.step)[name]
+        grows = distance(got, expected) > 1.5 * distance(then, before)
+        return Difference(**{**vars(first), "grows": grows})
+
+    def _differences(self) -> Iterator[Difference]:
+        for key in sorted(self.reference.steps, key=lambda key: (key[1], key[0])):
+            engine, step = key
+            ours, theirs = self.run.steps.get(key), self.reference.steps[key]
+            if ours is None or len(ours) != len(theirs):
+                yield Difference("number of steps", engine, step, None, 0, 1, math.inf, 0)
+                return
+            if step:
+                yield from self._numbers(engine, step, ours, theirs)
+            yield from self._weights(engine, step, ours)
+
+    def _numbers(
+        self, engine: int, step: int, ours: list[JsonObject], theirs: list[JsonObject]
+    ) -> Iterator[Difference]:
+        """Yield the differences of losses, then of the norm and the learning rates."""
+        third = self._of_third(engine, step)
+        for rank, (mine, other) in enumerate(zip(ours, theirs)):
+            got, expected = mine["losses"], other["losses"]
+            if len(got) != len(expected):
+                count = float(len(got)), float(len(expected))
+                yield Difference("number of losses", engine, step, rank, *count, math.inf, 0)
+                continue
+            if third is not None:
+                self._note("loss", engine, third[rank]["losses"], expected)
+            for one, two in zip(got, expected):
+                yield from self._number("loss", engine, step, rank, one, two, self._loss)
+        mine, other = ours[0], theirs[0]
+        if mine["applied"] != other["applied"]:
+            flags = float(mine["applied"]), float(other["applied"])
+            yield Difference("whether the step was skipped", engine, step, None, *flags, 1, 0)
+            return
+        if third is not None:
+            self._note("gradient norm", engine, [third[0]["norm"]], [other["norm"]])
+        if other["applied"]:  # else the norm is not finite
+            pair = mine["norm"], other["norm"]
+            yield from self._number("gradient norm", engine, step, None, *pair, self._norm)
+        for one, two in zip(mine["rates"], other["rates"]):
+            yield from self._number("learning rate", engine, step, None, one, two, RATE)
+
+    def _of_third(self, engine: int, step: int) -> list[JsonObject] | None:
+        return None if self.measured is None else self.measured.steps.get((engine, step))
+
+    def _note(self, what: str, engine: int, got: list[float], expected: list[float]) -> None:
+        """Note what rounding does to a quantity."""
+        squares = [(a - b) ** 2 for a, b in zip(got, expected)]
+        self._noise.setdefault((what, engine), []).extend(s for s in squares if math.isfinite(s))
+
+    def _number(
+        self,
+        what: str,
+        engine: int,
+        step: int,
+        rank: int | None,
+        got: float,
+        expected: float,
+        relative: float,
+    ) -> Iterator[Difference]:
+        noise = self._noise.get((what, engine), [])
+        rms = math.sqrt(sum(noise) / len(noise)) if noise else 0.0
+        allowed = relative * abs(expected) + FACTORS[self.mixed] * rms
+        off = abs(got - expected)
+        scale = abs(expected) or 1.0
+        both_nan = math.isnan(got) and math.isnan(expected)
+        if off <= allowed or both_nan or got == expected:
+            self._keep_largest(what, 0.0 if both_nan else off / scale, allowed / scale, step)
+            return
+        size = off / scale if math.isfinite(off) else math.inf
+        yield Difference(what, engine, step, rank, got, expected, size, allowed / scale)
+
+    def _keep_largest(self, what: str, size: float, allowed: float, step: int) -> None:
+        known = self._largest.get(what)
+        if known is None or size > known[0]:
+            self._largest[what] = size, allowed, step
+
+    def _weights(self, engine: int, step: int, ours: list[JsonObject]) -> Iterator[Difference]:
+        """Yield the differences of master weights, the largest first, then of whole weights."""
+        first, units = self.reference.masters(engine, 0), self.run.about(engine)["units"]
+        want, got = self.reference.masters(engine, step), self.run.masters(engine, step)
+        third = None if self._of_third(engine, step) is None else self.measured
+        after_masters: list[Difference] = []
+        differences: list[Difference] = []
+        whole = self.reference.steps[engine, step][0]["whole"]
+        for name in want:
+            if name not in got:
+                lacks = "weights", engine, step, None, math.nan, norm(want[name]), math.inf, 0.0
+                differences.append(Difference(*lacks, name, units.get(name)))
+                continue
+            moved = distance(want[name], first[name])
+            noise = 0.0
+            if third is not None:
+                noise = distance(third.masters(engine, step)[name], want[name])
+                noise = max(noise, self._noise_of_weights.get((engine, name), 0.0))
+                self._noise_of_weights[engine, name] = noise
+            allowed = MOVED * moved + LAST_BITS * norm(want[name]) + FACTORS[self.mixed] * noise
+            scale = moved or norm(want[name]) or 1.0
+            numbers = norm(got[name]), norm(want[name])
+            off = distance(got[name], want[name])
+            if not off <= allowed:
+                sizes = off / scale, allowed / scale
+                differences.append(
+                    Difference(
+                        "weights", engine, step, None, *numbers, *sizes, name, units.get(name)
+                    )
+                )
+            elif step:
+                self._keep_largest("weights", off / scale, allowed / scale, step)
+            # a weight next to a boundary rounds to another 16-bit number
+            expected = whole.get(name, want[name])
+            rounded = allowed
+            if name in whole:
+                rounded += 2 * math.sqrt(allowed * self._eps * norm(want[name]))
+            for rank, line in enumerate(ours):
+                of_rank = line["whole"].get(name)
+                if of_rank is None:
+                    continue
+                off = distance(of_rank, expected)
+                if not off <= rounded:
+                    numbers = norm(of_rank), norm(expected)
+                    sizes = off / scale, rounded / scale
+                    after_masters.append(
+                        Difference(
+                            "weights of the forward",
+                            engine, step, rank, *numbers, *sizes, name, units.get(name),
+                        )
+                    )  # fmt: skip
+        yield from sorted(differences, key=lambda of: -of.size / (of.allowed or 1e-30))
+        yield from after_masters
+
+
+def same_inputs(one: Record, other: Record, step: int) -> tuple[int, int] | None:
+    """Return the first (step, rank) up to ``step`` whose batches differ between two records."""
+    for engine, at in sorted(one.steps, key=lambda key: key[1]):
+        if not 0 < at <= step or (engine, at) not in other.steps:
+            continue
+        lines: Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]
+        lines = zip(one.steps[engine, at], other.steps[engine, at])
+        for rank, (mine, theirs) in enumerate(lines):
+            if mine["inputs"] != theirs["inputs"]:
+                return at, rank
+    return None

@@ -1,0 +1,58 @@
+"""``hf_zero.parity``: the comparison of a function that trains, in this process."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from hf_zero.checkpoint.save_plan import restorer_of_generators
+from hf_zero.distributed import process_group, world_group
+from hf_zero.parity.comparison import Record
+from hf_zero.parity.runs import ENGINE, REFERENCE, Run, recording
+from hf_zero.parity.session import Answer, compared, refuse_untrained
+
+
+def parity(train: Callable[[], object], steps: int = 6, keep: bool = False) -> Answer:
+    """Call ``train`` with untouched torch in place of the engine, then with hf-zero, and compare
+    every loss, gradient norm, learning rate and weight of each step. Collective: the ranks of a
+    process group that exists call it together.
+
+    Args:
+        train: a function that makes its model, its data and, by ``hf_zero.initialize`` or a
+            trainer, its engine anew in each call. It begins with the same states of random
+            generators each time.
+        steps: number of optimizer steps after which a call is ended; 0: it ends by itself.
+        keep: whether to keep settings that change the training on purpose.
+
+    Returns:
+        The answer: ``equal``, and ``str(answer)`` in words.
+
+    Raises:
+        ParityError: ``train`` makes no engine that trains, or makes no step.
+    """
+    with ExitStack() as stack:
+        text = ""
+        if process_group.get_rank() == 0:
+            text = stack.enter_context(tempfile.TemporaryDirectory(prefix="hf-zero-parity-"))
+        if process_group.get_world_size() > 1:
+            text = world_group.get_world_group().broadcast_object(text)
+        restore, python = restorer_of_generators(), random.getstate()
+
+        def run(name: str, engine: str, variant: str = "", skipped: tuple[int, ...] = ()) -> Record:
+            folder = Path(text, name)
+            folder.mkdir(exist_ok=True)
+            restore()
+            random.setstate(python)
+            with recording(Run(str(folder), engine, variant, steps, keep, False, skipped)):
+                train()
+            process_group.barrier()
+            return Record(folder)
+
+        reference = run("reference", REFERENCE)
+        refuse_untrained(reference)
+        answer = compared(reference, run(ENGINE, ENGINE), run, None)
+        process_group.barrier()  # all have read the files
+        return answer

@@ -1,0 +1,548 @@
+"""The reference engine: what ZeRO must equal, in untouched torch.
+
+Every rank has the whole model, whole gradients and the whole optimizer. ZeRO divides these among
+the ranks, and the rest of this package decides when they are sent and where they are kept; none of
+that may change a number. So this module uses nothing of it: no hook, no flat buffer, no patched
+optimizer, no kernel. Read it from :meth:`Reference.backward` to :meth:`Reference.step`.
+
+In 16 bits the model computes in bf16 or fp16, and the optimizer updates fp32 copies of the weights,
+the master weights (Micikevicius et al., arXiv:1710.03740). In fp32 a parameter is its own master.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed import process_group
+from hf_zero.errors import CheckpointError, ConfigError, PartitionError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FILE, LATEST = "reference.pt", "latest"
+
+
+class Reference(nn.Module):
+    """``module`` under data parallelism, with the methods that training loops call on an engine.
+
+    The loss of :meth:`backward`, or of a plain ``loss.backward()``, is that of one micro-batch on
+    this rank. A step uses the mean over ranks and over the micro-batches since the last step.
+    """
+
+    # of a run of the same script in full precision: 16-bit inputs are cast, and the steps that an
+    # overflow skips in fp16 are skipped
+    casts_to_fp32 = False
+    skips_steps: frozenset[int] = frozenset()
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, config: ZeroConfig
+    ):
+        super().__init__()
+        self.module, self.optimizer, self.config = module, optimizer, config
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.client_state: Mapping[str, Any] = {}
+        self.resumed_from: str | None = None
+        self.device = process_group.default_device()
+        self.global_rank, self.world_size = process_group.get_rank(), process_group.get_world_size()
+        self.local_rank = process_group.get_local_rank()
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self.max_norm = float(config.gradient_clipping or 0.0)
+        self.accumulation_steps = config.gradient_accumulation_steps or 1
+        self.scaler = LossScale(config)
+        self.destroyed = self.stop_requested = False
+        self._applied, self._norm = False, torch.zeros(())
+        self._micro_batches = 0  # of this window, that a step has counted
+        self._boundary: bool | None = None  # whether the window ends, where the script says so
+        self._syncs = True  # False inside no_sync
+        self._in_backward = False  # of a loss that was passed to :meth:`backward`
+        self._weighted = False  # fp32: gradients carry the weight of their micro-batch
+        self._averaged = False  # gradients are those of all ranks
+        # by parameter: its gradient on this rank that is not averaged yet, in 16-bit training
+        self._local: dict[nn.Parameter, torch.Tensor] = {}
+        self.masters: dict[nn.Parameter, nn.Parameter] = {}
+        self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Move the model to the device, with the values of rank 0, and make the master weights."""
+        self.module.to(self.device)
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            process_group.broadcast(tensor, 0)
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        self.trained: list[nn.Parameter] = [p for group in groups for p in group["params"]]
+        precision = self.config.precision
+        if precision == "fp32":
+            return
+        # the order of the optimizer
+        self.masters = {
+            p: nn.Parameter(p.detach().to(torch.float32, copy=True), p.requires_grad)
+            for p in self.trained
+            if is_castable(p)
+        }
+        in_fp32 = kept_in_fp32(self.module, precision, self.config.keep_in_fp32_modules)
+        for name, parameter in self.module.named_parameters():
+            if is_castable(parameter):
+                dtype = torch.float32 if name in in_fp32 else DTYPES[precision]
+                parameter.data = parameter.data.to(dtype)
+        for group in groups:
+            group["params"] = [self.masters.get(p, p) for p in group["params"]]
+
+    # ---- a step: forward, backward, average, clip, update ----
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._averaged = False
+        if self.masters:
+            self._take_gradients(1 / self.accumulation_steps)  # of a plain loss.backward()
+        fp16 = self.config.precision == "fp16"
+        if fp16 and self.config.fp16.auto_cast:
+            args, kwargs = mapped((args, kwargs), _half)
+        if self.casts_to_fp32:
+            args, kwargs = mapped((args, kwargs), _float)
+        with self._autocast():
+            outputs = self.module(*args, **kwargs)
+        return mapped(outputs, self._scaled) if fp16 and torch.is_grad_enabled() else outputs
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        autocast = self.config.torch_autocast
+        if not autocast.enabled:
+            return nullcontext()
+        return torch.autocast(self.device.type, DTYPES[autocast.dtype])
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Add the gradients of ``loss`` to those of the window, and return ``loss``.
+
+        ``scale_wrt_gas=False``: it is divided by the number of micro-batches already.
+        """
+        if self.masters:
+            self._take_gradients(1 / self.accumulation_steps)
+        weight = 1 / self.accumulation_steps if scale_wrt_gas else 1.0
+        self._in_backward = True
+        try:
+            # in 16 bits the weight follows in fp32, where it rounds less
+            factor = self.scaler.scale if self.masters else weight
+            wide = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+            (wide * factor).backward(retain_graph=retain_graph)
+        finally:
+            self._in_backward = False
+        self._weighted, self._averaged = True, False
+        if self.masters and self.config.stage >= 2 and self._syncs:
+            # ZeRO keeps no whole gradient then, and sends that of each micro-batch in 16 bits
+            self._take_gradients(1.0)
+            self._average(weight)
+        elif self.masters:
+            self._take_gradients(weight)
+        if self.ends_window and self._syncs and self._averages:
+            self._average()  # a script may read and change them before the step
+        return loss
+
+    @torch.no_grad()
+    def _take_gradients(self, weight: float) -> None:
+        """Add the gradients of the last backward to :attr:`_local`, in fp32: sums of 16-bit numbers
+        lose small addends.
+        """
+        for parameter in self.masters:
+            if parameter.grad is not None:
+                gradient = parameter.grad.float() * weight
+                if parameter in self._local:
+                    gradient += self._local[parameter]
+                self._local[parameter] = gradient
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _average(self, weight: float = 1.0) -> None:
+        """Average the gradients over the ranks by one all-reduce of each, in the dtype that the
+        parameter computes in. A rank that has not used a parameter adds zeros; one that no rank has
+        used keeps no gradient.
+        """
+        grads = self._local if self.masters else {p: p.grad for p in self.trained}
+        used = torch.tensor([float(grads.get(p) is not None) for p in self.trained])
+        used = used.to(self.device)
+        process_group.all_reduce(used)
+        factor = weight / (self.world_size if self._averages else 1)
+        wire = self.config.communication_data_type
+        for parameter, ranks in zip(self.trained, used.tolist()):
+            if not ranks:
+                continue
+            gradient = grads.get(parameter)
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            sent = gradient.to(DTYPES[wire] if wire else parameter.dtype).contiguous()
+            process_group.all_reduce(sent)
+            master = self.masters.get(parameter)
+            if master is None:
+                parameter.grad = sent.to(parameter.dtype) * factor
+            elif master.grad is None:
+                master.grad = sent.float() * factor
+            else:
+                master.grad += sent.float() * factor
+        self._local, self._averaged = {}, True
+
+    @property
+    def _averages(self) -> bool:
+        return self.config.gradient_allreduce_op == "mean"
+
+    def step(self) -> None:
+        """At the end of a window clip, update, and step the scheduler; else count the micro-batch.
+        An fp16 gradient that overflows skips the update.
+        """
+        if self.optimizer is None:
+            raise ConfigError(
+                "step() needs an optimizer; pass one to hf_zero.initialize or name one in the "
+                "config"
+            )
+        window = 1 / self.accumulation_steps
+        if self.masters:
+            self._take_gradients(window)
+        self._applied = False
+        self._count()
+        if not (self.ends_window or not self.config.managed_gradient_accumulation):
+            self._micro_batches += 1
+            return
+        self._micro_batches = 0
+        if not self._averaged:
+            plain = not self.masters and not self._weighted
+            self._average(window if plain else 1.0)
+        self._update(self.optimizer)
+        self.zero_grad()
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        updated = [self.masters.get(p, p) for p in self.trained]
+        grads = [p.grad for p in updated if p.grad is not None]
+        if not grads:
+            raise PartitionError(
+                "step() has no gradient: there was no backward since the last step, or its loss "
+                "does not depend on a parameter that trains; call engine.backward(loss) first"
+            )
+        for gradient in grads:
+            gradient /= self.scaler.scale
+        self._norm = clip_grad_norm_(updated, self.max_norm or float("inf"))
+        overflow = self.scaler.skips and not bool(torch.isfinite(self._norm))
+        overflow = overflow or self.global_steps + 1 in self.skips_steps
+        if not overflow:
+            type(optimizer).step(optimizer)
+            with torch.no_grad():
+                for parameter, master in self.masters.items():
+                    parameter.copy_(master)
+        self.scaler.update(overflow)
+        self.global_steps += 1
+        self.skipped_steps += overflow
+        self._applied = not overflow
+        scheduler = self.lr_scheduler
+        if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau) and not overflow:
+            scheduler.step()
+
+    def _count(self) -> None:
+        self.micro_steps += 1
+        self.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients of the window."""
+        for parameter in (*self.module.parameters(), *self.trained, *self.masters.values()):
+            parameter.grad = None
+        self._local, self._weighted, self._averaged = {}, False, False
+
+    def _scaled(self, output: torch.Tensor) -> torch.Tensor:
+        """Return ``output`` with the loss scale in the gradient of a plain ``loss.backward()``."""
+        return _Scaled.apply(self, output) if output.requires_grad else output
+
+    # ---- the accumulation window ----
+
+    @property
+    def ends_window(self) -> bool:
+        """Return whether the backward under way, or the next, ends the accumulation window."""
+        if self._boundary is not None:
+            return self._boundary
+        managed = self.config.managed_gradient_accumulation
+        return managed and self._micro_batches + 1 >= self.accumulation_steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.ends_window
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def restart_window(self) -> None:
+        self.zero_grad()
+        self._micro_batches = 0
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        micro = self.train_micro_batch_size_per_gpu() * self.world_size
+        self.accumulation_steps = train_batch_size // micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.accumulation_steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.train_micro_batch_size_per_gpu or 1
+
+    def train_batch_size(self) -> int:
+        return self.config.train_batch_size or self.world_size
+
+    # ---- figures ----
+
+    def get_global_grad_norm(self) -> float:
+        return float(self._norm)
+
+    def grad_norm_tensor(self) -> torch.Tensor:
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [float(group["lr"] or 0.0) for group in groups]
+
+    def was_step_applied(self) -> bool:
+        return self._applied
+
+    def loss_scale(self) -> float:
+        return self.scaler.scale
+
+    @property
+    def stage(self) -> int:
+        return self.config.stage
+
+    # ---- state ----
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, rank0_only: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        return self.module.state_dict(*args, **kwargs)
+
+    @torch.no_grad()
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        answer = self.module.load_state_dict(*args, **kwargs)
+        for parameter, master in self.masters.items():
+            master.copy_(parameter)
+        return answer
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", **unused: Any
+    ) -> bool:
+        if self.global_rank == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            torch.save(self.module.state_dict(), Path(save_dir, save_filename))
+        process_group.barrier()
+        return True
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        **unused: Any,
+    ) -> bool:
+        """Write everything into one file of torch, from rank 0."""
+        folder = Path(self._folder(save_dir))
+        tag = tag or f"global_step{self.global_steps}"
+        if self.global_rank == 0:
+            (folder / tag).mkdir(parents=True, exist_ok=True)
+            torch.save(self._everything(client_state or {}), folder / tag / FILE)
+            (folder / LATEST).write_text(tag)
+        process_group.barrier()
+        return True
+
+    def _folder(self, given: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+        folder = given or self.config.checkpoint.folder
+        if not folder:
+            raise ConfigError("no folder is given, and checkpoint.folder names none; pass one")
+        return folder
+
+    def _everything(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        optimizer, scheduler = self.optimizer, self.lr_scheduler
+        return {
+            "module": self.module.state_dict(),
+            "masters": [master.detach() for master in self.masters.values()],
+            "optimizer": None if optimizer is None else type(optimizer).state_dict(optimizer),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "counters": (
+                self.global_steps, self.micro_steps, self.skipped_steps, self.global_samples
+            ),
+            "scaler": vars(self.scaler).copy(),
+            "client_state": dict(client_state),
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str] | None = None,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        **unused: Any,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load what :meth:`save_checkpoint` has written; return its path and the client state."""
+        folder = Path(self._folder(load_dir))
+        if tag is None and (folder / LATEST).is_file():
+            tag = (folder / LATEST).read_text()
+        file = folder / (tag or "") / FILE
+        if not file.is_file():
+            raise CheckpointError(
+                f"{file} does not exist: the reference resumes only from checkpoints that it has "
+                "written; begin the script without a checkpoint"
+            )
+        saved = torch.load(file, map_location=self.device, weights_only=False)
+        self.module.load_state_dict(saved["module"], strict=load_module_strict)
+        for master, value in zip(self.masters.values(), saved["masters"]):
+            master.copy_(value)
+        if not load_module_only:
+            names = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+            for name, count in zip(names, saved["counters"]):
+                setattr(self, name, count)
+            vars(self.scaler).update(saved["scaler"])
+            if load_optimizer_states and self.optimizer is not None:
+                type(self.optimizer).load_state_dict(self.optimizer, saved["optimizer"])
+            if load_lr_scheduler_states and self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(saved["scheduler"])
+        return str(file.parent), saved["client_state"]
+
+    def wait_for_checkpoint(self, *unused: Any) -> None:
+        """Return at once: every save is complete when it returns."""
+
+    def prepare_batch(self, batch: Any) -> Any:
+        return batch
+
+    def stop_on(self, *signals: int) -> None:
+        """Listen to nothing: the comparison ends the run."""
+
+    def request_stop(self) -> None:
+        self.stop_requested = True
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: a compiled block computes the same."""
+
+    @torch.no_grad()
+    def destroy(self, gather: bool = False) -> None:
+        """Give the optimizer its parameters back."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        parameters = {id(master): parameter for parameter, master in self.masters.items()}
+        for group in groups:
+            group["params"] = [parameters.get(id(p), p) for p in group["params"]]
+        self.destroyed = True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self._modules:
+                raise
+            return getattr(self.module, name)
+
+
+class LossScale:
+    """The factor on the loss that keeps fp16 gradients representable; 1 in other precisions.
+
+    Dynamic: an overflow halves it once ``hysteresis`` others have passed; ``loss_scale_window``
+    steps without one double it. The first step of a run and the first after an overflow do not
+    count.
+    """
+
+    def __init__(self, config: ZeroConfig, hysteresis: int | None = None):
+        fp16, is_fp16 = config.fp16, config.precision == "fp16"
+        self.dynamic = is_fp16 and not fp16.loss_scale
+        self.scale = float(fp16.loss_scale or 2.0**fp16.initial_scale_power) if is_fp16 else 1.0
+        self.skips = is_fp16 or (config.precision == "bf16" and config.bf16.check_grad_overflow)
+        self.window, self.minimum = fp16.loss_scale_window, float(fp16.min_loss_scale)
+        self.hysteresis, self.refills = hysteresis or fp16.hysteresis, fp16.consecutive_hysteresis
+        self.left, self.good_steps = self.hysteresis, -1
+
+    def update(self, overflow: bool) -> None:
+        """Adjust the scale after a step, or after one that ``overflow`` has skipped."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.good_steps = -1
+            if self.left > 1:
+                self.left -= 1
+            else:
+                self.scale = max(self.scale / 2, self.minimum)
+            return
+        self.good_steps += 1
+        if self.refills:
+            self.left = self.hysteresis
+        if self.good_steps >= self.window:
+            self.scale, self.good_steps, self.left = self.scale * 2, 0, self.hysteresis
+
+
+class _Scaled(torch.autograd.Function):
+    """Identity whose gradient gets the loss scale, unless the loss had it."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Reference, output: torch.Tensor) -> torch.Tensor:
+        ctx.engine = engine
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
+        engine: Reference = ctx.engine
+        return None, grads[0] if engine._in_backward else grads[0] * engine.scaler.scale
+
+
+def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return ``value`` with ``function`` of the tensors in its containers."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        changed = {key: mapped(item, function) for key, item in value.items()}
+        return type(value)(**changed) if hasattr(value, "to_tuple") else type(value)(changed)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        items = [mapped(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor
+
+
+def _float(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def is_castable(parameter: torch.Tensor) -> bool:
+    """Return whether a 16-bit model casts ``parameter``: no quantized one, and no frozen fp64."""
+    if parameter.dtype not in FLOATS:
+        return False
+    if parameter.requires_grad:
+        return True
+    return type(parameter) is nn.Parameter and parameter.dtype != torch.float64
+
+
+def kept_in_fp32(module: nn.Module, precision: str, configured: Iterable[str]) -> set[str]:
+    """Return the names of the parameters that compute in fp32: those in which a name ``configured``
+    or declared by a model of Transformers is a part.
+    """
+    attributes = ["_keep_in_fp32_modules_strict"]
+    attributes += ["_keep_in_fp32_modules"] if precision == "fp16" else []
+    parts = [("", part) for part in configured]
+    for prefix, part_of in module.named_modules():
+        for attribute in attributes:
+            parts += [(prefix, part) for part in getattr(part_of, attribute, None) or ()]
+    return {
+        name
+        for name, _ in module.named_parameters()
+        for prefix, part in parts
+        if name.startswith(prefix) and f".{part}." in f".{name[len(prefix) :].lstrip('.')}."
+    }

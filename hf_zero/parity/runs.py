@@ -1,0 +1,113 @@
+"""One run of a comparison in this process: which engine answers ``initialize``, and its record."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hf_zero.initialize import replace_start, start_engine
+from hf_zero.parity.recorder import Finished, Recorder, recorded, recording_plain_backwards
+from hf_zero.parity.start import comparable, own_update, start_reference
+from hf_zero.setup.request import SetupRequest
+
+ENGINE, REFERENCE = "hf-zero", "reference"
+ALL_STEPS, BY_ITSELF = "all steps are recorded", "the script ended"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the runs of a comparison.
+
+    engine: :data:`ENGINE`, as configured, or :data:`REFERENCE`.
+    variant: of the reference, as for :func:`hf_zero.parity.start.start_reference`.
+    steps: number of steps after which it ends; 0: the script ends by itself.
+    keep: whether settings that change the training on purpose stay.
+    module: whether the script is a module.
+    skipped: of a reference in full precision, the steps that fp16 has skipped.
+    """
+
+    folder: str
+    engine: str
+    variant: str = ""
+    steps: int = 6
+    keep: bool = False
+    module: bool = False
+    skipped: tuple[int, ...] = ()
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, file: Path) -> Run:
+        return cls(**json.loads(file.read_text(encoding="utf-8")))
+
+
+class _Installed:
+    """The run under way in this process; its recorders by thread, as ranks may be threads."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.users = 0
+        self.recorders: dict[int, Recorder] = {}
+        self.undo = ExitStack()
+
+    def recorder(self) -> Recorder:
+        """Return the recorder of the calling rank; a thread of its own is part of the only one."""
+        recorders = self.recorders
+        return recorders.get(threading.get_ident()) or next(iter(recorders.values()))
+
+    def start(self, request: SetupRequest[Any]) -> Any:
+        """Make the engine of ``request`` and begin its record."""
+        run = self.run
+        compared = comparable(request, run.keep)
+        request = compared.request
+        if run.engine == ENGINE:
+            answer = start_engine(
+                replace(request, engine_class=recorded(request.engine_class, self.recorder))
+            )
+        else:
+            answer = start_reference(request, run.variant, run.skipped)
+            answer[0].__class__ = recorded(type(answer[0]), self.recorder)
+        header = {"left_out": compared.left_out, "own_update": own_update(answer[1])}
+        self.recorder().add(answer[0], header)
+        return answer
+
+
+_lock = threading.Lock()
+_installed: dict[str, _Installed] = {}
+
+
+@contextmanager
+def recording(run: Run) -> Iterator[None]:
+    """Context in which every request for an engine is answered as ``run`` says, and its steps are
+    recorded. Ends a script whose steps are all recorded, and then its engines.
+    """
+    with _lock:
+        installed = _installed.setdefault(run.folder, _Installed(run))
+        recorder = Recorder(Path(run.folder), run.steps)
+        installed.recorders[threading.get_ident()] = recorder
+        installed.users += 1
+        if installed.users == 1:
+            replace_start(installed.start)
+            installed.undo.callback(replace_start, None)
+            installed.undo.enter_context(recording_plain_backwards(installed.recorder))
+    how = BY_ITSELF
+    try:
+        yield
+    except Finished:
+        how = ALL_STEPS
+    finally:
+        with _lock:
+            installed.users -= 1
+            if not installed.users:
+                installed.undo.close()
+                del _installed[run.folder]
+    for engine in recorder.engines:
+        if not engine.destroyed:
+            engine.destroy()
+    recorder.close(how)

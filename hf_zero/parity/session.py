@@ -1,0 +1,296 @@
+"""The runs of one comparison: the reference, the engine as configured and, where rounding has to be
+measured, the reference again; one after the other, with the same ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hf_zero.errors import ParityError
+from hf_zero.launch.plan import Request, plan
+from hf_zero.logging import JsonObject
+from hf_zero.parity.causes import OF_ENGINE, cause_of
+from hf_zero.parity.comparison import Comparison, Difference, Outcome, Record
+from hf_zero.parity.runs import ENGINE, REFERENCE, Run
+from hf_zero.parity.start import FULL_PRECISION, LAST_BITS
+
+PROGRAM = "hf_zero.parity.rank"
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 20.0
+SILENT_SECONDS = 300.0  # without a step, before a message says so
+LAST_LINES = 15
+NO_TERMINAL = "EOF when reading a line"
+Progress = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of a comparison. ``cause``: of the first difference; ``log``: what the engine said
+    in the step of it. ``left_out``: settings that change the training on purpose, which neither run
+    had. ``own_updates``: optimizers whose formula is this package's own in both runs.
+    """
+
+    outcome: Outcome
+    ranks: int
+    precision: str
+    measured: bool
+    left_out: list[str]
+    own_updates: list[str]
+    cause: str | None
+    log: list[str]
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs by more than rounding explains."""
+        return self.outcome.first is None
+
+    def __str__(self) -> str:
+        return "\n".join([sentence(self), *details(self)])
+
+
+@dataclass
+class Session:
+    """The runs of the script that ``request`` starts.
+
+    steps, keep: as in :class:`Run`. report: called with the name of a run and its steps so far.
+    say: called with sentences for the user.
+    """
+
+    request: Request
+    default_ranks: Callable[[], int]
+    steps: int
+    keep: bool
+    report: Progress
+    say: Callable[[str], None]
+
+    def compare(self) -> Answer:
+        """Run and compare. Raises ParityError if a run cannot be compared."""
+        with tempfile.TemporaryDirectory(prefix="hf-zero-parity-") as text:
+            self._folder = Path(text)
+            reference = self._run("reference", REFERENCE)
+            refuse_untrained(reference)
+            run = self._run(ENGINE, ENGINE)
+            script = None if self.request.module else Path(self.request.script)
+            return compared(reference, run, self._run, script, self.say)
+
+    # ---- one run ----
+
+    def _run(
+        self, name: str, engine: str, variant: str = "", skipped: tuple[int, ...] = ()
+    ) -> Record:
+        folder = self._folder / name
+        folder.mkdir()
+        module = self.request.module
+        run = Run(str(folder), engine, variant, self.steps, self.keep, module, skipped)
+        run.write(folder / "run.json")
+        words = (str(folder / "run.json"), self.request.script, *self.request.arguments)
+        request = replace(self.request, script=PROGRAM, module=True, arguments=words)
+        (start,) = plan(request, self.default_ranks).starts
+        output = folder / "output.log"
+        code = self._wait(name, start.command, start.environment, output)
+        record = Record(folder)
+        if code or not record.complete:
+            self._fail(name, code, output)
+        return record
+
+    def _wait(
+        self, name: str, command: Sequence[str], environment: dict[str, str], output: Path
+    ) -> int:
+        """Run ``command`` to its end, and report its steps. Whatever ends this process ends it."""
+        fixed = {"PYTHONHASHSEED": "0"}  # sets are iterated over alike in all runs
+        with open(output, "wb") as sink:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env={**fixed, **os.environ, **environment},
+                start_new_session=True,
+            )
+        record, steps, changed = output.parent / "rank0.jsonl", 0, time.monotonic()
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_SECONDS)
+                lines = record.read_bytes().count(b"\n") if record.exists() else 0
+                if min(lines - 1, self.steps or lines) > steps:
+                    steps, changed = min(lines - 1, self.steps or lines), time.monotonic()
+                    self.report(name, steps)
+                elif time.monotonic() - changed > SILENT_SECONDS:
+                    changed = time.monotonic()
+                    self.say(
+                        f"the {name} run has made no step for {SILENT_SECONDS / 60:.0f} minutes: "
+                        "Ctrl-C ends it, if the script waits for something"
+                    )
+        finally:
+            _end(process)
+        return process.returncode
+
+    def _fail(self, name: str, code: int, output: Path) -> None:
+        text = output.read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()][-LAST_LINES:]
+        said = "\n".join(f"  {line}" for line in lines)
+        if NO_TERMINAL in text:
+            raise ParityError(
+                "the script reads from a terminal, which it does not have here; pass what it asks "
+                "for as arguments"
+            )
+        if name == "reference":
+            why = "with untouched torch in place of hf-zero the script ended with code"
+            todo = "so the difference is not hf-zero's; make it run alone first"
+        else:
+            why = f"the {name} run ended with code"
+            todo = "where the reference trained"
+        raise ParityError(f"{why} {code}, {todo}. Its last lines:\n{said}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher, which ends its ranks, if it is not over."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+# ---- the answer ----
+
+
+def refuse_untrained(record: Record) -> None:
+    """Raise ParityError for the record of a script that has trained nothing."""
+    if not record.engines:
+        raise ParityError(
+            "the script ended without an engine that trains: it calls neither hf_zero.initialize "
+            "nor a trainer with ZeRO, or starts ranks of its own; pass the script that trains, and "
+            "let --ranks start its ranks"
+        )
+    if not record.last_step:
+        raise ParityError(
+            "the script ended without a step of the optimizer: it trains nothing; pass it the "
+            "arguments with which it trains"
+        )
+
+
+def compared(
+    reference: Record,
+    run: Record,
+    measure: Callable[[str, str, str, tuple[int, ...]], Record],
+    script: Path | None,
+    say: Callable[[str], None] | None = None,
+) -> Answer:
+    """Return the answer of two records. ``measure(name, engine, variant, skipped)``, with the
+    fields of :class:`Run`, makes a third run if rounding has to be measured.
+    """
+    comparison, measured = Comparison(reference, run), None
+    outcome = comparison.outcome()
+    if outcome.first is not None and run.engines == reference.engines:
+        variant = FULL_PRECISION if comparison.mixed else LAST_BITS
+        try:
+            measured = measure("rounding", REFERENCE, variant, tuple(reference.skipped))
+        except ParityError as error:
+            if say is not None:
+                say(f"what rounding does could not be measured: {error}")
+        else:
+            outcome = Comparison(reference, run, measured).outcome()
+    first, cause, log = outcome.first, None, list[str]()
+    if first is not None:
+        cause = cause_of(first, reference, run, measured, script)
+        for line in run.steps.get((first.engine, first.step), []):
+            log += [message for message in line["log"] if message not in log]
+    about = [reference.about(engine) for engine in range(reference.engines)]
+    return Answer(
+        outcome,
+        int(about[0]["world"]),
+        str(about[0]["precision"]),
+        measured is not None,
+        sorted({name for of in about for name in of["left_out"]}),
+        sorted({of["own_update"] for of in about if of["own_update"]}),
+        cause,
+        log,
+    )
+
+
+def sentence(answer: Answer) -> str:
+    """Return the answer in one line."""
+    outcome, first = answer.outcome, answer.outcome.first
+    ranks = f"{answer.ranks} ranks" if answer.ranks > 1 else "1 rank"
+    if first is None:
+        off = outcome.largest.get("loss", (0.0, 0.0, 0))[0]
+        losses = f"losses within {off:.1g}" if off else "losses to the last bit"
+        return (
+            f"equal to torch for {outcome.steps} steps on {ranks}: {outcome.parameters} "
+            f"parameters, {losses}"
+        )
+    what = f"{first.what} of {first.parameter}" if first.parameter else f"the {first.what}"
+    where = "" if first.rank is None else f" on rank {first.rank}"
+    when = f"step {first.step}" if first.step else "the start"
+    return f"different from torch at {when}{where}: {what} {_off(first)}"
+
+
+def _off(first: Difference) -> str:
+    if first.what == "whether the step was skipped":
+        return "in fp16 for an overflow"
+    base = "off by"
+    if first.parameter is not None:
+        size = "of the way that training has moved them"
+    else:
+        size = f"({first.got:.7g}, and {first.expected:.7g} with torch)"
+    if first.size == float("inf"):
+        return f"{first.got:g}, and {first.expected:g} with torch"
+    return f"{base} {first.size:.2g} {size}; rounding explains {first.allowed:.1g}"
+
+
+def details(answer: Answer) -> list[str]:
+    """Return further sentences on the answer."""
+    first, lines = answer.outcome.first, list[str]()
+    if first is not None:
+        if first.unit is not None:
+            lines.append(f"unit: {first.unit}")
+        if first.grows is not None:
+            lines.append(
+                "the difference grows with the steps"
+                if first.grows
+                else "the difference does not grow with the steps"
+            )
+        lines += [f"the engine said in this step: {message}" for message in answer.log]
+        lines.append(f"cause: {answer.cause}")
+    if answer.left_out:
+        lines.append(
+            f"compared without {', '.join(answer.left_out)}, which change the training on purpose "
+            "(--keep compares with them)"
+        )
+    for name in answer.own_updates:
+        lines.append(f"the update of {name} is hf-zero's own in both runs: torch has no such class")
+    return lines
+
+
+def as_json_object(answer: Answer) -> JsonObject:
+    outcome = answer.outcome
+    return {
+        "equal": answer.equal,
+        "answer": sentence(answer),
+        "steps": outcome.steps,
+        "ranks": answer.ranks,
+        "parameters": outcome.parameters,
+        "precision": answer.precision,
+        "rounding_measured": answer.measured,
+        "largest": {
+            what: {"size": size, "allowed": allowed, "step": step}
+            for what, (size, allowed, step) in outcome.largest.items()
+        },
+        "first": None if outcome.first is None else vars(outcome.first),
+        "cause": answer.cause,
+        "fault_of_engine": answer.cause == OF_ENGINE,
+        "log": answer.log,
+        "left_out": answer.left_out,
+        "own_updates": answer.own_updates,
+    }

@@ -1,0 +1,105 @@
+"""Faults of an engine and of scripts: the first step in which they act, and their cause."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.parity.causes import OF_ENGINE, lines_that_read_gradients
+from hf_zero.zero.sharded_model import ShardedModel
+from hf_zero.zero.step.optimizer_step import OptimizerStep
+from tests.parity.loops import FEATURES, ROWS, answer, config, stack
+
+
+def factor(patch: pytest.MonkeyPatch) -> None:
+    squares = OptimizerStep._squares
+    patch.setattr(OptimizerStep, "_squares", lambda self, *args: squares(self, *args) * 1.001)
+
+
+def stale_weights(patch: pytest.MonkeyPatch) -> None:
+    """The third refresh is left out: the forward of the next step reads old weights."""
+    refresh, calls = ShardedModel.refresh, [0]
+
+    def third_is_lost(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += bool(kwargs.get("after_step"))
+        return (
+            None if kwargs.get("after_step") and calls[0] == 3 else refresh(self, *args, **kwargs)
+        )
+
+    patch.setattr(ShardedModel, "refresh", third_is_lost)
+
+
+def wrong_clipping(patch: pytest.MonkeyPatch) -> None:
+    update = OptimizerStep.update
+
+    def at_twice_the_norm(self: Any, *args: Any) -> Any:
+        before, self.max_norm = self.max_norm, 2 * self.max_norm
+        try:
+            return update(self, *args)
+        finally:
+            self.max_norm = before
+
+    patch.setattr(OptimizerStep, "update", at_twice_the_norm)
+
+
+FAULTS: dict[Callable[[pytest.MonkeyPatch], None], tuple[str, int]] = {
+    factor: ("gradient norm", 1),
+    stale_weights: ("weights of the forward", 3),
+    wrong_clipping: ("weights", 1),
+}
+"""What is named first, and the step."""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_named_in_the_step_where_it_acts(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # not threads: a patch counts the calls of one rank
+    settings = config(2, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    settings["bf16"] = {"enabled": fault is stale_weights}
+    fault(monkeypatch)
+    result = answer(1, settings)
+    what, step = FAULTS[fault]
+    first = result.outcome.first
+    assert first is not None and (first.what, first.step) == (what, step), str(result)
+    assert result.cause == OF_ENGINE
+    assert ("unit: " in str(result)) == what.startswith("weights")
+
+
+def writes_on_one_rank(engine: Any, step: int) -> None:
+    if step == 1 and engine.global_rank == 1:
+        with torch.no_grad():
+            next(engine.module.parameters()).mul_(1.5)
+
+
+def test_a_write_on_one_rank_is_the_cause() -> None:
+    result = answer(2, config(0), spoil=writes_on_one_rank)
+    assert not result.equal
+    assert "with torch, rank 1 has other weights of 0.0.weight" in str(result), str(result)
+
+
+def test_other_batches_are_the_cause() -> None:
+    generator = torch.Generator().manual_seed(0)  # goes on from run to run
+    model = stack()
+
+    def train() -> None:
+        engine, *_ = hf_zero.initialize(model=copy.deepcopy(model), config=config(1))
+        for _ in range(20):
+            batch = torch.randn(ROWS, FEATURES, generator=generator)
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+
+    result = hf_zero.parity(train)
+    assert "rank 0 reads other batches in step 1" in str(result)
+
+
+def test_lines_that_use_gradients(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("loss.backward()\nfor p in model.parameters():\n    p.grad *= 2\n")
+    assert [*lines_that_read_gradients(script)] == [3]

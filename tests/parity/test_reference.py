@@ -1,0 +1,130 @@
+"""The reference engine: an engine at any stage trains as it does, and a plain loop as well."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.errors import ConfigError, ParityError
+from hf_zero.parity import reference
+from hf_zero.parity.reference import LossScale, Reference, kept_in_fp32
+from hf_zero.parity.sketch import added, distance, norm, sketch
+from hf_zero.zero.reduce.losses import Fp16LossScaler
+from tests.parity.loops import FEATURES, ROWS, answer, config, loop, stack
+
+CELLS = [(3, 0, 1, "bf16"), (2, 1, 3, "fp32"), (3, 2, 1, "fp16"), (3, 3, 3, "fp32")]
+"""Ranks, stage, accumulation, precision."""
+OTHERS = [
+    pytest.param(*cell, marks=pytest.mark.long)
+    for cell in itertools.product((2, 3), range(4), (1, 3), ("fp32", "bf16", "fp16"))
+    if cell not in CELLS
+]
+
+
+@pytest.mark.parametrize(("ranks", "stage", "accumulation", "precision"), [*CELLS, *OTHERS])
+def test_right_scripts_are_equal(ranks: int, stage: int, accumulation: int, precision: str) -> None:
+    result = answer(ranks, config(stage, precision, accumulation), plain=accumulation == 3)
+    assert result.equal, str(result)
+    assert result.outcome.steps >= 6
+    if precision == "fp32":
+        assert not result.measured
+
+
+def test_the_reference_is_a_plain_loop() -> None:
+    """Of one rank with two micro-batches, against the lines that torch's documentation has."""
+    model, batches = stack(), torch.randn(6, 2, ROWS, FEATURES)
+    want = stack()
+    plain = torch.optim.AdamW(want.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = hf_zero.ZeroConfig(
+        stage=0, gradient_accumulation_steps=2, gradient_clipping=0.1
+    ).resolve(1)
+    engine = Reference(model, optimizer, settings)
+    for window in batches:
+        for batch in window:
+            (want(batch).square().mean() / 2).backward()
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+        torch.nn.utils.clip_grad_norm_(want.parameters(), 0.1)
+        plain.step()
+        plain.zero_grad()
+    assert engine.global_steps == 6
+    for one, other in zip(model.parameters(), want.parameters()):
+        assert torch.equal(one, other)
+
+
+def test_the_reference_uses_nothing_of_the_engine() -> None:
+    path = Path(reference.__file__)
+    text = path.read_text()
+    assert len(text.splitlines()) <= 600
+    modules = {
+        node.module
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hf_zero")
+    }
+    assert modules == {"hf_zero.config", "hf_zero.distributed", "hf_zero.errors"}
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_the_loss_scale_follows_the_engine_s(consecutive: bool) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3, "hysteresis": 2}
+    fp16["consecutive_hysteresis"] = consecutive
+    settings = hf_zero.ZeroConfig.from_dict({"fp16": fp16, "zero_optimization": {"stage": 1}})
+    ours, theirs = LossScale(settings), Fp16LossScaler.from_config(settings)
+    for overflow in (torch.rand(200, generator=torch.Generator().manual_seed(0)) < 0.3).tolist():
+        ours.update(overflow)
+        theirs.update(overflow)
+        assert ours.scale == theirs.scale
+
+
+def test_modules_that_stay_in_fp32() -> None:
+    model = stack()
+    model[0]._keep_in_fp32_modules_strict = ["0"]
+    model._keep_in_fp32_modules = ["1.0"]
+    both = {"0.0.weight", "0.0.bias"}
+    assert kept_in_fp32(model, "bf16", ()) == both
+    assert kept_in_fp32(model, "fp16", ()) == both | {"1.0.bias"}
+    assert kept_in_fp32(model, "bf16", ["3"]) == both | {"3.weight", "3.bias"}
+
+
+def test_sketches_of_parts_add_up_and_their_difference_is_the_distance() -> None:
+    generator = torch.Generator().manual_seed(1)
+    one, other = torch.randn(2, 600_001, generator=generator)
+    whole = sketch(one, "a")
+    parts = [sketch(one[:7], "a"), sketch(one[7:300_000], "a", 7)]
+    parts.append(sketch(one[300_000:], "a", 300_000))
+    assert added(parts) == pytest.approx(whole, rel=1e-9, abs=1e-6)
+    assert norm(whole) == pytest.approx(float(one.double().norm()), rel=1e-6)
+    estimate = distance(whole, sketch(other, "a"))
+    assert estimate == pytest.approx(float((one - other).norm()), rel=0.9)
+    assert distance(whole, sketch(one, "a")) == 0
+
+
+def test_what_is_no_data_parallelism_is_refused() -> None:
+    settings = config(0, tensor_parallel={"autotp_size": 2})
+    with pytest.raises(ConfigError, match="tensor parallelism; set its size to 1"):
+        hf_zero.parity(loop(0, stack(), settings))
+
+
+def test_a_function_that_trains_nothing_is_refused() -> None:
+    with pytest.raises(ParityError, match="without an engine that trains"):
+        hf_zero.parity(lambda: None)
+    with pytest.raises(ParityError, match="without a step of the optimizer"):
+        hf_zero.parity(lambda: hf_zero.initialize(model=stack(), config=config(0)))
+
+
+def test_settings_that_change_the_training_are_left_out() -> None:
+    settings = config(1, optimizer={"type": "AdamW8bit", "params": {"lr": 1e-3}})
+    settings["compressed_communication"] = {"bits": 4}
+    result = answer(2, settings)
+    assert result.equal, str(result)
+    assert result.left_out == [
+        "compressed_communication",
+        "optimizer.type AdamW8bit, compared as AdamW",
+    ]
+    assert "--keep compares with them" in str(result)
