@@ -48,14 +48,14 @@ GETTERS: dict[str, tuple[str, object]] = {
 
 if TYPE_CHECKING:
 
-    class _Base(Engine):
+    class _AnyEngine(Engine):
         """Any engine with the methods of ours: also the reference of hf_zero/parity."""
 
 else:
-    _Base = object
+    _AnyEngine = object
 
 
-class Getters(_Base):
+class Getters(_AnyEngine):
     """DeepSpeed's getters of an engine."""
 
     # arguments of ``deepspeed.initialize``

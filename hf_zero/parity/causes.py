@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_zero.parity.comparison import Difference, Record, same_inputs
+from hf_zero.parity.comparison import Difference, RunRecord, same_inputs
 
 REPEATS = 1e-2  # relative: a loss that differs by more between two runs of torch is no rounding
 OF_ENGINE = (
@@ -17,9 +17,9 @@ OF_ENGINE = (
 
 def cause_of(
     difference: Difference,
-    reference: Record,
-    run: Record,
-    measured: Record | None,
+    reference: RunRecord,
+    run: RunRecord,
+    measured: RunRecord | None,
     script: Path | None,
 ) -> str:
     """Return the usual cause that fits ``difference``, with what to do; else :data:`OF_ENGINE`."""
@@ -57,7 +57,7 @@ def cause_of(
     return OF_ENGINE
 
 
-def not_repeated(reference: Record, measured: Record | None) -> bool:
+def not_repeated(reference: RunRecord, measured: RunRecord | None) -> bool:
     """Return whether the first losses of two runs of the reference differ by more than rounding."""
     if measured is None:
         return False

@@ -32,7 +32,7 @@ FACTORS = {False: 8.0, True: 2.0}
 EPS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 
 
-class Record:
+class RunRecord:
     """The record of one run: the lines of each rank in ``folder``."""
 
     def __init__(self, folder: Path):
@@ -113,7 +113,7 @@ class Difference:
 
 
 @dataclass
-class Outcome:
+class ComparisonResult:
     """The result of a comparison. ``largest``: by quantity the largest relative difference, what is
     allowed of it, and its step.
     """
@@ -127,7 +127,7 @@ class Outcome:
 class Comparison:
     """Compares ``run`` with ``reference``; ``measured``: the third run, of the note above."""
 
-    def __init__(self, reference: Record, run: Record, measured: Record | None = None):
+    def __init__(self, reference: RunRecord, run: RunRecord, measured: RunRecord | None = None):
         self.reference, self.run, self.measured = reference, run, measured
         precision = reference.about(0)["precision"] if reference.engines else "fp32"
         autocast = bool(reference.engines and reference.about(0)["autocast"])
@@ -141,7 +141,7 @@ class Comparison:
         self._noise: dict[tuple[str, int], list[float]] = {}
         self._noise_of_weights: dict[tuple[int, str], float] = {}
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ComparisonResult:
         """Return the first difference and the largest of those that are allowed."""
         differences = list(self._differences())
         first = differences[0] if differences else None
@@ -153,7 +153,7 @@ class Comparison:
             for name in self.reference.about(engine)["sizes"]
         }
         steps = min(self.reference.last_step, self.run.last_step)
-        return Outcome(first, steps, len(names), self._largest)
+        return ComparisonResult(first, steps, len(names), self._largest)
 
     def _with_growth(self, first: Difference) -> Difference:
         """Return ``first`` with whether the same number is farther off in the last step."""
@@ -298,7 +298,7 @@ class Comparison:
         yield from after_masters
 
 
-def same_inputs(one: Record, other: Record, step: int) -> tuple[int, int] | None:
+def same_inputs(one: RunRecord, other: RunRecord, step: int) -> tuple[int, int] | None:
     """Return the first (step, rank) up to ``step`` whose batches differ between two records."""
     for engine, at in sorted(one.steps, key=lambda key: key[1]):
         if not 0 < at <= step or (engine, at) not in other.steps:

@@ -17,14 +17,14 @@ from hf_zero.parity.reference import LossScale, Reference
 from hf_zero.techniques.training_loader import data_loader
 
 if TYPE_CHECKING:
-    _Base = Reference  # the getters are typed as those of an engine
+    _ReferenceBase = Reference  # the getters are typed as those of an engine
 else:
 
-    class _Base(Getters, Reference):
+    class _ReferenceBase(Getters, Reference):
         pass
 
 
-class DeepSpeedReference(_Base):
+class DeepSpeedReference(_ReferenceBase):
     """A :class:`Reference` with the methods of DeepSpeed's engine."""
 
     # arguments of ``deepspeed.initialize``

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hf_zero.checkpoint.save_plan import restorer_of_generators
 from hf_zero.distributed import process_group, world_group
-from hf_zero.parity.comparison import Record
-from hf_zero.parity.runs import ENGINE, REFERENCE, Run, recording
+from hf_zero.parity.comparison import RunRecord
+from hf_zero.parity.runs import ENGINE, REFERENCE, ComparedRun, recording
 from hf_zero.parity.session import Answer, compared, refuse_untrained
 
 
@@ -41,15 +41,17 @@ def parity(train: Callable[[], object], steps: int = 6, keep: bool = False) -> A
             text = world_group.get_world_group().broadcast_object(text)
         restore, python = restorer_of_generators(), random.getstate()
 
-        def run(name: str, engine: str, variant: str = "", skipped: tuple[int, ...] = ()) -> Record:
+        def run(
+            name: str, engine: str, variant: str = "", skipped: tuple[int, ...] = ()
+        ) -> RunRecord:
             folder = Path(text, name)
             folder.mkdir(exist_ok=True)
             restore()
             random.setstate(python)
-            with recording(Run(str(folder), engine, variant, steps, keep, False, skipped)):
+            with recording(ComparedRun(str(folder), engine, variant, steps, keep, False, skipped)):
                 train()
             process_group.barrier()
-            return Record(folder)
+            return RunRecord(folder)
 
         reference = run("reference", REFERENCE)
         refuse_untrained(reference)

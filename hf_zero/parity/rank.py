@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from hf_zero.parity.runs import Run, recording
+from hf_zero.parity.runs import ComparedRun, recording
 
 SEED = 0
 
@@ -26,7 +26,7 @@ def seed() -> None:
 
 def main(arguments: list[str]) -> None:
     file, script, *rest = arguments
-    run = Run.read(Path(file))
+    run = ComparedRun.read(Path(file))
     seed()
     sys.argv = [script, *rest]
     with recording(run):

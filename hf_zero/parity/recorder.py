@@ -30,7 +30,7 @@ class Finished(BaseException):
     """The end of a script whose steps have all been recorded."""
 
 
-class Recorder:
+class StepRecorder:
     """The record of this rank in ``folder``; ends the script after ``steps`` steps of each engine
     that trains, unless ``steps`` is 0.
     """
@@ -49,7 +49,7 @@ class Recorder:
         self._outputs: list[float] = []
         self._nested = 0
         self._messages: list[str] = []
-        self._handler = _Messages(self._messages)
+        self._handler = _WarningCollector(self._messages)
         logger.addHandler(self._handler)
 
     def write(self, line: JsonObject) -> None:
@@ -197,13 +197,13 @@ def checksum(value: object) -> int:
     return total
 
 
-class Recording:
-    """Methods of an engine that a :class:`Recorder` follows, put before those of its class."""
+class RecordedMethods:
+    """Methods of an engine that a :class:`StepRecorder` follows, put before those of its class."""
 
-    recorder_of: Callable[[], Recorder]
+    recorder_of: Callable[[], StepRecorder]
 
     @property
-    def recorder(self) -> Recorder:
+    def recorder(self) -> StepRecorder:
         return type(self).recorder_of()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,18 +235,18 @@ class Recording:
         return super().load_checkpoint(chosen, *args, **kwargs)  # type: ignore[misc]
 
 
-def recorded(kind: type[Any], recorder_of: Callable[[], Recorder]) -> type[Any]:
+def recorded(kind: type[Any], recorder_of: Callable[[], StepRecorder]) -> type[Any]:
     """Return ``kind``, a class of engines, with its steps recorded by the recorder of its rank."""
     attributes = {
         "recorder_of": staticmethod(recorder_of),
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
     }
-    return type(kind.__name__, (Recording, kind), attributes)
+    return type(kind.__name__, (RecordedMethods, kind), attributes)
 
 
 @contextmanager
-def recording_plain_backwards(recorder_of: Callable[[], Recorder]) -> Iterator[None]:
+def recording_plain_backwards(recorder_of: Callable[[], StepRecorder]) -> Iterator[None]:
     """Context in which the losses are noted on which the script calls ``backward()`` itself;
     ``recorder_of`` returns the recorder of the calling rank.
     """
@@ -265,7 +265,7 @@ def recording_plain_backwards(recorder_of: Callable[[], Recorder]) -> Iterator[N
         torch.Tensor.backward = original  # type: ignore[method-assign]
 
 
-class _Messages(logging.Handler):
+class _WarningCollector(logging.Handler):
     """Collects the warnings of this package."""
 
     def __init__(self, messages: list[str]):

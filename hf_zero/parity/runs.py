@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.initialize import replace_start, start_engine
-from hf_zero.parity.recorder import Finished, Recorder, recorded, recording_plain_backwards
+from hf_zero.parity.recorder import Finished, StepRecorder, recorded, recording_plain_backwards
 from hf_zero.parity.start import comparable, own_update, start_reference
 from hf_zero.setup.request import SetupRequest
 
@@ -20,7 +20,7 @@ ALL_STEPS, BY_ITSELF = "all steps are recorded", "the script ended"
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """One of the runs of a comparison.
 
     engine: :data:`ENGINE`, as configured, or :data:`REFERENCE`.
@@ -43,20 +43,20 @@ class Run:
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, file: Path) -> Run:
+    def read(cls, file: Path) -> ComparedRun:
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
 
 class _Installed:
     """The run under way in this process; its recorders by thread, as ranks may be threads."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: ComparedRun):
         self.run = run
         self.users = 0
-        self.recorders: dict[int, Recorder] = {}
+        self.recorders: dict[int, StepRecorder] = {}
         self.undo = ExitStack()
 
-    def recorder(self) -> Recorder:
+    def recorder(self) -> StepRecorder:
         """Return the recorder of the calling rank; a thread of its own is part of the only one."""
         recorders = self.recorders
         return recorders.get(threading.get_ident()) or next(iter(recorders.values()))
@@ -83,13 +83,13 @@ _installed: dict[str, _Installed] = {}
 
 
 @contextmanager
-def recording(run: Run) -> Iterator[None]:
+def recording(run: ComparedRun) -> Iterator[None]:
     """Context in which every request for an engine is answered as ``run`` says, and its steps are
     recorded. Ends a script whose steps are all recorded, and then its engines.
     """
     with _lock:
         installed = _installed.setdefault(run.folder, _Installed(run))
-        recorder = Recorder(Path(run.folder), run.steps)
+        recorder = StepRecorder(Path(run.folder), run.steps)
         installed.recorders[threading.get_ident()] = recorder
         installed.users += 1
         if installed.users == 1:

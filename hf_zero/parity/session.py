@@ -17,8 +17,8 @@ from hf_zero.errors import ParityError
 from hf_zero.launch.plan import Request, plan
 from hf_zero.logging import JsonObject
 from hf_zero.parity.causes import OF_ENGINE, cause_of
-from hf_zero.parity.comparison import Comparison, Difference, Outcome, Record
-from hf_zero.parity.runs import ENGINE, REFERENCE, Run
+from hf_zero.parity.comparison import Comparison, ComparisonResult, Difference, RunRecord
+from hf_zero.parity.runs import ENGINE, REFERENCE, ComparedRun
 from hf_zero.parity.start import FULL_PRECISION, LAST_BITS
 
 PROGRAM = "hf_zero.parity.rank"
@@ -37,7 +37,7 @@ class Answer:
     had. ``own_updates``: optimizers whose formula is this package's own in both runs.
     """
 
-    outcome: Outcome
+    outcome: ComparisonResult
     ranks: int
     precision: str
     measured: bool
@@ -59,7 +59,7 @@ class Answer:
 class Session:
     """The runs of the script that ``request`` starts.
 
-    steps, keep: as in :class:`Run`. report: called with the name of a run and its steps so far.
+    steps, keep: as in :class:`ComparedRun`. report: called with the name of a run and its steps.
     say: called with sentences for the user.
     """
 
@@ -84,18 +84,18 @@ class Session:
 
     def _run(
         self, name: str, engine: str, variant: str = "", skipped: tuple[int, ...] = ()
-    ) -> Record:
+    ) -> RunRecord:
         folder = self._folder / name
         folder.mkdir()
         module = self.request.module
-        run = Run(str(folder), engine, variant, self.steps, self.keep, module, skipped)
+        run = ComparedRun(str(folder), engine, variant, self.steps, self.keep, module, skipped)
         run.write(folder / "run.json")
         words = (str(folder / "run.json"), self.request.script, *self.request.arguments)
         request = replace(self.request, script=PROGRAM, module=True, arguments=words)
         (start,) = plan(request, self.default_ranks).starts
         output = folder / "output.log"
         code = self._wait(name, start.command, start.environment, output)
-        record = Record(folder)
+        record = RunRecord(folder)
         if code or not record.complete:
             self._fail(name, code, output)
         return record
@@ -165,7 +165,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # ---- the answer ----
 
 
-def refuse_untrained(record: Record) -> None:
+def refuse_untrained(record: RunRecord) -> None:
     """Raise ParityError for the record of a script that has trained nothing."""
     if not record.engines:
         raise ParityError(
@@ -181,14 +181,14 @@ def refuse_untrained(record: Record) -> None:
 
 
 def compared(
-    reference: Record,
-    run: Record,
-    measure: Callable[[str, str, str, tuple[int, ...]], Record],
+    reference: RunRecord,
+    run: RunRecord,
+    measure: Callable[[str, str, str, tuple[int, ...]], RunRecord],
     script: Path | None,
     say: Callable[[str], None] | None = None,
 ) -> Answer:
     """Return the answer of two records. ``measure(name, engine, variant, skipped)``, with the
-    fields of :class:`Run`, makes a third run if rounding has to be measured.
+    fields of :class:`ComparedRun`, makes a third run if rounding has to be measured.
     """
     comparison, measured = Comparison(reference, run), None
     outcome = comparison.outcome()
