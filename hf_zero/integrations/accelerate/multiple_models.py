@@ -83,7 +83,7 @@ class AccumulationOfScript:
         self._last, self._checked = steps, None
 
 
-class Claim(Enum):
+class StepCaller(Enum):
     """Who makes the steps of a single engine, as far as its script has shown."""
 
     UNKNOWN = "nobody yet"
@@ -101,7 +101,7 @@ class EngineSteps:
         self.engines = engines
         self._accumulation = accumulation
         self._single = engines[0] if len(engines) == 1 else None
-        self.claim = Claim.OPTIMIZER if self._single is None else Claim.UNKNOWN
+        self.claim = StepCaller.OPTIMIZER if self._single is None else StepCaller.UNKNOWN
         self.due = False  # a backward has ended a window, and no step has used its gradients
         # the step was made before a forward with gradients, as its script had called no step yet
         self._stepped_early = False
@@ -140,7 +140,7 @@ class EngineSteps:
         """Accumulate gradients of ``loss`` in the engines it passes through. Inside
         ``accelerator.no_sync`` it does not end a window.
         """
-        if self.claim is Claim.CLIPPING:
+        if self.claim is StepCaller.CLIPPING:
             self._make_overdue_step()
         self._stepped_early = False
         self._trained = self.engines[0].training
@@ -151,7 +151,7 @@ class EngineSteps:
         self.engines[0].backward(loss, **kwargs)
         self._backwards += 1
         self.due |= bool(sync_gradients) and not self.engines[0].in_no_sync
-        if self.claim is Claim.BACKWARD:
+        if self.claim is StepCaller.BACKWARD:
             self._make_step()
 
     def _before_forward(self, *_: object) -> None:
@@ -162,22 +162,25 @@ class EngineSteps:
         evaluates = not torch.is_grad_enabled() or (self._trained and not engine.training)
         if engine.sharded_model.updates_in_backward:
             self._make_step()  # a model must not compute while it is half updated
-        elif self.claim is not Claim.OPTIMIZER and not evaluates:
+        elif self.claim is not StepCaller.OPTIMIZER and not evaluates:
             self._make_overdue_step()
 
     def _make_overdue_step(self) -> None:
         """Make the step, if one is due, of a script that has shown that it will not."""
         if self.due:
-            is_first = self.claim is Claim.UNKNOWN
+            is_first = self.claim is StepCaller.UNKNOWN
             self._stepped_early = is_first
-            self.claim = Claim.CLIPPING if is_first and self._clipped else Claim.BACKWARD
+            self.claim = StepCaller.CLIPPING if is_first and self._clipped else StepCaller.BACKWARD
             self._make_step()
 
     def make_unclaimed_step(self) -> None:
         """Make a step that is due in a script that has made steps without ``optimizer.step()``,
         before all ranks read its state. Collective.
         """
-        if self.claim in (Claim.CLIPPING, Claim.BACKWARD) and not self.engines[0].destroyed:
+        if (
+            self.claim in (StepCaller.CLIPPING, StepCaller.BACKWARD)
+            and not self.engines[0].destroyed
+        ):
             self._make_overdue_step()
 
     # ---- clipping ----
@@ -201,7 +204,7 @@ class EngineSteps:
             return engine.measure_gradient()
         self._clipped.add(engine)
         norm = engine.clip_gradient(max(limit, SMALLEST_LIMIT))
-        if self.claim is Claim.CLIPPING:
+        if self.claim is StepCaller.CLIPPING:
             self._make_step()
         return norm
 
@@ -231,8 +234,8 @@ class EngineSteps:
                     next(engine for engine in self.engines if engine.optimizer is optimizer)
                 )
             return
-        earlier, self.claim = self.claim, Claim.OPTIMIZER
-        if earlier in (Claim.CLIPPING, Claim.BACKWARD):
+        earlier, self.claim = self.claim, StepCaller.OPTIMIZER
+        if earlier in (StepCaller.CLIPPING, StepCaller.BACKWARD):
             self._refuse_early_step("optimizer.step()")
         backwards, self._backwards = self._backwards, 0
         before, self._held = self._held, single.held_micro_batches
@@ -257,7 +260,9 @@ class EngineSteps:
         if engine in _limited_by_script and engine not in self._clipped:
             if engine not in self._named_limit:
                 self._warn_of_limit(engine)
-            elif self.claim is Claim.OPTIMIZER and engine.max_norm and engine.holds_gradients():
+            elif (
+                self.claim is StepCaller.OPTIMIZER and engine.max_norm and engine.holds_gradients()
+            ):
                 engine.clip_gradient(math.inf)  # the script clips others
         engine.step()
         self._clipped.discard(engine)
