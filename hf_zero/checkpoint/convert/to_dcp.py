@@ -154,7 +154,8 @@ def _defaults(kind: str) -> dict[str, object]:
     if cls is None:
         return IMPLEMENTATION
     group = cls([torch.zeros(1, 1, requires_grad=True)]).param_groups[0]  # Muon takes matrices
-    return IMPLEMENTATION | {key: value for key, value in group.items() if key != "params"}
+    settings = {key: value for key, value in group.items() if key != "params"}
+    return settings | {key: v for key, v in IMPLEMENTATION.items() if key not in settings}
 
 
 def write_dcp(

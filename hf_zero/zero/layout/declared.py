@@ -29,7 +29,11 @@ def attribute_of(module: nn.Module, name: str) -> Any:
             computed = hasattr(value, "__get__") and not isinstance(value, _METHODS)
             runs = not computed or base.__module__.partition(".")[0] in _DECLARING
             return getattr(module, name, None) if runs else None
-    return None
+    outer = type(module).__getattr__.__module__  # a wrapper's looks into what it wraps
+    inner = module._modules.get("base_model") or module._modules.get("model")
+    if inner is None or outer.partition(".")[0] not in _DECLARING:
+        return None
+    return attribute_of(inner, name)
 
 
 def declared(model: nn.Module, attribute: str) -> dict[str, tuple[str, ...]]:
