@@ -22,10 +22,10 @@ from functools import partial
 import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog
-from hf_zero.distributed.rank_requests import ShardFetches, StepEvents
+from hf_zero.distributed.rank_requests import ShardFetches, StepEvents, refuse_destroyed
 from hf_zero.distributed.store import ENDED, RollCall, StoreWait
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import PartitionError, RankMismatchError
+from hf_zero.errors import RankMismatchError
 
 Proposal = tuple[int, int]
 APART = "apart"  # the outcome if some ranks gather for a script while the others are in a pass
@@ -108,10 +108,7 @@ class GatherAgreement:
     ) -> Proposal | None:
         """Run one agreement; return None if ranks that may leave are on their own."""
         if self.closed:  # the last rank to leave the engine deletes its keys
-            raise PartitionError(
-                f"rank {self._rank} asks for the {name(proposal)} of an engine that it has "
-                "destroyed; read the parameters before destroy(), or call destroy(gather=True)"
-            )
+            refuse_destroyed(self._rank, f"the {name(proposal)}")
         step, self._sequence = self._sequence, self._sequence + 1
         what = f"join the {name(proposal)} in {where}"
         pending = self._log.issue("agreement on the next gather")._replace(

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -224,6 +225,14 @@ class Serving:
             self.thread.join(JOIN_SECONDS)
 
 
+def refuse_destroyed(rank: int, what: str) -> NoReturn:
+    """Raise PartitionError: ``rank`` asks for ``what`` of an engine that it has destroyed."""
+    raise PartitionError(
+        f"rank {rank} asks for {what} of an engine that it has destroyed; read the parameters "
+        "before destroy(), or call destroy(gather=True)"
+    )
+
+
 class ShardFetches:
     """One rank's side of the fetches: :meth:`fetch` reads the others' shards, :meth:`serve` serves
     its own.
@@ -259,7 +268,7 @@ class ShardFetches:
         """Return the bytes that ``peers`` (global ranks) serve for ``unit``, ``size`` of each; they
         need not be waiting for it.
         """
-        self._refuse_closed(label)
+        self._check_open(label)
         self._warn(label)
         number = self._events.request(unit, self.epoch, peers, f"serve {label}")
         return self._read(number, peers, size)
@@ -279,19 +288,16 @@ class ShardFetches:
                 self._rank,
                 label,
             )
-        self._refuse_closed(label)
+        self._check_open(label)
         number = count_request(self._store, self._events.asked)
         announce(self._store, number, (self._rank, unit, self.epoch, 1, *peers))
         ring(self._store, peers)
         await_answers(self._store, self._waits, number, peers, f"serve {label}")
         return self._read(number, peers, size)
 
-    def _refuse_closed(self, label: str) -> None:
+    def _check_open(self, label: str) -> None:
         if self.closed:
-            raise PartitionError(
-                f"rank {self._rank} asks for {label} of an engine that it has destroyed; read the "
-                "parameters before destroy(), or call destroy(gather=True)"
-            )
+            refuse_destroyed(self._rank, label)
 
     def _read(self, number: int, peers: Sequence[int], size: int) -> dict[int, bytes]:
         contents: dict[int, bytes] = {}

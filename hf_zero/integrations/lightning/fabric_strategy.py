@@ -33,6 +33,7 @@ from hf_zero.integrations.lightning.settings import (
     PrecisionMethods,
     precision_values,
     read,
+    step_if_due,
 )
 from hf_zero.integrations.lightning.strategy import TAG
 from hf_zero.integrations.transformers.loading import made_under
@@ -240,10 +241,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         engine = next(each for each in self.engines if each.optimizer is optimizer)
         closure = kwargs.get("closure")
         result = closure() if callable(closure) else None
-        engine.set_gradient_accumulation_boundary(True)
-        if engine.holds_gradients():
-            engine.step()
-        engine.max_norm = float(engine.config.gradient_clipping or 0.0)
+        step_if_due(engine)
         return result
 
     def clip_gradients_norm(

@@ -130,6 +130,16 @@ def _micro_batch(config: ZeroConfig, trainer: Trainer, ranks: int) -> int | None
     return micro
 
 
+def step_if_due(engine: Engine) -> None:
+    """Step ``engine`` if backwards have left gradients, with the limit of a clipping since the last
+    step; the next ones have the configuration's again (collective).
+    """
+    engine.set_gradient_accumulation_boundary(True)
+    if engine.holds_gradients():
+        engine.step()
+    engine.max_norm = float(engine.config.gradient_clipping or 0.0)
+
+
 class PrecisionMethods:
     """Implementation of ``Trainer(precision=…)`` for an engine.
 
@@ -215,11 +225,8 @@ class PrecisionMethods:
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
         if engine.bound is None:
             return loss  # nothing trains
-        engine.set_gradient_accumulation_boundary(True)
         # Not the value of the closure: a module may have called it before ``optimizer.step()``.
-        if engine.holds_gradients():
-            engine.step()
-        engine.max_norm = float(engine.config.gradient_clipping or 0.0)
+        step_if_due(engine)
         return loss
 
     def clip_gradients(
