@@ -51,11 +51,11 @@ class Slot:
         """Shape of the whole tensor."""
         return self.shape if self.box is None else self.box.whole
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def end(self) -> int:
         return self.offset + self.numel
 
