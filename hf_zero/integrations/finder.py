@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 BACKENDS = ("hf_zero", NAME)
 WATCHED = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers", "trl")
-"""Top-level packages that have seams: the table itself is read when one of them is first
-imported.
+"""Top-level packages whose seams every process applies: the table itself is read when one of them
+is first imported. Those of torch begin with the first engine (:func:`watch`).
 """
 
 
@@ -131,6 +131,7 @@ class SeamFinder:
     """Finder of modules through the other finders; applies their seams after execution."""
 
     def __init__(self) -> None:
+        self.watched: set[str] = set()  # top-level packages
         self.late: set[str] = set()  # modules that were running when the hooks were installed
 
     def find_spec(
@@ -138,7 +139,7 @@ class SeamFinder:
     ) -> ModuleSpec | None:
         if fullname == NAME:
             return self._instead_of_namespace(path, target)
-        if fullname.partition(".")[0] not in WATCHED:
+        if fullname.partition(".")[0] not in self.watched:
             return None
         self.apply_late()
         from hf_zero.integrations import seams
@@ -195,15 +196,28 @@ class SeamFinder:
 
 
 def install_hooks() -> None:
-    """Install the import hooks, once, and apply the seams of modules that are imported already."""
-    if any(isinstance(finder, SeamFinder) for finder in sys.meta_path):
-        return
-    hook = SeamFinder()
-    sys.meta_path.insert(0, hook)
-    if any(name in sys.modules for name in WATCHED):
+    """Apply the seams of the packages in :data:`WATCHED` from now on."""
+    watch(*WATCHED)
+
+
+def watch(*packages: str) -> None:
+    """Apply the seams of top-level ``packages``: of modules that are imported already, and of
+    others once they have run. Again for the same packages, it does nothing.
+    """
+    hook = next((finder for finder in sys.meta_path if isinstance(finder, SeamFinder)), None)
+    if hook is None:
+        hook = SeamFinder()
+        sys.meta_path.insert(0, hook)
+    added = {*packages} - hook.watched
+    hook.watched |= added
+    if any(name in sys.modules for name in added):
         from hf_zero.integrations import seams
 
-        hook.late = {name for name in seams.modules() if name in sys.modules}
+        hook.late |= {
+            name
+            for name in seams.modules()
+            if name in sys.modules and name.partition(".")[0] in added
+        }
         hook.apply_late()
 
 

@@ -1,5 +1,5 @@
-"""The symbols of Accelerate, Transformers, PEFT, TRL and Lightning that hf-zero wraps, read from
-``seams.toml``, and the comparison of a wrapper with the installed symbol.
+"""The symbols of Accelerate, Transformers, PEFT, TRL, Lightning and torch that hf-zero wraps, read
+from ``seams.toml``, and the comparison of a wrapper with the installed symbol.
 
 A wrapper is called in place of its target, with the original before the arguments; its module is
 imported while the target's package is still being imported, so it may import nothing of Hugging

@@ -149,6 +149,7 @@ def build_engine(setup: Setup) -> None:
     techniques = resolved.techniques.with_others(others)
     engine_plan = plan_of_engine(setup.planned, setup.optimizer)
     setup.engine = resolved.engine_class(engine_plan, resolved.patches, techniques)
+    finder.watch("torch")
     on_rollback(setup.engine.destroy)
     setup.engine.training_dataloader = setup.loader
     if setup.engine.global_rank == 0:

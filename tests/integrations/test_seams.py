@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @in_one_item(seams.SEAMS, named=lambda seam: seam.target)
 def test_each_row_holds_for_the_installed_release(seam: Seam) -> None:
+    finder.watch(seam.package)
     if seam.since and Version(importlib.metadata.version(seam.package)) < Version(seam.since):
         with contextlib.suppress(ImportError):
             seams.apply(importlib.import_module(seam.module))
@@ -63,7 +64,7 @@ def test_the_least_release_that_pip_installs_is_supported() -> None:
         if asked.name in finder.WATCHED and asked.specifier
     }
     assert {"accelerate", "transformers", "trl", "peft", "lightning"} <= {*least}
-    assert {seam.package for seam in seams.SEAMS} <= set(finder.WATCHED)
+    assert {seam.package for seam in seams.SEAMS} <= {*finder.WATCHED, "torch"}
     assert len({seam.target for seam in seams.SEAMS}) == len(seams.SEAMS)
     for name, releases in seams.RELEASES.items():
         if name in finder.WATCHED:
@@ -199,6 +200,20 @@ def test_a_module_that_is_still_running_gets_them_later(package: Path, later: st
     else:
         importlib.import_module("seamed.other")
     assert module.plain(1) == 300
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_a_package_is_watched_from_a_call_on(
+    package: Path, monkeypatch: pytest.MonkeyPatch, imported: str
+) -> None:
+    monkeypatch.setattr(finder, "WATCHED", ())
+    finder.install_hooks()
+    assert parts().plain(1) == 3
+    if imported == "after":
+        del sys.modules["seamed.parts"]
+    for _ in range(2):
+        finder.watch("seamed")
+        assert parts().plain(1) == 300
 
 
 def test_a_row_describes_the_parameters_of_earlier_releases(
