@@ -274,9 +274,8 @@ def _dense(
 
 def padding_mask(
     batch_size: int,
-    q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_length: int | None = None,
     kv_offset: int = 0,
     mask_function: Callable[..., object] | None = None,
     attention_mask: torch.Tensor | None = None,
@@ -284,6 +283,9 @@ def padding_mask(
 ) -> torch.Tensor | None:
     """Mask function for transformers' AttentionMaskInterface: return the padding [B, keys]
     unchanged, or sdpa's mask if there are fewer queries than keys.
+
+    Transformers before 5.4 gives ``cache_position`` [queries] in place of ``q_length`` and
+    ``q_offset``.
     """
     from transformers.masking_utils import (
         bidirectional_mask_function,
@@ -291,17 +293,18 @@ def padding_mask(
         sdpa_mask,
     )
 
-    if q_length != kv_length:
-        passed = {
-            "q_offset": q_offset,
-            "kv_offset": kv_offset,
-            "attention_mask": attention_mask,
-            **kwargs,
-        }
+    queries = len(kwargs["cache_position"]) if q_length is None else q_length
+    if queries != kv_length:
+        if q_length is not None:
+            kwargs["q_length"] = q_length
         if mask_function is not None:
-            passed["mask_function"] = mask_function
+            kwargs["mask_function"] = mask_function
         mask: torch.Tensor | None = sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, **passed
+            batch_size=batch_size,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            attention_mask=attention_mask,
+            **kwargs,
         )
         return mask
     if mask_function not in (None, causal_mask_function, bidirectional_mask_function):

@@ -158,6 +158,8 @@ ANIMALS = {
         },
     ),
 }
+# Names of classes in earlier releases of Transformers, the floor's among them.
+FORMER_NAMES = {"ViTIntermediate": "ViTMLP", "ViTSelfAttention": "ViTAttention"}
 # of each kind of blocks one: the fast suite
 KINDS = ("llama", "gemma2", "phi3", "mixtral", "roberta", "gpt2", "t5", "vit")
 

@@ -23,7 +23,16 @@ from tests.helpers import oracle
 from tests.helpers.cells import fast, in_one_item
 from tests.helpers.engines import engine_opener, start, train_on_threads
 from tests.helpers.training import At, Driver, Job, Plan, plain_sgd
-from tests.integrations.fused.animals import ANIMALS, BLOCKS, KINDS, build, error, inputs, step
+from tests.integrations.fused.animals import (
+    ANIMALS,
+    BLOCKS,
+    FORMER_NAMES,
+    KINDS,
+    build,
+    error,
+    inputs,
+    step,
+)
 from tests.integrations.fused.test_restoring import attributes, same_step
 
 ALL = (*BLOCKS, "loss")
@@ -46,7 +55,7 @@ def test_a_family_is_replaced_trains_and_is_restored(name: str) -> None:
     hf_zero.optimize(model, BLOCKS)
     found: dict[str, set[str]] = {}
     for line in report(model).replaced:
-        found.setdefault(line.what, set()).update(line.kernels)
+        found.setdefault(FORMER_NAMES.get(line.what, line.what), set()).update(line.kernels)
     wanted = {kind: set(kernels) for kind, kernels in ANIMALS[name].replaced.items()}
     assert found == wanted, str(report(model))
     assert_equal(model, right, batch)
