@@ -12,7 +12,7 @@ import typer
 
 from hf_zero.cli.options import one_of, preset
 from hf_zero.cli.printing import AsJson, print_json
-from hf_zero.config.launched import LAUNCHED_BY, WRITTEN
+from hf_zero.config.launched import LAUNCHED_BY, OWN, WRITTEN
 from hf_zero.config.sections import SECRETS
 from hf_zero.config.variables import warn_once
 from hf_zero.errors import ConfigError, LaunchError
@@ -309,12 +309,14 @@ def _written(pairs: list[str], preset: str | None) -> dict[str, object]:
 def _launched_by(
     preset: str | None, config: Path | None, precision: str | None, pairs: list[str]
 ) -> list[str]:
-    """Return the variable by which ranks know the options that name a configuration."""
+    """Return the variable by which ranks know this command and its options that name a
+    configuration.
+    """
     options = {"preset": preset, "config": config, "precision": precision}
     named = "".join(f" --{name} {value}" for name, value in options.items() if value is not None)
     for key, _, value in (pair.partition("=") for pair in pairs):
         named += f" --set {key}={'***' if key in SECRETS else value}"
-    return [f"{LAUNCHED_BY}=hf-zero launch{named}"] if named else []
+    return [f"{LAUNCHED_BY}={OWN}{named}"]
 
 
 def _described(planned: LaunchPlan) -> dict[str, object]:

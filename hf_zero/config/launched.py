@@ -14,7 +14,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject, logger
 
 LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the configuration file given to accelerate launch
-LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of accelerate launch
+LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # `hf-zero launch`, with its options that name a configuration
 # keys of the launch that Accelerate does not pass on to the ranks, as JSON
 WRITTEN = "HF_ZERO_WRITTEN_KEYS"
 OWN = "hf-zero launch"
@@ -31,6 +31,11 @@ def launch_command() -> str | None:
     return os.environ.get(LAUNCHED_BY) or (
         f"accelerate launch --config_file {file}" if file else "accelerate launch"
     )
+
+
+def names_no_stage() -> bool:
+    """Return whether ``hf-zero launch`` started this process, without options that name a stage."""
+    return os.environ.get(LAUNCHED_BY) == OWN
 
 
 def launched_values() -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.config.launched import LAUNCHED_BY
+from hf_zero.config.launched import LAUNCHED_BY, names_no_stage
 from hf_zero.launch.plan import LAUNCHER
 from tests.cli.invoked import ZERO3, invoke, refusal
 
@@ -78,6 +78,9 @@ def test_a_launch_starts_with_its_file_or_the_keys_beside_its_preset(
     invoke("launch --preset zero2 --set comet.api_key=hush-hush train.py")
     assert os.environ[LAUNCHED_BY] == "hf-zero launch --preset zero2 --set comet.api_key=***"
     assert written_keys() == {"comet": {"api_key": "hush-hush"}}
+    assert not names_no_stage()
+    invoke("launch --ranks 2 train.py")
+    assert names_no_stage()
 
 
 def test_keys_and_files_that_launch_does_not_take(tmp_path: Path) -> None:

@@ -1,28 +1,34 @@
-"""Start of ZeRO ranks: wrappers of ``accelerate launch`` (parser, validation, launchers) and of
-``TrainingArguments``, which detects ranks started by srun or mpirun.
+"""Start of ZeRO ranks: wrappers of ``accelerate launch`` (parser, validation, launchers), of
+``TrainingArguments``, which detects ranks started by srun or mpirun, and of
+``Accelerator.prepare_model``, where a training without ZeRO begins.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.accelerate_yaml import PASSED_ON
-from hf_zero.config.launched import LAUNCH_FILE, WRITTEN
+from hf_zero.config.launched import LAUNCH_FILE, OWN, WRITTEN, names_no_stage
 from hf_zero.config.refusals import STANDARD, launcher_refusal
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.distributed.rendezvous import announce, local_rank_told
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
+from hf_zero.logging import logger
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
     from transformers import TrainingArguments
 
 LauncherCommand = Callable[[Namespace], tuple[list[str], dict[str, str]]]
@@ -133,6 +139,35 @@ def see_ranks(original: Original, self: TrainingArguments) -> None:
     if uses_engine and launched() and (self.use_cpu or cpu_forced()):
         init_distributed("gloo", timeout=timedelta(seconds=self.ddp_timeout))
     original(self)
+
+
+def prepare_without_zero(
+    original: Original,
+    self: Accelerator,
+    model: nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> object:
+    """Wraps ``Accelerator.prepare_model``, which prepares models if no ZeRO configuration is named:
+    under a ``hf-zero launch`` that names none, raises LaunchError if each rank would train alone,
+    and warns if the ranks train by DDP.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    if ranks > 1 and names_no_stage() and finder.chosen() and not evaluation_mode:
+        remedy = (
+            f"name a stage in the command: `{OWN} --preset zero3 --ranks {ranks} -- "
+            f"{Path(sys.argv[0]).name}`"
+        )
+        if self.num_processes == 1:
+            raise LaunchError(
+                f"`{OWN}` started {ranks} ranks without a stage, and Accelerate sees one process "
+                f"in each: every rank would train by itself, as the main process; {remedy}"
+            )
+        if self.distributed_type.value.startswith("MULTI_") and self.is_main_process:
+            logger.warning(
+                "%s names no stage, so Accelerate trains by DDP and not under ZeRO; %s", OWN, remedy
+            )
+    return original(self, model, device_placement, evaluation_mode)
 
 
 def launched() -> bool:

@@ -7,17 +7,21 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.commands import launch
 from accelerate.commands.utils import CustomArgumentParser
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, DistributedType
 
-from hf_zero.errors import ConfigError
+from hf_zero.config.launched import LAUNCHED_BY
+from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.launch import launched
+from hf_zero.integrations.accelerate.launch import launched, prepare_without_zero
 
 ZERO3 = {
     "compute_environment": "LOCAL_MACHINE",
@@ -200,3 +204,37 @@ def test_the_ranks_hear_of_the_folders_for_files(
     names = [f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_NVME_PATH" for what in ("OPTIMIZER", "PARAM")]
     told = [[found.get(name) for name in names] for _, _, found in started]
     assert told == [["/one", "/two"], [None, "/three"], [None, None]]
+
+
+@pytest.mark.usefixtures("plain_process")
+def test_ranks_that_would_train_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a ``hf-zero launch`` without a stage; other launches, and models that are not trained, are
+    prepared as they are.
+    """
+    accelerator, model = Accelerator(), torch.nn.Linear(2, 2)
+    for by, ranks in ((None, "2"), ("hf-zero launch --preset zero2", "2"), ("hf-zero launch", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv("WORLD_SIZE", ranks)
+            patch.setenv(LAUNCHED_BY, by) if by else patch.delenv(LAUNCHED_BY, raising=False)
+            assert accelerator.prepare(model) is model
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(LAUNCHED_BY, "hf-zero launch")
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    said = "started 2 ranks without a stage.*`hf-zero launch --preset zero3 --ranks 2 -- "
+    with pytest.raises(LaunchError, match=said):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+
+
+def test_ranks_that_train_by_ddp_are_told_so_once(
+    monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(LAUNCHED_BY, "hf-zero launch")
+    for kind in (DistributedType.MULTI_CPU, DistributedType.FSDP, DistributedType.MULTI_GPU):
+        for rank in range(2):
+            ranks: Any = SimpleNamespace(
+                num_processes=2, distributed_type=kind, is_main_process=rank == 0
+            )
+            prepare_without_zero(lambda *given: given, ranks, torch.nn.Linear(2, 2))
+    said = "names no stage, so Accelerate trains by DDP and not under ZeRO; name a stage in"
+    assert len(heard) == 2 and all(said in each for each in heard)
