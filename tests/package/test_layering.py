@@ -43,9 +43,9 @@ STACK = [f"hf_zero.{name}" for name in ORDER.split()]
 # The order of the facade and of what integrations/ holds: a module imports no later one, except
 # out of its own folder.
 LIBRARIES = (
-    "seams checkpoint_folders memory_checkpoints signal_saves engine_teardown data_parallel "
-    "bitsandbytes deepspeed.facade finder datasets fused deepspeed accelerate peft transformers "
-    "lightning pytorch_lightning trl probes"
+    "step_points seams checkpoint_folders memory_checkpoints signal_saves engine_teardown "
+    "data_parallel bitsandbytes deepspeed.facade finder datasets fused deepspeed accelerate peft "
+    "transformers lightning pytorch_lightning trl probes"
 )
 INTEGRATIONS = [
     f"hf_zero.{name}" if name.startswith("deepspeed") else f"hf_zero.integrations.{name}"

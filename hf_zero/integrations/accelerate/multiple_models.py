@@ -284,8 +284,7 @@ class EngineSteps:
         method.
         """
         for engine in self.engines if wrapped.gradient_state.sync_gradients else ():
-            lost = engine.pass_runner.reducer.gradients_lost
-            if engine.optimizer is wrapped.optimizer and (engine.held_micro_batches or lost):
+            if engine.optimizer is wrapped.optimizer:
                 engine.zero_grad()
                 self._clipped.discard(engine)
                 if self._single is not None:

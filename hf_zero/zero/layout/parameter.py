@@ -128,7 +128,8 @@ class OwnedParameter(nn.Parameter):
             raise PartitionError(
                 f"the gradient of {name_of(self)} has been taken in by the engine and is not on "
                 "the parameter; use engine.get_global_grad_norm(), config gradient_clipping "
-                "instead of clip_grad_norm_, or hf_zero.safe_get_full_grad(parameter)"
+                "instead of clip_grad_norm_, hf_zero.safe_get_full_grad(parameter), or "
+                "hf_zero.safe_set_full_grad(parameter, value) to change it"
             )
         return value
 

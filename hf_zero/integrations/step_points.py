@@ -1,0 +1,236 @@
+"""What a script may read and write at each point of a step, on each route: one table.
+
+``hf_zero/docs/step.md`` prints it, and ``tests/integrations/test_step_points.py`` runs each cell
+beside the same script in plain torch. Nothing reads it in a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class StepPhase(Enum):
+    """The part of a step that a point is in, by the gradients that the engine holds there."""
+
+    BETWEEN = "between two steps"
+    GRAPH = "after a forward, before its backward"
+    WINDOW = "inside the window, after a micro-batch"
+    COMPLETE = "after the last backward"
+    CLIPPED = "after clipping"
+
+
+class Effect(Enum):
+    """The effect of an access at a point."""
+
+    VALUE = "the value"  # as plain torch has it there
+    NOTHING_HELD = "`None`"
+    THIS_STEP = "this step"
+    NEXT_STEP = "next step"
+    MICRO_BATCH = "next micro-batch"  # as a gradient of this rank, which the engine averages
+    RESTARTS = "restarts the window"
+    NO_EFFECT = "no effect"
+    AS_IN_TORCH = "torch's error"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """The access in place of one that is refused, and the phase in which it works (None: the
+    same). ``words``: what the message says of it.
+    """
+
+    access: str
+    words: str
+    phase: StepPhase | None = None
+
+
+@dataclass(frozen=True)
+class AccessOutcome:
+    """The effect of an access in a phase; a refused one has the class of its error."""
+
+    effect: Effect
+    error: str = ""
+    remedy: Remedy | None = None
+
+    def __str__(self) -> str:
+        return f"`{self.error}`" if self.effect is Effect.REFUSED else self.effect.value
+
+
+@dataclass(frozen=True)
+class Access:
+    """A read or a write of a script, ``code``, with its outcome in each phase.
+
+    ``sharded``: the outcome at stage 3 in each phase but GRAPH, in which some parameters are whole.
+    """
+
+    name: str
+    code: str
+    writes: bool
+    outcomes: Mapping[StepPhase, AccessOutcome]
+    sharded: AccessOutcome | None = None
+
+
+def _all(
+    outcome: AccessOutcome, changed: Mapping[StepPhase, AccessOutcome] | None = None
+) -> Mapping[StepPhase, AccessOutcome]:
+    return {**dict.fromkeys(StepPhase, outcome), **(changed or {})}
+
+
+BETWEEN, GRAPH, WINDOW, COMPLETE, CLIPPED = StepPhase
+HELD = (WINDOW, COMPLETE, CLIPPED)  # phases with a gradient
+
+_VALUE = AccessOutcome(Effect.VALUE)
+_NONE = AccessOutcome(Effect.NOTHING_HELD)
+_THIS = AccessOutcome(Effect.THIS_STEP)
+_NEXT = AccessOutcome(Effect.NEXT_STEP)
+_MICRO = AccessOutcome(Effect.MICRO_BATCH)
+_RESTARTS = AccessOutcome(Effect.RESTARTS)
+_NO_EFFECT = AccessOutcome(Effect.NO_EFFECT)
+_IN_TORCH = AccessOutcome(Effect.AS_IN_TORCH)
+_ACTS = _all(_THIS, {BETWEEN: _NEXT})
+
+
+def _refused(
+    access: str, words: str, phase: StepPhase | None = None, error: str = "PartitionError"
+) -> AccessOutcome:
+    return AccessOutcome(Effect.REFUSED, error, Remedy(access, words, phase))
+
+
+_GRAD = _refused("gradient", "safe_get_full_grad")
+_STATE = _refused("optimizer state", "safe_get_full_optimizer_state")
+_RELEASED = _refused("weights", "GatheredParameters", error="ReleasedParameterError")
+_NO_GRADIENT = _refused("set gradient", "between backward and step", COMPLETE)
+_NOT_READ = _refused("set gradient", "safe_set_full_grad")
+_AFTER_STEP = _refused("unfreeze", "after", BETWEEN)
+_SET_BACK = _refused("unfreeze", "set it back", BETWEEN)
+_NO_STEP = _refused("drop gradients", "engine.backward(loss) first", BETWEEN)
+
+READS = (
+    Access("read weights", "with GatheredParameters(…)", False, _all(_VALUE)),
+    Access("read master weights", "safe_get_full_fp32_param(p)", False, _all(_VALUE)),
+    Access("state dict", "model.state_dict()", False, _all(_VALUE)),
+    Access("gradient", "safe_get_full_grad(p)", False, _all(_NONE, dict.fromkeys(HELD, _VALUE))),
+    Access("p.grad", "p.grad", False, _all(_NONE, dict.fromkeys(HELD, _GRAD))),
+    Access("norm", "engine.get_global_grad_norm()", False, _all(_VALUE)),
+    Access("rate", 'optimizer.param_groups[0]["lr"]', False, _all(_VALUE)),
+    Access("optimizer state", "safe_get_full_optimizer_state(p, …)", False, _all(_VALUE)),
+    Access("optimizer.state", "optimizer.state[p]", False, _all(_STATE)),
+    Access("evaluation", "a forward under torch.no_grad()", False, _all(_VALUE)),
+)
+WRITES = (
+    Access(
+        "weights",
+        "with GatheredParameters(…, modifier_rank=0)",
+        True,
+        {**_ACTS, GRAPH: _IN_TORCH},
+    ),
+    Access(
+        "equal weights", "with GatheredParameters(…), on all ranks", True,
+        {**_ACTS, GRAPH: _IN_TORCH},
+    ),
+    Access("master weights", "safe_set_full_fp32_param(p, …)", True, _ACTS),
+    Access(
+        "weights in place", "p.mul_(…)", True, {**_ACTS, GRAPH: _IN_TORCH}, sharded=_RELEASED
+    ),
+    Access("p.data", "p.data.mul_(…)", True, _ACTS, sharded=_RELEASED),
+    Access(
+        "set gradient", "safe_set_full_grad(p, …)", True,
+        {**_ACTS, BETWEEN: _NO_GRADIENT, GRAPH: _NO_GRADIENT},
+    ),
+    Access("set p.grad", "p.grad = …", True, {**_ACTS, BETWEEN: _MICRO, GRAPH: _MICRO}),
+    Access("p.grad in place", "p.grad.mul_(…)", True, dict.fromkeys(HELD, _NOT_READ)),
+    Access("remove p.grad", "p.grad = None", True, _ACTS),
+    Access("set rate", 'group["lr"] = …', True, _ACTS),
+    Access("decay", 'group["weight_decay"] = …', True, _ACTS),
+    Access("limit", "engine.max_norm = …", True, _ACTS),
+    Access("set optimizer state", "safe_set_full_optimizer_state(p, …)", True, _ACTS),
+    Access("freeze", "p.requires_grad_(False)", True, _ACTS),
+    Access(
+        "unfreeze", "p.requires_grad_(True)", True,
+        _all(_NEXT, {GRAPH: _SET_BACK, WINDOW: _AFTER_STEP}),
+    ),
+    Access(
+        "drop gradients", "optimizer.zero_grad()", True,
+        {BETWEEN: _NEXT, GRAPH: _THIS, WINDOW: _RESTARTS, COMPLETE: _NO_STEP, CLIPPED: _THIS},
+    ),
+)  # fmt: skip
+ACCESSES = {access.name: access for access in (*READS, *WRITES)}
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way to train: its points in the order of a step of two micro-batches, and the outcomes, by
+    access and point, that differ from the phase's.
+
+    ``codes``: how its scripts write an access, where that differs.
+    """
+
+    name: str
+    title: str
+    points: Mapping[str, StepPhase]
+    different: Mapping[tuple[str, str], AccessOutcome] = field(default_factory=dict)
+    codes: Mapping[str, str] = field(default_factory=dict)
+
+    def outcome(self, access: Access, point: str, stage: int = 0) -> AccessOutcome | None:
+        """Return the outcome of ``access`` at ``point``; None where scripts have no such access."""
+        if (access.name, point) in self.different:
+            return self.different[access.name, point]
+        phase = self.points[point]
+        if access.sharded is not None and stage == 3 and phase is not GRAPH:
+            return access.sharded
+        return access.outcomes.get(phase)
+
+    def cells(self, writes: bool) -> Iterator[tuple[Access, str]]:
+        """Yield each access, of those that write or read, with each point that has it."""
+        for access in WRITES if writes else READS:
+            for point in self.points:
+                if self.outcome(access, point) is not None:
+                    yield access, point
+
+
+_LOOP = {
+    "before forward": BETWEEN,
+    "after forward": GRAPH,
+    "after backward in the window": WINDOW,
+    "after micro-batch": WINDOW,
+    "after the last backward": COMPLETE,
+    "after scheduler": BETWEEN,
+    "after zero_grad": BETWEEN,
+}
+# engine.step() counts the micro-batch whose gradients were dropped before it
+_IN_LOOP = {("drop gradients", "after backward in the window"): _NO_STEP}
+_ACCELERATE = {
+    "before forward": BETWEEN,
+    "after forward": GRAPH,
+    "after backward in the window": WINDOW,
+    "after micro-batch": WINDOW,
+    "after the last backward": COMPLETE,
+    "after unscale": COMPLETE,
+    "after clipping": CLIPPED,
+    "after step": BETWEEN,
+    "after scheduler": BETWEEN,
+    "after zero_grad": BETWEEN,
+}
+ROUTES = {
+    route.name: route
+    for route in (
+        Route("loop", "A loop with engine.backward and engine.step", _LOOP, _IN_LOOP),
+        Route("plain loop", "A loop with loss.backward and optimizer.step", _LOOP, _IN_LOOP),
+        Route("deepspeed", "import deepspeed", _LOOP, _IN_LOOP),
+        Route(
+            "accelerate",
+            "Accelerate",
+            _ACCELERATE,
+            {
+                # Accelerate's optimizers do nothing inside a window
+                ("drop gradients", "after backward in the window"): _NO_EFFECT,
+                ("drop gradients", "after micro-batch"): _NO_EFFECT,
+                ("drop gradients", "after the last backward"): _THIS,
+                ("drop gradients", "after unscale"): _THIS,
+            },
+            {"limit": "accelerator.clip_grad_norm_(…, limit)"},
+        ),
+    )
+}

@@ -1,0 +1,205 @@
+"""The table of what scripts read and write at the points of a step, on each route beside the same
+script in plain torch: values, weights, and errors whose remedy is a cell that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero import errors
+from hf_zero.integrations.step_points import (
+    ACCESSES,
+    GRAPH,
+    READS,
+    ROUTES,
+    WRITES,
+    Access,
+    AccessOutcome,
+    Effect,
+    Remedy,
+    Route,
+    StepPhase,
+)
+from tests.helpers import step_accesses
+from tests.helpers.cells import in_turn
+from tests.helpers.ranks import RankFailed
+from tests.helpers.step_accesses import Session
+from tests.helpers.step_routes import alone, on_ranks
+
+WORLD, ACTING, CLIP = 2, 1, 0.05  # the second step: there is optimizer state
+WORKS = {*Effect} - {Effect.REFUSED, Effect.AS_IN_TORCH, Effect.NOTHING_HELD}
+Cell = tuple[str, str, str, int, float]  # route, access, point, stage, limit
+
+
+def writes(route: Route) -> Iterator[tuple[str, str]]:
+    yield from ((access.name, point) for access, point in route.cells(writes=True))
+
+
+# cells that acted otherwise than the table says
+ONCE_WRONG: list[Cell] = [("accelerate", "set p.grad", "after step", 2, CLIP)]
+
+
+def all_cells() -> list[Cell]:
+    return [
+        (route.name, *cell, stage, (0.0, CLIP)[(stage + at) % 2])
+        for route in ROUTES.values()
+        for at, cell in enumerate(writes(route))
+        for stage in range(4)
+    ]
+
+
+def some_cells() -> list[Cell]:
+    """Each access of the loop in each phase, and of other routes in one: stages and limits take
+    turns.
+    """
+    found = [*ONCE_WRONG]
+    for number, route in enumerate(ROUTES.values()):
+        chosen: dict[Any, tuple[str, str]] = {}
+        phases = list(StepPhase)
+        for access, point in writes(route):
+            phase = route.points[point]
+            wanted = phases[(list(ACCESSES).index(access) + number) % len(phases)]
+            if route.name == "loop" or phase is wanted or (access, point) in route.different:
+                chosen.setdefault(
+                    (access, phase, (access, point) in route.different), (access, point)
+                )
+        for at, cell in enumerate(chosen.values()):
+            found.append((route.name, *cell, (at + at // 4) % 4, (0.0, CLIP)[at % 2]))
+    return found
+
+
+@cache
+def untouched(route: str, clip: float) -> dict[str, torch.Tensor]:
+    return alone(route, WORLD, clip, lambda *_: None)
+
+
+def assert_same(found: Any, want: Any) -> None:
+    if isinstance(want, dict):
+        assert found.keys() == want.keys()
+        for name, value in want.items():
+            torch.testing.assert_close(found[name], value, rtol=2e-5, atol=1e-6, msg=name)
+    else:
+        assert found == pytest.approx(want, rel=1e-5)
+
+
+def is_error(error: BaseException | None, outcome: AccessOutcome) -> None:
+    """Assert that ``error`` is the one of ``outcome``, and names its remedy."""
+    assert type(error) is getattr(errors, outcome.error), repr(error)
+    assert outcome.remedy is not None and outcome.remedy.words in str(error), str(error)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("stage", [3, 0, 1, 2])
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+@pytest.mark.parametrize("route", [*ROUTES])
+def test_what_is_read_at_each_point(route: str, clip: float, stage: int) -> None:
+    """All reads at all points of one training, which they do not change."""
+    table = ROUTES[route]
+    found: dict[tuple[str, str], Any] = {}
+    want: dict[tuple[str, str], Any] = {}
+
+    def read(into: dict[tuple[str, str], Any], point: str, step: int, session: Session) -> None:
+        if step != ACTING:
+            return
+        for access in READS:
+            outcome = table.outcome(access, point, stage)
+            assert outcome is not None
+            try:
+                value = step_accesses.READS[access.name](session)
+            except errors.HfZeroError as error:
+                is_error(error, outcome)
+                value = None
+            if session.plain or session.engine.global_rank == 0:
+                into[access.name, point] = value
+
+    weights = on_ranks(route, WORLD, stage, clip, lambda *at: read(found, *at))
+    assert_same(alone(route, WORLD, clip, lambda *at: read(want, *at)), untouched(route, clip))
+    assert_same(weights, untouched(route, clip))
+    assert list(found) == [(access.name, point) for point in table.points for access in READS]
+    for (name, point), value in found.items():
+        outcome = table.outcome(ACCESSES[name], point, stage)
+        assert outcome is not None
+        if outcome.effect is Effect.VALUE:
+            assert_same(value, want[name, point])
+        elif isinstance(value, dict):
+            assert {*value.values()} == {None}, (name, point)
+
+
+@in_turn("route, access, point, stage, clip", some_cells(), long=all_cells())
+def test_when_a_write_acts(route: str, access: str, point: str, stage: int, clip: float) -> None:
+    outcome = ROUTES[route].outcome(ACCESSES[access], point, stage)
+    assert outcome is not None
+    caught: list[BaseException] = []
+
+    def write(place: str, step: int, session: Session) -> None:
+        if place != point or step != ACTING:
+            return
+        if session.plain and outcome.effect in (Effect.NO_EFFECT, Effect.REFUSED):
+            return
+        if session.plain and outcome.effect is Effect.RESTARTS:
+            session.held = 0
+        try:
+            step_accesses.WRITES[access](session)
+        except errors.HfZeroError as error:
+            if session.engine.global_rank == 0:
+                caught.append(error)
+
+    if outcome.effect is Effect.AS_IN_TORCH:
+        with pytest.raises(RuntimeError) as of_torch:
+            alone(route, WORLD, clip, write)
+        with pytest.raises(RankFailed) as ours:
+            on_ranks(route, WORLD, stage, clip, write)
+        assert type(ours.value.__cause__) is of_torch.type and "inplace" in str(ours.value)
+        return
+    try:
+        weights = on_ranks(route, WORLD, stage, clip, write)
+    except RankFailed as failed:  # by what comes after the write
+        is_error(failed.__cause__, outcome)
+        return
+    want = alone(route, WORLD, clip, write)
+    assert_same(weights, want)
+    if outcome.effect is Effect.REFUSED:
+        assert len(caught) == 1, "nothing was refused"
+        is_error(caught[0], outcome)
+    else:
+        assert caught == []
+
+
+@pytest.mark.parametrize("route", [*ROUTES])
+def test_each_remedy_works(route: str) -> None:
+    """It is an access that its route has, with an effect, where the message says."""
+    table = ROUTES[route]
+    for access in (*READS, *WRITES):
+        for point, phase in table.points.items():
+            for stage in (0, 3):
+                outcome = table.outcome(access, point, stage)
+                if outcome is None or outcome.effect is not Effect.REFUSED:
+                    continue
+                assert isinstance(outcome.remedy, Remedy) and hasattr(errors, outcome.error)
+                there = outcome.remedy.phase or phase
+                works = [
+                    found.effect in WORKS
+                    for place, its_phase in table.points.items()
+                    if its_phase is there
+                    and (found := table.outcome(ACCESSES[outcome.remedy.access], place, stage))
+                ]
+                assert works and any(works), (access.name, point)
+
+
+def test_the_table_is_whole() -> None:
+    """Each access has a script, and each phase of a route an outcome; routes name points."""
+    assert [*step_accesses.READS] == [access.name for access in READS]
+    assert [*step_accesses.WRITES] == [access.name for access in WRITES]
+    for route in ROUTES.values():
+        for access, point in route.different:
+            assert access in ACCESSES and point in route.points
+        assert {*route.codes} <= {*ACCESSES}
+    reads: list[Access] = [access for access in READS if {*access.outcomes} != {*StepPhase}]
+    assert reads == [] and all(
+        GRAPH in access.outcomes or "place" in access.name for access in WRITES
+    )
