@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import torch_state_dict
@@ -34,8 +35,11 @@ from hf_zero.logging import listed, logger, parse_size
 from hf_zero.measures.step import EngineMeasures, measures_of
 from hf_zero.techniques.data_sampling import PostProcess
 from hf_zero.techniques.registry import set_custom_schedule, set_post_process
+from hf_zero.zero.access.full import GatheredParameters, safe_get_full_fp32_param
 from hf_zero.zero.access.weight_stream import BareNames, Names, WeightStream
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.unit import SharedShards
 from hf_zero.zero.registered import registered
@@ -476,6 +480,32 @@ class Engine(TrainingEngine):
             ending.callback(super().destroy, gather)
             ending.callback(self.save_log.close)
             ending.callback(self._end_saves)
+
+    @torch.no_grad()
+    def destroy_and_restore(self) -> None:
+        """Destroy the engine and leave its model whole on every rank, in its original dtypes, so
+        that it can be trained, or sharded, again (collective).
+
+        Trained values are taken from the fp32 master weights: a model trained further from them
+        loses no precision.
+        """
+        whole: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for name, parameter in self.module.named_parameters():
+            flat = owner_of(parameter)
+            dtype = getattr(torch, self.sharded_model.param_dtypes[name])
+            if flat.optimizer_shard.has_master:
+                values = safe_get_full_fp32_param(parameter)
+                assert values is not None  # master weights exist for every trainable parameter
+            elif flat.sharded:
+                with GatheredParameters([parameter]):
+                    values = parameter.detach().clone()
+            else:
+                values = parameter.detach()
+            whole.append((parameter, values.to(dtype)))
+        self.destroy()
+        for parameter, values in whole:
+            forget(parameter)  # its sharding stays: the module still holds a part
+            parameter.data = values
 
     def _end_saves(self) -> None:
         """Wait for the saves under way. The generations in memory stay if a save on disk fails, or

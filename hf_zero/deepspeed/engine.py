@@ -11,7 +11,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from hf_zero.checkpoint.memory.choose import choose_checkpoint
 from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, tag_of
@@ -21,16 +20,11 @@ from hf_zero.deepspeed.modules import refuse
 from hf_zero.deepspeed.zero_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError, PartitionError, UnreducedGradientsError, UnscalableLossError
-from hf_zero.parallel.tensor.model import readers
-from hf_zero.techniques.registry import follow
-from hf_zero.techniques.training_loader import Collate, data_loader
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.state_bytes import GATHERED, MASTERS, MOMENTS, tensors_on_device
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset, Sampler
-
     from hf_zero.zero.training_engine import TrainingEngine
 
 
@@ -174,67 +168,7 @@ class DeepSpeedEngine(ReportingEngine):
         """Reduce gradients left unreduced by backwards (collective); ``bucket_size`` is ignored."""
         self.reduce_gradients()
 
-    # ---- batches ----
-
-    def deepspeed_io(
-        self,
-        dataset: Dataset[object],
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Sampler[int] | None = None,
-        collate_fn: Collate | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> DataLoader[object]:
-        """Return a loader that gives each rank its share of ``dataset`` in micro-batches, shuffled
-        only for the route "train". Raises ConfigError if it is no Dataset.
-        """
-        micro = batch_size or self.train_micro_batch_size_per_gpu()
-        collate = collate_fn or self.collate_fn
-        if data_sampler is None and route == "train":
-            config = self.config_with_batches(micro, self.gradient_accumulation_steps())
-            loader = data_loader(dataset, collate, config)
-            assert loader is not None
-            follow(self.techniques, getattr(loader, "data_sampler", None))
-            return loader
-        if not hasattr(dataset, "__getitem__"):
-            raise ConfigError(f"dataset is a {type(dataset).__name__}; pass a torch Dataset")
-        sampler = data_sampler or torch.utils.data.DistributedSampler(
-            dataset, *readers(), shuffle=False
-        )
-        return DataLoader(
-            dataset,
-            batch_size=micro,
-            sampler=sampler,
-            collate_fn=collate,
-            num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and not kinds.is_synchronous(self.device),
-            drop_last=bool(self.config.dataloader_drop_last),
-        )
-
     # ---- state ----
-
-    def module_state_dict(
-        self,
-        destination: dict[str, object] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, object]:
-        """Return the whole model's state dict (collective at stage 3)."""
-        options: dict[str, object] = {} if destination is None else {"destination": destination}
-        state: dict[str, object] = self.module.state_dict(
-            prefix=prefix, keep_vars=keep_vars, **options
-        )
-        if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters():
-                if not parameter.requires_grad:
-                    state.pop(prefix + name, None)
-        return state
-
-    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        """Call :meth:`save_16bit_model`, whose former name this is."""
-        return self.save_16bit_model(save_dir, save_filename)
 
     def offload_states(
         self,

@@ -1,5 +1,5 @@
-"""DeepSpeed's getters of an engine: what it computes, and what its configuration says; and the
-reasons why other ones are missing.
+"""DeepSpeed's getters of an engine: what it computes, what its configuration says, its data loaders
+and whole weights; and the reasons why other ones are missing.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 from hf_zero.config.techniques import CURRICULUM, TOKEN_DROP
 from hf_zero.deepspeed.checkpoint_files import TorchCheckpointEngine
@@ -23,16 +24,18 @@ from hf_zero.deepspeed.groups import (
 from hf_zero.deepspeed.logs import SynchronizedWallClockTimer, ThroughputTimer
 from hf_zero.deepspeed.modules import LEFT_OUT
 from hf_zero.deepspeed.zero_config import ZERO, DeepSpeedZeroConfig
+from hf_zero.device import kinds
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
+from hf_zero.errors import ConfigError
 from hf_zero.measures.flops_profiler import FlopsProfiler, StepProfile
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
 from hf_zero.measures.step import EngineMeasures
 from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
-from hf_zero.techniques.registry import TrainingTechniques
-from hf_zero.techniques.training_loader import Collate
+from hf_zero.techniques.registry import TrainingTechniques, follow
+from hf_zero.techniques.training_loader import Collate, data_loader
 from hf_zero.zero.layout.precision import COMPUTE
 
 GETTERS: dict[str, tuple[str, object]] = {
@@ -47,6 +50,7 @@ GETTERS: dict[str, tuple[str, object]] = {
 
 
 if TYPE_CHECKING:
+    from torch.utils.data import Dataset, Sampler
 
     class _AnyEngine(Engine):
         """Any engine with the methods of ours: also the reference of hf_zero/parity."""
@@ -258,6 +262,62 @@ class Getters(_AnyEngine):
     def log_level(self) -> str | None:
         """Return ``log_level`` of the configuration, such as "ERROR"; None: it is unchanged."""
         return self.config.log_level and self.config.log_level.upper()
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[object],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[int] | None = None,
+        collate_fn: Collate | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[object]:
+        """Return a loader that gives each rank its share of ``dataset`` in micro-batches, shuffled
+        only for the route "train". Raises ConfigError if it is no Dataset.
+        """
+        micro = batch_size or self.train_micro_batch_size_per_gpu()
+        collate = collate_fn or self.collate_fn
+        if data_sampler is None and route == "train":
+            config = self.config_with_batches(micro, self.gradient_accumulation_steps())
+            loader = data_loader(dataset, collate, config)
+            assert loader is not None
+            follow(self.techniques, getattr(loader, "data_sampler", None))
+            return loader
+        if not hasattr(dataset, "__getitem__"):
+            raise ConfigError(f"dataset is a {type(dataset).__name__}; pass a torch Dataset")
+        sampler = data_sampler or DistributedSampler(dataset, *readers(), shuffle=False)
+        return DataLoader(
+            dataset,
+            batch_size=micro,
+            sampler=sampler,
+            collate_fn=collate,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and not kinds.is_synchronous(self.device),
+            drop_last=bool(self.config.dataloader_drop_last),
+        )
+
+    def module_state_dict(
+        self,
+        destination: dict[str, object] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, object]:
+        """Return the whole model's state dict (collective at stage 3)."""
+        options: dict[str, object] = {} if destination is None else {"destination": destination}
+        state: dict[str, object] = self.module.state_dict(
+            prefix=prefix, keep_vars=keep_vars, **options
+        )
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        """Call :meth:`save_16bit_model`, whose former name this is."""
+        return self.save_16bit_model(save_dir, save_filename)
 
     # visible to type checkers, which do not see the methods of GETTERS
     def __getattr__(self, name: str) -> Any:  # type: ignore[override]

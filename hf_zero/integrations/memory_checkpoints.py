@@ -17,10 +17,10 @@ from hf_zero.checkpoint import memory
 from hf_zero.integrations.seams import replaced
 
 if TYPE_CHECKING:
-    from hf_zero.engine import Engine
+    from hf_zero.integrations.engine_protocol import EngineProtocol
 
 
-def save_if_due(engine: Engine, write: Callable[[Path], Path]) -> None:
+def save_if_due(engine: EngineProtocol, write: Callable[[Path], Path]) -> None:
     """Save ``engine`` into the memory of the hosts if its configuration has it saved after this
     step. ``write(folder)`` saves what a trainer saves, and returns the folder of which the files
     are kept beside. Every rank calls it after the same step.
@@ -51,7 +51,7 @@ class _SaveCall:
 
 
 @contextmanager
-def _saving_nothing(engine: Engine) -> Iterator[_SaveCall]:
+def _saving_nothing(engine: EngineProtocol) -> Iterator[_SaveCall]:
     """Keep ``engine.save_checkpoint`` from writing; yield the arguments of its call."""
     call = _SaveCall()
 

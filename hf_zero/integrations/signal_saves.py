@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, NoReturn
 from hf_zero.logging import log_rank0
 
 if TYPE_CHECKING:
-    from hf_zero.engine import Engine
+    from hf_zero.integrations.engine_protocol import EngineProtocol
 
 STOPPED = 85  # ERESTART of Linux: a job script queues such a run again
 _ending: list[object] = []  # keeps the handlers, which hold their requests weakly, until the exit
 
 
-def listen(engine: Engine, *others: int) -> None:
+def listen(engine: EngineProtocol, *others: int) -> None:
     """Listen for SIGTERM, and for SIGUSR1 and ``others`` unless something handles them. Threads
     beside the main one get no signals: such a run stops if another rank does.
     """
@@ -42,7 +42,7 @@ def _is_handled(number: int) -> bool:
     return native or signal.getsignal(number) is not signal.SIG_DFL
 
 
-def stop_listening(engine: Engine, goes_on: bool = False) -> None:
+def stop_listening(engine: EngineProtocol, goes_on: bool = False) -> None:
     """Restore the handlers at the end of a run. A signal that was received after the last step
     acts now, if it has the default action and no exception ends the run. ``goes_on``: the script
     goes on after a save on a signal.
@@ -57,7 +57,7 @@ def stop_listening(engine: Engine, goes_on: bool = False) -> None:
             os.kill(os.getpid(), number)
 
 
-def end(engine: Engine, kind: type[SystemExit] = SystemExit) -> NoReturn:
+def end(engine: EngineProtocol, kind: type[SystemExit] = SystemExit) -> NoReturn:
     """Raise SystemExit with :data:`STOPPED` once the checkpoint is complete. Collective."""
     engine.wait_for_checkpoint()
     _ending.append(engine.stop_requests)

@@ -9,23 +9,22 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
 
 from hf_zero.deepspeed.engine_getters import Getters
 from hf_zero.distributed import process_group
-from hf_zero.parity.reference import LossScale, Reference
-from hf_zero.techniques.training_loader import data_loader
+from hf_zero.parity.driven_reference import DrivenReference
+from hf_zero.parity.reference import LossScale
 
 if TYPE_CHECKING:
-    _ReferenceBase = Reference  # the getters are typed as those of an engine
+    _ReferenceBase = DrivenReference  # the getters are typed as those of an engine
 else:
 
-    class _ReferenceBase(Getters, Reference):
+    class _ReferenceBase(Getters, DrivenReference):
         pass
 
 
 class DeepSpeedReference(_ReferenceBase):
-    """A :class:`Reference` with the methods of DeepSpeed's engine."""
+    """A :class:`DrivenReference` with the methods of DeepSpeed's engine."""
 
     # arguments of ``deepspeed.initialize``
     collate_fn: Any = None
@@ -72,47 +71,6 @@ class DeepSpeedReference(_ReferenceBase):
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: a step averages what is not averaged yet."""
 
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Any = None,
-        num_local_io_workers: int | None = None,
-    ) -> Any:
-        """Return a loader of this rank's share of ``dataset``."""
-        micro = batch_size or self.train_micro_batch_size_per_gpu()
-        collate = collate_fn or self.collate_fn
-        if data_sampler is None and route == "train":
-            sizes = {"train_micro_batch_size_per_gpu": micro, "train_batch_size": None}
-            return data_loader(dataset, collate, self.config.override(sizes, "set by the script"))
-        ranks = self.world_size, self.global_rank
-        sampler = data_sampler or DistributedSampler(dataset, *ranks, shuffle=False)
-        return DataLoader(
-            dataset,
-            batch_size=micro,
-            sampler=sampler,
-            collate_fn=collate,
-            num_workers=num_local_io_workers or 0,
-            drop_last=bool(self.config.dataloader_drop_last),
-        )
-
-    def module_state_dict(
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
-        if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters():
-                if not parameter.requires_grad:
-                    state.pop(prefix + name, None)
-        return state
-
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any] | None:
@@ -120,9 +78,6 @@ class DeepSpeedReference(_ReferenceBase):
         return state if self.global_rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        return self.save_16bit_model(save_dir, save_filename)
 
     def offload_states(self, include: Iterable[Any] | None = None, **unused: Any) -> None:
         """Do nothing: state stays on the device."""

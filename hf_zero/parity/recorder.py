@@ -136,8 +136,10 @@ class StepRecorder:
         """Return the folder of this run that stands for ``folder`` of the script."""
         if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
             return None
-        name = f"{zlib.crc32(os.path.abspath(folder).encode()):08x}"
-        return str(self.folder / "saves" / name)
+        path, saves = Path(os.path.abspath(folder)), self.folder / "saves"
+        if path.is_relative_to(saves):
+            return str(path)
+        return str(saves / f"{zlib.crc32(str(path).encode()):08x}" / path.name)
 
     def _take_messages(self) -> list[str]:
         messages, self._messages[:] = self._messages[:], []

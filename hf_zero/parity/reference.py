@@ -204,20 +204,26 @@ class Reference(nn.Module):
                 "step() needs an optimizer; pass one to hf_zero.initialize or name one in the "
                 "config"
             )
-        window = 1 / self.accumulation_steps
         if self.masters:
-            self._take_gradients(window)
+            self._take_gradients(1 / self.accumulation_steps)
         self._applied = False
         self._count()
         if not (self.ends_window or not self.config.managed_gradient_accumulation):
             self._micro_batches += 1
             return
         self._micro_batches = 0
+        self._finish_gradients()
+        self._update(self.optimizer)
+        self.zero_grad()
+
+    def _finish_gradients(self) -> None:
+        """Leave the gradient of the window, of all ranks, on the parameters that are updated."""
+        window = 1 / self.accumulation_steps
+        if self.masters:
+            self._take_gradients(window)
         if not self._averaged:
             plain = not self.masters and not self._weighted
             self._average(window if plain else 1.0)
-        self._update(self.optimizer)
-        self.zero_grad()
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         updated = [self.masters.get(p, p) for p in self.trained]
@@ -325,7 +331,7 @@ class Reference(nn.Module):
     # ---- state ----
 
     def state_dict(  # type: ignore[override]
-        self, *args: Any, rank0_only: bool = False, **kwargs: Any
+        self, *args: Any, rank0_only: bool = False, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)
 
@@ -418,7 +424,7 @@ class Reference(nn.Module):
                 self.lr_scheduler.load_state_dict(saved["scheduler"])
         return str(file.parent), saved["client_state"]
 
-    def wait_for_checkpoint(self, *unused: Any) -> None:
+    def wait_for_checkpoint(self, who: str = "", below: str | None = None) -> None:
         """Return at once: every save is complete when it returns."""
 
     def prepare_batch(self, batch: Any) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.initialize import replace_start, start_engine
+from hf_zero.integrations.checkpoint_folders import redirect_saves
 from hf_zero.parity.recorder import Finished, StepRecorder, recorded, recording_plain_backwards
 from hf_zero.parity.start import comparable, own_update, start_reference
 from hf_zero.setup.request import SetupRequest
@@ -95,6 +96,8 @@ def recording(run: ComparedRun) -> Iterator[None]:
         if installed.users == 1:
             replace_start(installed.start)
             installed.undo.callback(replace_start, None)
+            redirect_saves(lambda folder: installed.recorder().saves_in(folder) or folder)
+            installed.undo.callback(redirect_saves, None)
             installed.undo.enter_context(recording_plain_backwards(installed.recorder))
     how = BY_ITSELF
     try:

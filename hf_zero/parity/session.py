@@ -118,9 +118,9 @@ class Session:
         try:
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
-                lines = record.read_bytes().count(b"\n") if record.exists() else 0
-                if min(lines - 1, self.steps or lines) > steps:
-                    steps, changed = min(lines - 1, self.steps or lines), time.monotonic()
+                made = record.read_bytes().count(b'"losses"') if record.exists() else 0
+                if min(made, self.steps or made) > steps:
+                    steps, changed = min(made, self.steps or made), time.monotonic()
                     self.report(name, steps)
                 elif time.monotonic() - changed > SILENT_SECONDS:
                     changed = time.monotonic()

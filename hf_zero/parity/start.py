@@ -35,6 +35,7 @@ from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam
 from hf_zero.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parity.deepspeed_reference import DeepSpeedReference
+from hf_zero.parity.driven_reference import DrivenReference
 from hf_zero.parity.reference import Reference
 from hf_zero.setup.request import SetupRequest
 from hf_zero.techniques.training_loader import data_loader
@@ -171,7 +172,7 @@ def start_reference(
     if variant == LAST_BITS:
         change_last_bits(model)
     facade = issubclass(request.engine_class, DeepSpeedEngine)
-    kind: type[Reference] = DeepSpeedReference if facade else Reference
+    kind = DeepSpeedReference if facade else DrivenReference
     engine = kind(model, optimizer, settings)
     engine.casts_to_fp32 = variant == FULL_PRECISION
     engine.skips_steps = frozenset(skipped)

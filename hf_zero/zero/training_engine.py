@@ -167,6 +167,16 @@ class TrainingEngine(EngineParts):
             window.announced + window.unannounced if window.managed else 0
         )
 
+    @property
+    def pass_is_under_way(self) -> bool:
+        """Return whether a forward or a backward has begun and not ended."""
+        return self.pass_runner.under_way
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Return whether the optimizer updates units during the last backward of a window."""
+        return self.sharded_model.updates_in_backward
+
     def holds_gradients(self) -> bool:
         """Return whether a step has gradients to use, or to refuse after a broken backward; those
         that no hook has announced are taken in first (collective).
@@ -570,15 +580,16 @@ class TrainingEngine(EngineParts):
         return consolidated(self, dtype)
 
     def state_dict(  # type: ignore[override]
-        self, *args: Any, rank0_only: bool = False, **kwargs: Any
+        self, *args: Any, rank0_only: bool = False, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[str, Any] | None:
         """Return the consolidated model's state dict, as the bare model's. Collective at stage 3.
 
-        ``rank0_only``: other ranks get None, and hold only one unit at a time.
+        ``rank0_only``: other ranks get None, and hold only one unit at a time; with ``dtype`` as in
+        :meth:`consolidated`.
         """
         self.changes.refuse("state_dict()")
         if rank0_only:
-            return whole_state_dict(self, everywhere=False)
+            return whole_state_dict(self, everywhere=False, dtype=dtype)
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 

@@ -43,7 +43,7 @@ STACK = [f"hf_zero.{name}" for name in ORDER.split()]
 # The order of the facade and of what integrations/ holds: a module imports no later one, except
 # out of its own folder.
 LIBRARIES = (
-    "step_points seams checkpoint_folders memory_checkpoints signal_saves engine_teardown "
+    "step_points seams checkpoint_folders memory_checkpoints signal_saves engine_protocol "
     "data_parallel bitsandbytes deepspeed.facade finder datasets fused deepspeed accelerate peft "
     "transformers lightning pytorch_lightning trl probes"
 )

@@ -14,7 +14,6 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
-from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.loading.shard_only import hold
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.attributes import refusal
@@ -179,7 +178,7 @@ def test_a_trainer_s_second_engine_gets_the_classes_of_the_first(stage):
         for step in range(STEPS):
             engine = start(model, sgd(model), config_of(stage))
             run_steps(engine, rank, [step])
-            destroy_and_restore(engine)
+            engine.destroy_and_restore()
             after = {name: type(model.get_parameter(name)) for name in classes}
             assert after == classes and Params4bit in classes.values()
         return {name: value.clone() for name, value in model.state_dict().items()}

@@ -25,6 +25,8 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import follow_engines, sequence_ranks, tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import engines_of, save_by_loop
+from hf_zero.integrations.checkpoint_folders import save_folder
+from hf_zero.integrations.engine_protocol import EngineProtocol, is_engine, trains
 from hf_zero.integrations.seams import Original
 from hf_zero.logging import log_rank0
 from hf_zero.measures.figures import tracked
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
 
-    from hf_zero.engine import Engine
     from hf_zero.integrations.accelerate.multiple_models import EngineSteps
 
 CLIPPING = "gradient_clipping"
@@ -81,19 +82,20 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
         elif config.get(CLIPPING) is None:  # the script may name another, else it is told of this
             config[CLIPPING] = GRADIENT_CLIPPING_DEFAULT
         result = original(self, *args)
-    from hf_zero.engine import Engine
     from hf_zero.integrations.accelerate.multiple_models import register_engines
 
     # one that this call has replaced, as of a model that was first prepared without its optimizer
-    self._models[:] = [m for m in self._models if not (isinstance(m, Engine) and m.destroyed)]
+    self._models[:] = [m for m in self._models if not (is_engine(m) and m.destroyed)]
     for engine in result:
-        if isinstance(engine, Engine) and engine.optimizer is not None:
+        if is_engine(engine) and engine.optimizer is not None:
             offer_offload_names(engine)
             _refuse_other_micro_batches(engine)
-    engines = [m for m in result if isinstance(m, Engine) and m.bound is not None]
+    engines = [m for m in result if is_engine(m) and trains(m)]
     register_engines(self, engines if limit_left_open else ())
     follow_engines(self)
     if engines:
+        if self.project_dir is not None:
+            self.project_configuration.project_dir = save_folder(self.project_dir)
         save_by_loop(self)
     return result
 
@@ -104,17 +106,13 @@ def _known(accelerator: Accelerator, args: Sequence[object]) -> list[bool]:
     """
     from accelerate.utils import DummyOptim
 
-    from hf_zero.engine import Engine
-
     prepared = {*map(id, (*accelerator._optimizers, *accelerator._schedulers))}
     optimizers = [value for value in args if isinstance(value, (torch.optim.Optimizer, DummyOptim))]
     binds = any(id(optimizer) not in prepared for optimizer in optimizers)
     prepared |= {
         id(model)
         for model in accelerator._models
-        if isinstance(model, Engine)
-        and not model.destroyed
-        and (model.bound is not None or not binds)
+        if is_engine(model) and not model.destroyed and (model.optimizer is not None or not binds)
     }
     return [id(value) in prepared for value in args]
 
@@ -215,7 +213,7 @@ def follow_the_phases(original: Original, self: Accelerator) -> None:
     original(self)
 
 
-def _refuse_other_micro_batches(engine: Engine) -> None:
+def _refuse_other_micro_batches(engine: EngineProtocol) -> None:
     """Raise ConfigError for phases whose micro-batch size differs from the loader's."""
     from hf_zero.techniques.registry import phases_of
 
@@ -409,7 +407,7 @@ def no_external_parameters() -> Iterator[tuple[str, nn.Parameter]]:
     return iter(())
 
 
-def offer_offload_names(engine: Engine) -> None:
+def offer_offload_names(engine: EngineProtocol) -> None:
     """Add the names that TRL uses to ``engine``."""
     engine.optimizer.parameter_offload = ParameterOffload(engine.module)
     vars(engine.module)["ds_external_parameters"] = no_external_parameters

@@ -35,8 +35,10 @@ from hf_zero.integrations.checkpoint_folders import (
     STATE,
     StateContents,
     last_complete,
+    load_folder,
     numbered_folders,
     on_disk_or_damage,
+    save_folder,
     warn_lost_random_states,
 )
 from hf_zero.integrations.seams import Original, replaced
@@ -74,6 +76,8 @@ def keep_until_saved(
     made before.
     """
     make_unclaimed_step(self)
+    if output_dir is not None:
+        output_dir = save_folder(output_dir)
     if not _names_itself(self):
         if _under_zero(self) and output_dir is not None and not hasattr(self, INTO_MEMORY):
             keep_measures_in(self, Path(output_dir).parent)
@@ -161,6 +165,8 @@ def resume_from_whole(
     Warns of skipped states, and of random states and places in the data that do not carry over.
     Refuses a checkpoint of the Trainer.
     """
+    if input_dir is not None:
+        input_dir = load_folder(input_dir)
     last, named = input_dir is None, _names_itself(self)
     damage: CheckpointError | None = None
     if last and named:

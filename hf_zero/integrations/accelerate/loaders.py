@@ -40,6 +40,7 @@ from hf_zero.config.techniques import EFFICIENCY
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.state import sequence_size
+from hf_zero.integrations.engine_protocol import is_engine
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.logging import JsonObject, counted
 
@@ -313,10 +314,9 @@ def draw_by_difficulty(
 
 def follow_engines(accelerator: Accelerator) -> None:
     """Let loaders of ``accelerator`` that draw by difficulty follow its engine's training."""
-    from hf_zero.engine import Engine
     from hf_zero.techniques.registry import follow
 
-    for engine in (model for model in accelerator._models if isinstance(model, Engine)):
+    for engine in (model for model in accelerator._models if is_engine(model)):
         for loader in accelerator._dataloaders:
             follow(engine.techniques, _sampler_of(loader))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.memory import newest
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.engine_protocol import EngineProtocol, is_engine, trains
 from hf_zero.integrations.memory_checkpoints import save_if_due
 from hf_zero.integrations.seams import Original, replaced
 
@@ -19,18 +20,15 @@ if TYPE_CHECKING:
     from accelerate.data_loader import DataLoaderAdapter
     from accelerate.state import GradientState
 
-    from hf_zero.engine import Engine
     from hf_zero.zero.training_engine import TrainingEngine
 
 INTO_MEMORY = "_hf_zero_into_memory"  # an attribute of an accelerator during such a save
 _saving: weakref.WeakSet[Accelerator] = weakref.WeakSet()  # accelerators whose loops save so
 
 
-def engines_of(accelerator: Accelerator) -> list[Engine]:
+def engines_of(accelerator: Accelerator) -> list[EngineProtocol]:
     """Return the engines that ``accelerator`` has prepared and that still exist, in order."""
-    from hf_zero.engine import Engine
-
-    engines = [model for model in accelerator._models if isinstance(model, Engine)]
+    engines = [model for model in accelerator._models if is_engine(model)]
     return [engine for engine in engines if not engine.destroyed]
 
 
@@ -38,7 +36,7 @@ def save_by_loop(accelerator: Accelerator) -> None:
     """Have the loop of a script save the engine of ``accelerator`` into the memory of the hosts,
     with what ``save_state`` saves, if its configuration says so. Raises ConfigError for several.
     """
-    engines = [engine for engine in engines_of(accelerator) if engine.bound is not None]
+    engines = [engine for engine in engines_of(accelerator) if trains(engine)]
     if all(engine.memory_checkpoints is None for engine in engines):
         return
     if len(engines) > 1:
@@ -101,6 +99,6 @@ def newer_in_memory(accelerator: Accelerator, folder: str | None) -> str | None:
     checkpoints = [
         newest(engine, folder, run=accelerator.project_dir)
         for engine in engines_of(accelerator)
-        if engine.memory_checkpoints is not None and engine.bound is not None
+        if engine.memory_checkpoints is not None and trains(engine)
     ]
     return str(checkpoints[0].directory) if checkpoints and checkpoints[0] is not None else folder

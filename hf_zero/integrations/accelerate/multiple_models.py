@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.config.resolving import ACCUMULATION
-from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import refuse_uneven
+from hf_zero.integrations.engine_protocol import EngineProtocol, holder_of, is_engine, trains
 from hf_zero.integrations.seams import Original
 from hf_zero.logging import log_rank0
-from hf_zero.zero.layout.parameter import owner_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,9 +42,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-_warned: weakref.WeakSet[Engine] = weakref.WeakSet()
-_limited_by_script: weakref.WeakSet[Engine] = weakref.WeakSet()
-_dropped: weakref.WeakSet[Engine] = weakref.WeakSet()  # until their next step: gradients, by a load
+_warned: weakref.WeakSet[EngineProtocol] = weakref.WeakSet()
+_limited_by_script: weakref.WeakSet[EngineProtocol] = weakref.WeakSet()
+_dropped: weakref.WeakSet[EngineProtocol] = (
+    weakref.WeakSet()
+)  # until their next step: gradients, by a load
 SMALLEST_LIMIT = 1e-30  # max_norm = 0 means no clipping to an engine
 
 
@@ -56,7 +57,7 @@ class AccumulationOfScript:
         self._state, self._last = state, state.num_steps
         self._checked: weakref.ref[object] | None = None  # the loader checked for these steps
 
-    def pass_on(self, engines: Iterable[Engine]) -> None:
+    def pass_on(self, engines: Iterable[EngineProtocol]) -> None:
         """Set the number of micro-batches per step of ``engines`` if the script has changed its
         own. Raises ConfigError inside a window, whose earlier micro-batches have another weight,
         and for a loader that the ranks do not train on alike.
@@ -97,7 +98,7 @@ class EngineSteps:
     ``DeepSpeedEngineWrapper`` (the note).
     """
 
-    def __init__(self, engines: list[Engine], accumulation: AccumulationOfScript):
+    def __init__(self, engines: list[EngineProtocol], accumulation: AccumulationOfScript):
         self.engines = engines
         self._accumulation = accumulation
         self._single = engines[0] if len(engines) == 1 else None
@@ -105,9 +106,9 @@ class EngineSteps:
         self.due = False  # a backward has ended a window, and no step has used its gradients
         # the step was made before a forward with gradients, as its script had called no step yet
         self._stepped_early = False
-        self._clipped: set[Engine] = set()  # by the script, since their last step
-        self._named_limit: set[Engine] = set()  # whose script has called clip_grad_norm_
-        self._told_limit: set[Engine] = set()  # whose script was told that it names no limit
+        self._clipped: set[EngineProtocol] = set()  # by the script, since their last step
+        self._named_limit: set[EngineProtocol] = set()  # whose script has called clip_grad_norm_
+        self._told_limit: set[EngineProtocol] = set()  # whose script was told of none
         self._backwards = 0  # of ``accelerator.backward`` since the last ``optimizer.step()``
         self._held = 0  # micro-batches after the last ``optimizer.step()``
         self._trained = False  # whether the model was in training mode at the last backward
@@ -116,7 +117,7 @@ class EngineSteps:
             self._hook = self._single.register_forward_pre_hook(self._before_forward)
 
     @property
-    def engine(self) -> Engine | EngineSteps:
+    def engine(self) -> EngineProtocol | EngineSteps:
         """The object that ``accelerator.free_memory`` destroys."""
         return self if self._single is None else self._single
 
@@ -156,11 +157,11 @@ class EngineSteps:
 
     def _before_forward(self, *_: object) -> None:
         engine = self.engines[0]
-        if not self.due or engine.pass_runner.under_way:
+        if not self.due or engine.pass_is_under_way:
             return
         # a metric in evaluation mode changes nothing
         evaluates = not torch.is_grad_enabled() or (self._trained and not engine.training)
-        if engine.sharded_model.updates_in_backward:
+        if engine.updates_in_backward:
             self._make_step()  # a model must not compute while it is half updated
         elif self.claim is not StepCaller.OPTIMIZER and not evaluates:
             self._make_overdue_step()
@@ -185,7 +186,7 @@ class EngineSteps:
 
     # ---- clipping ----
 
-    def clip(self, engine: Engine, limit: float, syncs: bool) -> torch.Tensor | None:
+    def clip(self, engine: EngineProtocol, limit: float, syncs: bool) -> torch.Tensor | None:
         """Clip the gradient of ``engine`` to ``limit`` if its configuration leaves the limit to the
         script. Return the norm before, on the device; where no step is due that of the last one,
         with several engines None inside a window.
@@ -256,7 +257,7 @@ class EngineSteps:
                 self._step_engine(engine)
             self.due = False
 
-    def _step_engine(self, engine: Engine) -> None:
+    def _step_engine(self, engine: EngineProtocol) -> None:
         if engine in _limited_by_script and engine not in self._clipped:
             if engine not in self._named_limit:
                 self._warn_of_limit(engine)
@@ -267,7 +268,7 @@ class EngineSteps:
         engine.step()
         self._clipped.discard(engine)
 
-    def _warn_of_limit(self, engine: Engine) -> None:
+    def _warn_of_limit(self, engine: EngineProtocol) -> None:
         """Warn once of the limit that Accelerate fills in for a script that names none."""
         if engine.max_norm and engine not in self._told_limit:
             log_rank0(
@@ -302,7 +303,9 @@ class EngineSteps:
             _dropped.update(self.engines)
 
 
-def register_engines(accelerator: Accelerator, limited_by_script: Iterable[Engine] = ()) -> None:
+def register_engines(
+    accelerator: Accelerator, limited_by_script: Iterable[EngineProtocol] = ()
+) -> None:
     """Let an :class:`EngineSteps` make the steps of the engines that ``accelerator`` has prepared,
     and its optimizers call it.
 
@@ -310,7 +313,7 @@ def register_engines(accelerator: Accelerator, limited_by_script: Iterable[Engin
     """
     _limited_by_script.update(limited_by_script)
     # an engine without an optimizer, such as a teacher's, cannot step
-    engines = [m for m in accelerator._models if isinstance(m, Engine) and m.bound is not None]
+    engines = [m for m in accelerator._models if is_engine(m) and trains(m)]
     steps: object = accelerator.deepspeed_engine_wrapped
     if not engines:
         return
@@ -337,7 +340,7 @@ def _method(wrapped: AcceleratedOptimizer, call: Callable[..., None]) -> MethodT
     return MethodType(method, wrapped)
 
 
-def set_limit(engine: Engine, limit: float) -> None:
+def set_limit(engine: EngineProtocol, limit: float) -> None:
     """Clip gradients of the next steps of ``engine`` to norm ``limit``; infinity: no clipping."""
     engine.max_norm = 0.0 if math.isinf(limit) else max(limit, SMALLEST_LIMIT)
 
@@ -347,11 +350,7 @@ def add_up_in_no_sync(original: Original, self: Accelerator, model: nn.Module) -
     """Wraps ``Accelerator.no_sync``: backwards inside accumulate at every stage; Accelerate's
     version ignores engines of stages 2 and 3.
     """
-    with (
-        model.no_sync()
-        if isinstance(model, Engine) and self.sync_gradients
-        else original(self, model)
-    ):
+    with model.no_sync() if is_engine(model) and self.sync_gradients else original(self, model):
         yield
 
 
@@ -378,12 +377,7 @@ def clip_by_the_engine(
     the norm open; warns once if it has a different one.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    owner = (
-        next((flat for flat in map(owner_of, tensors) if flat is not None), None)
-        if finder.chosen()
-        else None
-    )
-    engine = owner.live_engine if owner is not None else None
+    engine = holder_of(tensors) if finder.chosen() else None
     if engine is None:
         return original(self, tensors, max_norm, norm_type)
     if float(norm_type) != 2.0:
@@ -401,11 +395,14 @@ def clip_by_the_engine(
     return wrapped.clip(engine, float(max_norm), self.sync_gradients)
 
 
-def _refuse_part(engine: Engine, parameters: Iterable[object]) -> None:
+def _refuse_part(engine: EngineProtocol, parameters: Iterable[object]) -> None:
     """Raise PartitionError if ``parameters`` lacks a parameter that ``engine`` trains."""
     named = {id(parameter) for parameter in parameters}
-    owners = [(parameter, owner_of(parameter)) for parameter in engine.module.parameters()]
-    trained = [parameter for parameter, owner in owners if owner is not None and owner.trainable]
+    trained = [
+        parameter
+        for parameter in engine.module.parameters()
+        if parameter.requires_grad and holder_of([parameter]) is engine
+    ]
     missing = sum(id(parameter) not in named for parameter in trained)
     if missing:
         raise PartitionError(
@@ -415,7 +412,7 @@ def _refuse_part(engine: Engine, parameters: Iterable[object]) -> None:
         )
 
 
-def _warn_limit(engine: Engine, max_norm: float) -> None:
+def _warn_limit(engine: EngineProtocol, max_norm: float) -> None:
     limit = float(engine.config.gradient_clipping or 0.0)
     if limit != max_norm != math.inf and engine not in _warned:  # infinity only reads the norm
         _warned.add(engine)

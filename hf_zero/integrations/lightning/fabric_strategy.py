@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from hf_zero.config.resolving import ACCUMULATION, MICRO, NO_BATCH_SIZE, TOTAL
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import process_group
-from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
+from hf_zero.integrations.engine_protocol import EngineProtocol, is_engine
 from hf_zero.integrations.lightning.settings import (
     KINDS,
     PrecisionMethods,
@@ -110,7 +110,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         finder.choose()
         self.zero_config = read(config, stage, "FabricStrategy")
         self.exclude_frozen_parameters = exclude_frozen_parameters
-        self.engines: list[Engine] = []
+        self.engines: list[EngineProtocol] = []
         super().__init__(
             accelerator=accelerator,
             checkpoint_io=checkpoint_io,
@@ -167,7 +167,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         module: nn.Module,
         optimizers: list[Optimizer],
         scheduler: LRScheduler | None = None,
-    ) -> tuple[Engine, list[Optimizer], LRScheduler | None]:
+    ) -> tuple[EngineProtocol, list[Optimizer], LRScheduler | None]:
         """Return the engine of ``module``, its optimizer in a list, and the scheduler, which the
         loop steps.
         """
@@ -181,7 +181,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         assert engine.optimizer is not None
         return engine, [engine.optimizer], scheduler
 
-    def setup_module(self, module: nn.Module) -> Engine:  # type: ignore[override]
+    def setup_module(self, module: nn.Module) -> EngineProtocol:  # type: ignore[override]
         """Return an engine that evaluates ``module``; ``setup`` with an optimizer trains it."""
         return self._engine(module, None)
 
@@ -191,7 +191,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             "fabric.setup(model, optimizer)"
         )
 
-    def _engine(self, module: nn.Module, optimizer: Optimizer | None) -> Engine:
+    def _engine(self, module: nn.Module, optimizer: Optimizer | None) -> EngineProtocol:
         config = self.zero_config
         if config.gradient_accumulation_steps not in (None, 1):
             raise ConfigError(
@@ -222,10 +222,10 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             raise ConfigError(
                 "fabric.backward gives a scalar loss to a ZeRO engine, and takes retain_graph alone"
             )
-        engine = module
+        engine: object = module
         if engine is None and len(self.engines) == 1:
             engine = self.engines[0]
-        if not isinstance(engine, Engine):
+        if not is_engine(engine):
             raise ConfigError(
                 f"{len(self.engines)} models are set up, and each has an engine; write "
                 "fabric.backward(loss, model=model) with the one that the loss trains"
@@ -358,7 +358,7 @@ class WindowControl(_BackwardSyncControl):  # type: ignore[misc]
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        if not isinstance(module, Engine):
+        if not is_engine(module):
             raise ConfigError(
                 f"no_backward_sync got a {type(module).__name__}; pass the model that fabric.setup "
                 "returned"
@@ -371,9 +371,9 @@ class WindowControl(_BackwardSyncControl):  # type: ignore[misc]
             module.set_gradient_accumulation_boundary(True)
 
 
-def _engine_in(state: Mapping[str, object], call: str) -> Engine | None:
+def _engine_in(state: Mapping[str, object], call: str) -> EngineProtocol | None:
     """Return the engine among the values of ``state``, or None. Raises ConfigError for several."""
-    engines = [value for value in state.values() if isinstance(value, Engine)]
+    engines = [value for value in state.values() if is_engine(value)]
     if len(engines) > 1:
         raise ConfigError(
             f"{call} got {len(engines)} models, and a sharded checkpoint has one; call it for "

@@ -19,14 +19,13 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, NO_BATCH_SIZE, TOTAL
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.engine_protocol import EngineProtocol, trains
 from hf_zero.zero.layout.parameter import OwnedParameter
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.tree import map_tensors
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-    from hf_zero.engine import Engine
 
 KINDS = {
     "32-true": "fp32",
@@ -130,7 +129,7 @@ def _micro_batch(config: ZeroConfig, trainer: Trainer, ranks: int) -> int | None
     return micro
 
 
-def step_if_due(engine: Engine) -> None:
+def step_if_due(engine: EngineProtocol) -> None:
     """Step ``engine`` if backwards have left gradients, with the limit of a clipping since the last
     step; the next ones have the configuration's again (collective).
     """
@@ -151,7 +150,7 @@ class PrecisionMethods:
 
     package: str
     caller, strategy = "Trainer", "ZeroStrategy"
-    engine: Engine  # assigned by the strategy
+    engine: EngineProtocol  # assigned by the strategy
 
     def __init__(self, precision: object) -> None:
         if precision not in KINDS:
@@ -223,7 +222,7 @@ class PrecisionMethods:
         engine = self.engine
         loss = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        if engine.bound is None:
+        if not trains(engine):
             return loss  # nothing trains
         # Not the value of the closure: a module may have called it before ``optimizer.step()``.
         step_if_due(engine)

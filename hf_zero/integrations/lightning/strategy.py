@@ -25,11 +25,11 @@ from hf_zero.config.techniques import METRICS, PHASES
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.world_group import get_world_group
-from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
-from hf_zero.integrations.engine_teardown import destroy_and_restore
+from hf_zero.integrations.checkpoint_folders import load_folder, save_folder
+from hf_zero.integrations.engine_protocol import EngineProtocol, holder_of
 from hf_zero.integrations.lightning.settings import PrecisionMethods, read, resolve
 from hf_zero.integrations.memory_checkpoints import save_if_due
 from hf_zero.integrations.transformers.loading import made_under
@@ -44,8 +44,6 @@ from hf_zero.techniques.data_sampling import (
     sampled_metrics,
 )
 from hf_zero.techniques.registry import follow, phases_of
-from hf_zero.zero.access.consolidate import whole_state_dict
-from hf_zero.zero.layout.parameter import owner_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -83,14 +81,10 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
-def engine_of(module: torch.nn.Module) -> Engine | None:
+def engine_of(module: torch.nn.Module) -> EngineProtocol | None:
     """Return the engine whose module is ``module`` itself, not a part of it, or None."""
-    for parameter in module.parameters():
-        flat = owner_of(parameter)
-        engine = None if flat is None else flat.live_engine
-        if engine is not None and engine.module is module:
-            return engine
-    return None
+    holders = (holder_of([parameter]) for parameter in module.parameters())
+    return next((e for e in holders if e is not None and e.module is module), None)
 
 
 @contextmanager
@@ -166,7 +160,7 @@ class StrategyMethods(_Strategy):
             )
         self.zero_config = read(config, stage, "ZeroStrategy")
         self.exclude_frozen_parameters = exclude_frozen_parameters
-        self.engine: Engine | None = None
+        self.engine: EngineProtocol | None = None
         if arguments.get("timeout") is None:
             arguments["timeout"] = timedelta(seconds=self.zero_config.timeout)
         super().__init__(**arguments)
@@ -221,19 +215,19 @@ class StrategyMethods(_Strategy):
         self.accelerator.setup(trainer)
         self._refuse(trainer, module)
         self.precision_plugin.convert_module(module)
-        engine: Engine | None = engine_of(module)
+        engine: EngineProtocol | None = engine_of(module)
         if trainer.state.fn == "fit":
             if self._layer_sync:
                 self._layer_sync.apply(module)
             if engine is not None and not engine.shard_only:
-                destroy_and_restore(engine)
+                engine.destroy_and_restore()
             engine = self._start_training(trainer, module)
         elif engine is None:
             release_holders(module)
             engine = hold(module, self.zero_config, self.zero_config.stage)
         self.engine = engine
         self.precision_plugin.engine = engine  # type: ignore[attr-defined]
-        self.model = engine
+        self.model = engine  # type: ignore[assignment]
         module.to(self.root_device)
         self.barrier()
 
@@ -261,7 +255,7 @@ class StrategyMethods(_Strategy):
                     dict(part.hparams),
                 )
 
-    def _start_training(self, trainer: Trainer, module: torch.nn.Module) -> Engine:
+    def _start_training(self, trainer: Trainer, module: torch.nn.Module) -> EngineProtocol:
         core, types = self._library("core.optimizer"), self._library("utilities.types")
         settings = resolve(self.zero_config, trainer, self.world_size)
         optimizer, schedulers = None, []
@@ -332,7 +326,7 @@ class StrategyMethods(_Strategy):
         if self.engine is not None and in_training:
             self.engine.measures.note_evaluation(self.engine, trainer.callback_metrics)
 
-    def _save_into_memory(self, engine: Engine, trainer: Trainer) -> None:
+    def _save_into_memory(self, engine: EngineProtocol, trainer: Trainer) -> None:
         """Have ``trainer`` save into the memory of the hosts, after the callbacks of a batch, what
         it saves on disk.
         """
@@ -448,7 +442,7 @@ class StrategyMethods(_Strategy):
         for ``load_from_checkpoint``. Collective.
         """
         assert self.engine is not None
-        filepath = self.broadcast(filepath)
+        filepath = save_folder(self.broadcast(filepath))
         if "optimizer_states" not in checkpoint:
             self._save_weights(checkpoint, filepath, storage_options)
             return
@@ -470,9 +464,7 @@ class StrategyMethods(_Strategy):
         self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object
     ) -> None:
         assert self.engine is not None
-        checkpoint["state_dict"] = whole_state_dict(
-            self.engine, everywhere=False, dtype=torch.float32
-        )
+        checkpoint["state_dict"] = self.engine.state_dict(rank0_only=True, dtype=torch.float32)
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(
                 checkpoint, filepath, storage_options=storage_options
@@ -486,6 +478,7 @@ class StrategyMethods(_Strategy):
         Raises CheckpointError for a file of whole weights in a fit: it can only be evaluated.
         """
         assert self.engine is not None
+        checkpoint_path = load_folder(checkpoint_path)
         fitting = self._module.trainer.state.fn == "fit"
         if Path(checkpoint_path).is_file():
             if fitting:

@@ -18,7 +18,6 @@ from hf_zero.checkpoint.save_job import after_commit
 from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.world_group import get_world_group
-from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (
@@ -27,7 +26,7 @@ from hf_zero.integrations.checkpoint_folders import (
     last_complete,
     numbered_folders,
 )
-from hf_zero.integrations.engine_teardown import destroy_and_restore
+from hf_zero.integrations.engine_protocol import holder_of, is_engine
 from hf_zero.integrations.lightning.settings import PrecisionMethods
 from hf_zero.integrations.lightning.strategy import (
     StrategyMethods,
@@ -39,7 +38,6 @@ from hf_zero.integrations.lightning.strategy import (
 from hf_zero.integrations.seams import Original
 from hf_zero.integrations.signal_saves import end, listen, stop_listening
 from hf_zero.logging import log_rank0
-from hf_zero.zero.layout.parameter import owner_of
 
 if TYPE_CHECKING:
     import torch
@@ -131,8 +129,7 @@ def leave_out_by_identity(
     an engine does not have.
     """
     params = list(params)
-    flats = [flat for flat in map(owner_of, params) if flat is not None]
-    engine = flats[0].live_engine if flats else None
+    engine = holder_of(params)
     if engine is None or engine.optimizer is not optimizer:
         return original(optimizer, params)
     given_ids = {id(parameter) for group in engine.group_parameters for parameter in group}
@@ -181,7 +178,7 @@ def add_groups_again(
 
 def keep_engines_in_place(original: Original, self: DDPStrategy) -> None:
     """Wraps ``DDPStrategy.teardown``: keeps an engine on its device at the end of a fit."""
-    if isinstance(self.model, Engine) and self._lightning_module is not None:
+    if is_engine(self.model) and self._lightning_module is not None:
         with left_in_place(self):
             original(self)
     else:
@@ -200,12 +197,12 @@ def go_on_with_an_engine(original: Original, self: DeepSpeedStrategy) -> None:
     assert module is not None
     engine = engine_of(module)
     if engine is not None and not module.trainer.training:
-        self.model = engine
+        self.model = engine  # type: ignore[assignment]
         return
     if engine is not None:
-        destroy_and_restore(engine)
+        engine.destroy_and_restore()
     original(self)
-    if isinstance(self.model, Engine):  # rather than an engine of the real DeepSpeed
+    if is_engine(self.model):  # rather than an engine of the real DeepSpeed
         for optimizer in self.optimizers:
             optimizer.zero_grad = _nothing  # type: ignore[method-assign]
 
@@ -308,7 +305,7 @@ def resume_from_memory(
     checkpoint, damage = None, getattr(self, DAMAGE, None)
     setattr(self, DAMAGE, None)
     if (
-        isinstance(engine, Engine)
+        is_engine(engine)
         and engine.memory_checkpoints is not None
         and trainer.state.fn == "fit"
         and getattr(self, LAST, False)
@@ -332,9 +329,7 @@ def save_after_a_step(original: Original, self: _SignalConnector) -> None:
     trainer = self.trainer
     engine = trainer.strategy.model
     if not (
-        isinstance(engine, Engine)
-        and trainer.state.fn == "fit"
-        and engine.config.checkpoint.save_on_signal
+        is_engine(engine) and trainer.state.fn == "fit" and engine.config.checkpoint.save_on_signal
     ):
         original(self)
         return
@@ -406,7 +401,7 @@ def remove_once_replaced(original: Original, self: Strategy, filepath: str | Pat
     after a rename.
     """
     folder = Path(filepath)
-    if not isinstance(self.model, Engine) or not folder.is_dir() or folder.is_symlink():
+    if not is_engine(self.model) or not folder.is_dir() or folder.is_symlink():
         original(self, filepath)
     elif self.is_global_zero:
         after_commit(folder.parent, lambda: remove([folder]))
@@ -414,7 +409,7 @@ def remove_once_replaced(original: Original, self: Strategy, filepath: str | Pat
 
 def end_with_whole_ones(original: Original, self: Strategy) -> None:
     """Wraps ``Strategy.on_train_end``: waits until the last checkpoint is complete."""
-    if isinstance(self.model, Engine):
+    if is_engine(self.model):
         self.model.wait_for_checkpoint()
     original(self)
 
@@ -425,4 +420,4 @@ def leave_weights_in_shards(
     """Wraps ``Strategy.lightning_module_state_dict``: returns an empty dict under
     DeepSpeedStrategy, which drops the weights from its checkpoints anyway.
     """
-    return {} if isinstance(self.model, Engine) else original(self)
+    return {} if is_engine(self.model) else original(self)

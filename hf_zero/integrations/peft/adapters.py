@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 
-    from hf_zero.zero.training_engine import TrainingEngine
+    from hf_zero.integrations.engine_protocol import EngineProtocol
 
 # attributes that hold modules by the name of their adapter
 ASKED = ("modules_to_save", "prompt_encoder")
@@ -153,7 +153,7 @@ def _copy(module: nn.Module, path: str, state: Mapping[str, torch.Tensor]) -> nn
     return copy.deepcopy(module, dict(values))
 
 
-def keep_what_is_written(engine: TrainingEngine) -> None:
+def keep_what_is_written(engine: EngineProtocol) -> None:
     """Make the state dict from which the Trainer saves adapters include everything that PEFT may
     write, even if frozen.
     """

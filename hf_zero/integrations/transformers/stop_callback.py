@@ -23,7 +23,7 @@ from hf_zero.logging import JsonObject, log_rank0
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-    from hf_zero.engine import Engine
+    from hf_zero.integrations.engine_protocol import EngineProtocol
 
 # key of `stateful_callbacks` in `trainer_state.json` for an evaluation that was left
 LEFT = "EvaluationLeftByStopCallback"
@@ -46,7 +46,7 @@ class StopCallback(TrainerCallback):
     due at that step is left to the run that resumes: little time remains before the job is killed.
     """
 
-    def __init__(self, trainer: Trainer, engine: Engine) -> None:
+    def __init__(self, trainer: Trainer, engine: EngineProtocol) -> None:
         self.trainer, self.engine = trainer, engine
         self._sentinel: Path | None = None
         self._only_model = False

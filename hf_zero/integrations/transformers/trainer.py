@@ -27,6 +27,8 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import sequence_ranks, tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
+from hf_zero.integrations.checkpoint_folders import save_folder
+from hf_zero.integrations.engine_protocol import EngineProtocol, is_engine
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_checkpoints import MARK, whole_to_resume
 from hf_zero.integrations.transformers.trainer_phases import batches_of
@@ -61,7 +63,9 @@ if TYPE_CHECKING:
 
 GIVEN = "_hf_zero_given"
 REBALANCED = "batch_rebalance"  # a value of train_sampling_strategy
-_announced: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose checkpoints were described
+_announced: weakref.WeakSet[EngineProtocol] = (
+    weakref.WeakSet()
+)  # engines whose checkpoints were described
 
 
 def find_zero_callback(original: Original, self: Trainer, *args: object, **kwargs: object) -> None:
@@ -95,6 +99,7 @@ def route_accelerator(original: Original, self: Trainer) -> None:
         original(self)
     if expected or under_zero(self):
         verify(self)
+        self.args.output_dir = save_folder(output_folder(self.args))
         _refuse_shared_completions(self)
 
 
@@ -173,8 +178,6 @@ def train_anew(
     if finder.chosen():
         verify_state(self)
     if under_zero(self):
-        from hf_zero.engine import Engine
-
         searches = self.hp_search_backend is not None and trial is not None
         if searches and self.args.deepspeed is None:
             raise ConfigError(
@@ -184,11 +187,9 @@ def train_anew(
                 "ZeroCallback or the launcher's configuration"
             )
         engine: object = self.deepspeed
-        if isinstance(engine, Engine):
-            from hf_zero.integrations.engine_teardown import destroy_and_restore
-
+        if is_engine(engine):
             if not engine.destroyed:  # by accelerator.free_memory(), or for a smaller batch
-                destroy_and_restore(engine)
+                engine.destroy_and_restore()
             # between the trials of a search there is no model
             self.model_wrapped, self.deepspeed = self.model, None  # type: ignore[assignment]
             if resume_from_checkpoint in (None, False) and self.model_init is None:
@@ -220,10 +221,8 @@ def prepare_engine(
     with environment(**engine_environment(self.args)):
         result = original(self, max_steps, train_dataloader, resume_from_checkpoint)
     setattr(self, MARK, None)
-    from hf_zero.engine import Engine
-
     engine: object = self.deepspeed
-    if not isinstance(engine, Engine):
+    if not is_engine(engine):
         raise ConfigError(
             f"ZeRO is on, but the Trainer prepared {type(engine).__name__} instead of "
             "hf-zero's engine and would train unsharded; "
@@ -405,6 +404,8 @@ def save_untrained(
     if not under_zero(self):
         original(self, output_dir, _internal_call)
         return
+    if output_dir is not None:
+        output_dir = save_folder(output_dir)
     engine = engine_of(self)
     if engine is not None:
         # push_to_hub, the other internal caller, passes no folder
@@ -428,7 +429,7 @@ def _is_adapted(model: object) -> bool:
     return bool(_is_peft_model(model))
 
 
-def _save_without_weights(trainer: Trainer, engine: Engine, folder: str | None) -> None:
+def _save_without_weights(trainer: Trainer, engine: EngineProtocol, folder: str | None) -> None:
     """Write what the Trainer keeps in a checkpoint beside the shards, without whole weights. The
     stock method would save the shards as well, a first time, and warn of a full checkpoint.
     """
@@ -505,9 +506,10 @@ def add_run(original: Original, self: Trainer, *args: object, **kwargs: object) 
     rank 0 has written.
     """
     original(self, *args, **kwargs)
-    path = output_folder(self.args) / "README.md"
-    engine = engine_of(self)
-    if engine is not None and self.is_world_process_zero() and path.is_file():
+    from hf_zero.engine import Engine
+
+    path, engine = output_folder(self.args) / "README.md", engine_of(self)
+    if isinstance(engine, Engine) and self.is_world_process_zero() and path.is_file():
         text = path.read_text(encoding="utf-8")
         path.write_text(_described(text, self, engine), encoding="utf-8")
 

@@ -35,6 +35,7 @@ from hf_zero.integrations.checkpoint_folders import (
     warn_lost_random_states,
     written_otherwise,
 )
+from hf_zero.integrations.engine_protocol import is_engine
 from hf_zero.integrations.memory_checkpoints import save_if_due
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_phases import windows_of
@@ -286,10 +287,8 @@ def load_by_name(
     """Wraps ``deepspeed_load_checkpoint``, which takes the path for a pattern: characters such as
     brackets stand for themselves.
     """
-    from hf_zero.engine import Engine
-
     pattern = glob.escape(checkpoint_path)
-    if pattern == checkpoint_path or not isinstance(deepspeed_engine, Engine):
+    if pattern == checkpoint_path or not is_engine(deepspeed_engine):
         original(deepspeed_engine, checkpoint_path, load_module_strict)
         return
     load = deepspeed_engine.load_checkpoint

@@ -1,0 +1,139 @@
+"""The reference engine with what the integrations call on an engine
+(:class:`hf_zero.integrations.engine_protocol.EngineProtocol`): clipping between a backward and its
+step, counts of micro-batches, and measures and techniques that do nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
+from hf_zero.config import ZeroConfig
+from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
+from hf_zero.integrations.engine_protocol import HOLDER, EngineProtocol, hold
+from hf_zero.parity.reference import Reference
+from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.zero.step.step_reports import StepMeasures
+
+
+class DrivenReference(Reference):
+    """A :class:`Reference` in a loop of Accelerate, Transformers or Lightning."""
+
+    measures: StepMeasures[Any] = StepMeasures()
+    memory_checkpoints: MemoryCheckpoints | None = None
+    kept_when_frozen: frozenset[str] = frozenset()
+    shard_only = False
+    pass_is_under_way = updates_in_backward = False
+    figures: Mapping[str, Any] = {}
+    stop_requests: Any = SimpleNamespace(received=())
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, config: ZeroConfig
+    ):
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._clipped_to: float | None = None  # of the next step, in place of ``max_norm``
+        self._backwards = 0  # whose gradients the next step uses
+        super().__init__(module, optimizer, config)
+        self.group_parameters: list[list[nn.Parameter]] = [[*group["params"]] for group in groups]
+        self.techniques = TrainingTechniques(ZeroConfig.from_dict({}))
+        self.data_ranks = self.world_size
+        hold(self)
+
+    # ---- the window ----
+
+    @property
+    def in_no_sync(self) -> bool:
+        return not self._syncs
+
+    @property
+    def held_micro_batches(self) -> int:
+        return self._backwards
+
+    @property
+    def window_is_open(self) -> bool:
+        return self._backwards > 0
+
+    def holds_gradients(self) -> bool:
+        return self._backwards > 0
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        answer = super().backward(loss, retain_graph, scale_wrt_gas)
+        self._backwards += 1
+        return answer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._backwards, self._clipped_to = 0, None
+
+    def set_batches(self, micro: int, accumulation_steps: int) -> None:
+        self.config = self.config_with_batches(micro, accumulation_steps)
+        self.accumulation_steps = accumulation_steps
+
+    def config_with_batches(self, micro: int, accumulation_steps: int) -> ZeroConfig:
+        total = micro * accumulation_steps * self.world_size
+        sizes = {MICRO: micro, ACCUMULATION: accumulation_steps, TOTAL: total}
+        return self.config.override(sizes, "set by the script")
+
+    # ---- clipping ----
+
+    def measure_gradient(self) -> torch.Tensor:
+        self._finish_gradients()
+        grads = [self.masters.get(p, p).grad for p in self.trained]
+        present = [grad for grad in grads if grad is not None]
+        return nn.utils.get_total_norm(present) / self.scaler.scale
+
+    def gradient_norm(self) -> float:
+        return float(self.measure_gradient())
+
+    def clip_gradient(self, limit: float) -> torch.Tensor:
+        self._clipped_to = 0.0 if math.isinf(limit) else limit
+        return self.measure_gradient()
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        limit = self.max_norm
+        if self._clipped_to is not None:
+            self.max_norm = self._clipped_to
+        try:
+            super()._update(optimizer)
+        finally:
+            self.max_norm = limit
+
+    # ---- groups, removal ----
+
+    def add_param_group(self, group: Any) -> None:
+        """Train the parameters of ``group``, which the model has, too."""
+        assert self.optimizer is not None
+        given = group["params"]
+        parameters: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else [*given]
+        self.group_parameters.append(parameters)
+        self.trained += parameters
+        if self.config.precision != "fp32":
+            for parameter in parameters:
+                master = parameter.detach().to(torch.float32, copy=True)
+                self.masters[parameter] = nn.Parameter(master)
+        updated = [self.masters.get(parameter, parameter) for parameter in parameters]
+        type(self.optimizer).add_param_group(self.optimizer, {**group, "params": updated})
+
+    def destroy(self, gather: bool = False) -> None:
+        super().destroy(gather)
+        for parameter in self.module.parameters():
+            vars(parameter).pop(HOLDER, None)
+
+    @torch.no_grad()
+    def destroy_and_restore(self) -> None:
+        masters = self.masters
+        self.destroy()
+        for parameter, master in masters.items():
+            parameter.data = master.detach()
+
+
+if TYPE_CHECKING:
+    _conforms: type[EngineProtocol] = DrivenReference
