@@ -30,6 +30,7 @@ from hf_zero.integrations.accelerate.memory_saves import (
     engines_of,
     newer_in_memory,
 )
+from hf_zero.integrations.accelerate.schedules import keep_curves
 from hf_zero.integrations.checkpoint_folders import (
     MODEL_TAG,
     STATE,
@@ -162,7 +163,8 @@ def resume_from_whole(
 ) -> object:
     """Wraps ``Accelerator.load_state``: without a folder, loads the newest of the last complete
     state and of those in the memory of the hosts, and has the next save use a number of its own.
-    Warns of skipped states, and of random states and places in the data that do not carry over.
+    Warns of skipped states, and of random states, places in the data and schedules that do not
+    carry over.
     Refuses a checkpoint of the Trainer.
     """
     if input_dir is not None:
@@ -205,29 +207,34 @@ def resume_from_whole(
         warn_lost_random_states(
             folder, folder / MODEL_TAG, f"random_states_{rank}.pkl", rank, self.num_processes
         )
-        _warn_other_places(self, folder)
+        _follow_ranks(self, folder)
     return result
 
 
-def _warn_other_places(accelerator: Accelerator, folder: Path) -> None:
-    """Warn of stateful loaders, whose place counts the batches of one data-parallel rank, if
-    another number of these saved their places in ``folder``.
+def _follow_ranks(accelerator: Accelerator, folder: Path) -> None:
+    """Bring schedules, loaded from ``folder``, to the number of data-parallel ranks of this run, if
+    another number saved them. Warn then of those that cannot be, and of stateful loaders, whose
+    place counts the batches of one rank.
     """
     from accelerate.data_loader import DataLoaderShard
 
+    engines, path = engines_of(accelerator), folder / MODEL_TAG / MANIFEST_NAME
+    if accelerator.split_batches or not (engines and path.is_file()):
+        return
+    manifest, ranks = Manifest.read(path), accelerator.num_processes
+    saved, batch, config = manifest.world["size"], manifest.batch, engines[0].config
+    if batch:
+        saved, ranks = batch["readers"], engines[0].data_ranks
+    if saved == ranks:
+        return
+    is_known = bool(batch) and batch["samples"] >= saved and config.has_batch_size
+    same = not is_known or batch["samples"] * ranks == (config.train_batch_size or 0) * saved
+    keep_curves(accelerator, folder, saved, ranks, same)
     stateful = any(
         isinstance(loader, DataLoaderShard) and loader.use_stateful_dataloader
         for loader in accelerator._dataloaders
     )
-    placed = stateful and any(folder.glob("dl_state_dict*.bin"))
-    engines, path = engines_of(accelerator), folder / MODEL_TAG / MANIFEST_NAME
-    if accelerator.split_batches or not (placed and engines and path.is_file()):
-        return
-    manifest, ranks = Manifest.read(path), accelerator.num_processes
-    saved = manifest.world["size"]
-    if manifest.batch:
-        saved, ranks = manifest.batch["readers"], engines[0].data_ranks
-    if saved != ranks:
+    if stateful and any(folder.glob("dl_state_dict*.bin")):
         log_rank0(
             f"{folder} was saved by {counted(saved, 'data-parallel rank')}, this run has {ranks}: "
             "a stateful loader counts the batches of one rank, and one that was saved inside an "

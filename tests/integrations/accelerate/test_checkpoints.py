@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from hf_zero.errors import CheckpointError
+from tests.helpers.cells import in_turn
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import EVERY_STEP, routed
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, prepared, small
@@ -217,6 +221,76 @@ def test_the_place_of_a_stateful_loader_after_other_ranks(tmp_path: Path, heard:
         ours.load_state(str(folder))
         warned = [text for text in heard if f"{folder} was saved by {others} data" in text]
         assert len(warned) == told, (name, heard)
+
+
+def linear(total: int) -> Callable[[Optimizer], LRScheduler]:
+    return lambda optimizer: LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
+
+
+def constant(optimizer: Optimizer) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: 1.0)
+
+
+def halving(optimizer: Optimizer) -> LRScheduler:
+    return StepLR(optimizer, 2, 0.5)
+
+
+ONCE = {"step_scheduler_with_optimizer": False}
+
+
+@in_turn(
+    "case",
+    {
+        # the schedules before and after, samples of a step before (4 now), further arguments,
+        # rates of the steps 3 and 4 and whether a warning names the schedule
+        "as many steps as all ranks have batches": (linear(20), linear(10), 4, {}, (0.8, 0.7), 0),
+        "batches of a data set that stays": (linear(20), linear(20), 8, {}, (0.8, 0.75), 0),
+        "steps of the ranks before": (linear(20), linear(20), 4, {}, (0.8, 0.75), 1),
+        "another schedule": (linear(20), linear(7), 4, {}, None, 1),
+        "the same at all steps": (constant, constant, 4, {}, (1.0, 1.0), 0),
+        "numbers that are saved": (halving, halving, 4, {}, None, 1),
+        "numbers of a data set that stays": (halving, halving, 8, {}, (0.25, 0.25), 0),
+        "once a step": (linear(20), linear(20), 4, ONCE, None, 0),
+    }.items(),
+)  # fmt: skip
+def test_the_schedule_after_a_state_of_two_ranks(
+    case: tuple[str, Any], tmp_path: Path, heard: list[str]
+) -> None:
+    """A process that steps its schedule twice a step stands for the two."""
+    name, (before, after, samples, arguments, rates, told) = case
+    folder, seen = tmp_path / name, []
+
+    def run(make: Callable[[Optimizer], LRScheduler]) -> tuple[Any, ...]:
+        forget()
+        accelerator = accelerator_with({"zero_optimization": {"stage": 1}}, **arguments)
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return accelerator, *accelerator.prepare(model, optimizer, loader(4), make(optimizer))
+
+    accelerator, model, optimizer, data, schedule = run(before)
+    for batch in [*data][:2]:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        schedule.step()
+        schedule.step()
+    accelerator.save_state(str(folder))
+    manifest = folder / "pytorch_model" / "manifest.json"
+    written = json.loads(manifest.read_text())
+    assert written["batch"]["samples"] == 4
+    written["batch"] |= {"readers": 2, "samples": samples}
+    del written["digest"]
+    manifest.write_text(json.dumps(written))
+    accelerator, model, optimizer, data, schedule = run(after)
+    heard.clear()
+    accelerator.load_state(str(folder))
+    for batch in [*data][2:]:
+        seen.append(optimizer.param_groups[0]["lr"])
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        schedule.step()
+    assert rates is None or seen == pytest.approx(rates), (name, seen)
+    warned = [text for text in heard if "Accelerate steps the scheduler" in text]
+    assert len(warned) == told and all("saved by 2 data-parallel" in text for text in warned), name
 
 
 def test_old_states_go_when_the_new_one_is_whole(
