@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -74,6 +75,13 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     ordered = list(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(ordered[:most]) + more
+
+
+def abridged(texts: Iterable[str], most: int = 3) -> str:
+    """Return texts as :func:`listed` does, with a code of all: it differs wherever one differs."""
+    every = list(texts)
+    text = listed(every, most)
+    return text if len(every) <= most else f"{text} (code {zlib.crc32(str(every).encode()):08x})"
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> list[str]:

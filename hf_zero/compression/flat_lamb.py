@@ -19,8 +19,8 @@ from hf_zero.compression.flat_momentum import (
 )
 from hf_zero.device.pinned import upload
 from hf_zero.ops.sign_blocks_reference import powers
+from hf_zero.optim.group_settings import FROZEN_AT
 from hf_zero.optim.one_bit_lamb import FACTOR, FACTOR_SETTINGS, FRESH, RATIO, next_factor
-from hf_zero.optim.segment_table import FROZEN_AT
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.optim.trust_ratio import step_size
 from hf_zero.zero.layout.flat_buffer import FlatBuffer

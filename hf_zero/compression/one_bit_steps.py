@@ -25,8 +25,8 @@ from hf_zero.compression.local_steps import LIMIT_OF_MEANS, LocalSteps
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import logger
+from hf_zero.optim.group_settings import ALL_FROZEN_AT, FROZEN_AT, NORM_RATIO
 from hf_zero.optim.one_bit import OneBit
-from hf_zero.optim.segment_table import ALL_FROZEN_AT, FROZEN_AT, NORM_RATIO
 from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.reduce.norm import sums_of_squares

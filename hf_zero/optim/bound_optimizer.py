@@ -20,6 +20,12 @@ from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.cpu_base import names_in_8_bits
 from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.fused import FusedStep
+from hf_zero.optim.group_settings import (
+    SharedSettings,
+    load_settings,
+    plain_settings,
+    scaled_rates,
+)
 from hf_zero.optim.own_step import OwnStep
 from hf_zero.optim.segment_table import (
     GroupReport,
@@ -27,10 +33,7 @@ from hf_zero.optim.segment_table import (
     SegmentTable,
     WholeTensorState,
     changes_of,
-    load_settings,
-    plain_settings,
     scalars_of_ranks,
-    scaled_rates,
 )
 from hf_zero.optim.segments import ParamGroup, Segment, current_settings, masters
 from hf_zero.optim.sharded_tensors import ShardedTensors, ShardRanks
@@ -97,6 +100,7 @@ class BoundOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.group_of = dict(group_of)
+        self.settings = SharedSettings(optimizer, optimizer.defaults)
         self._base = update_base(type(optimizer))
         self._bf16 = bf16
         self._own = OwnStep(optimizer, self._base, bf16)
@@ -575,7 +579,7 @@ class BoundOptimizer:
 
     def hyperparameters(self) -> list[ParamGroup]:
         """Return per group the settings that a checkpoint keeps, as JSON-able values (see
-        :func:`hf_zero.optim.segment_table.plain_settings`).
+        :func:`hf_zero.optim.group_settings.plain_settings`).
         """
         return [plain_settings(group) for group in self.groups]
 

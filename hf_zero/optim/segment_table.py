@@ -14,28 +14,23 @@ from collections.abc import (
     Collection,
     Hashable,
     Iterable,
-    Iterator,
     Mapping,
-    MutableMapping,
     Sequence,
 )
-from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.logging import JsonObject
 from hf_zero.optim import bf16_state, state
 from hf_zero.optim import segments as cuts
-from hf_zero.optim.cpu_base import FORMATS, CPUOptimizer
+from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.own_step import choose_fused
 from hf_zero.optim.segments import (
-    ParamGroup,
     Segment,
     SegmentPart,
     StateArrays,
@@ -487,82 +482,3 @@ class WholeTensorState:
                 if segment.parts
             }
         )
-
-
-# ---- the settings of a group in a checkpoint: JSON values, no tensors, no switches ----
-
-# Switches choose the implementation in the running process, not the result. A value that JSON
-# cannot hold (a function, say) stays with the running object, too.
-NOT_KEPT = frozenset(
-    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", *FORMATS}
-)
-_MISSING = object()
-# notes of the one-bit steps in groups: the step that the variances belong to, the ratio of norms
-FROZEN_AT, ALL_FROZEN_AT, NORM_RATIO = NOTES = ("frozen_at", "all_frozen_at", "norm_ratio")
-
-
-@contextmanager
-def scaled_rates(groups: Sequence[MutableMapping[str, Any]], factor: float) -> Iterator[None]:
-    """Multiply the learning rate of each group by ``factor`` inside this context. Schedules, which
-    compute rates from the current ones, never see the product.
-    """
-    rates = [group["lr"] for group in groups]
-    saved_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-    for group, rate in zip(groups, rates):
-        _restore(group, {"lr": rate * factor})
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, saved_rates):
-            _restore(group, {"lr": rate})
-
-
-def plain_settings(group: ParamGroup) -> JsonObject:
-    """Return the settings of ``group`` as JSON-able values; tuples become lists, one-element
-    tensors numbers.
-    """
-    values = {name: _plain_value(value) for name, value in group.items() if name not in NOT_KEPT}
-    return {name: value for name, value in values.items() if value is not _MISSING}
-
-
-def load_settings(group: MutableMapping[str, object], saved: Mapping[str, object]) -> None:
-    """Replace the settings of ``group`` by a checkpoint's, ``saved``; drop :data:`NOTES`."""
-    for name in NOTES:
-        group.pop(name, None)
-    _restore(group, saved)
-
-
-def _restore(group: MutableMapping[str, object], saved: Mapping[str, Any]) -> None:
-    """Write ``saved`` into ``group``, each value in the form the group holds now (tensor filled in
-    place, tuple, number).
-    """
-    for name, value in saved.items():
-        if name in NOT_KEPT:
-            continue
-        present = group.get(name)
-        if isinstance(present, Tensor):
-            present.fill_(value)
-        elif isinstance(present, tuple):
-            group[name] = (
-                tuple(
-                    old.fill_(new) if isinstance(old, Tensor) else new
-                    for old, new in zip(present, value)
-                )
-                if len(present) == len(value)
-                else tuple(value)
-            )
-        else:
-            group[name] = value
-
-
-def _plain_value(value: object) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, (list, tuple)):
-        items = [_plain_value(item) for item in value]
-        return _MISSING if any(item is _MISSING for item in items) else items
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else _MISSING
-    if hasattr(value, "item"):  # a numpy scalar
-        return _plain_value(value.item())
-    return _MISSING

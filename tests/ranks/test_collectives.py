@@ -63,8 +63,8 @@ def test_numbers_and_bytes(stage, accumulation, precision):
     assert counted(log) == Counter({"all_gather": gathers, reduction: reductions}) + Counter()
     # One small sum a step: the norm where it is sharded, and with it, a digit each, which
     # parameters have a gradient. five ranks can be told apart in 22 digits of a number that is
-    # exact up to 2^53
-    words = -(-PARAMETERS // 22) * 8
+    # exact up to 2^53; two numbers compare the settings of the ranks
+    words = (-(-PARAMETERS // 22) + 2) * 8
     sums = [(key, nbytes) for _, key, nbytes in log if key in OF_NUMBERS]
     assert sums == [("used parameters", words) if stage == 0 else ("gradient norm", 8 + words)]
 

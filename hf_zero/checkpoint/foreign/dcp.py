@@ -33,7 +33,7 @@ from hf_zero.checkpoint.foreign.torch_files import Opaque, SavedTensor, damaged,
 from hf_zero.checkpoint.manifest import MASTER, SHARD
 from hf_zero.errors import CheckpointError, HfZeroError
 from hf_zero.logging import logger
-from hf_zero.optim.segment_table import plain_settings
+from hf_zero.optim.group_settings import plain_settings
 
 Record = tuple[str, Any]  # the name under which it is stored, and torch's record of it
 States = Mapping[Any, Mapping[str, Record]]

@@ -14,7 +14,7 @@ import torch
 
 from hf_zero.checkpoint.foreign.assembled import OptimizerGroup
 from hf_zero.checkpoint.manifest import pair_names
-from hf_zero.optim.segment_table import plain_settings
+from hf_zero.optim.group_settings import plain_settings
 from hf_zero.optim.segments import ParamGroup, StateArrays
 
 Shape = tuple[int, ...]

@@ -39,6 +39,7 @@ from hf_zero.device import streams
 from hf_zero.device.spans import NOTHING, span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
+from hf_zero.logging import abridged
 from hf_zero.offload.storage import SHARD, CastStorage, DeviceStorage, Storage, decoded
 from hf_zero.zero.layout.compute_copy import Change, WeightTransform
 from hf_zero.zero.layout.flat_layout import Slot
@@ -60,6 +61,22 @@ class EngineFlats:
         self.engine: Callable[[], Any | None] = lambda: None  # a weak reference
         # whether requires_grad of a frozen parameter has been switched since the engine looked
         self.trainability_changed = False
+        self._switched: str | None = ""  # None: to be listed again
+
+    def note_switch(self, trainable: bool) -> None:
+        """Note that requires_grad of a parameter was switched, which is laid out as ``trainable``
+        or as frozen.
+        """
+        self.trainability_changed |= not trainable
+        self._switched = None
+
+    @property
+    def switched(self) -> str:
+        """The names of the parameters whose requires_grad differs from that at initialize."""
+        if self._switched is None:
+            views = (flat.parameter_views for flat in self.flats)
+            self._switched = abridged(sorted(name for view in views for name in view.switched))
+        return self._switched
 
 
 class FlatBuffer:

@@ -23,7 +23,7 @@ from hf_zero.distributed.process_group import get_world_size
 from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.offload.placement import Placement
-from hf_zero.optim.segment_table import plain_settings
+from hf_zero.optim.group_settings import plain_settings
 from hf_zero.zero.layout import attributes
 from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer

@@ -197,7 +197,7 @@ class OwnedParameter(nn.Parameter):
                 _requires_grad.__set__(self, requires_grad)
             flat = self.__dict__["_hf_zero_flat"]
             flat.parameter_views.switch(name_of(self))
-            flat.engine_flats.trainability_changed |= not flat.trainable
+            flat.engine_flats.note_switch(flat.trainable)
         return self
 
     def _bare(self) -> nn.Parameter:

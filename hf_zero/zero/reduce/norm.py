@@ -19,6 +19,8 @@ the device, only if another parameter has no gradient on this rank. A rank with 
 nothing. A rank with a gradient of a left-out parameter, from a penalty on the weights, reads
 whether all others have it, too.
 
+A code of what a script has set on this rank is in the same message (settings_check.py).
+
 The message counts ranks: an fp64 number holds the counts of as many parameters as fit exactly.
 """
 
@@ -40,6 +42,7 @@ from hf_zero.ops.flat_tiles import RUNS, squared_norms
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.training_state import GradientBuffer, GradState
 from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.reduce.settings_check import SettingsCheck
 
 RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 
@@ -150,10 +153,12 @@ class UsedParameters:
         # the message of a rank that has used all parameters
         self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
         self.restarts = 0  # of accumulation windows on this rank, the same on all
+        self._settings = SettingsCheck(mesh, device)
+        self._codes = self._settings.upload()
         self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
         self._received: dict[Unit, torch.Tensor] = {}
         for dim in mesh.sums[:2]:  # stages of a pipeline differ in the words of their parameters
-            dim.allow_small_sums(2 + self._all.numel())
+            dim.allow_small_sums(2 + self._all.numel() + self._codes.numel())
 
     def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
         """Return [words] fp64: a digit for each parameter, 1 if its bit in ``used`` is set."""
@@ -169,13 +174,17 @@ class UsedParameters:
         ]
         return upload(torch.tensor(words, dtype=torch.float64), self._device)
 
-    def agree(self, numbers: torch.Tensor, step: int) -> torch.Tensor:
+    def agree(self, numbers: torch.Tensor, step: int, settings: str = "") -> torch.Tensor:
         """Return the sum of ``numbers`` (a few, fp64) over the shards, and set the unused
-        parameters of the flat buffers (collective). Replicas then hold equal sums.
+        parameters of the flat buffers (collective). Replicas then hold equal sums. ``settings``:
+        what a script has set, in words.
 
         Raises PartitionError if some ranks only have a gradient of a parameter that all have left
-        out.
+        out, and RankMismatchError if the ranks have different settings.
         """
+        self._settings.look()
+        if self._settings.change(settings):
+            self._codes = self._settings.upload()
         sums, repeats, stages = self._mesh.sums
         # The collectives' names reveal a rank that has restarted a window alone.
         restarts = f" after {self.restarts} restarted windows" if self.restarts else ""
@@ -187,17 +196,20 @@ class UsedParameters:
             else self._message(self._flats, [flat.gradient.used for flat in self._flats])
         )
         if sums.size > 1:
-            both = torch.cat([numbers, words])
+            both = torch.cat([numbers, words, self._codes])
             sums.all_reduce(both, f"gradient norm{restarts}").wait()
             numbers, words = both[: numbers.numel()], both[numbers.numel() :]
         if repeats.size > 1:
-            words = words.clone()
+            words = words.clone() if sums.size > 1 else torch.cat([words, self._codes])
             # The collective's name reveals a rank that is at another micro-batch.
             handle = repeats.verify_same_collective(
                 f"step {step} after {repeats.reductions.num_issued} reductions{restarts}", words
             )
+            self._settings.receive(words[-2:], handle)
             if not complete or graphs.capturing():
                 handle.wait()
+        elif sums.size > 1:
+            self._settings.receive(words[-2:])
         if complete:
             _mark_idle(self._flats)
         else:

@@ -23,7 +23,7 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update import StagedCopies, Updater
 from hf_zero.optim.cpu_base import updates_in_host_memory
-from hf_zero.optim.segment_table import plain_settings
+from hf_zero.optim.group_settings import plain_settings
 from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.engine_plan import shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -229,11 +229,20 @@ class OptimizerStep:
         """
         total = self.known_norm()
         if total is None:
-            (total,) = self.usage.agree(self._squares().view(1), steps_before)
+            (total,) = self._agree(self._squares(), steps_before)
             self.norm = total.sqrt() / self.scaler.scale
             if not self.extensions:
                 self.set_known_norm(total)
         return total
+
+    def _agree(self, squares: torch.Tensor, steps_before: int) -> torch.Tensor:
+        """Return the sum of ``squares`` over the ranks, [1]. They agree on the used parameters, and
+        compare what a script has set since the engine was built.
+        """
+        settings, flats = self.bound.settings.changes(), self.model.flats
+        if switched := flats[0].engine_flats.switched if flats else "":
+            settings = f"{settings}, requires_grad switched of {switched}".removeprefix(", ")
+        return self.usage.agree(squares.view(1), steps_before, settings)
 
     def known_norm(self) -> torch.Tensor | None:
         """Return what :meth:`measure` has returned, unless a gradient has changed since."""
@@ -300,7 +309,7 @@ class OptimizerStep:
         else:
             total = self._squares(local)
             if not local:
-                (total,) = self.usage.agree(total.view(1), steps_before)
+                (total,) = self._agree(total, steps_before)
         scale, limit = self.scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
         if may_skip and not bool(torch.isfinite(total)):
