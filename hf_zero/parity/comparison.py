@@ -200,6 +200,8 @@ class Comparison:
             flags = float(mine["applied"]), float(other["applied"])
             yield Difference("whether the step was skipped", engine, step, None, *flags, 1, 0)
             return
+        scales = mine["scale"], other["scale"]
+        yield from self._number("loss scale", engine, step, None, *scales, 0.0)
         if third is not None:
             self._note("gradient norm", engine, [third[0]["norm"]], [other["norm"]])
         if other["applied"]:  # else the norm is not finite
@@ -306,6 +308,6 @@ def same_inputs(one: RunRecord, other: RunRecord, step: int) -> tuple[int, int] 
         lines: Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]
         lines = zip(one.steps[engine, at], other.steps[engine, at])
         for rank, (mine, theirs) in enumerate(lines):
-            if mine["inputs"] != theirs["inputs"]:
+            if any(a != b for a, b in zip(mine["inputs"], theirs["inputs"])):
                 return at, rank
     return None

@@ -36,7 +36,9 @@ def parity(train: Callable[[], object], steps: int = 6, keep: bool = False) -> A
     with ExitStack() as stack:
         text = ""
         if process_group.get_rank() == 0:
-            text = stack.enter_context(tempfile.TemporaryDirectory(prefix="hf-zero-parity-"))
+            # where this rank raises, the others may still write
+            kept = tempfile.TemporaryDirectory(prefix="hf-zero-parity-", ignore_cleanup_errors=True)
+            text = stack.enter_context(kept)
         if process_group.get_world_size() > 1:
             text = world_group.get_world_group().broadcast_object(text)
         restore, python = restorer_of_generators(), random.getstate()

@@ -211,7 +211,6 @@ class Reference(nn.Module):
         if not (self.ends_window or not self.config.managed_gradient_accumulation):
             self._micro_batches += 1
             return
-        self._micro_batches = 0
         self._finish_gradients()
         self._update(self.optimizer)
         self.zero_grad()
@@ -239,6 +238,10 @@ class Reference(nn.Module):
         overflow = self.scaler.skips and not bool(torch.isfinite(self._norm))
         overflow = overflow or self.global_steps + 1 in self.skips_steps
         if not overflow:
+            with torch.no_grad():
+                for parameter, master in self.masters.items():  # what a script has written counts
+                    kept = parameter == master.to(parameter.dtype)
+                    master.copy_(torch.where(kept, master, parameter.float()))
             type(optimizer).step(optimizer)
             with torch.no_grad():
                 for parameter, master in self.masters.items():
@@ -256,10 +259,11 @@ class Reference(nn.Module):
         self.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients of the window."""
+        """Drop all gradients; the next micro-batch is the first of its window."""
         for parameter in (*self.module.parameters(), *self.trained, *self.masters.values()):
             parameter.grad = None
         self._local, self._weighted, self._averaged = {}, False, False
+        self._micro_batches = 0
 
     def _scaled(self, output: torch.Tensor) -> torch.Tensor:
         """Return ``output`` with the loss scale in the gradient of a plain ``loss.backward()``."""
@@ -291,7 +295,6 @@ class Reference(nn.Module):
 
     def restart_window(self) -> None:
         self.zero_grad()
-        self._micro_batches = 0
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         micro = self.train_micro_batch_size_per_gpu() * self.world_size

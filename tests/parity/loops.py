@@ -47,7 +47,9 @@ def loop(
     plain: bool = False,
     spoil: Callable[[Any, int], object] = lambda engine, step: None,
 ) -> Callable[[], None]:
-    """The function that trains a copy of ``model``; ``spoil(engine, step)`` runs before a step."""
+    """The function that trains a copy of ``model``; ``spoil(engine, step)`` runs before a step, and
+    leaves it out if it returns True.
+    """
 
     def train() -> None:
         engine, *_ = hf_zero.initialize(model=copy.deepcopy(model), config=settings)
@@ -60,8 +62,8 @@ def loop(
                 loss.backward()
             else:
                 engine.backward(loss)
-            spoil(engine, micro_step)
-            engine.step()
+            if not spoil(engine, micro_step):
+                engine.step()
 
     return train
 

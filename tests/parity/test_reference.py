@@ -58,6 +58,25 @@ def test_the_reference_is_a_plain_loop() -> None:
         assert torch.equal(one, other)
 
 
+def test_a_write_of_the_script_counts_and_zero_grad_begins_a_window() -> None:
+    settings = {"stage": 0, "bf16": {"enabled": True}, "gradient_accumulation_steps": 2}
+    model = stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = Reference(model, optimizer, hf_zero.ZeroConfig.from_dict(settings).resolve(1))
+    master = engine.masters[model[3].bias]
+    before = master.detach().clone()
+    for micro_step in range(4):
+        engine.backward(engine(torch.randn(ROWS, FEATURES).bfloat16()).square().mean())
+        if micro_step == 1:
+            engine.zero_grad()  # drops both, and the next is the first of its window
+            with torch.no_grad():
+                model[3].bias[0] = 2.0
+        else:
+            engine.step()
+        assert engine.global_steps == (micro_step == 3)
+    assert master.tolist() == [2.0, float(before[1])]
+
+
 def test_the_reference_uses_nothing_of_the_engine() -> None:
     path = Path(reference.__file__)
     text = path.read_text()
