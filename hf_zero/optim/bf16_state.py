@@ -151,11 +151,11 @@ class Bf16State:
         narrow: dict[Segment, ParamState] = {}
         for segment in segments:
             entries = states.get(segment.tensor, {})
-            arrays = narrow[segment] = {MASTER: segment.tensor.data, **entries}
+            arrays = narrow[segment] = {MASTER: segment.data, **entries}
             entries.pop(COMPENSATION, None)  # before the first step there must be no state
             for name, value in self.widen(arrays).items():
                 if name == MASTER:
-                    segment.tensor.data = value
+                    segment.data = value
                 elif name != COMPENSATION:
                     entries[name] = value
             if self.kahan and self._is_narrow(MASTER, arrays[MASTER]) and segment.parts:
@@ -164,14 +164,14 @@ class Bf16State:
             yield
             for segment, arrays in narrow.items():
                 entries = states.get(segment.tensor, {})
-                wide = {MASTER: segment.tensor.data, **entries}
+                wide = {MASTER: segment.data, **entries}
                 for name, value in entries.items():
                     if name not in arrays and self._narrows(name, value, segment.tensor.shape):
                         arrays[name] = torch.zeros_like(value, dtype=torch.bfloat16)
                 self.narrow(segment, arrays, wide, steps_before)
         finally:
             for segment, arrays in narrow.items():
-                segment.tensor.data = arrays[MASTER]
+                segment.data = arrays[MASTER]
                 for name, value in arrays.items():
                     if name == COMPENSATION or (name != MASTER and self._is_narrow(name, value)):
                         states[segment.tensor][name] = value

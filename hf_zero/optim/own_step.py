@@ -179,9 +179,9 @@ class OwnStep:
     ) -> None:
         """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
         entries: ParamState = self._optimizer.state[segment.tensor]
-        placeholder = segment.tensor.data
+        placeholder = segment.data
         placeholders = {name: entries[name] for name in arrays if name in entries}
-        segment.tensor.data = arrays[MASTER]
+        segment.data = arrays[MASTER]
         if is_first_step and self._begins_state:
             entries.clear()
         else:
@@ -194,7 +194,7 @@ class OwnStep:
             if new is not None and new.data_ptr() != arrays[name].data_ptr():
                 arrays[name].copy_(new)
             entries[name] = entry
-        segment.tensor.data = placeholder
+        segment.data = placeholder
 
     def _over(
         self,
@@ -205,7 +205,10 @@ class OwnStep:
         in_kernel: bool,
         step: Callable[[], object],
     ) -> None:
-        """Run ``step`` with ``gradients`` of ``segments``; the optimizer skips all others."""
+        """Run ``step`` with ``gradients`` of ``segments``; the optimizer skips all others. Their
+        tensors have the class that torch's implementations ask for meanwhile.
+        """
+        classes = [type(segment.tensor) for segment in segments]
         optimizer: Any = self._optimizer
         if grad_scale is not None and not in_kernel and gradients:
             torch._foreach_div_(
@@ -223,11 +226,13 @@ class OwnStep:
                     None if found_inf is None else found_inf.ne(0).to(torch.float32).reshape(())
                 )
             for segment, gradient in zip(segments, gradients):
+                segment.tensor.__class__ = torch.nn.Parameter
                 segment.tensor.grad = gradient
             step()
         finally:
-            for segment in segments:
+            for segment, kind in zip(segments, classes):
                 segment.tensor.grad = None
+                segment.tensor.__class__ = kind
             for name in ("grad_scale", "found_inf") if in_kernel else ():
                 vars(optimizer).pop(name, None)
 

@@ -31,6 +31,7 @@ from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.own_step import choose_fused
 from hf_zero.optim.segments import (
+    CopiedMaster,
     Segment,
     SegmentPart,
     StateArrays,
@@ -187,6 +188,8 @@ class SegmentTable:
             if (self._copied and not segment.parts)
             or any(part.flat.key in self._copied for part in segment.parts)
         ]
+        for tensor in self.watched:
+            tensor.__class__ = CopiedMaster
         self.changes = sum(map(changes_of, self.watched))
 
     def _parts_of(self, flat: OptimizerShard) -> list[tuple[Segment, SegmentPart]]:

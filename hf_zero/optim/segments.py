@@ -79,6 +79,33 @@ class SegmentPart:
             )
 
 
+_data: Any = Tensor.data
+
+
+class CopiedMaster(torch.nn.Parameter):
+    """The tensor of a segment whose values have copies elsewhere, outside steps: its count of
+    changes has writes through ``.data``, too. In a step it is an ``nn.Parameter``, since torch
+    updates several tensors in one call only if they have exactly this class.
+    """
+
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        """The values, whose writes are counted."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copy ``value`` over the values: the segment stays in the memory of its flat buffer."""
+        if value.shape != self.shape:
+            raise PartitionError(
+                f"a member of optimizer.param_groups was given data of shape {tuple(value.shape)} "
+                f"and has {tuple(self.shape)}: it is this rank's part of the master weights; write "
+                "to the parameters of the model"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+
 @dataclass(eq=False)
 class Segment:
     """One tensor of one group. ``start`` and ``stop`` are its place in its region."""
@@ -89,6 +116,15 @@ class Segment:
     parts: list[SegmentPart]
     sub_group: int = 0  # index in the sub-groups of a flat buffer with offloaded state
     tensor: Tensor = field(init=False)
+
+    @property
+    def data(self) -> Tensor:
+        """The data of the tensor, with a count of changes of their own."""
+        return _data.__get__(self.tensor)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _data.__set__(self.tensor, value)
 
     @property
     def offloaded(self) -> bool:

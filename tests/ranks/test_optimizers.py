@@ -394,10 +394,18 @@ def engine_with(stage, way, precision, folder, model, make=two_rates):
 
 
 @in_turn(
-    "stage, way, precision",
-    [(1, "device", "fp32"), (0, "device", "bf16"), (2, "optimizer on cpu", "fp32")],
+    "stage, way, precision, write",
+    [
+        (1, "device", "fp32", "in place"),
+        (2, "device", "fp32", "through .data"),
+        (0, "device", "bf16", "in place"),
+        (0, "device", "bf16", "to .data"),
+        (2, "optimizer on cpu", "fp32", "through .data"),
+    ],
 )
-def test_writes_to_groups_between_steps_are_refused_on_all_ranks(stage, way, precision, tmp_path):
+def test_writes_to_groups_between_steps_are_refused_on_all_ranks(
+    stage, way, precision, write, tmp_path
+):
     """Where other ranks or copies would miss them; after a load the run goes on."""
 
     def run(rank, model):
@@ -408,8 +416,16 @@ def test_writes_to_groups_between_steps_are_refused_on_all_ranks(stage, way, pre
         hf_zero.safe_set_full_fp32_param(first, value)  # a write of the engine's own
         run_steps(engine, rank, range(1, 2))
         engine.save_checkpoint(tmp_path / "run")
-        with torch.no_grad():
-            engine.optimizer.param_groups[1]["params"][0].mul_(0.9)
+        member = engine.optimizer.param_groups[1]["params"][0]
+        if write == "in place":
+            with torch.no_grad():
+                member.mul_(0.9)
+        elif write == "through .data":
+            member.data.mul_(0.9)
+        else:
+            with pytest.raises(PartitionError, match=r"a member of optimizer\.param_groups"):
+                member.data = torch.zeros(member.numel() + 1)
+            member.data = 0.9 * member.data
         for step in (2, 3):
             engine.backward(squared(engine, At(step, 0, rank), next(model.parameters()).dtype))
             with pytest.raises(PartitionError, match="param_groups of AdamW"):

@@ -206,5 +206,5 @@ def _return_parameters(
     optimizer.state = defaultdict(dict)
     for group, members in zip(optimizer.param_groups, parameters):
         for segment in group["params"]:
-            segment.data = segment.data.new_empty(0)
+            torch.Tensor.data.__set__(segment, segment.new_empty(0))  # type: ignore[attr-defined]
         group["params"] = list(members)
