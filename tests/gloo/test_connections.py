@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -61,13 +62,23 @@ def connections() -> int:
     return count
 
 
+def remaining(before: int) -> int:
+    """Return the number of connections beside ``before``, once gloo's threads have closed those of
+    engines that have ended.
+    """
+    until = time.monotonic() + 60
+    while connections() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    return connections() - before
+
+
 def counts(rank: int) -> dict[str, tuple[int, int, dict[str, int], dict[str, int], bool]]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # nodes of two ranks
     get_world_group()
-    everything, others = {}, working()
+    everything, others, before = {}, working(), connections()
     for name, (stage, section, _) in CASES.items():
         dist.barrier()
-        held, before = held_of_the_job(), connections()
+        held = held_of_the_job()
         model = seeded(lambda: Stack(3))
         config = config_of(stage, zero_optimization={"stage": stage, **section})
         engine = start(model, adamw(model), config)
@@ -79,7 +90,7 @@ def counts(rank: int) -> dict[str, tuple[int, int, dict[str, int], dict[str, int
         del engine
         await_threads(others)
         dist.barrier()
-        remains = connections() - before
+        remains = remaining(before)
         left = held_of_the_job()
         # Another engine takes the values over.
         engine = start(model, adamw(model), config_of(3))
@@ -87,8 +98,8 @@ def counts(rank: int) -> dict[str, tuple[int, int, dict[str, int], dict[str, int
         engine.destroy()
         del engine, model
         gc.collect()
-        await_threads(others)  # gloo's: their connections are closed before the next count
-        everything[name] = (during - before, remains, held, left, same)
+        await_threads(others)
+        everything[name] = (during - before, max(remains, remaining(before)), held, left, same)
     return everything
 
 
