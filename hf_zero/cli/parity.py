@@ -23,6 +23,7 @@ from hf_zero.cli.launch import (
     ranks_of_options,
 )
 from hf_zero.cli.printing import AsJson, PrintableTable, entry, print_json, print_table
+from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_zero.parity.session import Answer
@@ -43,10 +44,23 @@ Keep = Annotated[
 ]
 
 
+ResumeAt = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Also stop a run after this step, resume it, and compare the steps after it."
+    ),
+]
+ResumeRanks = Annotated[
+    int | None, typer.Option(min=1, help="Ranks of the resumed run; default: the same.")
+]
+
+
 def parity(
     command: Command,
     ranks: Ranks = None,
     steps: Steps = STEPS,
+    resume_at: ResumeAt = None,
+    resume_ranks: ResumeRanks = None,
     keep: Keep = False,
     preset: Preset = None,
     stage: Stage = None,
@@ -68,8 +82,11 @@ def parity(
     Example: hf-zero parity --ranks 2 --steps 8 -- train.py --lr 1e-4
     """
     from hf_zero.launch.plan import Request, refuse_missing
-    from hf_zero.parity.session import Session, as_json_object
+    from hf_zero.parity.session import Resume, Session, as_json_object
 
+    if resume_ranks is not None and resume_at is None:
+        raise ConfigError(f"--resume-ranks {resume_ranks} goes with --resume-at STEP")
+    resume = None if resume_at is None else Resume(resume_at, resume_ranks)
     configured = configured_start(preset, stage, config, precision, set_keys or [])
     script, *arguments = command
     request = Request(
@@ -90,7 +107,8 @@ def parity(
         )
     signal.signal(signal.SIGTERM, _as_interrupt)
     with _progress(steps) as bar:
-        answer = Session(request, default_ranks, steps, keep, bar.report, bar.say).compare()
+        session = Session(request, default_ranks, steps, keep, bar.report, bar.say, resume)
+        answer = session.compare()
     if as_json:
         print_json(as_json_object(answer))
     else:

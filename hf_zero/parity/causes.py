@@ -57,6 +57,29 @@ def cause_of(
     return OF_ENGINE
 
 
+def cause_of_resume(
+    difference: Difference, reference: RunRecord, resumed: RunRecord, after: int
+) -> str:
+    """Return the usual cause that fits the first ``difference`` of a run that was resumed after
+    step ``after``, with what to do; else :data:`OF_ENGINE`.
+    """
+    ranks = [len(record.steps[0, 0]) for record in (reference, resumed)]
+    if ranks[0] == ranks[1] and (batch := same_inputs(reference, resumed, difference.step, after)):
+        step, rank = batch
+        return (
+            f"rank {rank} reads other batches in step {step} than the run that was not stopped: "
+            "the script begins its data anew; continue the loop from engine.global_steps, with the "
+            "loader that initialize returns for training_data, or skip what has been trained on"
+        )
+    if ranks[0] != ranks[1] and difference.what in ("gradient norm", "number of steps"):
+        return (
+            f"a step of {ranks[1]} ranks trains on other samples than one of {ranks[0]}: pass the "
+            "data as training_data to initialize, which keeps the samples of a step, or resume on "
+            f"{ranks[0]} ranks"
+        )
+    return OF_ENGINE
+
+
 def not_repeated(reference: RunRecord, measured: RunRecord | None) -> bool:
     """Return whether the first losses of two runs of the reference differ by more than rounding."""
     if measured is None:

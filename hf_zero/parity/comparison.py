@@ -36,6 +36,7 @@ class RunRecord:
     """The record of one run: the lines of each rank in ``folder``."""
 
     def __init__(self, folder: Path):
+        self.folder = folder
         files = sorted(folder.glob("rank*.jsonl"), key=lambda path: int(path.stem[4:]))
         by_rank = [read(file) for file in files]
         self.complete = bool(by_rank) and all(lines and "end" in lines[-1] for lines in by_rank)
@@ -125,10 +126,19 @@ class ComparisonResult:
 
 
 class Comparison:
-    """Compares ``run`` with ``reference``; ``measured``: the third run, of the note above."""
+    """Compares ``run`` with ``reference``; ``measured``: the third run, of the note above.
+    ``after``: the step from whose end ``run`` was resumed, maybe on other ranks; 0: it was not.
+    """
 
-    def __init__(self, reference: RunRecord, run: RunRecord, measured: RunRecord | None = None):
+    def __init__(
+        self,
+        reference: RunRecord,
+        run: RunRecord,
+        measured: RunRecord | None = None,
+        after: int = 0,
+    ):
         self.reference, self.run, self.measured = reference, run, measured
+        self._after = after
         precision = reference.about(0)["precision"] if reference.engines else "fp32"
         autocast = bool(reference.engines and reference.about(0)["autocast"])
         self.mixed = precision != "fp32" or autocast
@@ -158,34 +168,44 @@ class Comparison:
     def _with_growth(self, first: Difference) -> Difference:
         """Return ``first`` with whether the same number is farther off in the last step."""
         key = first.engine, self.run.last_step
-        if first.parameter is None or first.step == key[1] or key not in self.reference.steps:
+        at = first.engine, first.step
+        if first.parameter is None or at == key:
+            return first
+        if key not in self.reference.steps or at not in self.run.steps:
             return first
         name = first.parameter
         got, expected = self.run.masters(*key).get(name), self.reference.masters(*key).get(name)
         if got is None or expected is None:
             return first
-        before = self.reference.masters(first.engine, first.step)[name]
-        then = self.run.masters(first.engine, first.step)[name]
+        before, then = self.reference.masters(*at)[name], self.run.masters(*at)[name]
         grows = distance(got, expected) > 1.5 * distance(then, before)
         return Difference(**{**vars(first), "grows": grows})
 
     def _differences(self) -> Iterator[Difference]:
         for key in sorted(self.reference.steps, key=lambda key: (key[1], key[0])):
             engine, step = key
-            ours, theirs = self.run.steps.get(key), self.reference.steps[key]
-            if ours is None or len(ours) != len(theirs):
+            if step < self._after:
+                continue
+            begins = step == self._after
+            at = 0 if begins else step
+            ours, theirs = self.run.steps.get((engine, at)), self.reference.steps[key]
+            if ours is None or not (self._after or len(ours) == len(theirs)):
                 yield Difference("number of steps", engine, step, None, 0, 1, math.inf, 0)
                 return
-            if step:
+            if not begins:
                 yield from self._numbers(engine, step, ours, theirs)
-            yield from self._weights(engine, step, ours)
+            # a trainer loads after it has made its engine
+            elif self._after and ours[0]["resumed_at"] != self._after:
+                continue
+            yield from self._weights(engine, step, ours, self.run.masters(engine, at))
 
     def _numbers(
         self, engine: int, step: int, ours: list[JsonObject], theirs: list[JsonObject]
     ) -> Iterator[Difference]:
         """Yield the differences of losses, then of the norm and the learning rates."""
         third = self._of_third(engine, step)
-        for rank, (mine, other) in enumerate(zip(ours, theirs)):
+        pairs = zip(ours, theirs) if len(ours) == len(theirs) else ()
+        for rank, (mine, other) in enumerate(pairs):
             got, expected = mine["losses"], other["losses"]
             if len(got) != len(expected):
                 count = float(len(got)), float(len(expected))
@@ -200,8 +220,9 @@ class Comparison:
             flags = float(mine["applied"]), float(other["applied"])
             yield Difference("whether the step was skipped", engine, step, None, *flags, 1, 0)
             return
-        scales = mine["scale"], other["scale"]
-        yield from self._number("loss scale", engine, step, None, *scales, 0.0)
+        if mine["scale"] != other["scale"]:
+            scales = mine["scale"], other["scale"]
+            yield from self._number("loss scale", engine, step, None, *scales, 0.0)
         if third is not None:
             self._note("gradient norm", engine, [third[0]["norm"]], [other["norm"]])
         if other["applied"]:  # else the norm is not finite
@@ -245,10 +266,12 @@ class Comparison:
         if known is None or size > known[0]:
             self._largest[what] = size, allowed, step
 
-    def _weights(self, engine: int, step: int, ours: list[JsonObject]) -> Iterator[Difference]:
+    def _weights(
+        self, engine: int, step: int, ours: list[JsonObject], got: Mapping[str, Sketch]
+    ) -> Iterator[Difference]:
         """Yield the differences of master weights, the largest first, then of whole weights."""
         first, units = self.reference.masters(engine, 0), self.run.about(engine)["units"]
-        want, got = self.reference.masters(engine, step), self.run.masters(engine, step)
+        want = self.reference.masters(engine, step)
         third = None if self._of_third(engine, step) is None else self.measured
         after_masters: list[Difference] = []
         differences: list[Difference] = []
@@ -300,10 +323,14 @@ class Comparison:
         yield from after_masters
 
 
-def same_inputs(one: RunRecord, other: RunRecord, step: int) -> tuple[int, int] | None:
-    """Return the first (step, rank) up to ``step`` whose batches differ between two records."""
+def same_inputs(
+    one: RunRecord, other: RunRecord, step: int, after: int = 0
+) -> tuple[int, int] | None:
+    """Return the first (step, rank) beyond ``after``, up to ``step``, whose batches differ between
+    two records.
+    """
     for engine, at in sorted(one.steps, key=lambda key: key[1]):
-        if not 0 < at <= step or (engine, at) not in other.steps:
+        if not after < at <= step or (engine, at) not in other.steps:
             continue
         lines: Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]
         lines = zip(one.steps[engine, at], other.steps[engine, at])

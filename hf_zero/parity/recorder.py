@@ -26,19 +26,25 @@ MESSAGE_LENGTH = 300
 MOST_SKIPPED = 20  # steps beyond those asked for, while an fp16 loss scale is found
 
 
+SAVES = "saves"  # in the folder of a run: what it saves
+
+
 class Finished(BaseException):
     """The end of a script whose steps have all been recorded."""
 
 
 class StepRecorder:
     """The record of this rank in ``folder``; ends the script after ``steps`` steps of each engine
-    that trains, unless ``steps`` is 0.
+    that trains, unless ``steps`` is 0. ``saves``: the engines are saved then. ``resumed``: steps
+    are numbered as the engine counts them.
     """
 
-    def __init__(self, folder: Path, steps: int):
+    def __init__(self, folder: Path, steps: int, saves: bool = False, resumed: bool = False):
         self.folder = folder
         self._file: TextIO | None = None
-        self._steps = steps
+        self.steps = steps
+        self._resumed = resumed
+        self.saves = saves
         self._engines: dict[int, int] = {}  # number by id
         self.engines: list[Any] = []
         # recorded steps by engine, and how many of them an overflow has skipped
@@ -88,6 +94,7 @@ class StepRecorder:
             "stage": engine.config.stage,
             "world": process_group.get_world_size(),
             "sizes": {name: p.numel() for name, p in engine.module.named_parameters()},
+            "resumed_at": engine.global_steps,
             **header,
         }
         self.write(about | _weights(engine, frozen=True) | {"log": self._take_messages()})
@@ -114,7 +121,7 @@ class StepRecorder:
         number = self._engines.get(id(engine))
         if number is None:
             return
-        self._taken[number] += 1
+        self._taken[number] = engine.global_steps if self._resumed else self._taken[number] + 1
         line = {
             "engine": number,
             "step": self._taken[number],
@@ -129,14 +136,16 @@ class StepRecorder:
         self.write(line | _weights(engine) | {"log": self._take_messages()})
         self._skipped[number] += not line["applied"]
         counted = zip(self._taken, self._skipped)
-        if self._steps and all(t - min(s, MOST_SKIPPED) >= self._steps for t, s in counted):
+        if self.steps and all(t - min(s, MOST_SKIPPED) >= self.steps for t, s in counted):
+            for index, trained in enumerate(self.engines if self.saves else ()):
+                trained.save_checkpoint(saved_engine(self.folder, index), blocking=True)
             raise Finished
 
     def saves_in(self, folder: Any) -> str | None:
         """Return the folder of this run that stands for ``folder`` of the script."""
         if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
             return None
-        path, saves = Path(os.path.abspath(folder)), self.folder / "saves"
+        path, saves = Path(os.path.abspath(folder)), self.folder / SAVES
         if path.is_relative_to(saves):
             return str(path)
         return str(saves / f"{zlib.crc32(str(path).encode()):08x}" / path.name)
@@ -197,6 +206,11 @@ def checksum(value: object) -> int:
         array = tensor.detach().to("cpu").contiguous().view(-1)
         total = zlib.crc32(array.view(torch.uint8).numpy().tobytes(), total)
     return total
+
+
+def saved_engine(folder: Path, index: int) -> str:
+    """Return the folder in which a run in ``folder`` saves engine ``index`` as it is stopped."""
+    return str(folder / SAVES / f"engine{index}")
 
 
 class RecordedMethods:

@@ -10,9 +10,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hf_zero.errors import ParityError
 from hf_zero.initialize import replace_start, start_engine
 from hf_zero.integrations.checkpoint_folders import redirect_saves
-from hf_zero.parity.recorder import Finished, StepRecorder, recorded, recording_plain_backwards
+from hf_zero.integrations.transformers.trainer import choose_resume
+from hf_zero.parity.recorder import (
+    SAVES,
+    Finished,
+    StepRecorder,
+    recorded,
+    recording_plain_backwards,
+    saved_engine,
+)
 from hf_zero.parity.start import comparable, own_update, start_reference
 from hf_zero.setup.request import SetupRequest
 
@@ -30,6 +39,8 @@ class ComparedRun:
     keep: whether settings that change the training on purpose stay.
     module: whether the script is a module.
     skipped: of a reference in full precision, the steps that fp16 has skipped.
+    stop_at: number of steps after which the engines, or the Trainer, save, and it ends; 0: none.
+    resume: the folder of a run that was stopped, from whose end it goes on.
     """
 
     folder: str
@@ -39,6 +50,8 @@ class ComparedRun:
     keep: bool = False
     module: bool = False
     skipped: tuple[int, ...] = ()
+    stop_at: int = 0
+    resume: str = ""
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -56,17 +69,43 @@ class _Installed:
         self.users = 0
         self.recorders: dict[int, StepRecorder] = {}
         self.undo = ExitStack()
+        self.trainer_resumes = False
 
     def recorder(self) -> StepRecorder:
         """Return the recorder of the calling rank; a thread of its own is part of the only one."""
         recorders = self.recorders
         return recorders.get(threading.get_ident()) or next(iter(recorders.values()))
 
+    def save_by_trainer(self, args: Any, resume: str | bool | None) -> str | bool | None:
+        """Have a Trainer with ``args`` save at the step at which the run is stopped, or return the
+        checkpoint from which it resumes, in place of ``resume``.
+        """
+        run, self.trainer_resumes = self.run, True
+        if run.stop_at:
+            recorder = self.recorder()
+            recorder.saves, recorder.steps = False, run.stop_at + 1  # it saves after its step
+            args.save_strategy = type(args.save_strategy)("steps")
+            args.save_steps, args.save_only_model = run.stop_at, False
+        if not run.resume:
+            return resume
+        saved = sorted(Path(run.resume, SAVES).glob("*/*/checkpoint-*"))
+        if not saved:
+            raise ParityError(
+                f"the run that was stopped has no checkpoint in {run.resume}: its Trainer made "
+                "fewer steps; pass a smaller --resume-at"
+            )
+        return str(saved[-1])
+
     def start(self, request: SetupRequest[Any]) -> Any:
         """Make the engine of ``request`` and begin its record."""
         run = self.run
         compared = comparable(request, run.keep)
         request = compared.request
+        recorder = self.recorder()
+        trains = request.optimizer is not None or request.config.optimizer is not None
+        if run.resume and trains and not self.trainer_resumes:
+            folder = saved_engine(Path(run.resume), len(recorder.engines))
+            request = replace(request, resume=folder)
         if run.engine == ENGINE:
             answer = start_engine(
                 replace(request, engine_class=recorded(request.engine_class, self.recorder))
@@ -75,7 +114,7 @@ class _Installed:
             answer = start_reference(request, run.variant, run.skipped)
             answer[0].__class__ = recorded(type(answer[0]), self.recorder)
         header = {"left_out": compared.left_out, "own_update": own_update(answer[1])}
-        self.recorder().add(answer[0], header)
+        recorder.add(answer[0], header)
         return answer
 
 
@@ -90,7 +129,8 @@ def recording(run: ComparedRun) -> Iterator[None]:
     """
     with _lock:
         installed = _installed.setdefault(run.folder, _Installed(run))
-        recorder = StepRecorder(Path(run.folder), run.steps)
+        steps = run.stop_at or run.steps
+        recorder = StepRecorder(Path(run.folder), steps, bool(run.stop_at), bool(run.resume))
         installed.recorders[threading.get_ident()] = recorder
         installed.users += 1
         if installed.users == 1:
@@ -98,6 +138,8 @@ def recording(run: ComparedRun) -> Iterator[None]:
             installed.undo.callback(replace_start, None)
             redirect_saves(lambda folder: installed.recorder().saves_in(folder) or folder)
             installed.undo.callback(redirect_saves, None)
+            choose_resume(installed.save_by_trainer)
+            installed.undo.callback(choose_resume, None)
             installed.undo.enter_context(recording_plain_backwards(installed.recorder))
     how = BY_ITSELF
     try:

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hf_zero.errors import ParityError
 from hf_zero.launch.plan import Request, plan
-from hf_zero.logging import JsonObject
-from hf_zero.parity.causes import OF_ENGINE, cause_of
+from hf_zero.logging import JsonObject, counted
+from hf_zero.parity.causes import OF_ENGINE, cause_of, cause_of_resume
 from hf_zero.parity.comparison import Comparison, ComparisonResult, Difference, RunRecord
 from hf_zero.parity.runs import ENGINE, REFERENCE, ComparedRun
 from hf_zero.parity.start import FULL_PRECISION, LAST_BITS
@@ -28,6 +29,31 @@ SILENT_SECONDS = 300.0  # without a step, before a message says so
 LAST_LINES = 15
 NO_TERMINAL = "EOF when reading a line"
 Progress = Callable[[str, int], None]
+MakeRun = Callable[..., RunRecord]  # of its name, ``ranks`` and the fields of ComparedRun
+
+
+@dataclass(frozen=True)
+class ResumeAnswer:
+    """The answer about a run that was stopped after step ``after`` and resumed on ``ranks``."""
+
+    outcome: ComparisonResult
+    after: int
+    ranks: int
+    cause: str | None
+
+    @property
+    def equal(self) -> bool:
+        return self.outcome.first is None
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Request for a run that is stopped after step ``at``, and resumed on ``ranks``, by default the
+    same.
+    """
+
+    at: int
+    ranks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,11 +71,12 @@ class Answer:
     own_updates: list[str]
     cause: str | None
     log: list[str]
+    resumed: ResumeAnswer | None = None
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs by more than rounding explains."""
-        return self.outcome.first is None
+        return self.outcome.first is None and (self.resumed is None or self.resumed.equal)
 
     def __str__(self) -> str:
         return "\n".join([sentence(self), *details(self)])
@@ -69,29 +96,27 @@ class Session:
     keep: bool
     report: Progress
     say: Callable[[str], None]
+    resume: Resume | None = None
 
     def compare(self) -> Answer:
         """Run and compare. Raises ParityError if a run cannot be compared."""
         with tempfile.TemporaryDirectory(prefix="hf-zero-parity-") as text:
             self._folder = Path(text)
-            reference = self._run("reference", REFERENCE)
-            refuse_untrained(reference)
-            run = self._run(ENGINE, ENGINE)
             script = None if self.request.module else Path(self.request.script)
-            return compared(reference, run, self._run, script, self.say)
+            return compare(self._run, script, self.resume, self.say)
 
     # ---- one run ----
 
-    def _run(
-        self, name: str, engine: str, variant: str = "", skipped: tuple[int, ...] = ()
-    ) -> RunRecord:
+    def _run(self, name: str, ranks: int | None = None, **fields: Any) -> RunRecord:
         folder = self._folder / name
         folder.mkdir()
-        module = self.request.module
-        run = ComparedRun(str(folder), engine, variant, self.steps, self.keep, module, skipped)
+        fixed = {"steps": self.steps, "keep": self.keep, "module": self.request.module}
+        run = ComparedRun(**{"folder": str(folder), **fixed, **fields})
         run.write(folder / "run.json")
         words = (str(folder / "run.json"), self.request.script, *self.request.arguments)
         request = replace(self.request, script=PROGRAM, module=True, arguments=words)
+        if ranks is not None:
+            request = replace(request, num_procs=ranks)
         (start,) = plan(request, self.default_ranks).starts
         output = folder / "output.log"
         code = self._wait(name, start.command, start.environment, output)
@@ -180,22 +205,32 @@ def refuse_untrained(record: RunRecord) -> None:
         )
 
 
-def compared(
-    reference: RunRecord,
-    run: RunRecord,
-    measure: Callable[[str, str, str, tuple[int, ...]], RunRecord],
+def compare(
+    make_run: MakeRun,
     script: Path | None,
+    resume: Resume | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Answer:
-    """Return the answer of two records. ``measure(name, engine, variant, skipped)``, with the
-    fields of :class:`ComparedRun`, makes a third run if rounding has to be measured.
+    """Return the answer of the runs that ``make_run`` makes: the reference, the engine as it is
+    configured, the reference again if rounding has to be measured, and with ``resume`` one that is
+    stopped and resumed. Raises ParityError if the script cannot be compared.
     """
+    reference = make_run("reference", engine=REFERENCE)
+    refuse_untrained(reference)
+    last = reference.last_step
+    if resume is not None and not 0 < resume.at < last:
+        raise ParityError(
+            f"--resume-at {resume.at} leaves no step to compare after it: the runs have {last} "
+            f"steps; pass 1 to {last - 1}, or more --steps"
+        )
+    run = make_run(ENGINE, engine=ENGINE)
     comparison, measured = Comparison(reference, run), None
     outcome = comparison.outcome()
     if outcome.first is not None and run.engines == reference.engines:
         variant = FULL_PRECISION if comparison.mixed else LAST_BITS
         try:
-            measured = measure("rounding", REFERENCE, variant, tuple(reference.skipped))
+            skipped = tuple(reference.skipped)
+            measured = make_run("rounding", engine=REFERENCE, variant=variant, skipped=skipped)
         except ParityError as error:
             if say is not None:
                 say(f"what rounding does could not be measured: {error}")
@@ -206,6 +241,9 @@ def compared(
         cause = cause_of(first, reference, run, measured, script)
         for line in run.steps.get((first.engine, first.step), []):
             log += [message for message in line["log"] if message not in log]
+    resumed = None
+    if resume is not None and first is None:
+        resumed = _resumed(make_run, reference, measured, resume)
     about = [reference.about(engine) for engine in range(reference.engines)]
     return Answer(
         outcome,
@@ -216,24 +254,51 @@ def compared(
         sorted({of["own_update"] for of in about if of["own_update"]}),
         cause,
         log,
+        resumed,
     )
+
+
+def _resumed(
+    make_run: MakeRun, reference: RunRecord, measured: RunRecord | None, resume: Resume
+) -> ResumeAnswer:
+    """Return the answer about a run that is stopped and resumed."""
+    stopped = make_run("stopped", engine=ENGINE, stop_at=resume.at)
+    folder = str(stopped.folder)
+    run = make_run("resumed", ranks=resume.ranks, engine=ENGINE, resume=folder)
+    refuse_untrained(run)
+    after = run.about(0)["resumed_at"] or resume.at
+    outcome = Comparison(reference, run, measured, after).outcome()
+    ranks = int(run.about(0)["world"])
+    first, cause = outcome.first, None
+    if first is not None:
+        cause = cause_of_resume(first, reference, run, after)
+    return ResumeAnswer(outcome, after, ranks, cause)
 
 
 def sentence(answer: Answer) -> str:
     """Return the answer in one line."""
     outcome, first = answer.outcome, answer.outcome.first
-    ranks = f"{answer.ranks} ranks" if answer.ranks > 1 else "1 rank"
+    ranks = counted(answer.ranks, "rank")
+    resumed, after = answer.resumed, ""
     if first is None:
         off = outcome.largest.get("loss", (0.0, 0.0, 0))[0]
         losses = f"losses within {off:.1g}" if off else "losses to the last bit"
-        return (
+        text = (
             f"equal to torch for {outcome.steps} steps on {ranks}: {outcome.parameters} "
             f"parameters, {losses}"
         )
+        if resumed is None:
+            return text
+        after = f", resumed after step {resumed.after}"
+        if resumed.ranks != answer.ranks:
+            after += f" on {counted(resumed.ranks, 'rank')}"
+        if resumed.outcome.first is None:
+            return text + after.replace(", ", ", also ", 1)
+        first = resumed.outcome.first
     what = f"{first.what} of {first.parameter}" if first.parameter else f"the {first.what}"
     where = "" if first.rank is None else f" on rank {first.rank}"
     when = f"step {first.step}" if first.step else "the start"
-    return f"different from torch at {when}{where}: {what} {_off(first)}"
+    return f"different from torch at {when}{where}{after}: {what} {_off(first)}"
 
 
 def _off(first: Difference) -> str:
@@ -263,6 +328,8 @@ def details(answer: Answer) -> list[str]:
             )
         lines += [f"the engine said in this step: {message}" for message in answer.log]
         lines.append(f"cause: {answer.cause}")
+    elif answer.resumed is not None and not answer.resumed.equal:
+        lines.append(f"cause: {answer.resumed.cause}")
     if answer.left_out:
         lines.append(
             f"compared without {', '.join(answer.left_out)}, which change the training on purpose "
@@ -273,8 +340,19 @@ def details(answer: Answer) -> list[str]:
     return lines
 
 
+def _resumed_json(resumed: ResumeAnswer) -> JsonObject:
+    first = resumed.outcome.first
+    return {
+        "after_step": resumed.after,
+        "ranks": resumed.ranks,
+        "equal": resumed.equal,
+        "first": None if first is None else vars(first),
+        "cause": resumed.cause,
+    }
+
+
 def as_json_object(answer: Answer) -> JsonObject:
-    outcome = answer.outcome
+    outcome, resumed = answer.outcome, answer.resumed
     return {
         "equal": answer.equal,
         "answer": sentence(answer),
@@ -293,4 +371,5 @@ def as_json_object(answer: Answer) -> JsonObject:
         "log": answer.log,
         "left_out": answer.left_out,
         "own_updates": answer.own_updates,
+        "resumed": None if resumed is None else _resumed_json(resumed),
     }

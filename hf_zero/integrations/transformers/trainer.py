@@ -68,6 +68,18 @@ _announced: weakref.WeakSet[EngineProtocol] = (
 )  # engines whose checkpoints were described
 
 
+ResumeChoice = Callable[["TrainingArguments", "str | bool | None"], "str | bool | None"]
+_resume_choice: ResumeChoice | None = None
+
+
+def choose_resume(choice: ResumeChoice | None) -> None:
+    """Have ``choice(args, resume_from_checkpoint)`` return what a ``train()`` under ZeRO resumes
+    from, in this process; it may change when ``args`` save. None: the script decides.
+    """
+    global _resume_choice
+    _resume_choice = choice
+
+
 def find_zero_callback(original: Original, self: Trainer, *args: object, **kwargs: object) -> None:
     """Wraps ``Trainer.__init__``: a ZeroCallback among the callbacks routes this Trainer. Raises
     ConfigError for a scheduler without its optimizer, and for batches that ranks cannot share.
@@ -197,6 +209,8 @@ def train_anew(
                     "another train() goes on with the weights and with a new optimizer, as the "
                     "Trainer has it under ZeRO"
                 )
+        if _resume_choice is not None:
+            resume_from_checkpoint = _resume_choice(self.args, resume_from_checkpoint)
         resume_from_checkpoint = whole_to_resume(self, resume_from_checkpoint)
     try:
         return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
