@@ -19,8 +19,8 @@ from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
 from hf_zero.zero.engine_parts import EngineParts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.precision import COMPUTE
-from hf_zero.zero.layout.tree import map_tensors, tensors_in
+from hf_zero.zero.layout.precision import COMPUTE, refuse_mixed_dtypes
+from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.rebuild import groups_over, rebuild, unfrozen
 from hf_zero.zero.reduce.losses import Fp16LossScaler
@@ -28,9 +28,6 @@ from hf_zero.zero.step.optimizer_step import failed_write, refuse_pending_update
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
-
-# names of dtypes in torch's messages
-TORCH_NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 
 class TrainingEngine(EngineParts):
@@ -67,7 +64,7 @@ class TrainingEngine(EngineParts):
                 with torch.autocast(self.device.type, dtype):
                     return run(*args, **kwargs)
             except RuntimeError as error:
-                self._refuse_uncast(error, args, kwargs)
+                refuse_mixed_dtypes(error, self.module, self.config.precision, (args, kwargs))
                 raise
             except (KeyboardInterrupt, SystemExit):
                 # They bypass the post-forward hooks, whose graph would keep the engine alive:
@@ -79,30 +76,6 @@ class TrainingEngine(EngineParts):
     def batch_of(self, args: object, kwargs: object) -> object:
         """Return the arguments that hold the batch; None on a pipeline stage without the first."""
         return args, kwargs
-
-    def _refuse_uncast(
-        self, error: RuntimeError, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
-        """Raise PartitionError if torch's ``error`` is caused by inputs with a dtype other than the
-        model's compute dtype.
-        """
-        dtype = COMPUTE[self.config.precision]
-        if dtype == torch.float32 or TORCH_NAMES[dtype] not in str(error):
-            return
-        named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
-        others = {
-            name: str(tensor.dtype).removeprefix("torch.")
-            for name, value in named.items()
-            for tensor in tensors_in(value)
-            if tensor.is_floating_point() and tensor.dtype != dtype
-        }
-        if others:
-            description = listed(f"{name} ({other})" for name, other in others.items())
-            raise PartitionError(
-                f"the model computes in {self.config.precision} and its inputs are not cast: "
-                f"{description}; cast them by .to({dtype}), or turn torch_autocast on in place of "
-                f"{self.config.precision} ({error})"
-            ) from error
 
     def prepare_batch(self, batch: object) -> Any:
         """Return ``batch``, a mapping, as training techniques change it for the current step: with

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import hf_zero
 from hf_zero.errors import PartitionError, RankMismatchError
@@ -186,6 +187,30 @@ def heads_in_turn(model: Any, optimizer: torch.optim.Optimizer, step: int) -> No
         assert torch.equal(parameter, values[f"4.{name}"])
 
 
+def wrap_anew(layer: Any) -> None:
+    layer.weight = nn.Parameter(layer.weight)
+
+
+class Remade:
+    """Make other parameters of the weight of a layer, by ``remake``."""
+
+    def __init__(self, remake: Callable[[Any], object]) -> None:
+        self.remake = remake
+
+    def __call__(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step != 3:
+            return
+        engine, layer, weight = engine_of(model), model[2], model[2].weight
+        with hf_zero.GatheredParameters([weight]):
+            self.remake(layer)
+        if engine is not None:
+            engine.replace(layer, 0)
+            return
+        params = optimizer.param_groups[0]["params"]
+        params[:] = [p for p in params if p is not weight]
+        params += [p for p in layer.parameters() if p is not layer.bias]
+
+
 Cell = tuple[str, Change, Change, int, dict[str, Any]]
 CPU = {"offload_optimizer": {"device": "cpu"}}
 UNFROZEN: list[Cell] = [
@@ -208,6 +233,8 @@ CELLS: list[Cell] = [
     ("AdamW", parameters, NewHead(1, 0), 1, {}),
     ("AdamW", parameters, NewHead(3), 3, {}),
     *(("AdamW", parameters, heads_in_turn, stage, {}) for stage in (1, 3)),
+    *(("AdamW", parameters, Remade(wrap_anew), stage, {}) for stage in (0, 2, 3)),
+    *(("AdamW", parameters, Remade(weight_norm), stage, {}) for stage in (1, 3)),
 ]
 
 
@@ -222,6 +249,36 @@ def test_it_trains_as_in_plain_torch(
     want = plainly(make, begin, change)
     for got in run_ranks(ranks, on_engine, make, begin, change, config):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+class Marked(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_made_of_a_weight_is_a_plain_one(stage: int) -> None:
+    def run(rank: int) -> None:
+        model = Scaled()
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = hf_zero.initialize(model=model, optimizer=optimizer, config=settings(stage))[0]
+        weight = model[2].weight
+        with hf_zero.GatheredParameters([weight]):
+            values = weight.clone()
+            made = nn.Parameter(weight)
+            assert type(made) is nn.Parameter and owner_of(made) is None and made.is_leaf
+            assert made.requires_grad and made.data_ptr() == weight.data_ptr()
+            frozen = nn.Parameter(weight, requires_grad=False)
+            assert not frozen.requires_grad and weight.requires_grad
+            assert type(weight.detach()) is torch.Tensor
+            with pytest.raises(
+                PartitionError, match=r"Marked\(2\.weight\) cannot .* pass its \.data"
+            ):
+                Marked(weight)
+            assert type(Marked(weight.data)) is Marked
+        assert torch.equal(made, values)  # at stage 3 the weight is released
+        engine.destroy()
+
+    run_ranks(RANKS, run)
 
 
 WHOLE: dict[str, Make] = {

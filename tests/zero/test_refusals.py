@@ -471,3 +471,44 @@ def test_a_function_that_no_upper_layer_has_registered(monkeypatch):
     monkeypatch.setattr("hf_zero.zero.registered._functions", {})
     with pytest.raises(ConfigError, match=r"'adapter_names'; import hf_zero\.initialize"):
         registered("adapter_names")
+
+
+# ---- 16 bits beside tensors that stay in fp32 ----
+
+
+class Shifted(nn.Module):
+    """A layer behind an operation with a buffer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.first, self.layer = nn.Linear(6, 6), layer
+        self.register_buffer("shift", torch.ones(6))
+
+    def forward(self, x):
+        return self.layer((self.first(x) + self.shift).reshape(-1, 2, 3)).float().square().mean()
+
+
+@in_turn("stage, precision", [(0, "fp16"), (1, "bf16"), (3, "bf16")])
+def test_16_bits_and_a_buffer_in_fp32(stage, precision):
+    x = torch.randn(4, 6).to({"fp16": torch.float16, "bf16": torch.bfloat16}[precision])
+    for layer in (nn.Linear(3, 2), nn.LayerNorm(3), nn.Conv1d(2, 2, 1)):
+        model = Shifted(copy.deepcopy(layer))
+        config = config_of(stage, **{precision: {"enabled": True}})
+        engine = start(model, plain_sgd(model), config)
+        words = (
+            rf"layer \({type(layer).__name__}\) .* shift \(float32\)\. .*buffer_dtype\W+{precision}"
+        )
+        with pytest.raises(PartitionError, match=words):
+            engine(x)
+        engine.destroy()
+        model = Shifted(copy.deepcopy(layer))
+        config["data_types"] = {"buffer_dtype": precision}
+        engine = start(model, plain_sgd(model), config)
+        engine.backward(engine(x))
+        engine.step()
+        engine.destroy()
+    model = Shifted(nn.Linear(3, 2))
+    model.shift = None
+    engine = start(model, plain_sgd(model), {**config, "keep_in_fp32_modules": ["first"]})
+    with pytest.raises(PartitionError, match=r"first \(Linear\) .* first\.weight \(float32\)"):
+        engine(x)

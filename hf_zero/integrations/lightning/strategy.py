@@ -388,7 +388,9 @@ class StrategyMethods(_Strategy):
         if self._module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         # Backwards and steps happen inside: the engine's forward must not wrap it, only the calls
-        # of modules inside are forwards.
+        # of modules inside are forwards. So the engine notices unfrozen layers here.
+        assert self.engine is not None
+        self.engine.rebuild_if_unfrozen()
         with self.precision_plugin.train_step_context():
             return self._module.training_step(*args, **kwargs)
 

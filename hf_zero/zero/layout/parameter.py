@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import chain, repeat
@@ -31,6 +32,7 @@ from hf_zero.device import kinds
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.zero.layout.tree import tensors_in, transformed
 
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 
@@ -195,10 +197,33 @@ class OwnedParameter(nn.Parameter):
         if requires_grad != self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 _requires_grad.__set__(self, requires_grad)
-            flat = self.__dict__["_hf_zero_flat"]
+            flat = self.__dict__.get("_hf_zero_flat")
+            if flat is None:
+                return self
             flat.parameter_views.switch(name_of(self))
             flat.engine_flats.note_switch(flat.trainable)
         return self
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Make ``nn.Parameter(weight)`` a plain one: it is in no flat buffer."""
+        self.__class__ = self.given  # type: ignore[assignment]
+
+    def detach(self) -> torch.Tensor:
+        """Return the values, outside autograd. For ``nn.Parameter(weight)``, which wants a tensor
+        of the weight's class, return a parameter over the same memory, of which :meth:`__init__`
+        then makes a plain one. Raises PartitionError for a subclass of ``nn.Parameter``.
+        """
+        if self.given is not nn.Parameter or torch.compiler.is_compiling():
+            return super().detach()
+        caller = sys._getframe(1)
+        if caller.f_code is not _NEW_PARAMETER or isinstance(self, ReleasedParameter):
+            return super().detach()
+        if (kind := caller.f_locals["cls"]) is not nn.Parameter:
+            raise PartitionError(
+                f"{kind.__name__}({name_of(self)}) cannot be made of a parameter that an engine "
+                f"owns; pass its .data, or a copy: {name_of(self)}.detach().clone()"
+            )
+        return torch.Tensor._make_subclass(type(self), self.data, False)
 
     def _bare(self) -> nn.Parameter:
         """Return a copy of the values, with the class and attributes before the engine."""

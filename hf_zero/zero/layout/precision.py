@@ -1,20 +1,27 @@
-"""The compute dtype of each parameter."""
+"""The compute dtype of each parameter, and errors of operations over several dtypes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.logging import listed
 from hf_zero.zero.layout.declared import declared
 from hf_zero.zero.layout.parameter import given_class
+from hf_zero.zero.layout.tree import tensors_in
+from hf_zero.zero.layout.walk import named_modules_of
 
 # smaller floats are quantized weights, handled as raw bytes
 CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# in torch's messages about operands of different dtypes
+TORCH_NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 
 def holds_raw_bytes(parameter: torch.Tensor) -> bool:
@@ -79,3 +86,64 @@ def compute_dtype(
     if parameter.dtype == torch.float64 and not parameter.requires_grad:
         return parameter.dtype
     return torch.float32 if name in in_fp32 else COMPUTE[precision]
+
+
+def refuse_mixed_dtypes(
+    error: RuntimeError,
+    model: nn.Module,
+    precision: str,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+) -> None:
+    """Raise PartitionError if torch's ``error`` in a forward of ``model`` with ``inputs`` is about
+    operands of different dtypes, and inputs, buffers or parameters have another dtype than that of
+    ``precision``.
+    """
+    dtype = COMPUTE[precision]
+    mixed = TORCH_NAMES.get(dtype, "") in str(error) or "mixed dtype" in str(error)
+    if dtype == torch.float32 or not mixed:
+        return
+    args, kwargs = inputs
+    named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
+    tensors = ((name, tensor) for name, value in named.items() for tensor in tensors_in(value))
+    if others := _of_another_dtype(tensors, dtype):
+        raise PartitionError(
+            f"the model computes in {precision} and its inputs are not cast: {others}; cast them "
+            f"by .to({dtype}), or turn torch_autocast on in place of {precision} ({error})"
+        ) from error
+    modules = named_modules_of(model)
+    own = (
+        (f"{prefix}.{name}".lstrip("."), tensor)
+        for prefix, module in modules
+        for name, tensor in chain(module._buffers.items(), module._parameters.items())
+    )
+    if others := _of_another_dtype(own, dtype):
+        raise PartitionError(
+            f"{_innermost(error, modules)} has operands of different dtypes: the model computes in "
+            f"{precision}, and beside it has {others}. Buffers are not cast: set "
+            f'"data_types": {{"buffer_dtype": "{precision}"}}; or cast what such a buffer, or a '
+            f"module kept in fp32, takes and returns, in the forward ({error})"
+        ) from error
+
+
+def _of_another_dtype(
+    tensors: Iterable[tuple[str, torch.Tensor | None]], dtype: torch.dtype
+) -> str:
+    """Return the names of floating-point ``tensors`` with another dtype, in words."""
+    others = {
+        name: str(tensor.dtype).removeprefix("torch.")
+        for name, tensor in tensors
+        if tensor is not None and tensor.dtype in CASTABLE and tensor.dtype != dtype
+    }
+    return listed((f"{name} ({other})" for name, other in others.items()), 4)
+
+
+def _innermost(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> str:
+    """Return the module of the model in whose forward ``error`` was raised, in words."""
+    names = {id(module): name for name, module in modules}
+    text, traceback = "the model", error.__traceback__
+    while traceback is not None:
+        module = traceback.tb_frame.f_locals.get("self")
+        if names.get(id(module)):
+            text = f"{names[id(module)]} ({type(module).__name__})"
+        traceback = traceback.tb_next
+    return text

@@ -256,6 +256,53 @@ def test_a_step_uses_the_gradients_that_are_held(kind: type[Net], window: int) -
     assert torch.equal(found_weight, weight) and not torch.equal(weight, Net().layer.weight)
 
 
+class Unfreezing(Momentum):
+    """A layer that the optimizer has from the start trains from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6).requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.first.requires_grad_(self.current_epoch >= 1)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        loss = self.layer(torch.tanh(self.first(batch))).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.loss_of(batch)
+
+
+class UnfreezingByHand(Unfreezing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss_of(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_of_the_optimizer_is_unfrozen_also_in_manual_optimization(stage: int) -> None:
+    trained = []
+    for kind in (Unfreezing, UnfreezingByHand):
+        for strategy in ("auto", f"zero_stage_{stage}"):
+            module: Any = kind()
+            pl.Trainer(**{**QUIET, "strategy": strategy, "max_epochs": 3}).fit(module)
+            with hf_zero.GatheredParameters([module.first.weight]):
+                trained.append((module.losses, module.first.weight.detach().clone()))
+    before = Unfreezing().first.weight
+    for losses, weight in trained:
+        assert losses == pytest.approx(trained[0][0], rel=1e-6)
+        torch.testing.assert_close(weight, trained[0][1])
+        assert not torch.allclose(weight, before)
+
+
 def test_a_step_after_a_broken_backward_is_refused() -> None:
     class Broken(Manual):
         def training_step(self, batch: Any, index: int) -> None:
