@@ -178,6 +178,10 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
             print("nothing is written; pass -o FILE")
         elif migration.runs:
             print(f"written: {out}")
+            print(
+                "next: hf-zero parity --ranks 2 -- your_script.py, with this file, compares its "
+                "training with the same script over untouched torch"
+            )
         else:
             print(f"not written: {out}; change {file} where it says to fix")
     if not migration.runs:

@@ -32,6 +32,10 @@ ATTACH = (
     "configuration (`hf-zero explain FILE --json`), the command, and the whole output of one rank "
     "with HF_ZERO_LOG_LEVEL=debug."
 )
+NEXT = (
+    "Next: `hf-zero parity --ranks 2 -- train.py` compares the training of your script with the "
+    "same script over untouched torch."
+)
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -77,6 +81,8 @@ def doctor(
             )
         print_table(table)
         print(ATTACH)
+        if all(finding.status != "broken" for finding in findings):
+            print(NEXT)
     if any(finding.status == "broken" for finding in findings):
         raise typer.Exit(BROKEN)
 

@@ -29,6 +29,7 @@ class DrivenReference(Reference):
     memory_checkpoints: MemoryCheckpoints | None = None
     kept_when_frozen: frozenset[str] = frozenset()
     shard_only = False
+    nbytes = 0  # of weights, gradients and the optimizer's state on this rank
     pass_is_under_way = updates_in_backward = False
     figures: Mapping[str, Any] = {}
     stop_requests: Any = SimpleNamespace(received=())

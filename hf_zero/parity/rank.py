@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     run = ComparedRun.read(Path(file))
     seed()
     sys.argv = [script, *rest]
-    with recording(run):
+    with recording(run, ends_process=True):
         try:
             if run.module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)

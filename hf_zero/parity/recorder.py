@@ -45,6 +45,9 @@ class StepRecorder:
         self.steps = steps
         self._resumed = resumed
         self.saves = saves
+        self.finished = False  # it has ended the script
+        # called in a step of a script that catches every exception, and goes on
+        self.when_ignored: Callable[[], None] = lambda: None
         self._engines: dict[int, int] = {}  # number by id
         self.engines: list[Any] = []
         # recorded steps by engine, and how many of them an overflow has skipped
@@ -121,6 +124,9 @@ class StepRecorder:
         number = self._engines.get(id(engine))
         if number is None:
             return
+        if self.finished:
+            self.when_ignored()
+            raise Finished
         self._taken[number] = engine.global_steps if self._resumed else self._taken[number] + 1
         line = {
             "engine": number,
@@ -137,6 +143,7 @@ class StepRecorder:
         self._skipped[number] += not line["applied"]
         counted = zip(self._taken, self._skipped)
         if self.steps and all(t - min(s, MOST_SKIPPED) >= self.steps for t, s in counted):
+            self.finished = True
             for index, trained in enumerate(self.engines if self.saves else ()):
                 trained.save_checkpoint(saved_engine(self.folder, index), blocking=True)
             raise Finished

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -114,8 +115,15 @@ class _Installed:
             answer = start_reference(request, run.variant, run.skipped)
             answer[0].__class__ = recorded(type(answer[0]), self.recorder)
         header = {"left_out": compared.left_out, "own_update": own_update(answer[1])}
+        if run.engine == REFERENCE:
+            header["bytes"] = answer[0].nbytes
         recorder.add(answer[0], header)
         return answer
+
+
+def _end_process(recorder: StepRecorder) -> None:
+    recorder.close(ALL_STEPS)
+    os._exit(0)
 
 
 _lock = threading.Lock()
@@ -123,14 +131,17 @@ _installed: dict[str, _Installed] = {}
 
 
 @contextmanager
-def recording(run: ComparedRun) -> Iterator[None]:
+def recording(run: ComparedRun, ends_process: bool = False) -> Iterator[None]:
     """Context in which every request for an engine is answered as ``run`` says, and its steps are
-    recorded. Ends a script whose steps are all recorded, and then its engines.
+    recorded. Ends a script whose steps are all recorded, and then its engines; with
+    ``ends_process`` also one that catches that exception, with the process.
     """
     with _lock:
         installed = _installed.setdefault(run.folder, _Installed(run))
         steps = run.stop_at or run.steps
         recorder = StepRecorder(Path(run.folder), steps, bool(run.stop_at), bool(run.resume))
+        if ends_process:
+            recorder.when_ignored = lambda: _end_process(recorder)
         installed.recorders[threading.get_ident()] = recorder
         installed.users += 1
         if installed.users == 1:

@@ -16,9 +16,10 @@ from typing import Any
 
 from hf_zero.errors import ParityError
 from hf_zero.launch.plan import Request, plan
-from hf_zero.logging import JsonObject, counted
+from hf_zero.logging import JsonObject, counted, in_units
 from hf_zero.parity.causes import OF_ENGINE, cause_of, cause_of_resume
 from hf_zero.parity.comparison import Comparison, ComparisonResult, Difference, RunRecord
+from hf_zero.parity.recorder import read
 from hf_zero.parity.runs import ENGINE, REFERENCE, ComparedRun
 from hf_zero.parity.start import FULL_PRECISION, LAST_BITS
 
@@ -140,9 +141,16 @@ class Session:
                 start_new_session=True,
             )
         record, steps, changed = output.parent / "rank0.jsonl", 0, time.monotonic()
+        told = name != "reference"
         try:
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
+                if not told and record.exists() and (lines := read(record)):
+                    told = True
+                    self.say(
+                        "each rank of the reference holds the whole model, its gradients and the "
+                        f"optimizer's state: {in_units(lines[0].get('bytes', 0))}"
+                    )
                 made = record.read_bytes().count(b'"losses"') if record.exists() else 0
                 if min(made, self.steps or made) > steps:
                     steps, changed = min(made, self.steps or made), time.monotonic()

@@ -36,6 +36,7 @@ from hf_zero.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parity.deepspeed_reference import DeepSpeedReference
 from hf_zero.parity.driven_reference import DrivenReference
+from hf_zero.parity.memory import reference_bytes, refuse_too_large
 from hf_zero.parity.reference import Reference
 from hf_zero.setup.request import SetupRequest
 from hf_zero.techniques.training_loader import data_loader
@@ -168,12 +169,15 @@ def start_reference(
         require_batch_size=request.training_data is not None,
         training=optimizer is not None,
     )
+    nbytes = reference_bytes(model, optimizer, settings)
+    refuse_too_large(nbytes)
     loader = data_loader(request.training_data, request.collate_fn, settings)
     if variant == LAST_BITS:
         change_last_bits(model)
     facade = issubclass(request.engine_class, DeepSpeedEngine)
     kind = DeepSpeedReference if facade else DrivenReference
     engine = kind(model, optimizer, settings)
+    engine.nbytes = nbytes
     engine.casts_to_fp32 = variant == FULL_PRECISION
     engine.skips_steps = frozenset(skipped)
     engine.training_dataloader = loader

@@ -68,6 +68,7 @@ def test_the_command_for_people_goes_on_where_a_part_cannot_be_looked_at(
     assert found.exit_code == 1
     assert "hf-zero doctor" in found.stdout and "When you open an issue, attach" in found.stdout
     assert "ended early: RuntimeError: the driver is gone" in found.stdout
+    assert "hf-zero parity" not in found.stdout  # first it has to work
     # before it, and of other parts
     assert "entry point" in found.stdout and "C++ compiler" in found.stdout
 

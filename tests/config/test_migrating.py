@@ -328,6 +328,7 @@ def test_the_command_writes_a_file_that_accelerate_reads(tmp_path: Path) -> None
     assert "+distributed_type: DEEPSPEED" in done.output
     assert "fsdp_config.fsdp_offload_params" in done.output
     assert "written: " in done.output and " translated" in done.output
+    assert "next: hf-zero parity --ranks 2 -- your_script.py" in done.output
     loaded = load_config_from_file(str(out))
     assert loaded.deepspeed_config["offload_param_device"] == "cpu"
     assert ZeroConfig.from_file(out).stage == 3
