@@ -227,7 +227,9 @@ class FactoredOptimizer(WholeTensorOptimizer):
                 continue
             matrices = prod(shape[:-2])
             rows = state[by_rows].reshape(matrices, shape[-2])
-            rows = rows / rows.mean(dim=-1, keepdim=True).clamp_(min=cls.smallest_mean(group))
+            rows = rows / rows.mean(dim=-1, keepdim=True).clamp_(
+                min=cls.smallest_mean(group, rows.dtype)
+            )
             columns = state[by_columns].reshape(matrices, shape[-1])
             for r in rectangles(start, stop, shape):
                 by_row, by_column = r.row_of(rows).unsqueeze(1), r.column_of(columns)
@@ -235,8 +237,8 @@ class FactoredOptimizer(WholeTensorOptimizer):
             yield update
 
     @classmethod
-    def smallest_mean(cls, group: ParamGroup) -> float:
-        """Return the lower bound of the mean that rows are divided by."""
+    def smallest_mean(cls, group: ParamGroup, dtype: torch.dtype) -> float:
+        """Return the lower bound of the mean that rows of ``dtype`` are divided by."""
         return 0.0
 
 
@@ -387,16 +389,16 @@ class TorchAdafactor(FactoredOptimizer):
         return float(1.0 - step ** group["beta2_decay"])
 
     @classmethod
-    def smallest_mean(cls, group: ParamGroup) -> float:
+    def smallest_mean(cls, group: ParamGroup, dtype: torch.dtype) -> float:
         least = group["eps"][0]
-        return float(torch.finfo(torch.float32).eps if least is None else least)
+        return float(torch.finfo(dtype).eps if least is None else least)
 
     @classmethod
     def divided(
         cls, group: ParamGroup, grad: Tensor, rows: Tensor, columns: Tensor | None, out: Tensor
     ) -> Tensor:
         second = out.copy_(rows) if columns is None else torch.mul(rows, columns, out=out)
-        second.clamp_(min=cls.smallest_mean(group) ** 2).rsqrt_().mul_(grad)
+        second.clamp_(min=cls.smallest_mean(group, rows.dtype) ** 2).rsqrt_().mul_(grad)
         return out.neg_() if group["maximize"] else out
 
     @classmethod

@@ -35,7 +35,7 @@ from hf_zero.optim.segment_table import (
     changes_of,
     scalars_of_ranks,
 )
-from hf_zero.optim.segments import ParamGroup, Segment, current_settings, masters
+from hf_zero.optim.segments import GroupGradients, ParamGroup, Segment, current_settings, masters
 from hf_zero.optim.sharded_tensors import ShardedTensors, ShardRanks
 from hf_zero.optim.state import SegmentStateAccess
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
@@ -103,10 +103,13 @@ class BoundOptimizer:
         self.settings = SharedSettings(optimizer, optimizer.defaults)
         self._base = update_base(type(optimizer))
         self._bf16 = bf16
-        self._own = OwnStep(optimizer, self._base, bf16)
+        gradients = GroupGradients([flat for flat in flats if flat.trainable])
+        self._own = OwnStep(optimizer, self._base, bf16, gradients)
         self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, bf16)
         self._entries = SegmentStateAccess(optimizer, bf16)
-        self._table = SegmentTable(self._entries, self._base, self._fused, moments, copied)
+        self._table = SegmentTable(
+            self._entries, self._base, self._fused, moments, gradients, copied
+        )
         self.group_scalars = GroupScalars(self._entries, self._table)
         self.tensor_state = WholeTensorState(self._entries, self._table)
         self.scalars, self.overrides = self.group_scalars.scalars, self.group_scalars.overrides

@@ -16,7 +16,7 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
-from hf_zero.optim.segments import ParamState, Segment, StateArrays
+from hf_zero.optim.segments import GroupGradients, ParamState, Segment, StateArrays
 from hf_zero.optim.state import MADE_BY_CONSTRUCTORS, bare_step, step_dtype, without_none
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
@@ -93,10 +93,12 @@ class OwnStep:
         self,
         optimizer: torch.optim.Optimizer,
         base: type[torch.optim.Optimizer] | None,
-        bf16: Bf16State | None = None,
+        bf16: Bf16State | None,
+        gradients: GroupGradients,
     ) -> None:
         self._optimizer = optimizer
         self._base = base
+        self._gradients = gradients
         self._bf16 = bf16
         # the first step of a segment makes its state: only the user's class knows how that begins
         self._begins_state = base in BEGIN_WITH_GRADIENT or (
@@ -214,6 +216,7 @@ class OwnStep:
             torch._foreach_div_(
                 gradients, grad_scale.to(dtype=gradients[0].dtype, device=gradients[0].device)
             )
+        self._gradients.in_step = True
         try:
             if in_kernel:
                 # The kernels skip only if the flag is exactly 1.0, and take fp32.
@@ -233,6 +236,7 @@ class OwnStep:
             for segment, kind in zip(segments, classes):
                 segment.tensor.grad = None
                 segment.tensor.__class__ = kind
+            self._gradients.in_step = False
             for name in ("grad_scale", "found_inf") if in_kernel else ():
                 vars(optimizer).pop(name, None)
 

@@ -32,6 +32,8 @@ from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.own_step import choose_fused
 from hf_zero.optim.segments import (
     CopiedMaster,
+    GroupGradients,
+    GroupMember,
     Segment,
     SegmentPart,
     StateArrays,
@@ -60,9 +62,11 @@ class SegmentTable:
         base: type[torch.optim.Optimizer] | None,
         fused: FusedStep,
         moments: str,
+        gradients: GroupGradients,
         copied: Collection[str] = (),
     ) -> None:
         self._optimizer = entries.optimizer
+        self.gradients = gradients
         self._copied = copied
         self._base = base
         self._fused = fused
@@ -188,6 +192,9 @@ class SegmentTable:
             if (self._copied and not segment.parts)
             or any(part.flat.key in self._copied for part in segment.parts)
         ]
+        for segment in self.segments:
+            segment.tensor.__class__ = GroupMember
+            segment.tensor.gradients = self.gradients  # type: ignore[attr-defined]
         for tensor in self.watched:
             tensor.__class__ = CopiedMaster
         self.changes = sum(map(changes_of, self.watched))

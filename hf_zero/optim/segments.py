@@ -80,12 +80,62 @@ class SegmentPart:
 
 
 _data: Any = Tensor.data
+_grad: Any = Tensor.grad
 
 
-class CopiedMaster(torch.nn.Parameter):
-    """The tensor of a segment whose values have copies elsewhere, outside steps: its count of
-    changes has writes through ``.data``, too. In a step it is an ``nn.Parameter``, since torch
+@dataclass(eq=False)
+class GroupGradients:
+    """The gradients of an optimizer's groups, which the engine holds in ``flats`` between a
+    backward and the step. ``in_step``: whether the members have them, in a step of the optimizer.
+    """
+
+    flats: Sequence[OptimizerShard] = ()
+    in_step: bool = False
+
+    def held(self) -> bool:
+        """Return whether the engine holds gradients that the members do not have."""
+        return not self.in_step and any(flat.gradient.holds_gradient for flat in self.flats)
+
+
+class GroupMember(torch.nn.Parameter):
+    """The tensor of a segment, outside steps. In a step it is an ``nn.Parameter``, since torch
     updates several tensors in one call only if they have exactly this class.
+    """
+
+    gradients: GroupGradients | None = None
+
+    @property  # type: ignore[override]
+    def grad(self) -> Tensor | None:
+        """None. Raises PartitionError while the engine holds gradients."""
+        self._refuse(self.gradients is not None and self.gradients.held())
+        return _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        gradients = self.gradients
+        self._refuse(
+            gradients is not None
+            and (gradients.held() or (value is not None and not gradients.in_step))
+        )
+        _grad.__set__(self, value)
+
+    def _refuse(self, refused: bool) -> None:
+        if refused:
+            raise PartitionError(
+                "the members of optimizer.param_groups are this rank's parts of the master "
+                "weights, and their gradients are in the engine; use config gradient_clipping "
+                "(accelerator.clip_grad_norm_ under Accelerate) instead of clip_grad_norm_, "
+                "hf_zero.safe_get_full_grad(parameter) or hf_zero.safe_set_full_grad(parameter, "
+                "value) with a parameter of the model, or engine.zero_grad()"
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class CopiedMaster(GroupMember):
+    """A member whose values have copies elsewhere: its count of changes has writes through
+    ``.data``, too.
     """
 
     @property  # type: ignore[override]

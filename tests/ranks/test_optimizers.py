@@ -83,6 +83,37 @@ def test_torchs_own_muon_is_taken():
         assert type(optimizer) is torch.optim.Muon
 
 
+@in_turn("stage", [0, 3])
+def test_torchs_adafactor_in_fp64(stage):
+    """Its least mean follows the dtype of the weights: small gradients show it."""
+    ones = torch.ones(2, 3, 7, dtype=torch.float64)  # [ranks, rows, 7]
+
+    def small(net, rank):
+        return 1e-9 * net(ones[rank] * (rank + 1)).square().mean()
+
+    def build():
+        return stack().double()
+
+    model = build()
+    optimizer = torch.optim.Adafactor(model.parameters(), 0.02)
+    for _ in range(STEPS):
+        for rank in range(RANKS):
+            (small(model, rank) / RANKS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    want = {name: p.detach() for name, p in model.named_parameters()}
+
+    def run(rank, model):
+        engine = start(model, torch.optim.Adafactor(model.parameters(), 0.02), config_of(stage))
+        for _ in range(STEPS):
+            engine.backward(small(engine, rank))
+            engine.step()
+        return engine.state_dict()
+
+    for found in on_ranks(RANKS, run, build=build):
+        oracle.compare_tensors("weights", {n: found[n] for n in want}, want, floor=1e-9)
+
+
 @on_each_rank(RANKS)
 def test_a_checkpoint_of_torchs_adafactor_is_refused(rank, model, tmp_path):
     engine = start(model, torch.optim.Adafactor(trainable(model)), config_of(1))
@@ -441,6 +472,46 @@ def test_writes_to_groups_between_steps_are_refused_on_all_ranks(
         return found, full_weights(engine)
 
     for found, want in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", found, want, floor=oracle.ADAM_ROUNDING)
+
+
+GRADIENTS_OF_GROUPS = {
+    "clipped": lambda members: torch.nn.utils.clip_grad_norm_(members, 0.01),
+    "scaled": lambda members: [p.grad.mul_(0.1) for p in members if p.grad is not None],
+    "set": lambda members: [setattr(p, "grad", torch.zeros_like(p)) for p in members],
+    "dropped": lambda members: [setattr(p, "grad", None) for p in members],
+}
+
+
+@in_turn("stage, act", [(0, "clipped"), (1, "scaled"), (2, "set"), (3, "dropped")])
+def test_gradients_of_the_members_of_groups_are_refused_on_all_ranks(stage, act):
+    """Between a backward and the step, also on ranks that own nothing of a group; the training
+    goes on. A group without gradients is as torch's, and a copy of the optimizer has none.
+    """
+
+    def make(model):
+        first, *others = trainable(model)
+        return torch.optim.AdamW([{"params": [first], "lr": 0.01}, {"params": others}], 1e-2)
+
+    def run(rank, model):
+        optimizer = make(model)
+        engine = start(model, optimizer, config_of(stage))
+        for step in range(STEPS):
+            members = [p for group in optimizer.param_groups for p in group["params"]]
+            GRADIENTS_OF_GROUPS["dropped"](members)
+            assert all(member.grad is None for member in members)
+            engine.backward(squared(engine, At(step, 0, rank)))
+            with pytest.raises(PartitionError, match="config gradient_clipping"):
+                GRADIENTS_OF_GROUPS[act](optimizer.param_groups[0]["params"])
+            copied = copy.deepcopy(optimizer.param_groups[1]["params"])
+            assert all(member.grad is None for member in copied)
+            engine.step()
+        with pytest.raises(PartitionError, match="config gradient_clipping"):
+            members[0].grad = torch.zeros_like(members[0])
+        return full_weights(engine)
+
+    want = by_hand(make, WINDOWS, RANKS)[0]
+    for found in on_ranks(RANKS, run):
         oracle.compare_tensors("weights", found, want, floor=oracle.ADAM_ROUNDING)
 
 
