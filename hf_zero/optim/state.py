@@ -231,7 +231,8 @@ def collect(
             per element nor a scalar.
     """
     kind, known = type(optimizer).__name__, {id(parameter) for parameter in parameters.values()}
-    for owner, entry in optimizer.state.items():
+    entries = dict(optimizer.state.items())
+    for owner, entry in entries.items():
         # A frozen parameter is not stepped, so its state (Adagrad creates it at once) is not
         # needed.
         is_tensor = isinstance(owner, Tensor)
@@ -245,9 +246,8 @@ def collect(
                 "optimizer"
             )
     carried = Carried()
-    for name in slots.keys() & group_of.keys() if optimizer.state else ():
-        shape, parameter = slots[name].shape, parameters[name]
-        state = without_none(optimizer.state[parameter]) if parameter in optimizer.state else {}
+    for name in slots.keys() & group_of.keys() if entries else ():
+        shape, state = slots[name].shape, without_none(entries.get(parameters[name], {}))
         scalars, per_element = dict[str, float](), dict[str, Tensor]()
         for key, value in state.items():
             if isinstance(value, Blocks):
@@ -268,9 +268,9 @@ def collect(
 class SegmentStates(defaultdict[Any, dict[str, Any]]):
     """``optimizer.state`` under an engine, by segment.
 
-    ``refuse`` raises for keys that a plain dictionary would create an empty entry for: parameters
-    of the model. ``wait`` waits for the update of offloaded state, None if none is offloaded;
-    ``restart`` resets all state to that before the first step, or raises.
+    ``refuse`` raises for keys that never have an entry: parameters of the model. ``wait`` waits for
+    the update of offloaded state, None if none is offloaded; ``restart`` resets all state to that
+    before the first step, or raises.
     """
 
     refuse: Callable[[object], None] | None = None
@@ -310,8 +310,28 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         return super().__len__()
 
     def __contains__(self, key: object) -> bool:
+        self._refuse(key)
         self._wait()
         return super().__contains__(key)
+
+    def __setitem__(self, key: object, state: dict[str, object]) -> None:
+        self._refuse(key)
+        self._wait()
+        super().__setitem__(key, state)
+
+    def __delitem__(self, key: object) -> None:
+        self._refuse(key)
+        self._wait()
+        super().__delitem__(key)
+
+    def setdefault(self, key: object, default: Any = None) -> Any:
+        self._refuse(key)
+        self._wait()
+        return super().setdefault(key, default)
+
+    def update(self, *states: Any, **named: Any) -> None:
+        for key, state in dict(*states, **named).items():
+            self[key] = state
 
     def pop(self, key: object, *default: object) -> Any:
         self._refuse(key)

@@ -129,14 +129,27 @@ def test_a_gradient_whose_update_has_begun_is_refused(rank, model):
 
 
 @on_each_rank(RANKS)
-def test_the_optimizers_state_of_a_parameter_is_never_an_empty_dict(rank, model):
+def test_the_optimizers_state_has_no_entry_by_parameter(rank, model):
     optimizer = adamw(model)
     engine = start(model, optimizer, config_of(3))
     run_steps(engine, rank, [0])
     optimizer.load_state_dict(optimizer.state_dict())
-    for ask in (optimizer.state.__getitem__, optimizer.state.get):
-        with pytest.raises(PartitionError, match=r"optimizer\.state\[head\.bias\]"):
-            ask(model.head.bias)
+    state, bias, segments = optimizer.state, model.head.bias, [*optimizer.state]
+    uses = {
+        "read": lambda: state[bias],
+        "get": lambda: state.get(bias),
+        "in": lambda: bias in state,
+        "assign": lambda: state.__setitem__(bias, {}),
+        "setdefault": lambda: state.setdefault(bias, {}),
+        "update": lambda: state.update({bias: {}}),
+        "del": lambda: state.__delitem__(bias),
+        "pop": lambda: state.pop(bias, None),
+    }
+    for name, use in uses.items():
+        with pytest.raises(PartitionError, match=r"optimizer\.state\[head\.bias\]") as caught:
+            use()
+        assert "safe_set_full_optimizer_state" in str(caught.value), name
+    assert [*state] == segments and all(segment in state for segment in segments)
     assert hf_zero.safe_get_full_optimizer_state(model.head.bias, "exp_avg").shape == (5,)
     engine.destroy(gather=True)
     assert optimizer.state[model.head.bias] == {}

@@ -31,7 +31,8 @@ def _refuse_parameter(key: object) -> None:
             f"optimizer.state[{name_of(key)}]: the optimizer's state is kept in flat buffers, "
             "sharded over the ranks, and not by parameter; read it with "
             "hf_zero.safe_get_full_optimizer_state(parameter, name) and write it with "
-            "hf_zero.safe_set_full_optimizer_state(parameter, value, name), on all ranks"
+            "hf_zero.safe_set_full_optimizer_state(parameter, value, name), on all ranks; "
+            "optimizer.state.clear() resets the state of all parameters"
         )
 
 
