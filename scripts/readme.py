@@ -1,8 +1,8 @@
 """Writes what is generated for readers and editors: the drawings of the stages, of a terminal
 session and of measurements beside peers, the table of stages by model size and number of GPUs, the
-tables of measurements in the documentation, the page of configuration keys, the table of
-those of training files, the JSON schema, and
-the types of ZeroConfig's keywords.
+tables of measurements in the documentation, those of the points of a step, the page of
+configuration keys, the table of those of training files, the JSON schema, and the types of
+ZeroConfig's keywords.
 
     python scripts/readme.py            # writes the files below
     python scripts/readme.py --check    # says what would change; exit code 1 if anything
@@ -251,7 +251,18 @@ def formatted(source: str) -> str:
 
 def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
+    from hf_zero.integrations import step_points
+
     docs = ROOT / "hf_zero/docs"
+    step = (docs / "step.md").read_text()
+    for name, table in {
+        "points of routes": step_points.point_table(),
+        "reads": step_points.access_table(writes=False),
+        "writes": step_points.access_table(writes=True),
+        "refusals": step_points.remedy_table(),
+        "differences": step_points.difference_table(),
+    }.items():
+        step = filled(step, name, table)
     published = published_configurations.table(published_configurations.read(RESULTS))
     migrated = (docs / "from-deepspeed.md", docs / "from-fsdp.md")
     measured = docs / "benchmarks.md"
@@ -260,6 +271,7 @@ def generated() -> dict[Path, str]:
         **cards.generated(),
         measured: filled(measured.read_text(), "comparison", comparison.table()),
         docs / "stages.md": filled((docs / "stages.md").read_text(), "stages", stages()),
+        docs / "step.md": step,
         **{path: filled(path.read_text(), "published", published) for path in migrated},
         **{docs / "drawings" / f"stages-{scheme}.svg": drawing(scheme) for scheme in COLORS},
         **{

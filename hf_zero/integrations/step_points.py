@@ -104,6 +104,7 @@ _RELEASED = _refused("weights", "GatheredParameters", error="ReleasedParameterEr
 _NO_GRADIENT = _refused("set gradient", "between backward and step", COMPLETE)
 _NOT_READ = _refused("set gradient", "safe_set_full_grad")
 _AFTER_STEP = _refused("unfreeze", "after", BETWEEN)
+_IN_STEP = _refused("unfreeze", "between batches", BETWEEN)
 _SET_BACK = _refused("unfreeze", "set it back", BETWEEN)
 _NO_STEP = _refused("drop gradients", "engine.backward(loss) first", BETWEEN)
 
@@ -117,7 +118,7 @@ READS = (
     Access("rate", 'optimizer.param_groups[0]["lr"]', False, _all(_VALUE)),
     Access("optimizer state", "safe_get_full_optimizer_state(p, …)", False, _all(_VALUE)),
     Access("optimizer.state", "optimizer.state[p]", False, _all(_STATE)),
-    Access("evaluation", "a forward under torch.no_grad()", False, _all(_VALUE)),
+    Access("evaluation", "with torch.no_grad(): model(x)", False, _all(_VALUE)),
 )
 WRITES = (
     Access(
@@ -127,7 +128,7 @@ WRITES = (
         {**_ACTS, GRAPH: _IN_TORCH},
     ),
     Access(
-        "equal weights", "with GatheredParameters(…), on all ranks", True,
+        "equal weights", "with GatheredParameters(…, modifier_rank=None)", True,
         {**_ACTS, GRAPH: _IN_TORCH},
     ),
     Access("master weights", "safe_set_full_fp32_param(p, …)", True, _ACTS),
@@ -199,8 +200,11 @@ _LOOP = {
     "after scheduler": BETWEEN,
     "after zero_grad": BETWEEN,
 }
-# engine.step() counts the micro-batch whose gradients were dropped before it
-_IN_LOOP = {("drop gradients", "after backward in the window"): _NO_STEP}
+_IN_LOOP = {
+    # engine.step() counts the micro-batch whose gradients were dropped before it
+    ("drop gradients", "after backward in the window"): _NO_STEP,
+    ("set p.grad", "after scheduler"): _NO_EFFECT,  # zero_grad() follows
+}
 _ACCELERATE = {
     "before forward": BETWEEN,
     "after forward": GRAPH,
@@ -213,24 +217,189 @@ _ACCELERATE = {
     "after scheduler": BETWEEN,
     "after zero_grad": BETWEEN,
 }
+_TRAINER = {
+    "on_step_begin": BETWEEN,
+    "compute_loss": GRAPH,
+    "training_step": WINDOW,
+    "on_substep_end": WINDOW,
+    "training_step, last": COMPLETE,
+    "on_pre_optimizer_step": CLIPPED,
+    "on_optimizer_step": BETWEEN,
+    "on_step_end": BETWEEN,
+}
+_LIGHTNING = {
+    "on_train_batch_start": BETWEEN,
+    "training_step": GRAPH,
+    "on_before_zero_grad": GRAPH,
+    "on_before_backward": GRAPH,
+    "on_after_backward": WINDOW,
+    "on_train_batch_end": WINDOW,
+    "on_after_backward, last": COMPLETE,
+    "on_before_optimizer_step": COMPLETE,
+    "configure_gradient_clipping": CLIPPED,
+    "optimizer_step": BETWEEN,
+    "on_train_batch_end, last": BETWEEN,
+}
+_MANUAL = {
+    "before forward": BETWEEN,
+    "after forward": GRAPH,
+    "after backward in the window": WINDOW,
+    "on_train_batch_end": WINDOW,
+    "after the last backward": COMPLETE,
+    "after clipping": CLIPPED,
+    "on_before_optimizer_step": CLIPPED,
+    "after step": BETWEEN,
+    "after scheduler": BETWEEN,
+    "after zero_grad": BETWEEN,
+    "on_train_batch_end, last": BETWEEN,
+}
+
+
+def _at(access: str, points: str, outcome: AccessOutcome) -> dict[tuple[str, str], AccessOutcome]:
+    return {(access, point): outcome for point in points.split("; ")}
+
+
 ROUTES = {
     route.name: route
     for route in (
-        Route("loop", "A loop with engine.backward and engine.step", _LOOP, _IN_LOOP),
-        Route("plain loop", "A loop with loss.backward and optimizer.step", _LOOP, _IN_LOOP),
-        Route("deepspeed", "import deepspeed", _LOOP, _IN_LOOP),
+        Route("loop", "A loop with `engine.backward(loss)`", _LOOP, _IN_LOOP),
+        Route("plain loop", "a loop with `loss.backward()`", _LOOP, _IN_LOOP),
+        Route("deepspeed", "`import deepspeed`", _LOOP, _IN_LOOP),
         Route(
             "accelerate",
             "Accelerate",
             _ACCELERATE,
             {
                 # Accelerate's optimizers do nothing inside a window
-                ("drop gradients", "after backward in the window"): _NO_EFFECT,
-                ("drop gradients", "after micro-batch"): _NO_EFFECT,
-                ("drop gradients", "after the last backward"): _THIS,
-                ("drop gradients", "after unscale"): _THIS,
+                **_at(
+                    "drop gradients", "after backward in the window; after micro-batch", _NO_EFFECT
+                ),
+                **_at("drop gradients", "after the last backward; after unscale", _THIS),
+                **_at("set p.grad", "after step; after scheduler", _NO_EFFECT),
             },
             {"limit": "accelerator.clip_grad_norm_(…, limit)"},
         ),
+        Route(
+            "trainer",
+            "The Trainer of Transformers",
+            _TRAINER,
+            {
+                **_at("drop gradients", "training_step; on_substep_end", _NO_EFFECT),
+                **_at("drop gradients", "training_step, last", _THIS),
+                **_at("set p.grad", "on_optimizer_step", _NO_EFFECT),
+                **_at("limit", "on_pre_optimizer_step", _NEXT),
+            },
+            {"limit": "args.max_grad_norm = …"},
+        ),
+        Route(
+            "lightning",
+            "Lightning, automatic optimization",
+            _LIGHTNING,
+            {
+                **_at("drop gradients", "on_after_backward; on_train_batch_end", _THIS),
+                **_at("drop gradients", "on_after_backward, last; on_before_optimizer_step", _THIS),
+                # zero_grad() follows
+                **_at("set p.grad", "on_train_batch_start; training_step", _NO_EFFECT),
+                **_at("set p.grad", "on_before_zero_grad; optimizer_step", _NO_EFFECT),
+                **_at("set p.grad", "on_train_batch_end, last", _NO_EFFECT),
+                **_at("limit", "configure_gradient_clipping", _NEXT),
+            },
+            {"limit": "trainer.gradient_clip_val = …"},
+        ),
+        Route(
+            "lightning manual",
+            "Lightning, manual optimization",
+            _MANUAL,
+            {
+                **_at("drop gradients", "after backward in the window; on_train_batch_end", _THIS),
+                **_at("drop gradients", "after the last backward", _THIS),
+                **_at("set p.grad", "after step; after scheduler", _NO_EFFECT),
+                # a call of the module is no forward of the engine, which would build what trains
+                **_at("unfreeze", "before forward", _IN_STEP),
+            },
+            {"limit": "self.clip_gradients(optimizer, limit)"},
+        ),
     )
 }
+
+
+# ---- the page ----
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _head(*cells: str) -> list[str]:
+    return [_row(*cells), _row(*["---"] * len(cells))]
+
+
+def _shown(point: str) -> str:
+    """Return ``point`` in Markdown: names of functions as code."""
+    name, _, which = point.partition(", ")
+    shown = f"`{name}`" if "_" in name and " " not in name else name
+    return f"{shown} ({which})" if which else shown
+
+
+def access_table(writes: bool) -> str:
+    """Return a Markdown table of the outcomes of reads or writes in each phase."""
+    lines = _head("write" if writes else "read", *(phase.value for phase in StepPhase))
+    for access in WRITES if writes else READS:
+        note = f" (stage 3: {access.sharded})" if access.sharded else ""
+        found = (access.outcomes.get(phase, "") for phase in StepPhase)
+        lines.append(_row(f"`{access.code}`{note}", *found))
+    return "\n".join(lines)
+
+
+def remedy_table() -> str:
+    """Return a Markdown table of the accesses that are refused, and what to write instead."""
+    lines = _head("refused", "error", "instead")
+    for access in ACCESSES.values():
+        outcomes = [*access.outcomes.values(), *filter(None, [access.sharded])]
+        for outcome in dict.fromkeys(found for found in outcomes if found.remedy):
+            assert outcome.remedy is not None
+            instead, phase = ACCESSES[outcome.remedy.access], outcome.remedy.phase
+            where = f", {phase.value}" if phase else ""
+            lines.append(_row(f"`{access.code}`", outcome, f"`{instead.code}`{where}"))
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _alike() -> list[tuple[str, Route]]:
+    """Return routes with different points or outcomes, each with the titles of those like it."""
+    titles: dict[str, list[str]] = {}
+    for route in ROUTES.values():
+        first = next(
+            other
+            for other in ROUTES.values()
+            if (other.points, other.different) == (route.points, route.different)
+        )
+        titles.setdefault(first.name, []).append(route.title)
+    return [("; ".join(names), ROUTES[name]) for name, names in titles.items()]
+
+
+def point_table() -> str:
+    """Return a Markdown table of the points of each route, by phase."""
+    lines = _head("route", *(phase.value for phase in StepPhase))
+    for title, route in _alike():
+        points = [
+            ", ".join(_shown(point) for point, its in route.points.items() if its is phase)
+            for phase in StepPhase
+        ]
+        lines.append(_row(title, *points))
+    return "\n".join(lines)
+
+
+def difference_table() -> str:
+    """Return a Markdown table of what differs on single routes."""
+    lines = _head("route", "access", "at", "effect")
+    for title, route in _alike():
+        found: dict[tuple[str, str], list[str]] = {}
+        for (name, point), outcome in route.different.items():
+            found.setdefault((name, str(outcome)), []).append(_shown(point))
+        for (name, effect), points in found.items():
+            code = route.codes.get(name, ACCESSES[name].code)
+            lines.append(_row(title, f"`{code}`", ", ".join(points), effect))
+        for name in sorted(route.codes.keys() - {name for name, _ in route.different}):
+            code = f"`{route.codes[name]}`"
+            lines.append(_row(title, code, "", f"as `{ACCESSES[name].code}`"))
+    return "\n".join(lines)

@@ -61,6 +61,7 @@ class Session:
     engine: Any = None
     limit: Callable[[float], None] | None = None
     norm: float = 0.0
+    divides: bool = True  # the engine divides gradients by the micro-batches, not the script
     held: int = 0  # micro-batches of the window, in plain torch
 
     @property
@@ -168,7 +169,7 @@ def _write_gradient(session: Session) -> None:
 def _assign_grad(session: Session) -> None:
     parameter = _one(session)
     # where none is held yet, one of a micro-batch, whose loss the plain loop has divided
-    of_backward = session.plain and parameter.grad is None
+    of_backward = session.plain and session.divides and parameter.grad is None
     parameter.grad = _new_gradient(parameter) / (MICROS if of_backward else 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 from torch import nn
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_zero
 from hf_zero.integrations.step_points import ROUTES
 from tests.helpers.engines import config_of, full_weights
+from tests.helpers.plain_process import forget
 from tests.helpers.ranks import run_ranks
 from tests.helpers.step_accesses import (
     MICROS,
@@ -24,7 +27,9 @@ from tests.helpers.step_accesses import (
     sgd,
     squared,
 )
+from tests.helpers.step_routes_of_trainers import lightning, lightning_manual, trainer
 
+WORLD = 2
 _making = threading.Lock()
 At = Callable[[str, int, Session], None]  # of the point, the step and the objects of the script
 
@@ -62,13 +67,14 @@ def plain_loop(
     optimizer = sgd(model)
     scheduler = schedule(optimizer)
     session = Session(model, optimizer, model)
-    limit, clipped = clip or float("inf"), False
+    limit, clipped, norm = clip or float("inf"), False, 0.0
 
     def clipping() -> None:
-        nonlocal clipped
+        nonlocal clipped, norm
         grads = [p for p in model.parameters() if p.grad is not None]
         if grads:
-            session.norm = float(nn.utils.clip_grad_norm_(grads, limit))
+            norm = float(nn.utils.clip_grad_norm_(grads, limit))
+            session.norm = norm if limit < float("inf") else session.norm
         clipped = True
 
     def set_limit(value: float) -> None:
@@ -98,6 +104,7 @@ def plain_loop(
         if session.held == MICROS:
             clipping()
             point("after clipping")
+            session.norm = norm
             optimizer.step()
             clipped = False
             point("after step")
@@ -225,21 +232,47 @@ SCRIPTS: dict[str, Callable[..., dict[str, Any]]] = {
     "deepspeed": _with_deepspeed,
     "accelerate": accelerate,
 }
+TRAININGS: dict[str, Callable[..., dict[str, Any]]] = {
+    "trainer": trainer,
+    "lightning": lightning,
+    "lightning manual": lightning_manual,
+}
 
 
-def on_ranks(route: str, world: int, stage: int, clip: float, at: At) -> dict[str, Any]:
-    """Return the weights of rank 0 after the script of ``route``."""
-    models = [net() for _ in range(world)]
-    threads = ranks_of_accelerate(world) if route == "accelerate" else nullcontext()
+@contextmanager
+def _as_a_plain_process() -> Iterator[None]:
+    before = dict(os.environ)
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+        unset_hf_deepspeed_config()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def under_engine(route: str, stage: int, clip: float, at: At) -> dict[str, Any]:
+    """Return the weights of rank 0 after the script of ``route``: loops run on two ranks that are
+    threads, trainers on one.
+    """
+    if route in TRAININGS:
+        with _as_a_plain_process():
+            return TRAININGS[route](stage, clip, at)
+    models = [net() for _ in range(WORLD)]
+    threads = ranks_of_accelerate(WORLD) if route == "accelerate" else nullcontext()
 
     def trained(rank: int) -> dict[str, Any]:
         return SCRIPTS[route](models[rank], rank, stage, clip, at)
 
     with threads:
-        return run_ranks(world, trained, timeout=60.0)[0]  # type: ignore[no-any-return]
+        return run_ranks(WORLD, trained, timeout=60.0)[0]  # type: ignore[no-any-return]
 
 
-def alone(route: str, world: int, clip: float, at: At) -> dict[str, Any]:
+def alone(route: str, clip: float, at: At) -> dict[str, Any]:
     """Return the weights after the same script in plain torch, over the rows of all ranks."""
-    ticks = world if route == "accelerate" else 1  # its schedules step once for each process
-    return plain_loop(net(), world, clip, at, ROUTES[route].points, ticks)
+    if route in TRAININGS:
+        with _as_a_plain_process():
+            return TRAININGS[route](None, clip, at)
+    ticks = WORLD if route == "accelerate" else 1  # its schedules step once for each process
+    return plain_loop(net(), WORLD, clip, at, ROUTES[route].points, ticks)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hf_zero.integrations.accelerate.multiple_models import EngineSteps
 
 CLIPPING = "gradient_clipping"
-FILLED_LIMIT = "_hf_zero_filled_limit"  # attribute of a plugin
+FILLED_LIMIT = "_hf_zero_filled_limit"  # attribute of a plugin, or of its configuration
 FILLED_SIZES = "_hf_zero_filled_sizes"  # also
 
 
@@ -120,11 +120,12 @@ def _known(accelerator: Accelerator, args: Sequence[object]) -> list[bool]:
 @contextmanager
 def _limit_left_open(plugin: DeepSpeedPlugin) -> Iterator[bool]:
     """Yield whether the configuration of ``plugin`` leaves the clipping norm to the script: "auto",
-    0 and a missing key do; also for a later engine, if the key has the value that an earlier
-    ``prepare`` filled in.
+    0 and a missing key do; also if the key has the value that an earlier ``prepare`` or the Trainer
+    has filled in.
     """
-    value = plugin.deepspeed_config.get(CLIPPING, AUTO)
-    left_open = value in (AUTO, None, 0, getattr(plugin, FILLED_LIMIT, AUTO))
+    config = plugin.deepspeed_config
+    filled = [getattr(holder, FILLED_LIMIT, AUTO) for holder in (plugin, config)]
+    left_open = config.get(CLIPPING, AUTO) in (AUTO, None, 0, *filled)
     try:
         yield left_open
     finally:

@@ -188,8 +188,8 @@ class EngineSteps:
 
     def clip(self, engine: EngineProtocol, limit: float, syncs: bool) -> torch.Tensor | None:
         """Clip the gradient of ``engine`` to ``limit`` if its configuration leaves the limit to the
-        script. Return the norm before, on the device; where no step is due that of the last one,
-        with several engines None inside a window.
+        script, or has the same. Return the norm before, on the device; where no step is due that of
+        the last one, with several engines None inside a window.
         """
         if self._stepped_early:
             self._refuse_early_step("clip_grad_norm_")
@@ -201,7 +201,7 @@ class EngineSteps:
             return None
         if (self._single is not None and not self.due) or not engine.holds_gradients():
             return engine.grad_norm_tensor()
-        if not is_open:
+        if not is_open and limit != engine.max_norm:
             return engine.measure_gradient()
         self._clipped.add(engine)
         norm = engine.clip_gradient(max(limit, SMALLEST_LIMIT))

@@ -252,7 +252,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Have the next step clip to ``max_norm``; return the gradient's norm (collective). Raises
+        """Clip the gradient to ``max_norm``; return its norm before (collective). Raises
         ConfigError for another ``norm_type``, RuntimeError for a norm that is not finite.
         """
         if float(norm_type) != 2.0:
@@ -261,14 +261,15 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
                 "norm; leave norm_type at 2"
             )
         engine = next(each for each in self.engines if each is module)
-        norm = torch.tensor(engine.gradient_norm(), device=self.root_device)
+        if not engine.holds_gradients():
+            return torch.zeros((), device=self.root_device)
+        norm = engine.measure_gradient()
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"the norm of the gradient is {norm.item()}; pass error_if_nonfinite=False to step "
                 "nevertheless"
             )
-        engine.max_norm = float(max_norm)
-        return norm
+        return engine.clip_gradient(float(max_norm))
 
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float

@@ -130,13 +130,12 @@ def _micro_batch(config: ZeroConfig, trainer: Trainer, ranks: int) -> int | None
 
 
 def step_if_due(engine: EngineProtocol) -> None:
-    """Step ``engine`` if backwards have left gradients, with the limit of a clipping since the last
-    step; the next ones have the configuration's again (collective).
+    """Step ``engine`` if backwards have left gradients: those that were clipped as they are, others
+    with the limit of the configuration (collective).
     """
     engine.set_gradient_accumulation_boundary(True)
     if engine.holds_gradients():
         engine.step()
-    engine.max_norm = float(engine.config.gradient_clipping or 0.0)
 
 
 class PrecisionMethods:
@@ -231,7 +230,7 @@ class PrecisionMethods:
     def clip_gradients(
         self, optimizer: object, clip_val: float = 0.0, gradient_clip_algorithm: object = "norm"
     ) -> None:
-        """Clip the next step to this norm over all ranks: the engine holds the gradients. Raises
+        """Clip the gradient that the engine holds to this norm over all ranks (collective). Raises
         ConfigError for clipping by value.
         """
         if clip_val <= 0:
@@ -241,7 +240,8 @@ class PrecisionMethods:
                 f"gradient_clip_algorithm={gradient_clip_algorithm!r} is not built; a sharded "
                 "gradient is clipped by its norm: use 'norm'"
             )
-        self.engine.max_norm = float(clip_val)
+        if self.engine.holds_gradients():
+            self.engine.clip_gradient(float(clip_val))
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -323,6 +323,10 @@ def fill_from_arguments(
     original(self, args, auto_find_batch_size)
     if filled and args.max_grad_norm is not None and not 0.0 < args.max_grad_norm < math.inf:
         self.config[CLIPPING] = 0.0  # limits with which the plain Trainer does not clip
+    if filled:  # the Trainer clips by its argument, which a callback may change
+        from hf_zero.integrations.accelerate.accelerator import FILLED_LIMIT
+
+        setattr(self.config, FILLED_LIMIT, self.config[CLIPPING])
     if not any((args.fp16, args.bf16, args.fp16_full_eval, args.bf16_full_eval)):
         # The flags are off unless given, and --bf16 is refused on a CPU: a precision in the
         # config alone is not a contradiction.

@@ -473,7 +473,7 @@ def refuse_switched(flats: Sequence[FlatBuffer]) -> None:
                     f"requires_grad of {name} is True in this backward, and the engine keeps it "
                     "frozen: set it back after forwards that need it otherwise; or, to train it "
                     "from now on, give it to optimizer.add_param_group if no group has it, and "
-                    "call the engine, not its module"
+                    "call the engine, not its module (in Lightning: unfreeze between batches)"
                 )
 
 
