@@ -124,7 +124,8 @@ class GroupMember(torch.nn.Parameter):
             raise PartitionError(
                 "the members of optimizer.param_groups are this rank's parts of the master "
                 "weights, and their gradients are in the engine; use config gradient_clipping "
-                "(accelerator.clip_grad_norm_ under Accelerate) instead of clip_grad_norm_, "
+                "(accelerator.clip_grad_norm_ under Accelerate) instead of clip_grad_norm_, config "
+                "fp16 instead of torch.amp.GradScaler, "
                 "hf_zero.safe_get_full_grad(parameter) or hf_zero.safe_set_full_grad(parameter, "
                 "value) with a parameter of the model, or engine.zero_grad()"
             )

@@ -104,9 +104,9 @@ def test_a_scaler_of_torch_is_refused(rank, model, stage, fused, unscaled):
     engine = start(model, optimizer, config_of(stage))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(squared(engine, At(0, 0, rank))).backward()
-    if unscaled:
-        scaler.unscale_(optimizer)
     with pytest.raises(PartitionError, match="GradScaler"):
+        if unscaled:
+            scaler.unscale_(optimizer)
         scaler.step(optimizer)
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
     engine.destroy()
