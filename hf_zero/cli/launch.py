@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -19,6 +19,9 @@ from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.launch.front import carry_out
 from hf_zero.launch.plan import LaunchPlan, Request, plan, refuse_missing
 from hf_zero.logging import JsonObject
+
+if TYPE_CHECKING:
+    from hf_zero.config.training_file import TrainingFile
 
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 CPU_RANKS = 2
@@ -256,6 +259,46 @@ def configured_start(
     if written:
         export.append(f"{WRITTEN}={json.dumps(written)}")
     return ConfiguredStart(_accelerate(preset, config, precision), tuple(export))
+
+
+def request_on_this_machine(
+    command: list[str],
+    ranks: int | None,
+    preset: str | None = None,
+    stage: int | None = None,
+    config: Path | None = None,
+    precision: str | None = None,
+    set_keys: list[str] | None = None,
+    module: bool = False,
+) -> Request:
+    """Return the request for the ranks of a script on this machine, with these options of
+    :func:`launch`.
+    """
+    configured = configured_start(preset, stage, config, precision, set_keys or [])
+    script, *arguments = command
+    return Request(
+        script,
+        tuple(arguments),
+        module,
+        num_procs=ranks_of_options(ranks, None, None),
+        accelerate=configured.accelerate,
+        machines_of_file=None if config is None else "1",
+        export=configured.export,
+    )
+
+
+def request_of_training(training: TrainingFile, script: str) -> Request:
+    """Return the request for the ranks of ``training``, whose script is the file ``script``."""
+    from hf_zero.launch.training_script import launch_options
+
+    options = launch_options(training)
+    return request_on_this_machine(
+        [script],
+        options.get("ranks"),
+        preset=options["preset"],
+        precision=options["precision"],
+        set_keys=options["set"],
+    )
 
 
 def _written(pairs: list[str], preset: str | None) -> dict[str, object]:

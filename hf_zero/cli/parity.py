@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,17 +23,19 @@ from hf_zero.cli.launch import (
     Ranks,
     Set,
     Stage,
-    configured_start,
     default_ranks,
-    ranks_of_options,
+    request_of_training,
+    request_on_this_machine,
 )
 from hf_zero.cli.printing import AsJson, PrintableTable, entry, print_json, print_table
 from hf_zero.errors import ConfigError
+from hf_zero.launch.plan import Request, refuse_missing
 
 if TYPE_CHECKING:
     from hf_zero.parity.session import Answer
 
 DIFFERENT = 1
+TRAINING_FILES = (".yaml", ".yml")
 STEPS = 6
 
 Steps = Annotated[
@@ -79,25 +86,37 @@ def parity(
     other files that the script writes are written. Exit codes: 0 equal, 1 different, 2 could not
     run.
 
+    SCRIPT may be a file of hf-zero train.
+
     Example: hf-zero parity --ranks 2 --steps 8 -- train.py --lr 1e-4
     """
-    from hf_zero.launch.plan import Request, refuse_missing
-    from hf_zero.parity.session import Resume, Session, as_json_object
-
     if resume_ranks is not None and resume_at is None:
         raise ConfigError(f"--resume-ranks {resume_ranks} goes with --resume-at STEP")
-    resume = None if resume_at is None else Resume(resume_at, resume_ranks)
-    configured = configured_start(preset, stage, config, precision, set_keys or [])
-    script, *arguments = command
-    request = Request(
-        script,
-        tuple(arguments),
-        module,
-        num_procs=ranks_of_options(ranks, None, None),
-        accelerate=configured.accelerate,
-        machines_of_file=None if config is None else "1",
-        export=configured.export,
-    )
+    with ExitStack() as stack:
+        script = command[0]
+        if not module and Path(script).suffix in TRAINING_FILES:
+            options = {"preset": preset, "stage": stage, "config": config, "precision": precision}
+            _refuse_beside_file(script, command[1:], options, set_keys)
+            request = _request_of_file(script, ranks, stack)
+        else:
+            request = request_on_this_machine(
+                command, ranks, preset, stage, config, precision, set_keys, module
+            )
+        if not compare(request, steps, keep, resume_at, resume_ranks, as_json):
+            raise typer.Exit(DIFFERENT)
+
+
+def compare(
+    request: Request,
+    steps: int,
+    keep: bool = False,
+    resume_at: int | None = None,
+    resume_ranks: int | None = None,
+    as_json: bool = False,
+) -> bool:
+    """Compare the script of ``request``, print the answer, and return whether it is equal."""
+    from hf_zero.parity.session import Resume, Session, as_json_object
+
     refuse_missing(request)
     if not as_json:
         print(
@@ -105,16 +124,51 @@ def parity(
             "it writes are written twice",
             file=sys.stderr,
         )
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    with _progress(steps) as bar:
-        session = Session(request, default_ranks, steps, keep, bar.report, bar.say, resume)
-        answer = session.compare()
+    handler = signal.signal(signal.SIGTERM, _as_interrupt)
+    resume = None if resume_at is None else Resume(resume_at, resume_ranks)
+    try:
+        with _progress(steps) as bar:
+            session = Session(request, default_ranks, steps, keep, bar.report, bar.say, resume)
+            answer = session.compare()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     if as_json:
         print_json(as_json_object(answer))
     else:
         _print(answer)
-    if not answer.equal:
-        raise typer.Exit(DIFFERENT)
+    return answer.equal
+
+
+def _refuse_beside_file(
+    file: str,
+    arguments: list[str],
+    options: Mapping[str, object],
+    set_keys: list[str] | None,
+) -> None:
+    """Raise ConfigError for options and arguments that the training file ``file`` has as keys."""
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    given += ["--set"] if set_keys else []
+    if given + arguments:
+        raise ConfigError(
+            f"{file} is a file of hf-zero train, which has its own keys: write what "
+            f"{' '.join([*given, *arguments])} says there"
+        )
+
+
+def _request_of_file(file: str, ranks: int | None, stack: ExitStack) -> Request:
+    """Return the request for the script of a training file, in a temporary folder that ``stack``
+    removes.
+    """
+    from hf_zero.config.training_file import read_training_file
+    from hf_zero.launch.training_script import SCRIPT, resolved, training_script
+
+    training = resolved(read_training_file(file))
+    folder = stack.enter_context(TemporaryDirectory(prefix="hf-zero-parity-"))
+    script = Path(folder, SCRIPT)
+    script.write_text(training_script(training), encoding="utf-8")
+    return request_of_training(
+        training if ranks is None else replace(training, ranks=ranks), str(script)
+    )
 
 
 def _as_interrupt(number: int, frame: FrameType | None) -> None:

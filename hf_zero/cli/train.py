@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,9 +52,8 @@ def train(
 
     Example: hf-zero train sft.yaml
     """
-    from hf_zero.cli.launch import launch
+    from hf_zero.cli.launch import launch, request_of_training
     from hf_zero.config.training_file import read_training_file
-    from hf_zero.device import kinds
     from hf_zero.integrations.datasets.training_data import refuse_unread_data
     from hf_zero.integrations.transformers.training_names import refuse_unknown_names
     from hf_zero.launch.training_script import (
@@ -63,6 +61,7 @@ def train(
         SCRIPT,
         launch_command,
         launch_options,
+        resolved,
         training_script,
     )
 
@@ -74,9 +73,7 @@ def train(
                 raise ConfigError(f"--init only writes the file; leave {option} out")
         _init(file, yes, as_json)
         return
-    training = read_training_file(file)
-    if training.precision == "auto":
-        training = replace(training, precision="bf16" if kinds.device_count() else "fp32")
+    training = resolved(read_training_file(file))
     text, target = training_script(training), Path(training.output_dir) / SCRIPT
     if script:
         print(text, end="")
@@ -99,6 +96,11 @@ def train(
         f"the script: {target}; `hf-zero top {shlex.quote(training.output_dir)}` shows the run",
         flush=True,
     )
+    if training.parity is not None and not resume:
+        from hf_zero.cli.parity import DIFFERENT, compare
+
+        if not compare(request_of_training(training, str(target)), training.parity):
+            raise typer.Exit(DIFFERENT)
     options = launch_options(training)
     launch(
         [str(target), *([RESUME] if resume else [])],

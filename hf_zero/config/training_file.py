@@ -151,6 +151,11 @@ class TrainingFile(TrainerArguments):
     ranks: int | None = key(
         integer(1), None, "ranks on this machine; without it the number of GPUs, else 2"
     )
+    parity: int | None = key(
+        integer(1),
+        None,
+        "steps to compare with untouched torch before the run, which a difference prevents",
+    )
     config: JsonObject = key(
         SECTION,
         None,

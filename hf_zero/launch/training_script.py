@@ -7,16 +7,25 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hf_zero.config.files import yaml_line
 from hf_zero.config.training_file import DPO, FORMATS, LORA, PRETRAIN, QLORA, TrainingFile
+from hf_zero.device import kinds
 
 SCRIPT = "train.py"
 RESUME = "--resume"
 NAMES = {DPO: "DPO", PRETRAIN: "SFT"}  # trainers of TRL by task
 VERBS = {DPO: "Train {} on preferences of {}", PRETRAIN: "Train {} on the text of {}"}
+
+
+def resolved(training: TrainingFile) -> TrainingFile:
+    """Return ``training`` with the precision that this machine decides."""
+    if training.precision != "auto":
+        return training
+    return replace(training, precision="bf16" if kinds.device_count() else "fp32")
 
 
 def launch_options(training: TrainingFile) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hf_zero.deepspeed.engine_getters import Getters
 from hf_zero.distributed import process_group
 from hf_zero.parity.driven_reference import DrivenReference
 from hf_zero.parity.reference import LossScale
+from hf_zero.zero.layout.parameter import ZeroParamStatus
 
 if TYPE_CHECKING:
     _ReferenceBase = DrivenReference  # the getters are typed as those of an engine
@@ -37,6 +38,10 @@ class DeepSpeedReference(_ReferenceBase):
         if self.optimizer is not None:
             shown: Any = self.optimizer
             shown.cur_scale = shown.loss_scale = self.scaler.scale
+        for number, parameter in enumerate(self.module.parameters()):
+            whole: Any = parameter  # at stage 3 scripts ask a parameter whether it is
+            whole.ds_status, whole.ds_id = ZeroParamStatus.AVAILABLE, number
+            whole.ds_shape, whole.ds_numel = parameter.shape, parameter.numel()
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

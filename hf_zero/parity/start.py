@@ -64,6 +64,8 @@ ON_PURPOSE = (
     f"{ZERO}.zeropp_loco_param",
     f"{ZERO}.offload_optimizer.moments",
 )
+# settings by which an engine writes beside its checkpoints, among the files of other runs
+WRITES = ("metrics", "tensorboard", "wandb", "comet", "csv_monitor", "checkpoint.memory")
 # by the optimizer of a configuration: the one of torch that makes the same update in fp32
 EXACT = {
     "AdamW8bit": ("AdamW", {}),
@@ -97,8 +99,11 @@ def comparable(request: SetupRequest[Any], keep: bool = False) -> Comparable:
     """
     config, left_out = request.config, list[str]()
     _refuse_axes(request)
+    for key in WRITES:
+        if _is_on(config, key):
+            config = config.without(key)
     if keep:
-        return Comparable(request, left_out)
+        return Comparable(replace(request, config=config), left_out)
     for key in ON_PURPOSE:
         if _is_on(config, key):
             config = config.without(key)

@@ -242,6 +242,30 @@ def test_the_script_is_written_and_launched(write: Any, launched: list[Any]) -> 
     assert "file/out/train.py cannot be written (Not a directory); name another" in said
 
 
+def test_a_training_begins_after_an_equal_comparison(
+    write: Any, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[Any] = []
+    answers = iter((True, False))
+
+    def compare(request: Any, steps: int) -> bool:
+        compared.append((request.script, request.num_procs, request.accelerate, steps))
+        return next(answers)
+
+    monkeypatch.setattr("hf_zero.cli.parity.compare", compare)
+    file = write(output_dir="out", precision="fp32", ranks=3, parity=4, preset="zero3")
+    invoke(f"train {file}")
+    assert launched.pop()[0] == (["out/train.py"],)
+    invoke(f"train {file}", ends_with=1)
+    assert not launched
+    ((script, ranks, options, steps), _) = compared
+    assert (script, ranks, steps) == ("out/train.py", 3, 4)
+    assert "--zero_stage" in options and options[options.index("--zero_stage") + 1] == "3"
+    said = refusal(f"parity --precision bf16 -- {file} --lr 1")
+    assert "train.yaml is a file of hf-zero train, which has its own keys: write what" in said
+    assert "--precision --lr 1 says there" in said
+
+
 def test_a_precision_that_the_machine_decides(
     write: Any, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

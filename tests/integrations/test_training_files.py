@@ -73,6 +73,10 @@ def test_a_file_trains_as_its_script_without_an_engine(
     file, plain = tmp_path / "train.yaml", tmp_path / "plain.yaml"
     file.write_text(yaml.safe_dump(keys | {"output_dir": "run"}))
     launched.output(["hf-zero", "train", str(file)], tmp_path, tmp_path / "log.txt", 400)
+    if task == "sft":
+        words = ["hf-zero", "parity", "--steps", "2", str(file)]
+        said = launched.output(words, tmp_path, tmp_path / "log.txt", 400)
+        assert "equal to torch for 2 steps on 2 ranks" in said
     figures = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert max(row.get("step", 0) for row in figures) == STEPS
     # TRL writes its card with each checkpoint

@@ -137,6 +137,15 @@ def test_a_function_that_trains_nothing_is_refused() -> None:
         hf_zero.parity(lambda: hf_zero.initialize(model=stack(), config=config(0)))
 
 
+def test_the_figures_of_a_run_are_not_written(tmp_path: Path) -> None:
+    settings = config(1, metrics={"enabled": True, "path": str(tmp_path)})
+    settings["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path)}
+    for keep in (False, True):
+        result = answer(1, settings, keep=keep)
+        assert result.equal and not result.left_out
+    assert not [*tmp_path.iterdir()]
+
+
 def test_settings_that_change_the_training_are_left_out() -> None:
     settings = config(1, optimizer={"type": "AdamW8bit", "params": {"lr": 1e-3}})
     settings["compressed_communication"] = {"bits": 4}
