@@ -253,6 +253,23 @@ def buffer(model):
     model.register_buffer("seen", model.head.weight.data[2])
 
 
+def attribute(model):
+    model.two.seen = model.head.weight.detach().t()
+
+
+def listed(model):
+    model.rows = [torch.zeros(2), model.head.weight[1]]  # a view with gradients
+
+
+def in_a_dictionary(model):
+    model.one.table = {"bias": nn.Parameter(model.head.bias.data)}
+
+
+def tied_elsewhere(model):
+    model.former = (model.two.weight,)
+    model.two.weight.data = model.one.weight.data
+
+
 def frozen(model):
     model.head.weight.data = model.one.weight.data
     model.head.weight.requires_grad_(False)
@@ -265,6 +282,13 @@ def frozen(model):
         (shifted, r"head\.weight and one\.weight are different views"),
         (of_another_shape, r"extra and head\.weight are different views"),
         (buffer, r"head\.weight and seen are a buffer and a parameter"),
+        (
+            attribute,
+            r"attribute two\.seen shares memory with the parameter head\.weight.*in forward",
+        ),
+        (listed, r"attribute rows\[1\] shares memory with the parameter head\.weight"),
+        (in_a_dictionary, r"attribute one\.table\['bias'\] shares .* head\.bias"),
+        (tied_elsewhere, r"attribute former\[0\] shares .* one\.weight"),
         (frozen, r"one\.weight and head\.weight are a parameter that trains and one"),
     ],
 )
@@ -273,6 +297,71 @@ def test_tensors_that_share_otherwise_are_refused(change, names):
     change(model)
     with pytest.raises(PartitionError, match=names):
         start(model, plain_sgd(model), config_of(1))
+
+
+class Recurrent(nn.Module):
+    """Its attributes are parameters themselves, or set by a hook before each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.LSTM(WIDTH, WIDTH)
+        self.two = nn.LSTM(WIDTH, WIDTH)
+        self.head = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.normed = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.first = self.head.weight.clone()
+        self.biases = (self.head.bias, self.normed.bias)
+        for name, parameter in self.two.named_parameters():
+            parameter.data = self.one.get_parameter(name).data
+
+    def forward(self, x):
+        x = self.two(self.one(x)[0])[0]
+        return self.normed(self.head(x) @ self.first + self.biases[0]) + self.biases[1]
+
+
+class Watched(nn.Module):
+    """A property that no code may read but the user's, and attributes of classes of its own."""
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args, **kwargs):
+            raise AssertionError(args)
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.own = torch.zeros(3).as_subclass(self.Own)
+
+    @property
+    def seen(self):
+        raise AssertionError("read")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@in_turn("stage", (1, 3))
+def test_attributes_that_a_step_changes_too_are_left_alone(stage):
+    def build():
+        return seeded(Recurrent).train()
+
+    plain, inputs = build(), torch.randn(3, 2, 4, WIDTH)
+    for name, parameter in [*plain.one.named_parameters()]:
+        setattr(plain.two, name, parameter)
+    stepped = plain_sgd(plain)
+    for both in inputs:
+        plain(both).pow(2).mean().backward()
+        stepped.step()
+        stepped.zero_grad()
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        for both in inputs:
+            engine.backward(engine(both).pow(2).mean())
+            engine.step()
+        return full_weights(engine)
+
+    for weights in on_ranks(2, run, build=build):
+        for name, value in weights.items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+    assert tie_shared_memory(Watched()) == {}
 
 
 def test_one_memory_in_two_groups_is_refused():
@@ -291,6 +380,7 @@ def test_tensors_beside_each_other_in_one_memory_are_left_alone():
     model.register_buffer("lowest", held[WIDTH])
     model.frozen = copy.deepcopy(model.head).requires_grad_(False)
     model.frozen.bias.data = model.frozen.weight.data[0]  # nothing changes them
+    model.frozen.seen, model.least = model.frozen.weight[0], held[WIDTH + 1]
     assert tie_shared_memory(model) == {}
     engine = start(model, plain_sgd(model), config_of(1))
     engine.backward(engine(torch.randn(2, WIDTH)).sum())

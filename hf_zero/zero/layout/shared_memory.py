@@ -1,5 +1,6 @@
 """Parameters that share memory without being one object, as after ``a.weight.data =
-b.weight.data``: the engine gives each parameter memory of its own, which would untie them.
+b.weight.data``, and tensors among the attributes of modules in the memory of a parameter: the
+engine gives each parameter memory of its own, which would untie them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.initial_values import source_of
 from hf_zero.zero.layout.parameter import owner_of
-from hf_zero.zero.layout.walk import buffers_of, parameters_of
+from hf_zero.zero.layout.walk import buffers_of, named_modules_of, parameters_of
 
 Tied = dict[nn.Parameter, nn.Parameter]
 REMEDY = "give one of them memory of its own (.clone()), or assign the parameter itself to both"
+COMPUTED = (
+    "compute the {} from the parameter in forward, or give it memory of its own (.clone()) if it "
+    "is to keep its values"
+)
 
 
 class _SharedView(NamedTuple):
@@ -68,7 +73,7 @@ def tie_shared_memory(
     the inverse of each replacement.
 
     Raises PartitionError for tensors that share memory with a trainable parameter in another way:
-    other views of it, buffers, frozen parameters.
+    other views of it, buffers, frozen parameters, attributes of modules.
     """
     tied: Tied = {}
     for one, other in _overlapping(model, ()):
@@ -89,7 +94,63 @@ def tie_shared_memory(
                 if on_rollback is not None:
                     on_rollback(setattr, module, name, parameter)
                 setattr(module, name, tied[parameter])
+    _refuse_attributes(model)
     return tied
+
+
+def _refuse_attributes(model: nn.Module) -> None:
+    """Raise PartitionError if an attribute of a module of ``model``, or an item of a list, tuple or
+    dictionary there, is in the memory of a trainable parameter and not that parameter itself.
+    """
+    parameters = parameters_of(model)
+    registered = {id(tensor) for tensor in (*parameters, *buffers_of(model))}
+    by_storage: dict[tuple[torch.device, int], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad and (address := _address(parameter)):
+            by_storage.setdefault((parameter.device, address), []).append(parameter)
+    for prefix, module in named_modules_of(model):
+        for name, path, tensor in _attributes(module):
+            if id(tensor) in registered:
+                continue
+            with torch._C.DisableTorchFunctionSubclass():  # runs no code of the tensor's class
+                address = _address(tensor)
+                sharing = by_storage.get((tensor.device, address), []) if address else []
+            for parameter in sharing:
+                view = _SharedView.of(f"{prefix}.{path}".lstrip("."), tensor)
+                other = _SharedView.of(_name(model, parameter), parameter)
+                overlap = view.start < other.end and other.start < view.end
+                if overlap and view.meets(other) and name not in _set_by_hooks(module):
+                    raise PartitionError(
+                        f"the attribute {view.name} shares memory with the parameter {other.name}; "
+                        "the engine lays parameters out anew, and the attribute would keep the "
+                        f"values from before the first step; {COMPUTED.format('attribute')}"
+                    )
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield name of the attribute, path and tensor for the tensors among the attributes of
+    ``module`` and in its lists, tuples and dictionaries.
+    """
+    for name, value in module.__dict__.items():
+        kind = type(value)
+        if kind in (dict, list, tuple):
+            for key, item in value.items() if kind is dict else enumerate(value):
+                if issubclass(type(item), torch.Tensor):
+                    yield name, f"{name}[{key!r}]", item
+        elif issubclass(kind, torch.Tensor):
+            yield name, name, value
+
+
+def _set_by_hooks(module: nn.Module) -> list[object]:
+    """Return the names of attributes of ``module`` that hooks compute before each forward, as
+    ``spectral_norm`` of ``torch.nn.utils`` does.
+    """
+    hooks = module._forward_pre_hooks.values()
+    return [getattr(hook, "__dict__", {}).get("name") for hook in hooks]
+
+
+def _name(model: nn.Module, parameter: nn.Parameter) -> str:
+    return next(name for name, each in model.named_parameters() if each is parameter)
 
 
 def without_tied(
@@ -127,8 +188,9 @@ def refuse_shared(model: nn.Module, others: Sequence[tuple[str, nn.Parameter]]) 
 
 
 def _refusal(one: _SharedView, other: _SharedView) -> str:
+    remedy = REMEDY
     if not all(isinstance(view.tensor, nn.Parameter) for view in (one, other)):
-        how = "a buffer and a parameter"
+        how, remedy = "a buffer and a parameter", COMPUTED.format("buffer")
     elif one.is_same(other):
         trains = one.trains and other.trains
         how = "two parameters" if trains else "a parameter that trains and one that is frozen"
@@ -136,7 +198,7 @@ def _refusal(one: _SharedView, other: _SharedView) -> str:
         how = "different views"
     return (
         f"{one.name} and {other.name} are {how} that share memory; the engine would "
-        f"lay them out separately, and a step would change only one of them; {REMEDY}"
+        f"lay them out separately, and a step would change only one of them; {remedy}"
     )
 
 
