@@ -64,7 +64,7 @@ def load(
         load_module_strict: refuse a checkpoint that lacks a parameter of the model or has one that
             the model lacks; else load what both have.
         load_optimizer_states: also load moments, step counts, hyper-parameters and the fp16 loss
-            scale.
+            scale; else those of the engine stay.
         load_lr_scheduler_states: also load the schedule, if the engine has one and one was saved,
             with what it has written into the optimizer's groups (learning rates).
         load_module_only: load weights and buffers alone; counters stay as they are too.

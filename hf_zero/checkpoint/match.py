@@ -288,7 +288,7 @@ def check_optimizer(
     unknown states, other groups.
     """
     saved = manifest.optimizer
-    remedy = "or pass load_optimizer_states=False to start with a fresh optimizer state"
+    remedy = "or pass load_optimizer_states=False to go on with the optimizer state of this engine"
     if saved is None:
         raise CheckpointError(
             f"{where} was saved without an optimizer, or does not say which parameters its state "

@@ -622,6 +622,43 @@ def test_a_rate_that_a_script_has_written_is_there_after_a_load(rank, model, tmp
     assert group["lr"] == engine.lr_scheduler.get_last_lr()[0] != 0.25
 
 
+@in_turn(
+    "stage, away, clears",
+    [(0, None, True), (1, None, False), (3, None, True), (2, "cpu", True), (3, "cpu", False)],
+)
+def test_a_load_without_optimizer_state_leaves_that_as_it_is(stage, away, clears, tmp_path):
+    """Until the script clears it."""
+    saved = {}
+
+    def change(step, model, optimizer):
+        if step == 0:
+            saved.update({name: value.clone() for name, value in model.state_dict().items()})
+        if step == 2:
+            model.load_state_dict(saved)
+            if clears:
+                optimizer.state.clear()
+
+    weights, _ = by_hand(adamw, [[(1.0, 0)]] * 4, RANKS, after_step=change)
+    folder = tmp_path / f"{stage}{away}"
+
+    def run(rank, model):
+        zero = {"stage": stage} | ({"offload_optimizer": {"device": away}} if away else {})
+        engine = start(model, adamw(model), config_of(stage, zero_optimization=zero))
+
+        def act(step):
+            if step == 0:
+                engine.save_checkpoint(str(folder))
+            if step == 2:
+                engine.load_checkpoint(str(folder), load_optimizer_states=False)
+                if clears:
+                    engine.optimizer.state.clear()
+
+        run_steps(engine, rank, range(4), after=act)
+        oracle.compare_tensors("weights", full_weights(engine), weights)
+
+    on_ranks(RANKS, run)
+
+
 @in_turn("as_object", [True, False])
 @on_each_rank(1)
 def test_a_schedule_that_takes_a_metric_is_the_scripts_to_step(rank, model, as_object):
