@@ -56,13 +56,13 @@ def _goes_on(schedule: LRScheduler, before: int, now: int, same_batches: bool) -
     """Return whether ``schedule`` goes on with its curve, at its position or at one to which it is
     moved here.
     """
-    by_functions = isinstance(schedule, LambdaLR)
-    # others have loaded the numbers of the save, too
-    fits = not by_functions or _has_rates_at(schedule, schedule.last_epoch)
-    if fits and same_batches:  # the schedule counts batches, of which all ranks train on `now`
+    # `same_batches`: the schedule counts batches, of which all ranks train on `now`
+    if not isinstance(schedule, LambdaLR):
+        return same_batches  # it has loaded the numbers of the save, too
+    if same_batches and _has_rates_at(schedule, schedule.last_epoch):
         return True
     position, rest = divmod(schedule.last_epoch * now, before)
-    if not by_functions or rest or not _has_rates_at(schedule, position):
+    if rest or not _has_rates_at(schedule, position):
         return False
     schedule.last_epoch, schedule._step_count = position, position + 1
     return True
