@@ -108,9 +108,11 @@ def kinds() -> list[str]:
 
 
 # "start": a new engine, with its stage and micro-batches; "step looked at" evaluates within its
-# window; "load" goes back to the last save, "abandon" does within a window. Without a save
-# neither does anything.
-ACTS = ("start", "step", "step looked at", "evaluate", "generate", "save", "load", "abandon")
+# window, "step written" changes a gradient, evaluates after clipping and changes the rate, "step
+# broken" drops all but the last micro-batch of its window and begins anew; "load" goes back to the
+# last save, "abandon" does within a window. Without a save neither does anything.
+STEPS = ("step", "step looked at", "step written", "step broken")
+ACTS = ("start", *STEPS, "evaluate", "generate", "save", "load", "abandon")
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def _life(draw: random.Random, stages: tuple[int, int], evaluates: bool, generat
         if part:
             acts.append(Act("load"))
         for _ in range(count):
-            acts.append(Act(draw.choice(("step", "step", "step looked at"))))
+            acts.append(Act(draw.choice(STEPS)))
             acts += [Act(do) for do in draw.choice(((), (), ("save",), ("load",), ("abandon",)))]
         acts += [Act("evaluate")] if evaluates and part < 2 else []
         acts += [Act("generate")] if generates and part == 0 else []
@@ -238,6 +240,11 @@ class Record:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def slow_down(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.7
+
+
 class Alone:
     """The life of a program in one process."""
 
@@ -281,10 +288,14 @@ class Alone:
             self.load()
         elif act.do.startswith("step"):
             self.window(number, seen)
+            if act.do == "step written":
+                self.model.get_input_embeddings().weight.grad.mul_(0.5)
             limit = program.clip or float("inf")
             seen.norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-            if act.do == "step looked at":
+            if act.do in ("step looked at", "step written"):
                 seen.evaluated = program.evaluated(self.model, number, range(MICRO))
+            if act.do == "step written":
+                slow_down(self.optimizer)
             self.optimizer.step()
             self.optimizer.zero_grad()
         elif act.do == "evaluate":
@@ -340,7 +351,8 @@ class OnRank:
 
     def start(self, act: Act) -> None:
         self.mine = range(self.reader, act.micros, self.mesh.data)
-        clipping = {"gradient_clipping": self.program.clip} if self.program.clip else {}
+        names_limit = self.program.clip or self.program.seed % 2  # 0 and no key are one
+        clipping = {"gradient_clipping": self.program.clip} if names_limit else {}
         config = {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": len(self.mine),
@@ -352,7 +364,7 @@ class OnRank:
         self.engine = start(self.model, self.program.optimizer(self.model), config)
         self.shares = hf_zero.sequence_parallel() if self.mesh.sequence > 1 else None
 
-    def window(self, number: int, seen: Seen, micros: Any, looks: bool = False) -> None:
+    def window(self, number: int, seen: Seen, micros: Any, do: str = "step") -> None:
         for at, micro in enumerate(micros):
             batch = self.program.batch_of(number, micro)
             given = self.shares.shard(batch) if self.shares else batch
@@ -360,10 +372,23 @@ class OnRank:
             if self.shares:
                 loss = self.shares.mean_loss(loss, given["labels"])
             self.engine.backward(loss)
-            if looks and at == 0:
+            if do == "step looked at" and at == 0:
                 self.look(number, seen)
+            if do == "step written" and at == len(micros) - 1:
+                self.write(number, seen)
             self.engine.step()
             seen.losses.append(float(loss.detach()))
+
+    def write(self, number: int, seen: Seen) -> None:
+        """Halve a gradient, clip, evaluate and change the rate before the step."""
+        embedding = self.model.get_input_embeddings().weight
+        gradient = hf_zero.safe_get_full_grad(embedding)
+        assert gradient is not None
+        hf_zero.safe_set_full_grad(embedding, gradient * 0.5)
+        if self.program.clip:
+            self.engine.clip_gradient(self.program.clip)
+        self.look(number, seen)
+        slow_down(self.engine.optimizer)
 
     def look(self, number: int, seen: Seen) -> None:
         seen.evaluated = self.program.evaluated(self.engine.module, number, [self.reader])
@@ -382,7 +407,10 @@ class OnRank:
                 self.window(number, seen, self.mine[:1])
             self.engine.load_checkpoint(self.folder)
         elif act.do.startswith("step"):
-            self.window(number, seen, self.mine, looks=act.do != "step")
+            if act.do == "step broken":
+                self.window(number, Seen(), self.mine[: len(self.mine) - 1])
+                self.engine.zero_grad()
+            self.window(number, seen, self.mine, act.do)
             seen.norm = float(self.engine.get_global_grad_norm())
         elif act.do == "evaluate":
             self.look(number, seen)

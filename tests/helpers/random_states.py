@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import hf_zero
 from hf_zero.optim import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
@@ -58,6 +59,7 @@ IN_16_BITS = (
 ACTS = (
     *("start", "step", "step of two", "skipped", "write", "write all", "set state"),
     *("freeze", "thaw", "rate", "own state", "own weights", "save", "load"),
+    *("step written", "step twice", "step broken", "write equal"),
 )
 PLAIN = ("step",) * 6 + ("step of two",) * 2 + ACTS[3:]
 
@@ -83,6 +85,7 @@ class Life:
     clip: float
     bf16: str  # its keys: none, masters in fp32, weights or moments or both in bf16 alone
     acts: tuple[Act, ...]
+    parametrized: bool = False  # a layer whose weight is computed from its parameter
 
     @staticmethod
     def drawn(seed: int) -> Life:
@@ -105,7 +108,9 @@ class Life:
             bf16 = "enabled"
         if bf16 or "8bit" in optimizer:  # the mean over three ranks of equal numbers is rounded
             acts = [replace(act, world=4) if act.world == 3 else act for act in acts]
-        return Life(seed, optimizer, widths, decays, tied, clip, bf16, tuple(acts[:-1]))
+        parametrized = draw.random() < 0.3
+        chosen = (seed, optimizer, widths, decays, tied, clip, bf16)
+        return Life(*chosen, tuple(acts[:-1]), parametrized)
 
     def on(self, world: int) -> Life:
         """Return the same life on ``world`` ranks throughout."""
@@ -129,7 +134,8 @@ class Life:
         return CLIPPED_8_BITS if self.in_8_bits and self.clip else WEIGHTS
 
     def model(self) -> Net:
-        return seeded(lambda: Net((WIDTH, *self.widths), self.tied))  # type: ignore[return-value]
+        widths = (WIDTH, *self.widths)
+        return seeded(lambda: Net(widths, self.tied, self.parametrized))  # type: ignore[return-value]
 
     def optimizer_of(self, model: nn.Module) -> Optimizer:
         parameters = list(model.parameters())
@@ -147,11 +153,32 @@ class Life:
         return rows if self.exact else rows[rank :: world or 1]
 
 
-class Net(nn.Module):
-    """Linear layers of ``widths``, a scalar parameter, and one that no forward uses."""
+class Counted(nn.Module):
+    """A parametrization that counts its calls: each forward makes one."""
 
-    def __init__(self, widths: tuple[int, ...], tied: bool) -> None:
+    calls = 0
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return weight * 0.9
+
+
+class Net(nn.Module):
+    """Linear layers of ``widths``, a scalar parameter, and one that no forward uses. A buffer has
+    the sum of the rows that this rank has seen, which differs between ranks.
+    """
+
+    breaks = False  # in the next forward
+
+    def __init__(self, widths: tuple[int, ...], tied: bool, parametrized: bool = False) -> None:
         super().__init__()
+        self.register_buffer("seen", torch.zeros(widths[0]), persistent=False)
+        self.count = Counted()
+        self.last: nn.Module = nn.Identity()
+        if parametrized:
+            self.last = nn.Linear(widths[-1], widths[-1])
+            register_parametrization(self.last, "weight", self.count)
+            self.count.calls = 0
         pairs = list(itertools.pairwise(widths))
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairs)
         self.scale = nn.Parameter(torch.tensor(1.0))
@@ -162,9 +189,13 @@ class Net(nn.Module):
                     later.weight = layer.weight
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.seen += rows.detach().to(self.seen.dtype).sum(0)
         for layer in self.layers:
             rows = torch.tanh(layer(rows))
-        return rows * self.scale
+            if self.breaks:
+                self.breaks = False
+                raise ArithmeticError("a forward that a script catches")
+        return self.last(rows) * self.scale  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -172,6 +203,14 @@ class Seen:
     losses: list[list[float]] = field(default_factory=list)  # of each step, by micro-batch
     halved: list[tuple[int, int]] = field(default_factory=list)  # number of the act, dimensions
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    # of each engine: the buffer at its end, and the calls of the parametrization
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+
+    def end(self, model: Net) -> None:
+        """Record the end of an engine."""
+        self.buffers.append(model.seen.detach().float().cpu().clone())
+        self.calls.append(model.count.calls)
 
 
 class Alone:
@@ -184,6 +223,8 @@ class Alone:
         self.frozen: set[int] = set()
 
     def start(self, act: Act) -> None:
+        if self.model is not None:
+            self.seen.end(self.model)
         self.model = self.life.model().to(self.device)
         self.freeze_again()
         self.optimizer: Any = self.life.optimizer_of(self.model)
@@ -195,17 +236,23 @@ class Alone:
         for which, layer in enumerate(self.model.layers):
             layer.bias.requires_grad_(which not in self.frozen)
 
-    def window(self, number: int, micros: int) -> None:
+    def window(self, number: int, micros: int, written: Any = None) -> None:
+        """``written``: the layer that is written between the last backward and the step."""
         losses = []
         for micro in range(micros):
             loss = self.model(self.rows(number, micro)).pow(2).mean()
             (loss / micros).backward()
             losses.append(float(loss.detach()))
+        if written is not None and written.bias.requires_grad:
+            written.bias.grad.mul_(0.5)
         gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         if self.life.clip:
-            factor = self.life.clip / (total_norm(gradients) + 1e-6)
+            limit = self.life.clip * (0.5 if written is not None else 1.0)
+            factor = limit / (total_norm(gradients) + 1e-6)
             for gradient in gradients.values():
                 gradient.mul_(min(factor, 1.0))
+        if written is not None:
+            losses.append(self.after_clipping(written, number))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.seen.losses.append(losses)
@@ -215,8 +262,36 @@ class Alone:
         self.model(self.rows(number, 0)).pow(2).mean().backward()
         self.optimizer.zero_grad()
 
+    @torch.no_grad()
+    def after_clipping(self, layer: Any, number: int) -> float:
+        """Change settings and weights, and return the loss of a metric before that."""
+        loss = float(self.model(self.rows(number, 1)).float().pow(2).mean())
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+        with self.whole(layer.bias):
+            layer.bias.mul_(0.99)
+        return loss
+
+    def broken(self, number: int) -> None:
+        """A window whose second forward raises."""
+        self.model(self.rows(number, 0)).pow(2).mean().backward()
+        self.break_forward(self.model, self.rows(number, 1))
+        self.optimizer.zero_grad()
+
+    def break_forward(self, call: Any, rows: torch.Tensor) -> None:
+        self.model.breaks = True
+        try:
+            call(rows)
+        except ArithmeticError:
+            return
+        raise AssertionError("the forward has not raised")
+
+    def step_again(self) -> None:
+        """A second step without a backward: in plain torch there is no gradient left."""
+        self.optimizer.step()
+
     @contextmanager
-    def whole(self, parameter: Any) -> Iterator[None]:
+    def whole(self, parameter: Any, modifier: int | None = 0) -> Iterator[None]:
         yield
 
     def halve(self, layer: Any, number: int) -> None:
@@ -243,12 +318,21 @@ class Alone:
                 self.start(act)
             case "step" | "step of two":
                 self.window(number, 1 + (act.do != "step"))
+            case "step written":
+                self.window(number, 2, layer)
+            case "step twice":
+                self.window(number, 1)
+                self.step_again()
+            case "step broken":
+                self.broken(number)
+                self.window(number, 2)
             case "skipped":
                 self.skipped(number)
-            case "write" | "write all":
-                written = [layer.bias] if act.do == "write" else list(self.model.parameters())
+            case "write" | "write all" | "write equal":
+                written = list(self.model.parameters()) if act.do == "write all" else [layer.bias]
                 for parameter in written:
-                    with self.whole(parameter), torch.no_grad():
+                    modifier = None if act.do == "write equal" else 0
+                    with self.whole(parameter, modifier), torch.no_grad():
                         parameter.mul_(1.01).add_(0.001)
             case "set state":
                 self.halve(layer, number)
@@ -273,6 +357,7 @@ def in_one_process(life: Life, device: str = "cpu") -> Seen:
     for number, act in enumerate(life.acts):
         alone.does(act, number)
     alone.seen.weights = {n: p.detach().cpu() for n, p in alone.model.named_parameters()}
+    alone.seen.end(alone.model)
     return alone.seen
 
 
@@ -302,15 +387,36 @@ class OnRank(Alone):
         rows = self.life.rows(number, micro, self.rank, self.world)
         return rows.to(self.engine.device)
 
-    def window(self, number: int, micros: int) -> None:
+    def window(self, number: int, micros: int, written: Any = None) -> None:
         self.engine.set_batches(ROWS, micros)
         losses = []
         for micro in range(micros):
             loss = self.engine(self.rows(number, micro)).float().pow(2).mean()
             self.engine.backward(loss)
-            self.engine.step()
             losses.append(float(loss.detach()))
+            if micro == micros - 1 and written is not None:
+                losses.append(self.between(written, number))
+            self.engine.step()
         self.seen.losses.append(losses)
+
+    def between(self, written: Any, number: int) -> float:
+        if written.bias.requires_grad:
+            gradient = hf_zero.safe_get_full_grad(written.bias)
+            assert gradient is not None
+            hf_zero.safe_set_full_grad(written.bias, gradient * 0.5)
+        if self.life.clip:
+            self.engine.clip_gradient(self.life.clip * 0.5)
+        return self.after_clipping(written, number)
+
+    def broken(self, number: int) -> None:
+        self.engine.set_batches(ROWS, 2)
+        self.engine.backward(self.engine(self.rows(number, 0)).float().pow(2).mean())
+        self.engine.step()
+        self.break_forward(self.engine, self.rows(number, 1))
+        self.engine.zero_grad()
+
+    def step_again(self) -> None:
+        self.engine.step()
 
     def skipped(self, number: int) -> None:
         self.engine.set_batches(ROWS, 2)
@@ -318,8 +424,8 @@ class OnRank(Alone):
         self.engine.zero_grad()
 
     @contextmanager
-    def whole(self, parameter: Any) -> Iterator[None]:
-        with hf_zero.GatheredParameters([parameter], modifier_rank=0):
+    def whole(self, parameter: Any, modifier: int | None = 0) -> Iterator[None]:
+        with hf_zero.GatheredParameters([parameter], modifier_rank=modifier):
             yield
 
     def halve(self, layer: Any, number: int) -> None:
@@ -346,6 +452,7 @@ def _part(rank: int, model: Any, life: Life, part: list[tuple[int, Act]], *known
     for number, act in part:
         on_rank.does(act, number)
     on_rank.seen.weights = {n: value.cpu() for n, value in full_weights(on_rank.engine).items()}
+    on_rank.seen.end(on_rank.model)
     on_rank.engine.destroy()
     return on_rank
 
@@ -365,6 +472,10 @@ def on_engines(life: Life, folder: Path, halved: Seen, run: Run = on_ranks) -> S
         for step in range(len(ranks[0].seen.losses)):
             of_ranks = torch.tensor([rank.seen.losses[step] for rank in ranks])
             seen.losses.append(of_ranks.mean(0).tolist())
+        buffers = torch.stack([rank.seen.buffers[-1] for rank in ranks])
+        seen.buffers.append(buffers.mean(0) if life.exact else buffers.sum(0))
+        assert len({rank.seen.calls[-1] for rank in ranks}) == 1
+        seen.calls.append(ranks[0].seen.calls[-1])
     return seen
 
 
@@ -381,6 +492,9 @@ def check(life: Life, folder: Path, run: Run = on_ranks, device: str = "cpu") ->
         limit = life.limit if life.exact else LOSS
         near = [abs(a - b) < limit * abs(b) for a, b in zip(losses, expected, strict=True)]
         assert all(near), f"loss of step {step}: {losses}, alone {expected}"
+    for buffer, expected in zip(got.buffers, want.buffers, strict=True):
+        assert torch.allclose(buffer, expected, rtol=1e-3, atol=1e-2), "the buffers of the ranks"
+    assert got.calls == want.calls, f"calls of a parametrization: {got.calls}, alone {want.calls}"
     begun = {name: p.detach() for name, p in life.model().named_parameters()}
     moved = total_norm(
         {name: value.view_as(begun[name]) - begun[name] for name, value in want.weights.items()}
