@@ -5,6 +5,7 @@ were.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,9 +22,10 @@ from hf_zero.integrations import finder
 from hf_zero.integrations.bitsandbytes import keep_packing
 from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
-from hf_zero.logging import log_rank0
+from hf_zero.logging import counted, log_rank0
 from hf_zero.optim.elementwise import adopt
 from hf_zero.parallel.expert.model import spread_experts, techniques_of
+from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.sequence import sequence_parallel
 from hf_zero.parallel.tensor.model import tensor_parallel
 from hf_zero.planning.start_summary import describe
@@ -117,9 +119,24 @@ def prepare_optimizer(setup: Setup) -> None:
     if builds and not setup.planned.is_final and setup.optimizer.state:
         setup.optimizer = request.make_optimizer()
     if setup.optimizer is not None:
+        _warn_all_frozen(setup)
         without_tied(setup.optimizer, setup.tied)
         without_parts(setup.optimizer)
         adopt(setup.optimizer)
+
+
+def _warn_all_frozen(setup: Setup) -> None:
+    """Warn of an optimizer whose parameters are all frozen. A stage of a pipeline may be."""
+    groups = setup.optimizer.param_groups
+    frozen = not any(parameter.requires_grad for group in groups for parameter in group["params"])
+    if frozen and not isinstance(setup.model, StagedModule):
+        count = sum(len(group["params"]) for group in groups)
+        log_rank0(
+            f"none of the {counted(count, 'parameter')} of the optimizer requires grad, so nothing "
+            "trains until the script calls requires_grad_(True) on some of them; to train none, "
+            "leave the optimizer out",
+            logging.WARNING,
+        )
 
 
 def load_data(setup: Setup) -> None:

@@ -53,6 +53,8 @@ class TrainingEngine(EngineParts):
             args, kwargs = map_tensors(
                 (args, kwargs), lambda t: t.to(self._cast_to) if t.is_floating_point() else t
             )
+        if not torch.compiler.is_compiling():
+            self._record_batch(args, kwargs)
         with self.measures.forward(self, args, kwargs):
             try:
                 run: Callable[..., object] = self.module
@@ -72,6 +74,12 @@ class TrainingEngine(EngineParts):
                 self.pass_runner.hooks.reset()
                 self.patches.end_forward()
                 raise
+
+    def _record_batch(self, args: object, kwargs: object) -> None:
+        """Record the first batch of each of the first steps, to be compared with other ranks'."""
+        batches = self.optimizer_step.usage.batches
+        if batches.awaits_batch and self.module.training and torch.is_grad_enabled():
+            batches.record((args, kwargs))
 
     def batch_of(self, args: object, kwargs: object) -> object:
         """Return the arguments that hold the batch; None on a pipeline stage without the first."""

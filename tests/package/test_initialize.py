@@ -242,6 +242,18 @@ def test_a_model_that_a_wrapper_reduces_is_refused() -> None:
     assert engine.world_size == 1
 
 
+@pytest.mark.parametrize("frozen", ["all", "but one", "without an optimizer"])
+def test_an_optimizer_of_frozen_parameters_is_told(frozen: str, heard: list[str]) -> None:
+    model = stack()
+    first, *_ = model.requires_grad_(False).parameters()
+    first.requires_grad_(frozen == "but one")
+    optimizer = torch.optim.SGD(model.parameters())
+    given = {} if frozen == "without an optimizer" else {"optimizer": optimizer}
+    hf_zero.initialize(model=model, config="zero1", **given)
+    said = [text for text in heard if "of the optimizer requires grad, so nothing trains" in text]
+    assert len(said) == (frozen == "all"), heard
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("compiled", ["script", "trace"])
 def test_a_model_that_torch_jit_compiles_is_refused(compiled: str) -> None:

@@ -331,7 +331,9 @@ class EnteringCaches:
 
     def _after(self, model: nn.Module, args: object, kwargs: object, output: object) -> None:
         returned = output.values() if isinstance(output, Mapping) else output
-        for value in returned if isinstance(returned, Iterable) else ():
+        if isinstance(returned, torch.Tensor) or not isinstance(returned, Iterable):
+            return  # a loss has no elements to iterate over
+        for value in returned:
             if not isinstance(value, torch.Tensor) and is_cache(value):
                 self._own.update(_parts(value))
 

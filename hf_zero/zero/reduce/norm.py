@@ -42,6 +42,7 @@ from hf_zero.ops.flat_tiles import RUNS, squared_norms
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.training_state import GradientBuffer, GradState
 from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.reduce.batch_codes import BatchCodes
 from hf_zero.zero.reduce.settings_check import SettingsCheck
 
 RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
@@ -155,10 +156,12 @@ class UsedParameters:
         self.restarts = 0  # of accumulation windows on this rank, the same on all
         self._settings = SettingsCheck(mesh, device)
         self._codes = self._settings.upload()
+        self.batches = BatchCodes(mesh)
         self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
         self._received: dict[Unit, torch.Tensor] = {}
         for dim in mesh.sums[:2]:  # stages of a pipeline differ in the words of their parameters
-            dim.allow_small_sums(2 + self._all.numel() + self._codes.numel())
+            numbers = 2 + self._codes.numel() + self.batches.allowance
+            dim.allow_small_sums(self._all.numel() + numbers)
 
     def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
         """Return [words] fp64: a digit for each parameter, 1 if its bit in ``used`` is set."""
@@ -195,21 +198,25 @@ class UsedParameters:
             if complete and not any(map(_idle, self._flats))
             else self._message(self._flats, [flat.gradient.used for flat in self._flats])
         )
+        batch = None if graphs.capturing() else self.batches.numbers()
+        codes = self._codes if batch is None else torch.cat([batch, self._codes])
         if sums.size > 1:
-            both = torch.cat([numbers, words, self._codes])
+            both = torch.cat([numbers, words, codes])
             sums.all_reduce(both, f"gradient norm{restarts}").wait()
             numbers, words = both[: numbers.numel()], both[numbers.numel() :]
         if repeats.size > 1:
-            words = words.clone() if sums.size > 1 else torch.cat([words, self._codes])
+            words = words.clone() if sums.size > 1 else torch.cat([words, codes])
             # The collective's name reveals a rank that is at another micro-batch.
             handle = repeats.verify_same_collective(
                 f"step {step} after {repeats.reductions.num_issued} reductions{restarts}", words
             )
             self._settings.receive(words[-2:], handle)
-            if not complete or graphs.capturing():
+            if not complete or batch is not None or graphs.capturing():
                 handle.wait()
         elif sums.size > 1:
             self._settings.receive(words[-2:])
+        if batch is not None:
+            self.batches.end_step(words[-4:-2])
         if complete:
             _mark_idle(self._flats)
         else:

@@ -1,0 +1,137 @@
+"""Comparison of the first batches of all ranks: ranks that train on the same rows, as those of a
+loader that is not divided among them do, do the work of one.
+
+A rank adds a code of its batch, and the square of the code, to the message of a step, as
+settings_check.py does with settings (the note there). Only the first steps of an engine have codes
+of batches in their messages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from hf_zero.device import kinds, pinned, streams
+from hf_zero.device.pinned import upload
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.logging import logger
+from hf_zero.zero.layout.tree import tensors_in
+from hf_zero.zero.reduce.settings_check import CODES
+
+STEPS = 2  # equal batches of one step may be a coincidence, such as a constant warm-up batch
+SAMPLES = 1 << 16  # elements of a tensor that its code covers
+SCALARS = (str, bytes, int, float, bool)
+
+
+class BatchCodes:
+    """Codes of this rank's batches in the first steps. Ranks that share a batch by a tensor-,
+    sequence- or context-parallel axis, or by a pipeline, are not compared.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._ranks, self._rank, self._device = mesh.dims.world, mesh.rank, mesh.device
+        data_parallel = mesh.dims.data == mesh.dims.world
+        self._left = STEPS if data_parallel and self._ranks > 1 else 0  # messages with a code
+        self._batches_left = self._left  # to compute codes of
+        self._code: int | None = None  # of the first batch of the step
+        self._sums: list[torch.Tensor] = []  # of the messages that were sent
+        self._copied: streams.Event | None = None  # recorded after their copy to the host
+
+    @property
+    def awaits_batch(self) -> bool:
+        """Return whether :meth:`record` has something to do."""
+        return (self._batches_left > 0 and self._code is None) or bool(self._sums)
+
+    @property
+    def allowance(self) -> int:
+        """Numbers that the codes add to a message."""
+        return 2 if self._left else 0
+
+    def record(self, batch: object) -> None:
+        """Compute the code of ``batch``, the arguments of a forward that trains: all values, of
+        large tensors a regular sample; waits for the device. After the first steps compare them,
+        once the device has their sums.
+        """
+        if torch._C._are_functorch_transforms_active():  # tensors without values
+            return
+        if not self._left:
+            self._compare()
+        if not self._batches_left or self._code is not None:
+            return
+        self._batches_left -= 1
+        digest, has_tensors = 0, False
+        for value in _values_of(batch):
+            if isinstance(value, torch.Tensor):
+                has_tensors = True
+                flat = value.detach().flatten()
+                flat = flat[:: max(1, flat.numel() // SAMPLES)].cpu().resolve_conj().contiguous()
+                value = flat.view(torch.uint8).numpy().tobytes()
+            else:
+                value = repr(value).encode()
+            digest = zlib.crc32(value, digest)
+        # a batch without tensors says nothing of rows: the codes of ranks differ then
+        self._code = digest % CODES if has_tensors else self._rank
+
+    def numbers(self) -> torch.Tensor | None:
+        """Return the code and its square for the message of a step; None after the first steps."""
+        if not self._left:
+            return None
+        code = float(self._rank if self._code is None else self._code)
+        return upload(torch.tensor([code, code * code], dtype=torch.float64), self._device)
+
+    def end_step(self, sums: torch.Tensor) -> None:
+        """Keep ``sums``, over all ranks, of the :meth:`numbers` of a step, on the rank that warns:
+        after the last one on its host, without waiting for the device.
+        """
+        self._left -= 1
+        self._code = None
+        if sums.is_meta or self._rank:  # of a simulation
+            return
+        self._sums.append(sums)
+        if not self._left and not kinds.is_synchronous(self._device):
+            on_host = pinned.empty(STEPS * 2, torch.float64).view(STEPS, 2)
+            on_host.copy_(torch.stack(self._sums), non_blocking=True)
+            self._sums, self._copied = list(on_host.unbind()), streams.record_here(self._device)
+
+    def _compare(self) -> None:
+        """Warn if the batches of each of the first steps were equal on all ranks."""
+        if not self._sums or (self._copied is not None and not self._copied.query()):
+            return
+        equal = True
+        for sums in self._sums:
+            # in host memory: no operation of torch, which could wait for a device
+            total, squares = map(int, (ctypes.c_double * 2).from_address(sums.data_ptr()))
+            equal &= total * total == self._ranks * squares
+        self._sums, self._copied = [], None
+        if equal:
+            logger.warning(
+                "all %d ranks have trained on the same batches in the first %d steps, so that "
+                "together they do the work of one; pass the data loader to accelerator.prepare() "
+                "or the data set to hf_zero.initialize(training_data=...), or give the loader a "
+                "torch.utils.data.DistributedSampler",
+                self._ranks,
+                STEPS,
+            )
+
+
+def _values_of(batch: object) -> Iterator[object]:
+    """Yield the tensors with values in host or device memory, then the scalars, of ``batch``."""
+    for tensor in tensors_in(batch):
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if is_plain and not tensor.is_meta and tensor.numel():
+            yield tensor
+    yield from _scalars_in(batch)
+
+
+def _scalars_in(value: object) -> Iterator[object]:
+    if isinstance(value, SCALARS):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _scalars_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _scalars_in(item)
