@@ -127,6 +127,31 @@ def count_requests() -> Counter[str]:
     return asked
 
 
+def descriptors_of_the_job(rank: int) -> tuple[int, int]:
+    """Return how many file descriptors the job's first engine and three more leave behind."""
+    dist.barrier()
+    counts, others, before = [len(os.listdir("/proc/self/fd"))], working(), connections()
+    for engines in (1, 3):
+        for _ in range(engines):
+            model = seeded(lambda: Stack(1))
+            engine = start(model, adamw(model), config_of(3))
+            engine.destroy()
+            del engine, model
+            gc.collect()
+        others |= {each for each in working() if each.name in ("hf_zero-posts", "hf_zero-watch")}
+        await_threads(others)
+        dist.barrier()
+        assert remaining(before) == 0
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts[1] - counts[0], counts[2] - counts[1]
+
+
+def test_all_engines_of_a_job_leave_one_connection_to_its_store() -> None:
+    """By which a rank tells the others of its end; the store has its other end."""
+    for found in run_processes(3, descriptors_of_the_job, timeout=580):
+        assert found == (1, 0)
+
+
 def requests(rank: int, folder: Path) -> dict[str, int]:
     asked, found = count_requests(), dict[str, int]()
     get_world_group()

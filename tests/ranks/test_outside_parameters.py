@@ -188,6 +188,10 @@ def test_equals_plain_pytorch(stage: int, ranks: int) -> None:
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=name)
                 torch.testing.assert_close(got_norms, norms, rtol=1e-5, atol=0, msg=name)
             else:
+                # 1.5, not the oracle's 1.2: both errors are of one run, whose rounding is chance.
+                # Over 40 seeds in bf16 one rank has the error of plain PyTorch; 2 and 3 ranks have
+                # 1.01 and 1.02 of it in the median, but 0.1 to 6.6 in single seeds, and so has
+                # plain PyTorch that adds up the batch in 2 or 3 parts (0.98 and 1.01; 0.2 to 3.3).
                 allowed = 1.5 * distance(plainly(**plan)[1], want)
                 assert distance(got, want) <= allowed, (name, distance(got, want), allowed)
 
