@@ -253,6 +253,16 @@ _MANUAL = {
     "after zero_grad": BETWEEN,
     "on_train_batch_end, last": BETWEEN,
 }
+_FABRIC = {
+    "before forward": BETWEEN,
+    "after forward": GRAPH,
+    "after backward in the window": WINDOW,
+    "after the last backward": COMPLETE,
+    "after clipping": CLIPPED,
+    "after step": BETWEEN,
+    "after scheduler": BETWEEN,
+    "after zero_grad": BETWEEN,
+}
 
 
 def _at(access: str, points: str, outcome: AccessOutcome) -> dict[tuple[str, str], AccessOutcome]:
@@ -318,6 +328,17 @@ ROUTES = {
                 **_at("unfreeze", "before forward", _IN_STEP),
             },
             {"limit": "self.clip_gradients(optimizer, limit)"},
+        ),
+        Route(
+            "fabric",
+            "Lightning's Fabric",
+            _FABRIC,
+            {
+                **_at("drop gradients", "after backward in the window", _THIS),
+                **_at("drop gradients", "after the last backward", _THIS),
+                **_at("set p.grad", "after step; after scheduler", _NO_EFFECT),
+            },
+            {"limit": "fabric.clip_gradients(…, max_norm=limit)"},
         ),
     )
 }

@@ -27,7 +27,12 @@ from tests.helpers.step_accesses import (
     sgd,
     squared,
 )
-from tests.helpers.step_routes_of_trainers import lightning, lightning_manual, trainer
+from tests.helpers.step_routes_of_trainers import (
+    fabric,
+    lightning,
+    lightning_manual,
+    trainer,
+)
 
 WORLD = 2
 _making = threading.Lock()
@@ -236,6 +241,7 @@ TRAININGS: dict[str, Callable[..., dict[str, Any]]] = {
     "trainer": trainer,
     "lightning": lightning,
     "lightning manual": lightning_manual,
+    "fabric": fabric,
 }
 
 

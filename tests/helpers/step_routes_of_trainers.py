@@ -11,9 +11,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import transformers
+from lightning.fabric import Fabric
 from torch import nn
 
-from hf_zero.integrations.lightning import ZeroStrategy
+from hf_zero.integrations.lightning import FabricStrategy, ZeroStrategy
 from tests.helpers.engines import config_of, full_weights
 from tests.helpers.models import seeded
 from tests.helpers.step_accesses import (
@@ -298,3 +299,60 @@ def lightning_manual(stage: int | None, clip: float, at: At) -> dict[str, Any]:
     module = Manual()
     module.limit = clip
     return _fit(module, stage, clip, at, "after the last backward", "after clipping")  # type: ignore[no-any-return]
+
+
+# ---- Lightning's Fabric ----
+
+
+def fabric(stage: int | None, clip: float, at: At) -> dict[str, Any]:
+    """A loop of Fabric, which divides the loss by the micro-batches of a step itself."""
+    strategy = {} if stage is None else {"strategy": FabricStrategy(stage=stage)}
+    launched = Fabric(accelerator="cpu", devices=1, **strategy)  # type: ignore[arg-type]
+    launched.launch()
+    bare = net()
+    bare_optimizer = sgd(bare)
+    model, optimizer = launched.setup(bare, bare_optimizer)
+    scheduler = schedule(optimizer)
+    engine = None if stage is None else launched.strategy.engines[0]  # type: ignore[attr-defined]
+    session = Session(bare, optimizer, model, engine, divides=False)
+    limit, clipped = clip, False
+
+    def clipping() -> None:
+        nonlocal clipped
+        if limit:
+            launched.clip_gradients(model, optimizer, max_norm=limit)
+        clipped = True
+
+    def set_limit(value: float) -> None:
+        nonlocal limit
+        limit = value
+        if clipped:
+            clipping()
+
+    session.limit = set_limit
+    for step in range(STEPS):
+        at("before forward", step, session)
+        for micro in range(MICROS):
+            loss = squared(model, batch(step, micro, 0)) / MICROS
+            if micro == 0:
+                at("after forward", step, session)
+            launched.backward(loss)
+            if micro == 0:
+                at("after backward in the window", step, session)
+        at("after the last backward", step, session)
+        norm = norm_of(bare) if stage is None else 0.0
+        session.norm = norm if limit else session.norm
+        clipping()
+        at("after clipping", step, session)
+        optimizer.step()
+        session.norm, clipped = norm, False
+        at("after step", step, session)
+        scheduler.step()
+        at("after scheduler", step, session)
+        optimizer.zero_grad()
+        at("after zero_grad", step, session)
+    if engine is None:
+        return {n: p.detach().clone() for n, p in bare.named_parameters()}
+    weights = full_weights(engine)
+    engine.destroy()
+    return weights

@@ -49,6 +49,8 @@ ONCE_WRONG: list[Cell] = [
     ("lightning manual", "set p.grad", "after clipping", 3, CLIP),
     ("lightning manual", "set gradient", "on_before_optimizer_step", 0, CLIP),
     ("lightning manual", "unfreeze", "after zero_grad", 3, CLIP),
+    ("fabric", "set gradient", "after clipping", 2, CLIP),
+    ("fabric", "limit", "after clipping", 1, CLIP),
 ]
 
 

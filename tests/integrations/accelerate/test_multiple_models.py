@@ -367,6 +367,27 @@ def test_a_second_limit_and_a_write_to_a_gradient_act_on_this_step() -> None:
     assert_same_weights(engine.module, plain)
 
 
+def test_the_limit_of_the_configuration_clips_where_the_script_names_it() -> None:
+    """What is written after the clipping is not clipped again, as in torch."""
+    accelerator = accelerator_with(0.05)
+    engine, optimizer = prepared(accelerator)
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        accelerator.backward(squared(engine, step))
+        (squared(plain, step) / 2).backward()
+        accelerator.clip_grad_norm_(engine.parameters(), 0.05)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        grad = hf_zero.safe_get_full_grad(engine.module.head.weight)
+        torch.testing.assert_close(grad, plain.head.weight.grad)
+        hf_zero.safe_set_full_grad(engine.module.head.weight, grad * 8)
+        plain.head.weight.grad.mul_(8)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    assert_same_weights(engine.module, plain)
+
+
 def test_a_script_that_clips_only_sometimes_loses_no_last_step() -> None:
     """It calls no ``optimizer.step()``, as DeepSpeed allows."""
     forget()
