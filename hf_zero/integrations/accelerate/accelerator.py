@@ -243,6 +243,21 @@ def refuse_optimizer_apart(
     return original(self, optimizer, device_placement)
 
 
+def refuse_unprepared_model(
+    original: Original, self: Accelerator, loss: torch.Tensor, **kwargs: object
+) -> object:
+    """Wraps ``Accelerator.backward``: raises PartitionError under ZeRO if no model was prepared."""
+    wrapped = getattr(self, "deepspeed_engine_wrapped", None)
+    if wrapped is None and self.distributed_type == "DEEPSPEED" and finder.chosen():
+        raise PartitionError(
+            "accelerator.backward(loss) under ZeRO, and this Accelerator has prepared no model: no "
+            "engine has computed this loss; prepare before the loop, "
+            "model, optimizer, loader = accelerator.prepare(model, optimizer, loader), and train "
+            "the model that it returns"
+        )
+    return original(self, loss, **kwargs)
+
+
 def make_unclaimed_step(accelerator: Accelerator, model: object = None) -> None:
     """Have a single engine of ``accelerator`` make a step that no ``optimizer.step()`` will claim
     (collective). A ``model`` that is read by itself must be that engine, at stage 3: at others

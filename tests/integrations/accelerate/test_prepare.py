@@ -336,6 +336,16 @@ def test_a_loader_that_trains_ranks_on_different_numbers_of_batches(
         forget()
 
 
+def test_a_loss_of_a_model_that_was_not_prepared_is_refused() -> None:
+    ours, model = accelerator(), stack()
+    loss = model(torch.ones(2, 7)).square().mean()
+    with pytest.raises(PartitionError, match=r"has prepared no model.*= accelerator\.prepare\("):
+        ours.backward(loss)
+    engine, optimizer = prepared(ours)
+    ours.backward(engine(torch.ones(2, 7)).square().mean())
+    optimizer.step()
+
+
 def test_an_optimizer_apart_from_its_model_is_refused() -> None:
     """After its model, and on ranks."""
     ours, model = accelerator(), stack()
