@@ -23,9 +23,10 @@ from tests.helpers.training import adamw
 # its properties; the others read the state of the engine, by the file that does so for every way
 # out. A load also drops the gradients of an open accumulation window, which 8 files of zero/ hold,
 # parses JSON in one, and writes state by the file that does so for every source. 3 files of a step
-# compare what scripts have set on the ranks.
+# compare what scripts have set on the ranks. optimizer.state refuses parameters as keys, by a
+# function for each lookup.
 FIELDS = ("files", "folders", "functions", "changes", "frames")
-MOST = {"step": (39, 8, 234, 575, 6), "save": (46, 0, 0, 332, 0), "load": (44, 0, 0, 491, 0)}
+MOST = {"step": (40, 8, 237, 580, 6), "save": (48, 0, 0, 398, 0), "load": (45, 0, 0, 617, 0)}
 ROOT = Path(hf_zero.__file__).parent
 
 

@@ -46,7 +46,12 @@ from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.zero.layout.parameter_views import ParameterViews, UserWrites
-from hf_zero.zero.layout.training_state import GradientBuffer, GradientMemory, OptimizerShard
+from hf_zero.zero.layout.training_state import (
+    ChangeCount,
+    GradientBuffer,
+    GradientMemory,
+    OptimizerShard,
+)
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -62,6 +67,7 @@ class EngineFlats:
         # whether requires_grad of a frozen parameter has been switched since the engine looked
         self.trainability_changed = False
         self._switched: str | None = ""  # None: to be listed again
+        self.gradient_changes = ChangeCount()
 
     def note_switch(self, trainable: bool) -> None:
         """Note that requires_grad of a parameter was switched, which is laid out as ``trainable``
@@ -102,7 +108,7 @@ class FlatBuffer:
         self.parameters = parameters
         # in buffer order, and as views of the buffer by name
         self.members, self.views = self.parameter_views.members, self.parameter_views.views
-        self.gradient = GradientBuffer(spec)
+        self.gradient = GradientBuffer(spec, engine_flats.gradient_changes)
         self.optimizer_shard = OptimizerShard(spec, self.gradient)
         self.user_writes = UserWrites(parameters)
         self.retired = False  # its engine has been destroyed

@@ -39,6 +39,13 @@ class GradState(Enum):
     APPLIED = "applied by an update in the backward, and freed"
 
 
+class ChangeCount:
+    """The number of reductions into the gradients of one engine and of writes to them."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
 class GradientBuffer:
     """This rank's memory for the gradient of one flat buffer.
 
@@ -50,9 +57,10 @@ class GradientBuffer:
     tensors.
     """
 
-    def __init__(self, spec: FlatSpec):
+    def __init__(self, spec: FlatSpec, changes: ChangeCount):
         self.spec = spec
         self.key, self.layout, self.owned = spec.key, spec.layout, spec.owned
+        self.changes = changes  # of all gradients of the engine
         self.state = GradState.EMPTY
         self.memory: GradientMemory | None = None
         self.shard: torch.Tensor | None = None
@@ -72,7 +80,6 @@ class GradientBuffer:
         self.idle = 0
         # names of parameters without a gradient on any rank, once the ranks have agreed
         self.unused = _NONE
-        self.changes = 0  # number of reductions into it and writes to it
 
     def __repr__(self) -> str:
         return f"GradientBuffer({self.key}, {self.state.value})"
@@ -172,7 +179,8 @@ class GradientBuffer:
     def mark_accumulated(self, used: int) -> None:
         """Record that gradients of parameters ``used`` (bits) are in ``accumulated_grad``."""
         self.used |= used
-        self.unused, self.changes = _NONE, self.changes + 1
+        self.unused = _NONE
+        self.changes.number += 1
         if self.state is GradState.EMPTY:
             self.state = GradState.UNREDUCED
         elif self.state is GradState.REDUCED:
@@ -183,7 +191,8 @@ class GradientBuffer:
 
         ``sq_norm``: its sum of squares, if known.
         """
-        self.grad_sq_norm, self.unused, self.changes = sq_norm, _NONE, self.changes + 1
+        self.grad_sq_norm, self.unused = sq_norm, _NONE
+        self.changes.number += 1
         if self.earlier_reduced_grad is not None:
             assert self.shard is not None
             self.shard.add_(self.earlier_reduced_grad)
@@ -205,7 +214,8 @@ class GradientBuffer:
     def mark_used(self, bits: int) -> None:
         """Record that this rank has had gradients of the parameters in ``bits``."""
         self.used |= bits
-        self.unused, self.changes = _NONE, self.changes + 1
+        self.unused = _NONE
+        self.changes.number += 1
 
     def leave_out(self) -> None:
         """Set the gradient to zero: all ranks know that no backward of the window used it."""
@@ -239,7 +249,7 @@ class GradientBuffer:
 
         def restore() -> None:
             self.state, self.used, self.unused = state, self.used | used, _NONE
-            self.changes += 1
+            self.changes.number += 1
             self.earlier_reduced_grad, self.grad_sq_norm = pending, sq_norm
 
         return restore
@@ -286,7 +296,8 @@ class GradientBuffer:
                 whole.zero_()
             else:
                 whole.copy_(flattened).mul_(unreduced_scale)
-        self.grad_sq_norm, self.changes = None, self.changes + 1
+        self.grad_sq_norm = None
+        self.changes.number += 1
 
     def write_own(self, name: str, value: torch.Tensor) -> None:
         """Replace this rank's part of the reduced gradient of ``name`` by ``value`` (1-D), which

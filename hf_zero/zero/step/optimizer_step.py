@@ -28,7 +28,12 @@ from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.engine_plan import shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
-from hf_zero.zero.layout.training_state import GradientBuffer, GradState, OptimizerShard
+from hf_zero.zero.layout.training_state import (
+    ChangeCount,
+    GradientBuffer,
+    GradState,
+    OptimizerShard,
+)
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.reduce.norm import UsedParameters, squared_norm
@@ -74,6 +79,8 @@ class OptimizerStep:
         self.norm: torch.Tensor | None = None
         # the sum of squares of the gradient over all ranks, and the changes of gradients before it
         self.measured: tuple[int, torch.Tensor] | None = None
+        flats = model.flats
+        self._gradient_changes = flats[0].engine_flats.gradient_changes if flats else ChangeCount()
         # whether a script has clipped the gradient that is held, in place of ``max_norm``, and the
         # divisor by which it has (0-dim on the device); None: by none
         self.is_clipped = False
@@ -246,16 +253,13 @@ class OptimizerStep:
 
     def known_norm(self) -> torch.Tensor | None:
         """Return what :meth:`measure` has returned, unless a gradient has changed since."""
-        if self.measured is None or self.measured[0] != self._changes():
+        if self.measured is None or self.measured[0] != self._gradient_changes.number:
             return None
         return self.measured[1]
 
     def set_known_norm(self, total: torch.Tensor) -> None:
         """Set what :meth:`measure` returns until a gradient changes."""
-        self.measured = self._changes(), total
-
-    def _changes(self) -> int:
-        return sum(flat.gradient.changes for flat in self.model.trainable)
+        self.measured = self._gradient_changes.number, total
 
     def clip(self, limit: float, steps_before: int) -> torch.Tensor:
         """Clip the reduced gradient to norm ``limit`` (infinity: not) for the step, in place of
