@@ -38,7 +38,8 @@ class DrivenReference(Reference):
         self, module: nn.Module, optimizer: torch.optim.Optimizer | None, config: ZeroConfig
     ):
         groups = [] if optimizer is None else optimizer.param_groups
-        self._clipped_to: float | None = None  # of the next step, in place of ``max_norm``
+        # the norm before a clipping by the script, in place of which the step does not clip
+        self._unclipped_norm: torch.Tensor | None = None
         self._backwards = 0  # whose gradients the next step uses
         super().__init__(module, optimizer, config)
         self.group_parameters: list[list[nn.Parameter]] = [[*group["params"]] for group in groups]
@@ -72,7 +73,7 @@ class DrivenReference(Reference):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._backwards, self._clipped_to = 0, None
+        self._backwards, self._unclipped_norm = 0, None
 
     def set_batches(self, micro: int, accumulation_steps: int) -> None:
         self.config = self.config_with_batches(micro, accumulation_steps)
@@ -87,25 +88,33 @@ class DrivenReference(Reference):
 
     def measure_gradient(self) -> torch.Tensor:
         self._finish_gradients()
-        grads = [self.masters.get(p, p).grad for p in self.trained]
-        present = [grad for grad in grads if grad is not None]
+        present = [parameter.grad for parameter in self._updated() if parameter.grad is not None]
         return nn.utils.get_total_norm(present) / self.scaler.scale
+
+    def _updated(self) -> list[torch.Tensor]:
+        return [self.masters.get(parameter, parameter) for parameter in self.trained]
 
     def gradient_norm(self) -> float:
         return float(self.measure_gradient())
 
     def clip_gradient(self, limit: float) -> torch.Tensor:
-        self._clipped_to = 0.0 if math.isinf(limit) else limit
-        return self.measure_gradient()
+        norm = self.measure_gradient()
+        if self._unclipped_norm is None:
+            self._unclipped_norm = norm
+        if not math.isinf(limit):
+            nn.utils.clip_grads_with_norm_(self._updated(), limit, norm)
+        return norm
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        limit = self.max_norm
-        if self._clipped_to is not None:
-            self.max_norm = self._clipped_to
+        limit, norm = self.max_norm, self._unclipped_norm
+        if norm is not None:
+            self.max_norm = 0.0
         try:
             super()._update(optimizer)
         finally:
             self.max_norm = limit
+        if norm is not None:
+            self._norm = norm
 
     # ---- groups, removal ----
 

@@ -12,6 +12,7 @@ import torch
 import hf_zero
 from hf_zero.errors import ConfigError, ParityError
 from hf_zero.parity import reference
+from hf_zero.parity.driven_reference import DrivenReference
 from hf_zero.parity.reference import LossScale, Reference, kept_in_fp32
 from hf_zero.parity.sketch import added, distance, norm, sketch
 from hf_zero.zero.reduce.losses import Fp16LossScaler
@@ -56,6 +57,30 @@ def test_the_reference_is_a_plain_loop() -> None:
     assert engine.global_steps == 6
     for one, other in zip(model.parameters(), want.parameters()):
         assert torch.equal(one, other)
+
+
+def test_a_second_limit_clips_the_clipped_gradient() -> None:
+    """As in torch, and a gradient that is written after both is not clipped again."""
+    model, want = stack(), stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = torch.optim.SGD(want.parameters(), lr=0.1)
+    settings = hf_zero.ZeroConfig(stage=0, gradient_clipping=0.01).resolve(1)
+    engine = DrivenReference(model, optimizer, settings)
+    for batch in torch.randn(3, ROWS, FEATURES):
+        want(batch).square().mean().backward()
+        engine.backward(engine(batch).square().mean())
+        for limit in (0.1, 0.2, float("inf")):
+            norm = torch.nn.utils.clip_grad_norm_(want.parameters(), limit)
+            assert float(engine.clip_gradient(limit)) == pytest.approx(float(norm))
+        for net in (model, want):
+            grad = net[3].bias.grad
+            assert grad is not None
+            grad.mul_(8)
+        engine.step()
+        plain.step()
+        plain.zero_grad()
+    for one, other in zip(model.parameters(), want.parameters()):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_write_of_the_script_counts_and_zero_grad_begins_a_window() -> None:
