@@ -34,6 +34,7 @@ from hf_zero.optim.build import canonical_name
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam
 from hf_zero.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from hf_zero.parallel.pipeline.staged import StagedModule
+from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
 from hf_zero.parity.deepspeed_reference import DeepSpeedReference
 from hf_zero.parity.driven_reference import DrivenReference
 from hf_zero.parity.memory import reference_bytes, refuse_too_large
@@ -138,7 +139,7 @@ def _refuse_axes(request: SetupRequest[Any]) -> None:
         config.context_parallel_size,
     )
     for axis, size in zip(AXES, sizes):
-        if size > 1 or (axis == "sequence" and request.mpu is not None):
+        if size > 1 or (axis == "sequence" and isinstance(request.mpu, SequenceParallel)):
             raise ConfigError(
                 f"hf-zero parity compares data parallelism alone, and this run has {axis} "
                 "parallelism; set its size to 1 for the comparison"

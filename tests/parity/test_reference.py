@@ -155,6 +155,26 @@ def test_what_is_no_data_parallelism_is_refused() -> None:
         hf_zero.parity(loop(0, stack(), settings))
 
 
+class DataParallelUnit:
+    """A unit in the style of Megatron, of a script that splits nothing."""
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+
+def test_a_unit_without_model_parallelism_is_compared() -> None:
+    def train() -> None:
+        engine, *_ = hf_zero.initialize(model=stack(), config=config(1), mpu=DataParallelUnit())
+        for _ in range(2):
+            engine.backward(engine(torch.ones(ROWS, FEATURES)).square().mean())
+            engine.step()
+
+    assert hf_zero.parity(train).equal
+
+
 def test_a_function_that_trains_nothing_is_refused() -> None:
     with pytest.raises(ParityError, match="without an engine that trains"):
         hf_zero.parity(lambda: None)
