@@ -398,11 +398,7 @@ def clip_by_the_engine(
 def _refuse_part(engine: EngineProtocol, parameters: Iterable[object]) -> None:
     """Raise PartitionError if ``parameters`` lacks a parameter that ``engine`` trains."""
     named = {id(parameter) for parameter in parameters}
-    trained = [
-        parameter
-        for parameter in engine.module.parameters()
-        if parameter.requires_grad and holder_of([parameter]) is engine
-    ]
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     missing = sum(id(parameter) not in named for parameter in trained)
     if missing:
         raise PartitionError(
