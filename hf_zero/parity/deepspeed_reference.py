@@ -38,10 +38,12 @@ class DeepSpeedReference(_ReferenceBase):
         if self.optimizer is not None:
             shown: Any = self.optimizer
             shown.cur_scale = shown.loss_scale = self.scaler.scale
-        for number, parameter in enumerate(self.module.parameters()):
-            whole: Any = parameter  # at stage 3 scripts ask a parameter whether it is
+        at_stage_3 = self.module.parameters() if self.config.stage == 3 else ()
+        for number, parameter in enumerate(at_stage_3):
+            whole: Any = parameter  # which scripts ask each parameter there
             whole.ds_status, whole.ds_id = ZeroParamStatus.AVAILABLE, number
             whole.ds_shape, whole.ds_numel = parameter.shape, parameter.numel()
+            whole.ds_persist, whole.ds_active_sub_modules = True, set[int]()
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

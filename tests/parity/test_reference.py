@@ -12,9 +12,11 @@ import torch
 import hf_zero
 from hf_zero.errors import ConfigError, ParityError
 from hf_zero.parity import reference
+from hf_zero.parity.deepspeed_reference import DeepSpeedReference
 from hf_zero.parity.driven_reference import DrivenReference
 from hf_zero.parity.reference import LossScale, Reference, kept_in_fp32
 from hf_zero.parity.sketch import added, distance, norm, sketch
+from hf_zero.zero.layout.parameter import LiveParameter, ZeroParamStatus
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from tests.parity.loops import FEATURES, ROWS, answer, config, loop, stack
 
@@ -153,6 +155,21 @@ def test_what_is_no_data_parallelism_is_refused() -> None:
     settings = config(0, tensor_parallel={"autotp_size": 2})
     with pytest.raises(ConfigError, match="tensor parallelism; set its size to 1"):
         hf_zero.parity(loop(0, stack(), settings))
+
+
+def test_parameters_under_deepspeed_s_names_are_whole_ones() -> None:
+    def reference_at(stage: int) -> DeepSpeedReference:
+        settings = hf_zero.ZeroConfig.from_dict(config(stage)).resolve(1)
+        return DeepSpeedReference(stack(), None, settings)
+
+    engine = reference_at(3)
+    names = {name for name in dir(LiveParameter) if name.startswith("ds_")} - {"ds_tensor"}
+    assert "ds_status" in names
+    for parameter in engine.module.parameters():
+        assert names <= vars(parameter).keys()
+        assert vars(parameter)["ds_status"] == ZeroParamStatus.AVAILABLE
+    # scripts know stage 3 by them
+    assert not any(hasattr(p, "ds_id") for p in reference_at(2).module.parameters())
 
 
 class DataParallelUnit:
