@@ -433,6 +433,9 @@ class TrainingEngine(EngineParts):
         failure = None
         for unit in self.units:
             unit.wait_for_update()
+            for flat in unit.flats:
+                # parameters made of one tensor share a count, which an update advances for each
+                flat.user_writes.accept()
         try:
             self.optimizer_step.bound.run_post_hooks()
         except Exception as error:

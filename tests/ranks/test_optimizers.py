@@ -371,6 +371,19 @@ def writes_to_both(optimizer, model):
     clamps_data(optimizer, model)
 
 
+def of_one_tensor():
+    """A stack whose parameters are parts of one tensor, with torch's one count of their writes."""
+    model = stack()
+    named = [*model.named_parameters()]
+    parts = torch.cat([p.detach().reshape(-1) for _, p in named]).split(
+        [p.numel() for _, p in named]
+    )
+    for (name, p), part in zip(named, parts, strict=True):
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(part.view_as(p)))
+    return model
+
+
 HOOKED = [
     *((decays, way, stage) for way, stage in (("device", 1), ("device", 2), ("device", 3))),
     *((clamps_data, way, stage) for way, stage in (("device", 0), ("optimizer on cpu", 1))),
@@ -380,8 +393,11 @@ HOOKED = [
 ]
 
 
-@in_turn("writes, way, stage", HOOKED)
-def test_hooks_after_a_step_write_to_the_weights_of_all_ranks(writes, way, stage, tmp_path):
+@in_turn(
+    "writes, way, stage, build",
+    [*((*row, stack) for row in HOOKED), (decays, "optimizer on cpu", 1, of_one_tensor)],
+)
+def test_hooks_after_a_step_write_to_the_weights_of_all_ranks(writes, way, stage, build, tmp_path):
     """As in plain torch: also the losses of the next forward."""
     losses = []
 
@@ -397,6 +413,7 @@ def test_hooks_after_a_step_write_to_the_weights_of_all_ranks(writes, way, stage
         after_step=lambda step, model, _: losses.append(
             [float(squared(model, At(step + 1, 0, rank)).detach()) for rank in range(RANKS)]
         ),
+        build=build,
     )
 
     def run(rank, model):
@@ -407,7 +424,7 @@ def test_hooks_after_a_step_write_to_the_weights_of_all_ranks(writes, way, stage
         found = run_steps(engine, rank, range(STEPS))
         return full_weights(engine), [float(loss) for loss in found]
 
-    for rank, (weights, found) in enumerate(on_ranks(RANKS, run)):
+    for rank, (weights, found) in enumerate(on_ranks(RANKS, run, build=build)):
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
         assert found[1:] == pytest.approx([of[rank] for of in losses[:-1]], rel=1e-4)
 
