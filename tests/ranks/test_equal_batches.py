@@ -84,7 +84,12 @@ def test_ranks_with_equal_batches_are_told_once(
     assert len(told(heard)) == warns, heard
 
 
-@in_turn("kind", ["evaluation", "no tensor", "a number beside it", "one rank", "shared sequences"])
+KINDS = (
+    "evaluation, no tensor, a number beside it, one rank, shared sequences, a loader that divides"
+)
+
+
+@in_turn("kind", KINDS.split(", "))
 def test_batches_that_are_not_compared(kind: str, heard: list[str]) -> None:
     """Equal tensors of an evaluation or beside other numbers, and batches that ranks share."""
     heard.clear()
@@ -101,6 +106,8 @@ def test_batches_that_are_not_compared(kind: str, heard: list[str]) -> None:
                 engine(rows(0))
             engine.eval()(rows(0))
             engine.train()
+        if kind == "a loader that divides":
+            engine.optimizer_step.usage.batches.trust_loader()
         given: dict[str, Callable[[int, int], Any]] = {
             "evaluation": lambda rank, step: rows(rank),
             "no tensor": lambda rank, step: {"seed": step},

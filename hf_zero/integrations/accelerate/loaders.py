@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from hf_zero.parallel.sequence.batches import SequenceBatches
 
 STEPS = "gradient_accumulation_steps"
+# attribute of an Accelerator that has prepared a loader; the Trainer empties its list of them
+DIVIDES = "_hf_zero_divides_batches"
 
 
 def name_the_size(config: JsonObject) -> None:
@@ -308,12 +310,15 @@ def draw_by_difficulty(
             size *= sequence_ranks(self.state)
             vars(prepared)[SHARE] = lambda: choose(share(), size)
     if finder.chosen():
+        setattr(self, DIVIDES, True)
         follow_engines(self)
     return prepared
 
 
 def follow_engines(accelerator: Accelerator) -> None:
-    """Let loaders of ``accelerator`` that draw by difficulty follow its engine's training."""
+    """Let loaders of ``accelerator`` that draw by difficulty follow its engine's training; prepared
+    loaders give its ranks batches of their own.
+    """
     from hf_zero.techniques.registry import follow
 
     for engine in (model for model in accelerator._models if is_engine(model)):

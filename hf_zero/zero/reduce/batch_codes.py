@@ -50,6 +50,10 @@ class BatchCodes:
         """Numbers that the codes add to a message."""
         return 2 if self._left else 0
 
+    def trust_loader(self) -> None:
+        """Compare no further batches: a loader divides them, whose rows may be equal."""
+        self._batches_left, self._code = 0, None
+
     def record(self, batch: object) -> None:
         """Compute the code of ``batch``, the arguments of a forward that trains: all values, of
         large tensors a regular sample; waits for the device. After the first steps compare them,
@@ -109,8 +113,9 @@ class BatchCodes:
         if equal:
             logger.warning(
                 "all %d ranks have trained on the same batches in the first %d steps, so that "
-                "together they do the work of one; pass the data loader to accelerator.prepare() "
-                "or the data set to hf_zero.initialize(training_data=...), or give the loader a "
+                "together they do the work of one; unless the rows themselves are equal, pass the "
+                "data loader to accelerator.prepare() or the data set to "
+                "hf_zero.initialize(training_data=...), or give the loader a "
                 "torch.utils.data.DistributedSampler",
                 self._ranks,
                 STEPS,
