@@ -28,6 +28,7 @@ class Effect(Enum):
     NOTHING_HELD = "`None`"
     THIS_STEP = "this step"
     NEXT_STEP = "next step"
+    AFTER_BACKWARD = "this step; at stage 3 after its backward"
     MICRO_BATCH = "next micro-batch"  # as a gradient of this rank, which the engine averages
     RESTARTS = "restarts the window"
     NO_EFFECT = "no effect"
@@ -85,6 +86,7 @@ _VALUE = AccessOutcome(Effect.VALUE)
 _NONE = AccessOutcome(Effect.NOTHING_HELD)
 _THIS = AccessOutcome(Effect.THIS_STEP)
 _NEXT = AccessOutcome(Effect.NEXT_STEP)
+_AFTER_BACKWARD = AccessOutcome(Effect.AFTER_BACKWARD)
 _MICRO = AccessOutcome(Effect.MICRO_BATCH)
 _RESTARTS = AccessOutcome(Effect.RESTARTS)
 _NO_EFFECT = AccessOutcome(Effect.NO_EFFECT)
@@ -313,6 +315,8 @@ ROUTES = {
                 **_at("set p.grad", "on_before_zero_grad; optimizer_step", _NO_EFFECT),
                 **_at("set p.grad", "on_train_batch_end, last", _NO_EFFECT),
                 **_at("limit", "configure_gradient_clipping", _NEXT),
+                # inside the forward of the engine, which keeps units whole for the backward
+                **_at("master weights", "training_step", _AFTER_BACKWARD),
             },
             {"limit": "trainer.gradient_clip_val = …"},
         ),
