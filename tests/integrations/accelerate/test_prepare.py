@@ -34,6 +34,7 @@ from hf_zero.integrations.accelerate.memory_saves import engines_of
 from hf_zero.integrations.accelerate.state import division_in_effect
 from hf_zero.launch.hosts import free_port
 from hf_zero.parallel.sequence.division import Division
+from hf_zero.zero.reduce.batch_codes import BatchCodes
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_turn
 from tests.helpers.models import features
@@ -344,6 +345,24 @@ def test_a_loss_of_a_model_that_was_not_prepared_is_refused() -> None:
     engine, optimizer = prepared(ours)
     ours.backward(engine(torch.ones(2, 7)).square().mean())
     optimizer.step()
+
+
+@in_turn("order", ["loader first", "together", "loader last", "no loader"])
+def test_batches_of_a_prepared_loader_are_not_compared(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the Trainer has emptied the list of loaders."""
+    forget()
+    trusted: list[BatchCodes] = []
+    monkeypatch.setattr(BatchCodes, "trust_loader", lambda codes: trusted.append(codes))
+    ours, loader = accelerator(), DataLoader(torch.ones(4, 7), batch_size=2)  # type: ignore[arg-type]
+    if order == "loader first":
+        ours.prepare(loader)
+        ours.free_memory()
+    engine, _ = prepared(ours, *([loader] if order == "together" else []))
+    if order == "loader last":
+        ours.prepare(loader)
+    assert (engine.optimizer_step.usage.batches in trusted) == (order != "no loader")
 
 
 def test_an_optimizer_apart_from_its_model_is_refused() -> None:
