@@ -246,6 +246,10 @@ class TrainingEngine(EngineParts):
         self.config = self.config_with_batches(micro, accumulation_steps)
         self.accumulation.accumulation_steps = accumulation_steps
 
+    def trust_loader(self) -> None:
+        """Compare no batches of the ranks: a loader divides them."""
+        self.optimizer_step.usage.batches.trust_loader()
+
     def config_with_batches(self, micro: int, accumulation_steps: int) -> ZeroConfig:
         """Return the configuration with ``micro`` samples per micro-batch and
         ``accumulation_steps`` micro-batches per step, which replace the sizes that ``elasticity``

@@ -323,7 +323,7 @@ def follow_engines(accelerator: Accelerator) -> None:
 
     for engine in (model for model in accelerator._models if is_engine(model)):
         if hasattr(accelerator, DIVIDES) and not engine.destroyed:
-            engine.optimizer_step.usage.batches.trust_loader()
+            engine.trust_loader()
         for loader in accelerator._dataloaders:
             follow(engine.techniques, _sampler_of(loader))
 
