@@ -74,6 +74,27 @@ class Session:
         return {n: p for n, p in self.model.named_parameters() if p is not frozen}
 
 
+@dataclass
+class ScriptClipping:
+    """The clipping of a script that calls ``clip`` with its ``limit``, unless that is 0. A limit
+    that is set after a clipping clips again.
+    """
+
+    clip: Callable[[float], None]
+    limit: float
+    clipped: bool = False
+
+    def __call__(self) -> None:
+        if self.limit:
+            self.clip(self.limit)
+        self.clipped = True
+
+    def set_limit(self, value: float) -> None:
+        self.limit = value
+        if self.clipped:
+            self()
+
+
 Value = Any
 
 

@@ -20,6 +20,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.step_accesses import (
     MICROS,
     STEPS,
+    ScriptClipping,
     Session,
     batch,
     net,
@@ -72,27 +73,22 @@ def plain_loop(
     optimizer = sgd(model)
     scheduler = schedule(optimizer)
     session = Session(model, optimizer, model)
-    limit, clipped, norm = clip or float("inf"), False, 0.0
+    norm = 0.0
 
-    def clipping() -> None:
-        nonlocal clipped, norm
+    def clip_to(limit: float) -> None:
+        nonlocal norm
         grads = [p for p in model.parameters() if p.grad is not None]
         if grads:
             norm = float(nn.utils.clip_grad_norm_(grads, limit))
             session.norm = norm if limit < float("inf") else session.norm
-        clipped = True
 
-    def set_limit(value: float) -> None:
-        nonlocal limit
-        limit = value
-        if clipped:
-            clipping()
+    clipping = ScriptClipping(clip_to, clip or float("inf"))
 
     def point(name: str) -> None:
         if name in names:
             at(name, step, session)
 
-    session.limit = set_limit
+    session.limit = clipping.set_limit
     for step in range(STEPS):
         point("before forward")
         for micro in range(MICROS):
@@ -111,7 +107,7 @@ def plain_loop(
             point("after clipping")
             session.norm = norm
             optimizer.step()
-            clipped = False
+            clipping.clipped = False
             point("after step")
             for _ in range(ticks):
                 scheduler.step()
@@ -177,21 +173,10 @@ def accelerate(model: nn.Module, rank: int, stage: int, clip: float, at: At) -> 
     optimizer = sgd(model)
     engine, optimizer, scheduler = accelerator.prepare(model, optimizer, schedule(optimizer))
     session = Session(model, optimizer, engine, engine)
-    limit, clipped = clip, False
-
-    def clipping() -> None:
-        nonlocal clipped
-        if limit:
-            accelerator.clip_grad_norm_(engine.parameters(), limit)
-        clipped = True
-
-    def set_limit(value: float) -> None:
-        nonlocal limit
-        limit = value
-        if clipped:
-            clipping()
-
-    session.limit = set_limit
+    clipping = ScriptClipping(
+        lambda limit: accelerator.clip_grad_norm_(engine.parameters(), limit), clip
+    )
+    session.limit = clipping.set_limit
     for step in range(STEPS):
         at("before forward", step, session)
         for micro in range(MICROS):
@@ -209,7 +194,7 @@ def accelerate(model: nn.Module, rank: int, stage: int, clip: float, at: At) -> 
                     clipping()
                     at("after clipping", step, session)
                 optimizer.step()
-                clipped = False
+                clipping.clipped = False
                 at("after step" if last else "after micro-batch", step, session)
                 scheduler.step()
                 if last:

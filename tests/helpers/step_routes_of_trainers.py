@@ -22,6 +22,7 @@ from tests.helpers.step_accesses import (
     ROWS,
     STEPS,
     Net,
+    ScriptClipping,
     Session,
     batch,
     net,
@@ -315,21 +316,10 @@ def fabric(stage: int | None, clip: float, at: At) -> dict[str, Any]:
     scheduler = schedule(optimizer)
     engine = None if stage is None else launched.strategy.engines[0]  # type: ignore[attr-defined]
     session = Session(bare, optimizer, model, engine, divides=False)
-    limit, clipped = clip, False
-
-    def clipping() -> None:
-        nonlocal clipped
-        if limit:
-            launched.clip_gradients(model, optimizer, max_norm=limit)
-        clipped = True
-
-    def set_limit(value: float) -> None:
-        nonlocal limit
-        limit = value
-        if clipped:
-            clipping()
-
-    session.limit = set_limit
+    clipping = ScriptClipping(
+        lambda limit: launched.clip_gradients(model, optimizer, max_norm=limit), clip
+    )
+    session.limit = clipping.set_limit
     for step in range(STEPS):
         at("before forward", step, session)
         for micro in range(MICROS):
@@ -341,11 +331,11 @@ def fabric(stage: int | None, clip: float, at: At) -> dict[str, Any]:
                 at("after backward in the window", step, session)
         at("after the last backward", step, session)
         norm = norm_of(bare) if stage is None else 0.0
-        session.norm = norm if limit else session.norm
+        session.norm = norm if clipping.limit else session.norm
         clipping()
         at("after clipping", step, session)
         optimizer.step()
-        session.norm, clipped = norm, False
+        session.norm, clipping.clipped = norm, False
         at("after step", step, session)
         scheduler.step()
         at("after scheduler", step, session)
