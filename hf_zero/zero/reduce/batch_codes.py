@@ -8,18 +8,16 @@ of batches in their messages.
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from hf_zero.device import kinds, pinned, streams
-from hf_zero.device.pinned import upload
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import logger
 from hf_zero.zero.layout.tree import tensors_in
-from hf_zero.zero.reduce.settings_check import CODES
+from hf_zero.zero.reduce.settings_check import CODES, are_equal, numbers_of
 
 STEPS = 2  # equal batches of one step may be a coincidence, such as a constant warm-up batch
 SAMPLES = 1 << 16  # elements of a tensor that its code covers
@@ -83,8 +81,7 @@ class BatchCodes:
         """Return the code and its square for the message of a step; None after the first steps."""
         if not self._left:
             return None
-        code = float(self._rank if self._code is None else self._code)
-        return upload(torch.tensor([code, code * code], dtype=torch.float64), self._device)
+        return numbers_of(self._rank if self._code is None else self._code, self._device)
 
     def end_step(self, sums: torch.Tensor) -> None:
         """Keep ``sums``, over all ranks, of the :meth:`numbers` of a step, on the rank that warns:
@@ -104,11 +101,7 @@ class BatchCodes:
         """Warn if the batches of each of the first steps were equal on all ranks."""
         if not self._sums or (self._copied is not None and not self._copied.query()):
             return
-        equal = True
-        for sums in self._sums:
-            # in host memory: no operation of torch, which could wait for a device
-            total, squares = map(int, (ctypes.c_double * 2).from_address(sums.data_ptr()))
-            equal &= total * total == self._ranks * squares
+        equal = all(are_equal(sums, self._ranks) for sums in self._sums)
         self._sums, self._copied = [], None
         if equal:
             logger.warning(

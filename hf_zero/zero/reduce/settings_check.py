@@ -26,6 +26,19 @@ from hf_zero.errors import RankMismatchError
 CODES = 1 << 20  # the sum of the squares of so many is exact in fp64, over 8,192 ranks
 
 
+def numbers_of(code: int, device: torch.device) -> torch.Tensor:
+    """Return what a rank with ``code`` adds to a message: [2] fp64, on ``device``."""
+    return upload(torch.tensor([code, code * code], dtype=torch.float64), device)
+
+
+def are_equal(sums: torch.Tensor, ranks: int) -> bool:
+    """Return whether the codes of ``ranks`` are equal, by the ``sums`` of their numbers: [2] fp64
+    in host memory, contiguous. No operation of torch, which could wait for a device.
+    """
+    total, squares = map(int, (ctypes.c_double * 2).from_address(sums.data_ptr()))
+    return total * total == ranks * squares
+
+
 class SettingsCheck:
     """The comparison among the ranks of ``mesh`` of one pipeline stage."""
 
@@ -48,8 +61,7 @@ class SettingsCheck:
 
     def upload(self) -> torch.Tensor:
         """Return what this rank adds to a message: [2] fp64, on the device."""
-        code = zlib.crc32(self._settings.encode()) % CODES
-        return upload(torch.tensor([code, code * code], dtype=torch.float64), self._device)
+        return numbers_of(zlib.crc32(self._settings.encode()) % CODES, self._device)
 
     def receive(self, sums: torch.Tensor, handle: Handle | None = None) -> None:
         """Take the ``sums`` [2] of the numbers over all ranks, which are complete once ``handle``
@@ -60,7 +72,8 @@ class SettingsCheck:
         if handle is not None:
             self._unread = sums, handle
         elif self._on_host:
-            self._compare(sums)
+            if not are_equal(sums, self._mesh.pp_stage_ranks):
+                self._refuse()
         elif self._settings and self._copied is None:
             if self._copy is None:
                 self._copy = pinned.empty(2, torch.float64)
@@ -74,18 +87,15 @@ class SettingsCheck:
         if self._copied is not None and self._copied.query():
             assert self._copy is not None
             self._copied = None
-            self._compare(self._copy)
+            if not are_equal(self._copy, self._mesh.pp_stage_ranks):
+                self._refuse()
         if self._unread is not None:
             (sums, handle), self._unread = self._unread, None
             handle.wait()
             self.receive(sums)
 
-    def _compare(self, sums: torch.Tensor) -> None:
-        """Raise RankMismatchError for the ``sums``, contiguous, of different codes."""
-        # in host memory: no operation of torch, which could wait for a device
-        total, squares = map(int, (ctypes.c_double * 2).from_address(sums.data_ptr()))
-        if total * total == squares * self._mesh.pp_stage_ranks:
-            return
+    def _refuse(self) -> None:
+        """Raise RankMismatchError with the settings of the ranks, which differ."""
         ranks, texts = [self._mesh.rank], [self._settings]
         if self._on_host:  # all ranks are here
             ranks = list(self._mesh.ranks)
