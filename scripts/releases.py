@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from marks import filled
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from suite import VARIABLES, guarded
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,9 +131,10 @@ def environments(only: list[str], cache: Path, more: list[str]) -> dict[str, dic
     return found
 
 
-def resolve(framework: str, cache: Path, more: list[str]) -> dict[str, str]:
+def resolve(framework: str, cache: Path, more: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the releases of the libraries that pip chooses for hf-zero and ``framework`` in an
-    empty environment. Raises RuntimeError if it finds none.
+    empty environment, and the specifiers by which ``framework`` requires them. Raises RuntimeError
+    if pip finds no releases.
     """
     empty = cache / "empty"
     python = str(empty / "bin" / "python")
@@ -140,10 +143,23 @@ def resolve(framework: str, cache: Path, more: list[str]) -> dict[str, str]:
         pip("install", "--quiet", "--upgrade", "pip", python=python)
     asked = [str(ROOT), *FRAMEWORKS[framework]]
     report = pip("install", "--quiet", "--dry-run", "--report", "-", *more, *asked, python=python)
-    chosen = {
-        each["metadata"]["name"].lower(): each["metadata"] for each in json.loads(report)["install"]
-    }
-    return {name: chosen[name]["version"].partition("+")[0] for name in LIBRARIES if name in chosen}
+    installs = json.loads(report)["install"]
+    chosen = {each["metadata"]["name"].lower(): each["metadata"] for each in installs}
+    lines = [
+        line
+        for each in installs
+        if each["requested"] and each["metadata"]["name"].lower() != "hf-zero"
+        for line in each["metadata"].get("requires_dist", ())
+    ]
+    requires = dict[str, SpecifierSet]()
+    for each in map(Requirement, [*FRAMEWORKS[framework], *lines]):
+        if each.name in LIBRARIES and (each.marker is None or each.marker.evaluate({"extra": ""})):
+            requires[each.name] = requires.get(each.name, SpecifierSet()) & each.specifier
+    found = {name: chosen[name]["version"] for name in LIBRARIES if name in chosen}
+    return (
+        {name: version.partition("+")[0] for name, version in found.items()},
+        {name: str(specifiers) for name, specifiers in requires.items()},
+    )
 
 
 def overlays_below(folder: Path) -> Path:
@@ -288,9 +304,10 @@ def main() -> int:
         before = rows.get(name, {"environment": name})
         try:
             if name in FRAMEWORKS:
-                releases = resolve(name, cache, more)
+                releases, requires = resolve(name, cache, more)
                 today = datetime.date.today().isoformat()
-                before |= {"resolved": releases, "asked": FRAMEWORKS[name], "resolved_on": today}
+                before |= {"resolved": releases, "requires": requires}
+                before |= {"asked": FRAMEWORKS[name], "resolved_on": today}
                 here = installed(*LIBRARIES)
                 releases = {
                     each: release

@@ -145,9 +145,14 @@ def _distribution() -> Distribution:
     from importlib.metadata import Distribution
     from pathlib import Path
 
+    from hf_zero.deepspeed.stated_version import note_read
+
     class FacadeDistribution(Distribution):
         def read_text(self, filename: str | os.PathLike[str]) -> str | None:
-            return METADATA if os.fspath(filename) == "METADATA" else None
+            if os.fspath(filename) != "METADATA":
+                return None
+            note_read(VERSION, VARIABLE)
+            return METADATA
 
         def locate_file(self, path: str | os.PathLike[str]) -> Path:
             return Path(FOLDER) / path
@@ -198,7 +203,12 @@ def _attribute(module: ModuleType, row: Module, name: str) -> object:
     """Find ``name`` and keep it in the module: ``__getattr__`` of a module of the facade."""
     if name in row.names:
         value = row.names[name].load(f"{row.path}.{name}")
-        setattr(module, name, value)
+        if isinstance(value, str) and value == VERSION:
+            from hf_zero.deepspeed.stated_version import note_read
+
+            note_read(VERSION, VARIABLE)  # of each line that reads it
+        else:
+            setattr(module, name, value)
         return value
     if f"{row.path}.{name}" in _api():
         return import_module(f"{row.path}.{name}")
@@ -221,7 +231,7 @@ def missing(text: str, why: str) -> str:
     """Return the message about something that the facade lacks: ``text``, ``why``, the line of the
     script or library that uses it, and the way to DeepSpeed itself.
     """
-    from hf_zero.deepspeed.modules import caller
+    from hf_zero.deepspeed.stated_version import caller
 
     line = caller()
     return (

@@ -7,24 +7,18 @@ does the work. Imported with ``deepspeed``: standard library only.
 
 from __future__ import annotations
 
-import os
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
+from hf_zero.deepspeed.stated_version import caller
 from hf_zero.errors import NotBuiltError
 from hf_zero.logging import JsonObject
 
 HERE = __name__.rpartition(".")[0]
-FOLDERS = (  # of the facade and of importlib
-    os.path.dirname(os.path.abspath(__file__)),
-    os.path.dirname(os.path.abspath(import_module.__code__.co_filename)),
-)
 
 
 @dataclass(frozen=True)
@@ -126,19 +120,6 @@ def refuse(name: str, remedy: str) -> NoReturn:
     raise NotBuiltError(
         f"{name} is not built in this version of hf-zero; {remedy}{line and f' ({line} uses it)'}"
     )
-
-
-def caller() -> str:
-    """Return "file:line" of the innermost caller outside the facade and Python's import system;
-    "" if there is none.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not (file.startswith("<frozen importlib") or os.path.dirname(file) in FOLDERS):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def function(name: str, remedy: str) -> Callable[..., NoReturn]:

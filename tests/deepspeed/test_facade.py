@@ -20,7 +20,7 @@ import deepspeed
 import pytest
 import torch
 
-from hf_zero.deepspeed import facade
+from hf_zero.deepspeed import facade, stated_version
 from hf_zero.deepspeed.modules import API
 from hf_zero.errors import ConfigError, NotBuiltError
 from scripts.deepspeed_names import USED, used_names
@@ -140,13 +140,41 @@ def test_another_release_for_a_library_that_accepts_no_other(
     )
     command = [sys.executable, "-c", code]
     said = completed(command).stderr
-    assert "deepspeed<=0.18.8 is required" in said and "found deepspeed==0.19.8+hfzero" in said
+    assert re.search(r"versions.py:\d+, called at <string>:4, refuses version 0.19.8\+hfzero", said)
+    assert (
+        "HF_ZERO_DEEPSPEED_VERSION states another" in said
+        and "deepspeed<=0.18.8 is required" in said
+    )
     monkeypatch.setenv("HF_ZERO_DEEPSPEED_VERSION", "0.18.8")
     assert completed(command, check=True).stdout == "0.18.8 0.18.8 18\n"
     for wrong in ("0.18", "newest"):
         monkeypatch.setenv("HF_ZERO_DEEPSPEED_VERSION", wrong)
         said = completed(command).stderr
         assert f"HF_ZERO_DEEPSPEED_VERSION is '{wrong}'; write a release of DeepSpeed" in said
+
+
+LATER = "\n".join(["pass"] * 6)
+CHECKS = {
+    "assert deepspeed.__version__ < '0.16'": True,
+    "found = deepspeed.__version__\nif found > '0.16':\n    raise ImportError('too new')": True,
+    f"print(deepspeed.__version__)\n{LATER}\nraise ValueError('another')": False,
+    "print(deepspeed.__version__)\nimport json; json.loads('{')": False,
+}
+
+
+def test_a_check_of_the_version_is_told_the_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stated_version, "_reads", {})
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for number, (code, explained) in enumerate(CHECKS.items()):
+        with pytest.raises(Exception) as caught:
+            exec(compile(code, f"framework_{number}.py", "exec"), {"deepspeed": deepspeed})
+        told = stated_version.explain(caught.value)
+        assert bool(told) is explained, code
+        assert told is None or (
+            isinstance(told, ConfigError)
+            and f"framework_{number}.py:{len(code.splitlines())}, called at " in str(told)
+            and "HF_ZERO_DEEPSPEED_VERSION states another release, one that" in str(told)
+        )
 
 
 def test_python_m_runs_the_launcher(

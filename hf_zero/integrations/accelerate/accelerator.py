@@ -228,6 +228,21 @@ def _refuse_other_micro_batches(engine: EngineProtocol) -> None:
         )
 
 
+def refuse_several_models(
+    original: Original, self: Accelerator, *args: object, **kwargs: object
+) -> object:
+    """Wraps ``Accelerator.prepare``: raises ConfigError under ZeRO for several models in a call."""
+    models = [type(value).__name__ for value in args if isinstance(value, nn.Module)]
+    if len(models) > 1 and self.distributed_type == "DEEPSPEED" and finder.chosen():
+        raise ConfigError(
+            f"accelerator.prepare() got {len(models)} models ({', '.join(models)}), and one call "
+            "makes one engine: prepare each model with its optimizer in a call of its own. The "
+            "weights of a loss belong into the groups of the model's optimizer, and the loss stays "
+            "out of prepare()"
+        )
+    return original(self, *args, **kwargs)
+
+
 def refuse_optimizer_apart(
     original: Original, self: Accelerator, optimizer: object, device_placement: object = None
 ) -> object:

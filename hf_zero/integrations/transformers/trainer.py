@@ -15,6 +15,7 @@ ZeRO were off, and training finds everything unchanged.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -365,11 +366,30 @@ def keep_what_was_given(
         return original(trainer, num_training_steps, inference=inference)
     level = logger.level
     try:
+        _warn_of_section(trainer)
         with _given_optimizer(trainer) as scheduler:
             prepared, wrapped = original(trainer, num_training_steps, inference=inference)
     finally:
         logger.setLevel(level)
     return prepared, scheduler if wrapped is None else wrapped
+
+
+def _warn_of_section(trainer: Trainer) -> None:
+    """Warn of a class that makes an optimizer of its own, which the configuration's replaces: it
+    trains the parameters of the model alone.
+    """
+    from transformers import Trainer as Stock
+
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+    for name in ("create_optimizer", "get_optimizer_cls_and_kwargs"):
+        if "optimizer" in config and getattr(type(trainer), name) is not getattr(Stock, name):
+            log_rank0(
+                f"the section optimizer of the ZeRO config, {config['optimizer'].get('type')!r}, "
+                f"replaces the optimizer of {type(trainer).__name__}.{name}: it trains the "
+                "parameters of the model alone, and others, such as the weights of a loss, stay "
+                "as they are; remove the section, if that is not meant",
+                logging.WARNING,
+            )
 
 
 @contextmanager

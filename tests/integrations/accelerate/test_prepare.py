@@ -18,6 +18,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, DummyOptim, DummyScheduler
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import LlamaConfig, LlamaModel
 
@@ -28,6 +29,7 @@ from hf_zero.integrations.accelerate import loaders, state
 from hf_zero.integrations.accelerate.accelerator import (
     _counting_data_parallel_ranks,
     refuse_optimizer_apart,
+    refuse_several_models,
 )
 from hf_zero.integrations.accelerate.loaders import count_batches_once, share_out
 from hf_zero.integrations.accelerate.memory_saves import engines_of
@@ -379,6 +381,21 @@ def test_an_optimizer_apart_from_its_model_is_refused() -> None:
     of = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, num_processes=2)
     with pytest.raises(PartitionError, match=r"prepare_optimizer\(SGD\)"):
         prepare(of, optimizer)
+
+
+def test_a_loss_beside_its_model_in_one_call_is_refused() -> None:
+    """The remedy works, and without ZeRO Accelerate decides."""
+    ours, model, loss = accelerator(), stack(), nn.Linear(2, 2)
+    optimizer: Any = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    with pytest.raises(ConfigError, match=r"2 models \(\w+, Linear\).*loss stays out of prepare"):
+        ours.prepare(model, loss, optimizer)
+    engine, optimizer = ours.prepare(model, optimizer)
+    ours.backward(engine(ROWS).pow(2).mean() + loss(ROWS[:, :2]).sum())
+    optimizer.step()
+    assert engine.global_steps == 1
+    engine.destroy()
+    of = SimpleNamespace(distributed_type=DistributedType("MULTI_CPU"))
+    assert refuse_several_models(lambda self, *args: args, of, model, loss) == (model, loss)
 
 
 @in_turn("configured", [False, True])

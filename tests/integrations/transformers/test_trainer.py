@@ -149,6 +149,37 @@ def test_two_optimizers_a_scheduler_alone_and_a_wrapped_model_are_refused(tmp_pa
         Wrapped(model=model(), args=args, train_dataset=rows()).train()
 
 
+class OwnOptimizer(transformers.Trainer):
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        return self.optimizer
+
+
+class OwnGroups(transformers.Trainer):
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
+        return torch.optim.SGD, {"lr": 0.05}
+
+
+def test_an_optimizer_of_the_class_that_the_section_replaces(
+    tmp_path: Path, heard: list[str]
+) -> None:
+    for kind, name in ((OwnOptimizer, "create_optimizer"), (OwnGroups, "get_optimizer_cls_and_")):
+        for section in ({}, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}):
+            forget()
+            heard.clear()
+            written = {"zero_optimization": {"stage": 1}, **section}
+            args = transformers.TrainingArguments(
+                **options(tmp_path, max_steps=1), deepspeed=written
+            )
+            run = kind(model(), args, train_dataset=rows())
+            run.train()
+            told = [text for text in heard if f"{kind.__name__}.{name}" in text]
+            assert bool(told) is bool(section)
+            assert all("'AdamW', replaces" in text and "remove the sect" in text for text in told)
+            run.deepspeed.destroy()
+
+
 def test_tensor_parallelism_that_is_off_and_the_level_of_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
