@@ -230,11 +230,20 @@ class BoundOptimizer:
         with self.without_post_hooks():
             torch.optim.Optimizer.profile_hook_step(lambda _: launch())(self.optimizer)
 
-    def run_post_hooks(self) -> None:
-        """Run the optimizer's own post hooks, as a step of torch does at its end."""
-        optimizer = self.optimizer
-        for hook in [*optimizer._optimizer_step_post_hooks.values()]:
-            hook(optimizer, (optimizer,), {})
+    def run_post_hooks(self, frozen: Sequence[Sequence[Tensor]]) -> None:
+        """Run the optimizer's own post hooks, as a step of torch does at its end, with the
+        ``frozen`` parameters of each group beside this rank's segments.
+        """
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        segments = [group["params"] for group in groups]
+        for group, own, others in zip(groups, segments, frozen):
+            group["params"] = [*own, *others] if others else own
+        try:
+            for hook in [*optimizer._optimizer_step_post_hooks.values()]:
+                hook(optimizer, (optimizer,), {})
+        finally:
+            for group, own in zip(groups, segments):
+                group["params"] = own
 
     @property
     def has_pre_hooks(self) -> bool:

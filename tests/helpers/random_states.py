@@ -59,7 +59,7 @@ IN_16_BITS = (
 ACTS = (
     *("start", "step", "step of two", "skipped", "write", "write all", "set state"),
     *("freeze", "thaw", "rate", "own state", "own weights", "save", "load"),
-    *("step written", "step twice", "step broken", "write equal"),
+    *("step written", "step twice", "step broken", "step hooked", "write equal"),
 )
 PLAIN = ("step",) * 6 + ("step of two",) * 2 + ACTS[3:]
 
@@ -100,7 +100,9 @@ class Life:
             acts.append(Act("start", world=draw.choice((1, 2, 2, 3, 4)), stage=stage, place=place))
             acts += [Act("load")] if part else []
             count = draw.randint(3, 8)
-            acts += [Act(draw.choice(PLAIN), draw.randrange(len(widths))) for _ in range(count)]
+            # docs/optimizers.md: state in files cannot be written by way of the groups
+            plain = [act for act in PLAIN if act != "step hooked" or "files" not in place]
+            acts += [Act(draw.choice(plain), draw.randrange(len(widths))) for _ in range(count)]
             acts += [Act("step"), Act("save")]
         decays, tied = draw.random() < 0.5, draw.random() < 0.3
         clip, bf16 = draw.choice((0.0, 0.0, 0.05)), draw.choice((*("",) * 6, *IN_16_BITS))
@@ -294,6 +296,18 @@ class Alone:
     def whole(self, parameter: Any, modifier: int | None = 0) -> Iterator[None]:
         yield
 
+    def hooked(self, number: int) -> None:
+        """A step whose hook decays all members of the optimizer's groups."""
+        handle = self.optimizer.register_step_post_hook(lambda *_: self.decay())
+        self.window(number, 1)
+        handle.remove()
+
+    @torch.no_grad()
+    def decay(self) -> None:
+        for group in self.optimizer.param_groups:
+            for member in group["params"]:
+                member.mul_(0.99)
+
     def halve(self, layer: Any, number: int) -> None:
         """Halve the first moments of ``layer`` that are there, in fp32."""
         for parameter in () if self.life.exact else (layer.weight, layer.bias):
@@ -326,6 +340,8 @@ class Alone:
             case "step broken":
                 self.broken(number)
                 self.window(number, 2)
+            case "step hooked":
+                self.hooked(number)
             case "skipped":
                 self.skipped(number)
             case "write" | "write all" | "write equal":
@@ -375,6 +391,7 @@ class OnRank(Alone):
     def start(self, act: Act) -> None:
         self.world, self.model = act.world, self.built
         self.freeze_again()
+        self.never_trained = [p for p in self.model.parameters() if not p.requires_grad]
         more = {"stage3_param_persistence_threshold": 100} if act.stage == 3 else {}
         self.folder.mkdir(exist_ok=True)
         section = offload(act.place, act.stage, self.folder) | more
@@ -389,6 +406,7 @@ class OnRank(Alone):
 
     def window(self, number: int, micros: int, written: Any = None) -> None:
         self.engine.set_batches(ROWS, micros)
+        self.never_trained = [p for p in self.never_trained if not p.requires_grad]
         losses = []
         for micro in range(micros):
             loss = self.engine(self.rows(number, micro)).float().pow(2).mean()
@@ -428,6 +446,10 @@ class OnRank(Alone):
         with hf_zero.GatheredParameters([parameter], modifier_rank=modifier):
             yield
 
+    def decay(self) -> None:
+        with hf_zero.GatheredParameters(self.never_trained, modifier_rank=0):
+            super().decay()
+
     def halve(self, layer: Any, number: int) -> None:
         for parameter in (layer.weight, layer.bias):
             if (number, parameter.dim()) in self.halved:
@@ -444,6 +466,7 @@ class OnRank(Alone):
             for layer in self.model.layers:
                 layer.bias.requires_grad_(True)
             self.engine.load_checkpoint(self.folder)
+            self.never_trained = []
             self.freeze_again()
 
 

@@ -429,6 +429,50 @@ def test_hooks_after_a_step_write_to_the_weights_of_all_ranks(writes, way, stage
         assert found[1:] == pytest.approx([of[rank] for of in losses[:-1]], rel=1e-4)
 
 
+def partly_frozen():
+    model = stack()
+    for parameter in [*model.parameters()][:2]:
+        parameter.requires_grad_(False)
+    return model
+
+
+@in_turn(
+    "stage, way",
+    [(0, "device"), (1, "optimizer on cpu"), (2, "device"), (3, "device"), (3, "all on cpu")],
+)
+def test_hooks_after_a_step_find_frozen_parameters_of_the_groups(stage, way, tmp_path):
+    """As in plain torch: what halves the weights of the groups halves those, too."""
+
+    def of_all(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def plain(model):
+        optimizer = of_all(model)
+        optimizer.register_step_post_hook(torch.no_grad()(lambda *_: decays(optimizer, model)))
+        return optimizer
+
+    want, _ = by_hand(plain, WINDOWS, RANKS, build=partly_frozen)
+
+    def run(rank, model):
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+
+        def halve(optimizer, *_):
+            with hf_zero.GatheredParameters(frozen, modifier_rank=0):
+                decays(optimizer, model)
+
+        optimizer = of_all(model)
+        section = offload(way, stage, tmp_path) | {"stage3_param_persistence_threshold": 0}
+        engine = start(model, optimizer, config_of(stage, zero_optimization=section))
+        optimizer.register_step_post_hook(halve)
+        run_steps(engine, rank, range(STEPS))
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        assert not any(p is member for p in frozen for member in members)
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run, build=partly_frozen):
+        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+
+
 def one_alone(model):
     """All ranks but one have a stand-in of the second group."""
     *others, last = trainable(model)

@@ -10,7 +10,8 @@ engine, ``optimizer.zero_grad()`` drops its gradients.
 
 DeepSpeed allows scripts that never call ``optimizer.step()``. Until a single engine has seen the
 first call, it makes a step that is due before the next forward with gradients, which all ranks
-run; then in each backward, or, if the script had clipped that one, in ``clip_grad_norm_``. The
+run, or before any forward if the backward has updated a part of the model; then in each backward,
+or, if the script had clipped that one, in ``clip_grad_norm_``. The
 first ``optimizer.step()`` ends that.
 """
 
@@ -161,9 +162,8 @@ class EngineSteps:
             return
         # a metric in evaluation mode changes nothing
         evaluates = not torch.is_grad_enabled() or (self._trained and not engine.training)
-        if engine.updates_in_backward:
-            self._make_step()  # a model must not compute while it is half updated
-        elif self.claim is not StepCaller.OPTIMIZER and not evaluates:
+        # an engine that updates in the backward refuses each forward until the step
+        if self.claim is not StepCaller.OPTIMIZER and (engine.updates_in_backward or not evaluates):
             self._make_overdue_step()
 
     def _make_overdue_step(self) -> None:
@@ -212,12 +212,19 @@ class EngineSteps:
     def _refuse_early_step(self, what: str) -> None:
         """Raise PartitionError: a step was made before a forward."""
         self._stepped_early = False
+        in_backward = self.engines[0].updates_in_backward
         raise PartitionError(
-            f"{what} comes after a forward with gradients that followed accelerator.backward(), "
-            "before this script has first called optimizer.step(): the step was made before "
-            "that forward, as for scripts that never call it. Run forwards between the "
-            "backward and optimizer.step() inside `with torch.no_grad():`, and add up several "
-            "losses of one step before the backward"
+            f"{what} comes after a forward{'' if in_backward else ' with gradients'} that followed "
+            "accelerator.backward(), before this script has first called optimizer.step(): the "
+            "step was made before that forward, as for scripts that never call it. "
+            + (
+                "Run forwards before the backward or after optimizer.step(), or switch "
+                "zero_optimization.update_in_backward off"
+                if in_backward
+                else "Run forwards between the backward and optimizer.step() inside "
+                "`with torch.no_grad():`"
+            )
+            + ", and add up several losses of one step before the backward"
         )
 
     # ---- steps ----

@@ -527,21 +527,40 @@ def test_limits_act_on_their_steps_again_after_one_forward_too_many() -> None:
     assert used == limits
 
 
-def test_a_metric_after_a_backward_that_updates() -> None:
-    """The step ends before it, as half of the model has been updated."""
+@pytest.mark.parametrize("first", [True, False])
+def test_a_metric_after_a_backward_that_updates(first: bool) -> None:
+    """The engine refuses it, as half of the model has been updated. Before the script has first
+    called ``optimizer.step()`` the step is made before it, as for scripts that never call it, and
+    that call is refused.
+    """
     zero = {"stage": 2, "update_in_backward": True}
     config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 3}
     plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=0.0)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    model = stack()
+    model, plain = stack(), stack()
     engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    theirs = torch.optim.AdamW(plain.parameters())
     assert engine.sharded_model.updates_in_backward
     for step in range(2):
         accelerator.backward(squared(engine, step))
-        with torch.no_grad():
-            squared(engine, step)
-        optimizer.step()
+        theirs.zero_grad()
+        squared(plain, step).backward()
+        theirs.step()
+        if step == (0 if first else 1):
+            with torch.no_grad():
+                if first:
+                    squared(engine, step)
+                    assert engine.global_steps == 1
+                else:
+                    with pytest.raises(PartitionError, match="Call step"):
+                        squared(engine, step)
+        if first and not step:
+            with pytest.raises(PartitionError, match="update_in_backward off"):
+                optimizer.step()
+        else:
+            optimizer.step()
         assert engine.global_steps == step + 1
+    assert_same_weights(engine.module, plain)
 
 
 @pytest.mark.parametrize("configured", [0.3, None])
