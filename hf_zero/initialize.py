@@ -24,7 +24,7 @@ from hf_zero.parallel.pipeline.engine import PipelineTraining, pipelined
 from hf_zero.parallel.pipeline.staged import make_parallel_for
 from hf_zero.setup import providers as providers
 from hf_zero.setup.plan import plan
-from hf_zero.setup.request import E, SetupRequest
+from hf_zero.setup.request import E, SetupRequest, refuse_other_deepspeed
 from hf_zero.setup.steps import apply
 from hf_zero.zero.transaction import on_rollback, restore_on_rollback, transaction
 
@@ -172,6 +172,7 @@ def start_engine(request: SetupRequest[E]) -> tuple[E, Any, DataLoader[Any] | No
     """Join the job, plan ``request`` and apply the plan; an exception leaves everything as it was.
     Collective.
     """
+    refuse_other_deepspeed()
     groups = [group for group in request.model_parameters or () if isinstance(group, dict)]
     with _without_collections(), transaction():
         restore_on_rollback(*groups)  # an optimizer writes its defaults into them

@@ -5,12 +5,13 @@ hostfile.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from hf_zero.cli.options import one_of, preset
+from hf_zero.cli.options import expanded, one_of, preset
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.config.launched import LAUNCHED_BY, OWN, WRITTEN
 from hf_zero.config.sections import SECRETS
@@ -30,33 +31,67 @@ CPU_RANKS = 2
 Command = Annotated[
     list[str], typer.Argument(help="The script and its arguments.", metavar="SCRIPT [ARGS]...")
 ]
-Preset = Annotated[
-    str | None,
-    typer.Option(
-        help="Stage of ZeRO: zero0, zero1, zero2 or zero3; starts with accelerate launch.",
-        autocompletion=preset,
-    ),
-]
-Stage = Annotated[int | None, typer.Option(min=0, max=3, help="As --preset zero0 to zero3.")]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(help="Accelerate YAML with the configuration; starts with accelerate launch."),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="With --preset: a key of the configuration, such as metrics.enabled=true; repeat it "
-        "for several.",
-    ),
-]
-Precision = Annotated[
-    str | None,
-    typer.Option(
-        help="fp32, bf16 or fp16, with --preset.", autocompletion=one_of(*MIXED_PRECISION)
-    ),
-]
+
+
+@dataclass(frozen=True)
+class Configured:
+    """Options that name a configuration of ZeRO in place of the script's."""
+
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Stage of ZeRO: zero0, zero1, zero2 or zero3; starts with accelerate launch.",
+            autocompletion=preset,
+        ),
+    ] = None
+    stage: Annotated[int | None, typer.Option(min=0, max=3, help="As --preset zero0 to zero3.")] = (
+        None
+    )
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Accelerate YAML with the configuration; starts with accelerate launch."),
+    ] = None
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="fp32, bf16 or fp16, with --preset.", autocompletion=one_of(*MIXED_PRECISION)
+        ),
+    ] = None
+    set_keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="With --preset: a key of the configuration, such as metrics.enabled=true; repeat "
+            "it for several.",
+        ),
+    ] = None
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were written."""
+        names: dict[str, object] = {
+            "preset": self.preset,
+            "stage": self.stage,
+            "config": self.config,
+        }
+        names |= {"precision": self.precision, "set": self.set_keys or None}
+        return [f"--{name}" for name, value in names.items() if value is not None]
+
+    def start(self) -> ConfiguredStart:
+        """Return what the options add to a launch, checked."""
+        preset, pairs = self.preset, self.set_keys or []
+        if self.stage is not None:
+            if preset is not None:
+                raise ConfigError(f"--stage {self.stage} and --preset {preset}: write one of them")
+            preset = f"zero{self.stage}"
+        written = _written(pairs, preset)
+        export = _launched_by(preset, self.config, self.precision, pairs)
+        if written:
+            export.append(f"{WRITTEN}={json.dumps(written)}")
+        return ConfiguredStart(_accelerate(preset, self.config, self.precision), tuple(export))
+
+
 Ranks = Annotated[int | None, typer.Option(help="Ranks in total, on this machine.")]
 NumProcs = Annotated[
     int | None,
@@ -151,13 +186,10 @@ Ssh = Annotated[
 SshPort = Annotated[int | None, typer.Option("--ssh-port", help="Port of ssh.")]
 
 
+@expanded
 def launch(
     command: Command,
-    preset: Preset = None,
-    stage: Stage = None,
-    config: ConfigFile = None,
-    precision: Precision = None,
-    set_keys: Set = None,
+    options: Configured,
     ranks: Ranks = None,
     num_procs: NumProcs = None,
     num_nodes: NumNodes = None,
@@ -188,7 +220,7 @@ def launch(
     Example: hf-zero launch --hostfile hosts --include worker-0@worker-1:0,1 train.py --lr 1e-4
     """
     procs = ranks_of_options(ranks, num_procs, hostfile)
-    configured = configured_start(preset, stage, config, precision, set_keys or [])
+    configured = options.start()
     warn_once()
     script, *arguments = command
     request = Request(
@@ -206,18 +238,25 @@ def launch(
         node_rank=node_rank,
         interface=interface,
         accelerate=configured.accelerate,
-        machines_of_file=_machines(config),
+        machines_of_file=_machines(options.config),
         export=(*(export or ()), *configured.export),
         env_files=tuple(env_file or ()),
         log_dir=log_dir,
         ssh=ssh,
         ssh_port=ssh_port,
     )
-    planned = plan(request, default_ranks)
-    refuse_missing(request)
     if as_json:
+        planned = plan(request, default_ranks)
+        refuse_missing(request)
         print_json(_described(planned))
         return
+    start_ranks(request)
+
+
+def start_ranks(request: Request) -> None:
+    """Start the ranks of ``request``, and exit with their code."""
+    planned = plan(request, default_ranks)
+    refuse_missing(request)
     raise typer.Exit(carry_out(planned))
 
 
@@ -242,39 +281,13 @@ class ConfiguredStart(NamedTuple):
     export: tuple[str, ...]
 
 
-def configured_start(
-    preset: str | None,
-    stage: int | None,
-    config: Path | None,
-    precision: str | None,
-    set_keys: list[str],
-) -> ConfiguredStart:
-    """Return what --preset or --stage, --config, --precision and --set add, checked."""
-    if stage is not None:
-        if preset is not None:
-            raise ConfigError(f"--stage {stage} and --preset {preset}: write one of them")
-        preset = f"zero{stage}"
-    written = _written(set_keys, preset)
-    export = _launched_by(preset, config, precision, set_keys)
-    if written:
-        export.append(f"{WRITTEN}={json.dumps(written)}")
-    return ConfiguredStart(_accelerate(preset, config, precision), tuple(export))
-
-
 def request_on_this_machine(
-    command: list[str],
-    ranks: int | None,
-    preset: str | None = None,
-    stage: int | None = None,
-    config: Path | None = None,
-    precision: str | None = None,
-    set_keys: list[str] | None = None,
-    module: bool = False,
+    command: list[str], ranks: int | None, options: Configured, module: bool = False
 ) -> Request:
     """Return the request for the ranks of a script on this machine, with these options of
     :func:`launch`.
     """
-    configured = configured_start(preset, stage, config, precision, set_keys or [])
+    configured = options.start()
     script, *arguments = command
     return Request(
         script,
@@ -282,23 +295,20 @@ def request_on_this_machine(
         module,
         num_procs=ranks_of_options(ranks, None, None),
         accelerate=configured.accelerate,
-        machines_of_file=None if config is None else "1",
+        machines_of_file=None if options.config is None else "1",
         export=configured.export,
     )
 
 
-def request_of_training(training: TrainingFile, script: str) -> Request:
+def request_of_training(training: TrainingFile, script: str, *arguments: str) -> Request:
     """Return the request for the ranks of ``training``, whose script is the file ``script``."""
     from hf_zero.launch.training_script import launch_options
 
     options = launch_options(training)
-    return request_on_this_machine(
-        [script],
-        options.get("ranks"),
-        preset=options["preset"],
-        precision=options["precision"],
-        set_keys=options["set"],
+    configured = Configured(
+        preset=options["preset"], precision=options["precision"], set_keys=options["set"]
     )
+    return request_on_this_machine([script, *arguments], options.get("ranks"), configured)
 
 
 def _written(pairs: list[str], preset: str | None) -> dict[str, object]:

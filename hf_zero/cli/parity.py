@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -16,17 +15,14 @@ import typer
 
 from hf_zero.cli.launch import (
     Command,
-    ConfigFile,
+    Configured,
     Module,
-    Precision,
-    Preset,
     Ranks,
-    Set,
-    Stage,
     default_ranks,
     request_of_training,
     request_on_this_machine,
 )
+from hf_zero.cli.options import expanded, one_of
 from hf_zero.cli.printing import AsJson, PrintableTable, entry, print_json, print_table
 from hf_zero.errors import ConfigError
 from hf_zero.launch.plan import Request, refuse_missing
@@ -36,44 +32,62 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1
 TRAINING_FILES = (".yaml", ".yml")
-STEPS = 6
-
-Steps = Annotated[
-    int, typer.Option(min=0, help="Optimizer steps of each run; 0 lets the script end by itself.")
-]
-Keep = Annotated[
-    bool,
-    typer.Option(
-        "--keep",
-        help="Keep settings that change the training on purpose, such as few bits or layer drop, "
-        "and show how far they lead.",
-    ),
-]
+REFERENCES = ("torch", "plain", "deepspeed")
 
 
-ResumeAt = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Also stop a run after this step, resume it, and compare the steps after it."
-    ),
-]
-ResumeRanks = Annotated[
-    int | None, typer.Option(min=1, help="Ranks of the resumed run; default: the same.")
-]
+@dataclass(frozen=True)
+class Compared:
+    """Options of a comparison: what the runs are, and how long."""
+
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Optimizer steps of each run; 0 lets the script end by itself, and compares what "
+            "it has saved.",
+        ),
+    ] = 6
+    reference: Annotated[
+        str,
+        typer.Option(
+            help="What the script is compared with: torch (the engine is replaced), plain (the "
+            "framework's own DDP, without hf-zero), or deepspeed, where it is installed.",
+            autocompletion=one_of(*REFERENCES),
+        ),
+    ] = "torch"
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Make and load only this many blocks of models of Transformers in all runs.",
+        ),
+    ] = None
+    resume_at: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Also stop a run after this step, resume it, and compare the steps after it.",
+        ),
+    ] = None
+    resume_ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the resumed run; default: the same.")
+    ] = None
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Keep settings that change the training on purpose, such as few bits or layer "
+            "drop, and show how far they lead.",
+        ),
+    ] = False
 
 
+@expanded
 def parity(
     command: Command,
+    compared: Compared,
+    options: Configured,
     ranks: Ranks = None,
-    steps: Steps = STEPS,
-    resume_at: ResumeAt = None,
-    resume_ranks: ResumeRanks = None,
-    keep: Keep = False,
-    preset: Preset = None,
-    stage: Stage = None,
-    config: ConfigFile = None,
-    precision: Precision = None,
-    set_keys: Set = None,
     module: Module = False,
     as_json: AsJson = False,
 ) -> None:
@@ -90,30 +104,24 @@ def parity(
 
     Example: hf-zero parity --ranks 2 --steps 8 -- train.py --lr 1e-4
     """
-    if resume_ranks is not None and resume_at is None:
-        raise ConfigError(f"--resume-ranks {resume_ranks} goes with --resume-at STEP")
+    if compared.resume_ranks is not None and compared.resume_at is None:
+        raise ConfigError(f"--resume-ranks {compared.resume_ranks} goes with --resume-at STEP")
+    if compared.reference not in REFERENCES:
+        raise ConfigError(
+            f"--reference {compared.reference!r} is unknown; choose one of {', '.join(REFERENCES)}"
+        )
     with ExitStack() as stack:
         script = command[0]
         if not module and Path(script).suffix in TRAINING_FILES:
-            options = {"preset": preset, "stage": stage, "config": config, "precision": precision}
-            _refuse_beside_file(script, command[1:], options, set_keys)
+            _refuse_beside_file(script, [*options.given, *command[1:]])
             request = _request_of_file(script, ranks, stack)
         else:
-            request = request_on_this_machine(
-                command, ranks, preset, stage, config, precision, set_keys, module
-            )
-        if not compare(request, steps, keep, resume_at, resume_ranks, as_json):
+            request = request_on_this_machine(command, ranks, options, module)
+        if not compare(request, compared, as_json):
             raise typer.Exit(DIFFERENT)
 
 
-def compare(
-    request: Request,
-    steps: int,
-    keep: bool = False,
-    resume_at: int | None = None,
-    resume_ranks: int | None = None,
-    as_json: bool = False,
-) -> bool:
+def compare(request: Request, options: Compared, as_json: bool = False) -> bool:
     """Compare the script of ``request``, print the answer, and return whether it is equal."""
     from hf_zero.parity.session import Resume, Session, as_json_object
 
@@ -125,10 +133,15 @@ def compare(
             file=sys.stderr,
         )
     handler = signal.signal(signal.SIGTERM, _as_interrupt)
-    resume = None if resume_at is None else Resume(resume_at, resume_ranks)
+    resume = None
+    if options.resume_at is not None:
+        resume = Resume(options.resume_at, options.resume_ranks)
+    fixed = {"steps": options.steps, "keep": options.keep, "layers": options.layers or 0}
     try:
-        with _progress(steps) as bar:
-            session = Session(request, default_ranks, steps, keep, bar.report, bar.say, resume)
+        with _progress(options.steps) as bar:
+            session = Session(
+                request, default_ranks, fixed, bar.report, bar.say, resume, options.reference
+            )
             answer = session.compare()
     finally:
         signal.signal(signal.SIGTERM, handler)
@@ -139,19 +152,12 @@ def compare(
     return answer.equal
 
 
-def _refuse_beside_file(
-    file: str,
-    arguments: list[str],
-    options: Mapping[str, object],
-    set_keys: list[str] | None,
-) -> None:
+def _refuse_beside_file(file: str, given: list[str]) -> None:
     """Raise ConfigError for options and arguments that the training file ``file`` has as keys."""
-    given = [f"--{name}" for name, value in options.items() if value is not None]
-    given += ["--set"] if set_keys else []
-    if given + arguments:
+    if given:
         raise ConfigError(
             f"{file} is a file of hf-zero train, which has its own keys: write what "
-            f"{' '.join([*given, *arguments])} says there"
+            f"{' '.join(given)} says there"
         )
 
 

@@ -1,5 +1,5 @@
 """Program of the ranks of ``hf-zero smoke``: a short training at each stage, compared with the same
-training in plain PyTorch.
+training by the reference engine of ``hf-zero parity``, which is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from hf_zero.logging import JsonObject, counted
 
 if TYPE_CHECKING:
     import torch
+
+    from hf_zero.config import ZeroConfig
 
 STEPS, SAMPLES, FEATURES = 6, 4, 48
 BOUND = 1e-4  # of the distance that training has moved the weights
@@ -47,14 +49,30 @@ def _batches(ranks: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for _ in range(STEPS)]
 
 
-def _plain(ranks: int) -> dict[str, torch.Tensor]:
-    """Return the weights after the training in plain PyTorch, on whole batches."""
+def _config(stage: int) -> ZeroConfig:
+    import hf_zero
+
+    return hf_zero.ZeroConfig(
+        stage=stage,
+        train_micro_batch_size_per_gpu=SAMPLES,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+    )
+
+
+def _train(engine: Any, rank: int, batches: Sequence[torch.Tensor]) -> None:
+    for batch in batches:
+        mine = batch[rank * SAMPLES : (rank + 1) * SAMPLES].to(engine.device)
+        engine.backward(engine(mine).square().mean())
+        engine.step()
+
+
+def _reference(rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Return the weights after the training with untouched torch in place of the engine."""
+    from hf_zero.parity.reference import Reference
+
     model = _model()
-    optimizer = _optimizer(model)
-    for batch in _batches(ranks):
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    engine = Reference(model, _optimizer(model), _config(0).resolve(ranks))
+    _train(engine, rank, _batches(ranks))
     return model.state_dict()
 
 
@@ -62,24 +80,15 @@ def _sharded(stage: int, folder: Path, rank: int, ranks: int) -> dict[str, torch
     """Return the weights after the training at ``stage``, which is saved and resumed half-way."""
     import hf_zero
 
-    config = hf_zero.ZeroConfig(
-        stage=stage,
-        train_micro_batch_size_per_gpu=SAMPLES,
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-    )
-
     def start(**more: Any) -> Any:
-        return hf_zero.initialize(model=_model(), config=config, **more)[0]
+        return hf_zero.initialize(model=_model(), config=_config(stage), **more)[0]
 
-    engine = start()
-    for step, batch in enumerate(_batches(ranks)):
-        if step == STEPS // 2:
-            engine.save_checkpoint(str(folder))
-            engine.destroy()
-            engine = start(resume=str(folder))
-        mine = batch[rank * SAMPLES : (rank + 1) * SAMPLES].to(engine.device)
-        engine.backward(engine(mine).square().mean())
-        engine.step()
+    engine, batches = start(), _batches(ranks)
+    _train(engine, rank, batches[: STEPS // 2])
+    engine.save_checkpoint(str(folder))
+    engine.destroy()
+    engine = start(resume=str(folder))
+    _train(engine, rank, batches[STEPS // 2 :])
     weights = engine.state_dict()
     engine.destroy()
     return weights
@@ -129,7 +138,8 @@ def main(arguments: list[str]) -> int:
     hf_zero.init_distributed()
     world = get_world_group()
     rank, ranks = world.rank, len(world.ranks)
-    expected, begun = _plain(ranks), _model().state_dict()
+    expected = {name: value.cpu() for name, value in _reference(rank, ranks).items()}
+    begun = _model().state_dict()
     moved = max(float((expected[name] - begun[name]).abs().max()) for name in expected)
     rows = []
     with TemporaryDirectory() if rank == 0 else nullcontext("") as folder:

@@ -52,15 +52,15 @@ def train(
 
     Example: hf-zero train sft.yaml
     """
-    from hf_zero.cli.launch import launch, request_of_training
+    from hf_zero.cli.launch import request_of_training, start_ranks
     from hf_zero.config.training_file import read_training_file
+    from hf_zero.config.variables import warn_once
     from hf_zero.integrations.datasets.training_data import refuse_unread_data
     from hf_zero.integrations.transformers.training_names import refuse_unknown_names
     from hf_zero.launch.training_script import (
         RESUME,
         SCRIPT,
         launch_command,
-        launch_options,
         resolved,
         training_script,
     )
@@ -97,18 +97,13 @@ def train(
         flush=True,
     )
     if training.parity is not None and not resume:
-        from hf_zero.cli.parity import DIFFERENT, compare
+        from hf_zero.cli.parity import DIFFERENT, Compared, compare
 
-        if not compare(request_of_training(training, str(target)), training.parity):
+        request = request_of_training(training, str(target))
+        if not compare(request, Compared(steps=training.parity)):
             raise typer.Exit(DIFFERENT)
-    options = launch_options(training)
-    launch(
-        [str(target), *([RESUME] if resume else [])],
-        preset=options["preset"],
-        precision=options["precision"],
-        set_keys=options["set"],
-        ranks=options.get("ranks"),
-    )
+    warn_once()
+    start_ranks(request_of_training(training, str(target), *([RESUME] if resume else [])))
 
 
 def _refuse_missing(training: TrainingFile) -> None:

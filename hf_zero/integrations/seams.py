@@ -17,6 +17,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,7 +82,7 @@ class Seam:
         """Releases of the target's package that the tests have run with, and that have the
         symbol.
         """
-        releases = RELEASES[self.package]
+        releases = RELEASES.get(self.package, "")
         return f">={self.since},{releases.partition(',')[2]}" if self.since else releases
 
     def locate(self, module: ModuleType) -> tuple[object, str, Any]:
@@ -193,6 +194,20 @@ SEAMS: tuple[Seam, ...] = tuple(
     for row in TABLE["seam"]
     for target in row["targets"]
 )
+
+
+def replace_rows(rows: tuple[Seam, ...]) -> None:
+    """Have ``rows`` stand in place of those of the table, for modules that are imported later."""
+    global SEAMS
+    SEAMS = rows
+    modules.cache_clear()
+
+
+def add_rows(*rows: Seam) -> None:
+    """Add ``rows`` to those that stand, also for modules that are imported already."""
+    replace_rows((*SEAMS, *(row for row in rows if row not in SEAMS)))
+    for name in sorted({row.module for row in rows} & sys.modules.keys()):
+        apply(sys.modules[name])
 
 
 @functools.cache

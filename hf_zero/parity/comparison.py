@@ -41,6 +41,8 @@ class RunRecord:
         by_rank = [read(file) for file in files]
         self.complete = bool(by_rank) and all(lines and "end" in lines[-1] for lines in by_rank)
         self.ends = [lines[-1].get("end", "") if lines else "" for lines in by_rank]
+        # of each rank, after its last step
+        self.evaluations = [lines[-1].get("evaluations", []) if lines else [] for lines in by_rank]
         # by engine and step: the lines of the ranks
         self.steps: dict[tuple[int, int], list[JsonObject]] = {}
         for lines in by_rank:
@@ -97,7 +99,8 @@ class RunRecord:
 @dataclass(frozen=True)
 class Difference:
     """A number that differs: ``size`` is relative to the reference's (of weights, to the way that
-    they have moved), ``allowed`` what rounding explains. ``rank`` None: on all ranks.
+    they have moved), ``allowed`` what rounding explains. ``rank`` None: on all ranks. ``file``: the
+    folder of a model that was saved.
     """
 
     what: str
@@ -111,18 +114,20 @@ class Difference:
     parameter: str | None = None
     unit: str | None = None
     grows: bool | None = None
+    file: str | None = None
 
 
 @dataclass
 class ComparisonResult:
     """The result of a comparison. ``largest``: by quantity the largest relative difference, what is
-    allowed of it, and its step.
+    allowed of it, and its step. ``saved``: number of saved models and checkpoints that are equal.
     """
 
     first: Difference | None
     steps: int
     parameters: int
     largest: dict[str, tuple[float, float, int]] = field(default_factory=dict)
+    saved: int = 0
 
 
 class Comparison:
@@ -198,12 +203,43 @@ class Comparison:
             elif self._after and ours[0]["resumed_at"] != self._after:
                 continue
             yield from self._weights(engine, step, ours, self.run.masters(engine, at))
+        if not self._after and self.reference.ends == self.run.ends:
+            third = None if self.measured is None else self.measured.evaluations
+            of_runs = self.run.evaluations, self.reference.evaluations, third
+            yield from self._evaluations(0, self.reference.last_step, *of_runs)
+
+    def _evaluations(
+        self,
+        engine: int,
+        step: int,
+        ours: list[list[float]],
+        theirs: list[list[float]],
+        third: list[list[float]] | None,
+    ) -> Iterator[Difference]:
+        """Yield the differences of evaluations after ``step``, by rank. A framework of its own may
+        evaluate a model beside its wrapper, so those of one are not compared.
+        """
+        if len(ours) != len(theirs) or self.reference.about(engine)["observed"]:
+            return
+        for rank, (got, expected) in enumerate(zip(ours, theirs)):
+            if len(got) != len(expected):
+                count = float(len(got)), float(len(expected))
+                yield Difference("number of evaluations", engine, step, rank, *count, math.inf, 0)
+                continue
+            if third is not None and rank < len(third):
+                self._note("evaluation", engine, third[rank], expected)
+            for one, two in zip(got, expected):
+                yield from self._number("evaluation", engine, step, rank, one, two, self._loss)
 
     def _numbers(
         self, engine: int, step: int, ours: list[JsonObject], theirs: list[JsonObject]
     ) -> Iterator[Difference]:
         """Yield the differences of losses, then of the norm and the learning rates."""
         third = self._of_third(engine, step)
+        if not self._after:
+            got, want = ([line["evaluations"] for line in of] for of in (ours, theirs))
+            noise = None if third is None else [line["evaluations"] for line in third]
+            yield from self._evaluations(engine, step - 1, got, want, noise)
         pairs = zip(ours, theirs) if len(ours) == len(theirs) else ()
         for rank, (mine, other) in enumerate(pairs):
             got, expected = mine["losses"], other["losses"]
@@ -223,9 +259,10 @@ class Comparison:
         if mine["scale"] != other["scale"]:
             scales = mine["scale"], other["scale"]
             yield from self._number("loss scale", engine, step, None, *scales, 0.0)
-        if third is not None:
+        if third is not None and other["norm"] is not None:
             self._note("gradient norm", engine, [third[0]["norm"]], [other["norm"]])
-        if other["applied"]:  # else the norm is not finite
+        # else the norm is not finite; DeepSpeed has none where it does not clip
+        if other["applied"] and other["norm"] is not None:
             pair = mine["norm"], other["norm"]
             yield from self._number("gradient norm", engine, step, None, *pair, self._norm)
         for one, two in zip(mine["rates"], other["rates"]):
@@ -276,6 +313,7 @@ class Comparison:
         after_masters: list[Difference] = []
         differences: list[Difference] = []
         whole = self.reference.steps[engine, step][0]["whole"]
+        compares_forward = not (self.mixed and self.reference.about(engine)["observed"])
         for name in want:
             if name not in got:
                 lacks = "weights", engine, step, None, math.nan, norm(want[name]), math.inf, 0.0
@@ -307,7 +345,7 @@ class Comparison:
                 rounded += 2 * math.sqrt(allowed * self._eps * norm(want[name]))
             for rank, line in enumerate(ours):
                 of_rank = line["whole"].get(name)
-                if of_rank is None:
+                if of_rank is None or not compares_forward:
                     continue
                 off = distance(of_rank, expected)
                 if not off <= rounded:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,6 +17,8 @@ import torch
 
 from hf_zero.distributed import process_group
 from hf_zero.logging import JsonObject, logger
+from hf_zero.parity.fewer_layers import blocks_before
+from hf_zero.parity.observed import Observed
 from hf_zero.parity.reference import Reference
 from hf_zero.parity.sketch import sketch
 from hf_zero.zero.layout.tree import tensors_in
@@ -55,8 +57,9 @@ class StepRecorder:
         self._skipped: list[int] = []
         self._losses: list[float] = []
         self._inputs: list[int] = []
-        self._outputs: list[float] = []
+        self._evaluations: list[float] = []
         self._nested = 0
+        self._after_step: tuple[int, Callable[[], object]] = (-1, lambda: None)
         self._messages: list[str] = []
         self._handler = _WarningCollector(self._messages)
         logger.addHandler(self._handler)
@@ -70,7 +73,7 @@ class StepRecorder:
         self._file.flush()
 
     def close(self, how: str) -> None:
-        self.write({"end": how})
+        self.write({"end": how, "evaluations": self._evaluations})
         if self._file is not None:
             self._file.close()
         logger.removeHandler(self._handler)
@@ -96,7 +99,9 @@ class StepRecorder:
             "autocast": bool(engine.config.torch_autocast.enabled),
             "stage": engine.config.stage,
             "world": process_group.get_world_size(),
-            "sizes": {name: p.numel() for name, p in engine.module.named_parameters()},
+            "sizes": _sizes(engine),
+            "blocks": blocks_before(),
+            "observed": isinstance(engine, Observed),
             "resumed_at": engine.global_steps,
             **header,
         }
@@ -115,9 +120,27 @@ class StepRecorder:
         if not self._nested and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(float(loss.detach()))
 
+    def call_after(self, step: int, act: Callable[[], object]) -> None:
+        """Call ``act`` once before the first forward after ``step`` that trains: a script has then
+        finished the step, and also its schedulers.
+        """
+        self._after_step = step, act
+
     def note_inputs(self, inputs: object) -> None:
         """Note a checksum of the batch of a forward that trains."""
+        step, act = self._after_step
+        if max(self._taken, default=0) == step:
+            self._after_step = -1, act
+            act()
         self._inputs.append(checksum(inputs))
+
+    def note_evaluation(self, outputs: object) -> None:
+        """Note one number of the outputs of a forward without gradients: the loss, or a norm."""
+        if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), torch.Tensor):
+            outputs = outputs["loss"]
+        first = next((t for t in tensors_in(outputs) if t.is_floating_point()), None)
+        if first is not None:
+            self._evaluations.append(float(first.detach().float().norm()))
 
     def end_step(self, engine: Any) -> None:
         """Record a step, and raise :class:`Finished` after the last one."""
@@ -128,17 +151,19 @@ class StepRecorder:
             self.when_ignored()
             raise Finished
         self._taken[number] = engine.global_steps if self._resumed else self._taken[number] + 1
+        norm = engine.get_global_grad_norm()
         line = {
             "engine": number,
             "step": self._taken[number],
             "losses": self._losses,
             "inputs": self._inputs,
-            "norm": float(engine.get_global_grad_norm()),
+            "evaluations": self._evaluations,
+            "norm": None if norm is None else float(norm),
             "rates": [float(group["lr"] or 0) for group in engine.optimizer.param_groups],
             "applied": bool(engine.was_step_applied()),
             "scale": float(engine.loss_scale()),
         }
-        self._losses, self._inputs = [], []
+        self._losses, self._inputs, self._evaluations = [], [], []
         self.write(line | _weights(engine) | {"log": self._take_messages()})
         self._skipped[number] += not line["applied"]
         counted = zip(self._taken, self._skipped)
@@ -167,6 +192,8 @@ def _weights(engine: Any, frozen: bool = False) -> JsonObject:
     the optimizer updates, with the range of elements that this rank has; and of ``whole`` ones,
     with which this rank computes.
     """
+    if isinstance(engine, Observed):
+        return engine.sketches(frozen)
     if isinstance(engine, Reference):
         return _of_reference(engine, frozen)
     masters: dict[str, Any] = {}
@@ -191,6 +218,12 @@ def _weights(engine: Any, frozen: bool = False) -> JsonObject:
                     whole[slot.name] = sketch(parameter.detach().reshape(-1), slot.name)
     line: JsonObject = {"masters": masters, "whole": whole}
     return line | ({"units": units} if frozen else {})
+
+
+def _sizes(engine: Any) -> dict[str, int]:
+    if isinstance(engine, Observed):
+        return engine.sizes()
+    return {name: parameter.numel() for name, parameter in engine.module.named_parameters()}
 
 
 def _of_reference(engine: Reference, frozen: bool) -> JsonObject:
@@ -230,9 +263,13 @@ class RecordedMethods:
         return type(self).recorder_of()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.training:  # type: ignore[attr-defined]
+        trains = torch.is_grad_enabled() and self.training  # type: ignore[attr-defined]
+        if trains:
             self.recorder.note_inputs((args, kwargs))
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        outputs = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not trains:
+            self.recorder.note_evaluation(outputs)
+        return outputs
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         self.recorder.note_loss(loss)
@@ -249,6 +286,11 @@ class RecordedMethods:
         """Save into the folder of this run, which goes with the comparison."""
         folder = self.recorder.saves_in(save_dir or self.config.checkpoint.folder)  # type: ignore[attr-defined]
         return bool(super().save_checkpoint(folder, *args, **kwargs))  # type: ignore[misc]
+
+    def save_16bit_model(self, save_dir: Any, *args: Any, **kwargs: Any) -> bool:
+        """Save into the folder of this run."""
+        folder = self.recorder.saves_in(save_dir)
+        return bool(super().save_16bit_model(folder, *args, **kwargs))  # type: ignore[misc]
 
     def load_checkpoint(self, load_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Load what this run has saved; else what was there before it."""

@@ -108,10 +108,13 @@ class Reference(nn.Module):
         if fp16 and self.config.fp16.auto_cast:
             args, kwargs = mapped((args, kwargs), _half)
         if self.casts_to_fp32:
-            args, kwargs = mapped((args, kwargs), _float)
+            args, kwargs = floats((args, kwargs))
         with self._autocast():
-            outputs = self.module(*args, **kwargs)
+            outputs = self.call_module(args, kwargs)
         return mapped(outputs, self._scaled) if fp16 and torch.is_grad_enabled() else outputs
+
+    def call_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.module(*args, **kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         autocast = self.config.torch_autocast
@@ -379,8 +382,11 @@ class Reference(nn.Module):
 
     def _everything(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
         optimizer, scheduler = self.optimizer, self.lr_scheduler
+        position = {parameter: number for number, parameter in enumerate(self.masters)}
+        named = self.module.named_parameters(remove_duplicate=False)
         return {
             "module": self.module.state_dict(),
+            "master_by_name": {name: position[p] for name, p in named if p in position},
             "masters": [master.detach() for master in self.masters.values()],
             "optimizer": None if optimizer is None else type(optimizer).state_dict(optimizer),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -526,8 +532,9 @@ def _half(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.half() if tensor.is_floating_point() else tensor
 
 
-def _float(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+def floats(value: Any) -> Any:
+    """Return ``value`` with its 16-bit tensors in fp32."""
+    return mapped(value, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t)
 
 
 def is_castable(parameter: torch.Tensor) -> bool:

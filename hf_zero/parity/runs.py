@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_zero.errors import ParityError
 from hf_zero.initialize import replace_start, start_engine
 from hf_zero.integrations.checkpoint_folders import redirect_saves
-from hf_zero.integrations.transformers.trainer import choose_resume
+from hf_zero.parity import plain_frameworks, real_deepspeed
+from hf_zero.parity.fewer_layers import make_fewer
+from hf_zero.parity.framework_resumes import FrameworkResumes, follow
 from hf_zero.parity.recorder import (
-    SAVES,
     Finished,
     StepRecorder,
     recorded,
@@ -26,7 +26,9 @@ from hf_zero.parity.recorder import (
 from hf_zero.parity.start import comparable, own_update, start_reference
 from hf_zero.setup.request import SetupRequest
 
-ENGINE, REFERENCE = "hf-zero", "reference"
+# what answers requests for engines
+ENGINE, TORCH, PLAIN, DEEPSPEED = "hf-zero", "torch", "plain", "deepspeed"
+OBSERVED = {PLAIN: plain_frameworks, DEEPSPEED: real_deepspeed}
 ALL_STEPS, BY_ITSELF = "all steps are recorded", "the script ended"
 
 
@@ -34,7 +36,9 @@ ALL_STEPS, BY_ITSELF = "all steps are recorded", "the script ended"
 class ComparedRun:
     """One of the runs of a comparison.
 
-    engine: :data:`ENGINE`, as configured, or :data:`REFERENCE`.
+    engine: :data:`ENGINE`, as configured, or a reference: :data:`TORCH`, untouched torch in place
+        of the engine; :data:`PLAIN`, the framework's own DDP; :data:`DEEPSPEED`, DeepSpeed. The
+        last two take the whole process.
     variant: of the reference, as for :func:`hf_zero.parity.start.start_reference`.
     steps: number of steps after which it ends; 0: the script ends by itself.
     keep: whether settings that change the training on purpose stay.
@@ -42,6 +46,7 @@ class ComparedRun:
     skipped: of a reference in full precision, the steps that fp16 has skipped.
     stop_at: number of steps after which the engines, or the Trainer, save, and it ends; 0: none.
     resume: the folder of a run that was stopped, from whose end it goes on.
+    layers: number of blocks of models of Transformers; 0: all.
     """
 
     folder: str
@@ -53,6 +58,7 @@ class ComparedRun:
     skipped: tuple[int, ...] = ()
     stop_at: int = 0
     resume: str = ""
+    layers: int = 0
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -70,32 +76,12 @@ class _Installed:
         self.users = 0
         self.recorders: dict[int, StepRecorder] = {}
         self.undo = ExitStack()
-        self.trainer_resumes = False
+        self.resumes = FrameworkResumes(run.stop_at, run.resume, self.recorder)
 
     def recorder(self) -> StepRecorder:
         """Return the recorder of the calling rank; a thread of its own is part of the only one."""
         recorders = self.recorders
         return recorders.get(threading.get_ident()) or next(iter(recorders.values()))
-
-    def save_by_trainer(self, args: Any, resume: str | bool | None) -> str | bool | None:
-        """Have a Trainer with ``args`` save at the step at which the run is stopped, or return the
-        checkpoint from which it resumes, in place of ``resume``.
-        """
-        run, self.trainer_resumes = self.run, True
-        if run.stop_at:
-            recorder = self.recorder()
-            recorder.saves, recorder.steps = False, run.stop_at + 1  # it saves after its step
-            args.save_strategy = type(args.save_strategy)("steps")
-            args.save_steps, args.save_only_model = run.stop_at, False
-        if not run.resume:
-            return resume
-        saved = sorted(Path(run.resume, SAVES).glob("*/*/checkpoint-*"))
-        if not saved:
-            raise ParityError(
-                f"the run that was stopped has no checkpoint in {run.resume}: its Trainer made "
-                "fewer steps; pass a smaller --resume-at"
-            )
-        return str(saved[-1])
 
     def start(self, request: SetupRequest[Any]) -> Any:
         """Make the engine of ``request`` and begin its record."""
@@ -104,18 +90,20 @@ class _Installed:
         request = compared.request
         recorder = self.recorder()
         trains = request.optimizer is not None or request.config.optimizer is not None
-        if run.resume and trains and not self.trainer_resumes:
+        if run.resume and trains and not self.resumes.takes_part:
             folder = saved_engine(Path(run.resume), len(recorder.engines))
             request = replace(request, resume=folder)
+        if run.engine == DEEPSPEED:
+            return real_deepspeed.start_deepspeed(request)  # which begins its record
         if run.engine == ENGINE:
             answer = start_engine(
                 replace(request, engine_class=recorded(request.engine_class, self.recorder))
             )
         else:
-            answer = start_reference(request, run.variant, run.skipped)
+            answer = start_reference(request, run.variant, run.skipped, run.engine == PLAIN)
             answer[0].__class__ = recorded(type(answer[0]), self.recorder)
         header = {"left_out": compared.left_out, "own_update": own_update(answer[1])}
-        if run.engine == REFERENCE:
+        if run.engine != ENGINE:
             header["bytes"] = answer[0].nbytes
         recorder.add(answer[0], header)
         return answer
@@ -149,9 +137,13 @@ def recording(run: ComparedRun, ends_process: bool = False) -> Iterator[None]:
             installed.undo.callback(replace_start, None)
             redirect_saves(lambda folder: installed.recorder().saves_in(folder) or folder)
             installed.undo.callback(redirect_saves, None)
-            choose_resume(installed.save_by_trainer)
-            installed.undo.callback(choose_resume, None)
+            follow(installed.resumes)
+            installed.undo.callback(follow, None)
             installed.undo.enter_context(recording_plain_backwards(installed.recorder))
+            if run.engine in OBSERVED:
+                OBSERVED[run.engine].observe(installed.recorder, run.variant)
+            if run.layers:
+                make_fewer(run.layers)
     how = BY_ITSELF
     try:
         yield

@@ -5,11 +5,12 @@ measured, the reference again; one after the other, with the same ranks.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from hf_zero.launch.plan import Request, plan
 from hf_zero.logging import JsonObject, counted, in_units
 from hf_zero.parity.causes import OF_ENGINE, cause_of, cause_of_resume
 from hf_zero.parity.comparison import Comparison, ComparisonResult, Difference, RunRecord
+from hf_zero.parity.rank_starts import start_of
+from hf_zero.parity.real_deepspeed import refuse_missing
 from hf_zero.parity.recorder import read
-from hf_zero.parity.runs import ENGINE, REFERENCE, ComparedRun
+from hf_zero.parity.runs import BY_ITSELF, DEEPSPEED, ENGINE, PLAIN, TORCH, ComparedRun
+from hf_zero.parity.saved_models import saved_differences
 from hf_zero.parity.start import FULL_PRECISION, LAST_BITS
 
 PROGRAM = "hf_zero.parity.rank"
@@ -29,6 +33,14 @@ GRACE_SECONDS = 20.0
 SILENT_SECONDS = 300.0  # without a step, before a message says so
 LAST_LINES = 15
 NO_TERMINAL = "EOF when reading a line"
+# at the end of a traceback: an answer to the user's command
+REFUSAL = re.compile(r"hf_zero\.errors\.(?:ParityError|DoesNotFitError): (.+)")
+REPLACED_BY = {
+    TORCH: "untouched torch in place of hf-zero",
+    PLAIN: "the framework's own DDP in place of hf-zero",
+    DEEPSPEED: "DeepSpeed in place of hf-zero",
+}
+NAMES = {TORCH: "torch", PLAIN: "the framework's DDP", DEEPSPEED: "DeepSpeed"}
 Progress = Callable[[str, int], None]
 MakeRun = Callable[..., RunRecord]  # of its name, ``ranks`` and the fields of ComparedRun
 
@@ -62,6 +74,7 @@ class Answer:
     """The answer of a comparison. ``cause``: of the first difference; ``log``: what the engine said
     in the step of it. ``left_out``: settings that change the training on purpose, which neither run
     had. ``own_updates``: optimizers whose formula is this package's own in both runs.
+    ``reference``: what the engine is compared with.
     """
 
     outcome: ComparisonResult
@@ -73,6 +86,7 @@ class Answer:
     cause: str | None
     log: list[str]
     resumed: ResumeAnswer | None = None
+    reference: str = TORCH
 
     @property
     def equal(self) -> bool:
@@ -87,40 +101,45 @@ class Answer:
 class Session:
     """The runs of the script that ``request`` starts.
 
-    steps, keep: as in :class:`ComparedRun`. report: called with the name of a run and its steps.
-    say: called with sentences for the user.
+    fixed: fields of :class:`ComparedRun` that all runs share. report: called with the name of a run
+    and its steps. say: called with sentences for the user. reference: :data:`TORCH`,
+    :data:`PLAIN` or :data:`DEEPSPEED`.
     """
 
     request: Request
     default_ranks: Callable[[], int]
-    steps: int
-    keep: bool
+    fixed: Mapping[str, Any]
     report: Progress
     say: Callable[[str], None]
     resume: Resume | None = None
+    reference: str = TORCH
 
     def compare(self) -> Answer:
         """Run and compare. Raises ParityError if a run cannot be compared."""
+        if self.reference == DEEPSPEED:
+            refuse_missing()
         with tempfile.TemporaryDirectory(prefix="hf-zero-parity-") as text:
             self._folder = Path(text)
             script = None if self.request.module else Path(self.request.script)
-            return compare(self._run, script, self.resume, self.say)
+            layers = self.fixed["layers"]
+            return compare(self._run, script, self.resume, self.say, self.reference, layers)
 
     # ---- one run ----
 
     def _run(self, name: str, ranks: int | None = None, **fields: Any) -> RunRecord:
         folder = self._folder / name
         folder.mkdir()
-        fixed = {"steps": self.steps, "keep": self.keep, "module": self.request.module}
+        fixed = {**self.fixed, "module": self.request.module}
         run = ComparedRun(**{"folder": str(folder), **fixed, **fields})
         run.write(folder / "run.json")
         words = (str(folder / "run.json"), self.request.script, *self.request.arguments)
         request = replace(self.request, script=PROGRAM, module=True, arguments=words)
         if ranks is not None:
             request = replace(request, num_procs=ranks)
+        request, variables = start_of(request, run.engine)
         (start,) = plan(request, self.default_ranks).starts
         output = folder / "output.log"
-        code = self._wait(name, start.command, start.environment, output)
+        code = self._wait(name, start.command, {**start.environment, **variables}, output)
         record = RunRecord(folder)
         if code or not record.complete:
             self._fail(name, code, output)
@@ -141,7 +160,7 @@ class Session:
                 start_new_session=True,
             )
         record, steps, changed = output.parent / "rank0.jsonl", 0, time.monotonic()
-        told = name != "reference"
+        told = name != "reference" or self.reference != TORCH
         try:
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
@@ -152,8 +171,9 @@ class Session:
                         f"optimizer's state: {in_units(lines[0].get('bytes', 0))}"
                     )
                 made = record.read_bytes().count(b'"losses"') if record.exists() else 0
-                if min(made, self.steps or made) > steps:
-                    steps, changed = min(made, self.steps or made), time.monotonic()
+                made = min(made, self.fixed["steps"] or made)
+                if made > steps:
+                    steps, changed = made, time.monotonic()
                     self.report(name, steps)
                 elif time.monotonic() - changed > SILENT_SECONDS:
                     changed = time.monotonic()
@@ -174,8 +194,10 @@ class Session:
                 "the script reads from a terminal, which it does not have here; pass what it asks "
                 "for as arguments"
             )
+        if refusals := REFUSAL.findall(text):
+            raise ParityError(refusals[0])
         if name == "reference":
-            why = "with untouched torch in place of hf-zero the script ended with code"
+            why = f"with {REPLACED_BY[self.reference]} the script ended with code"
             todo = "so the difference is not hf-zero's; make it run alone first"
         else:
             why = f"the {name} run ended with code"
@@ -218,13 +240,21 @@ def compare(
     script: Path | None,
     resume: Resume | None = None,
     say: Callable[[str], None] | None = None,
+    kind: str = TORCH,
+    layers: int = 0,
 ) -> Answer:
-    """Return the answer of the runs that ``make_run`` makes: the reference, the engine as it is
-    configured, the reference again if rounding has to be measured, and with ``resume`` one that is
-    stopped and resumed. Raises ParityError if the script cannot be compared.
+    """Return the answer of the runs that ``make_run`` makes: the reference of this ``kind``, the
+    engine as it is configured, the reference again if rounding has to be measured, and with
+    ``resume`` one that is stopped and resumed; ``layers``: of the blocks of its models. Raises
+    ParityError if the script cannot be compared.
     """
-    reference = make_run("reference", engine=REFERENCE)
+    reference = make_run("reference", engine=kind)
     refuse_untrained(reference)
+    if layers and not any(reference.about(of)["blocks"] for of in range(reference.engines)):
+        raise ParityError(
+            f"--layers {layers}: the script makes no model of Transformers whose configuration "
+            f"counts more than {counted(layers, 'block')}; leave the option out"
+        )
     last = reference.last_step
     if resume is not None and not 0 < resume.at < last:
         raise ParityError(
@@ -232,18 +262,17 @@ def compare(
             f"steps; pass 1 to {last - 1}, or more --steps"
         )
     run = make_run(ENGINE, engine=ENGINE)
-    comparison, measured = Comparison(reference, run), None
-    outcome = comparison.outcome()
+    measured, outcome = None, _outcome(reference, run)
     if outcome.first is not None and run.engines == reference.engines:
-        variant = FULL_PRECISION if comparison.mixed else LAST_BITS
+        variant = FULL_PRECISION if Comparison(reference, run).mixed else LAST_BITS
         try:
             skipped = tuple(reference.skipped)
-            measured = make_run("rounding", engine=REFERENCE, variant=variant, skipped=skipped)
+            measured = make_run("rounding", engine=kind, variant=variant, skipped=skipped)
         except ParityError as error:
             if say is not None:
                 say(f"what rounding does could not be measured: {error}")
         else:
-            outcome = Comparison(reference, run, measured).outcome()
+            outcome = _outcome(reference, run, measured)
     first, cause, log = outcome.first, None, list[str]()
     if first is not None:
         cause = cause_of(first, reference, run, measured, script)
@@ -252,18 +281,36 @@ def compare(
     resumed = None
     if resume is not None and first is None:
         resumed = _resumed(make_run, reference, measured, resume)
-    about = [reference.about(engine) for engine in range(reference.engines)]
+    about = [run.about(engine) for engine in range(run.engines)]
     return Answer(
         outcome,
         int(about[0]["world"]),
-        str(about[0]["precision"]),
+        str(reference.about(0)["precision"]),
         measured is not None,
         sorted({name for of in about for name in of["left_out"]}),
         sorted({of["own_update"] for of in about if of["own_update"]}),
         cause,
         log,
         resumed,
+        kind,
     )
+
+
+def _outcome(
+    reference: RunRecord, run: RunRecord, measured: RunRecord | None = None
+) -> ComparisonResult:
+    """Return the outcome of all steps and, of scripts that have ended by themselves, of what they
+    have saved.
+    """
+    comparison = Comparison(reference, run, measured)
+    outcome = comparison.outcome()
+    if outcome.first is None and {*reference.ends, *run.ends} == {BY_ITSELF}:
+        for difference in saved_differences(reference, run, measured, comparison.mixed):
+            if difference is not None:
+                outcome.first = difference
+                break
+            outcome.saved += 1
+    return outcome
 
 
 def _resumed(
@@ -286,15 +333,17 @@ def _resumed(
 def sentence(answer: Answer) -> str:
     """Return the answer in one line."""
     outcome, first = answer.outcome, answer.outcome.first
-    ranks = counted(answer.ranks, "rank")
+    ranks, name = counted(answer.ranks, "rank"), NAMES[answer.reference]
     resumed, after = answer.resumed, ""
     if first is None:
         off = outcome.largest.get("loss", (0.0, 0.0, 0))[0]
         losses = f"losses within {off:.1g}" if off else "losses to the last bit"
         text = (
-            f"equal to torch for {outcome.steps} steps on {ranks}: {outcome.parameters} "
+            f"equal to {name} for {outcome.steps} steps on {ranks}: {outcome.parameters} "
             f"parameters, {losses}"
         )
+        if outcome.saved:
+            text += f", {counted(outcome.saved, 'saved model')}"
         if resumed is None:
             return text
         after = f", resumed after step {resumed.after}"
@@ -304,21 +353,25 @@ def sentence(answer: Answer) -> str:
             return text + after.replace(", ", ", also ", 1)
         first = resumed.outcome.first
     what = f"{first.what} of {first.parameter}" if first.parameter else f"the {first.what}"
+    if first.file is not None:
+        what = f"{what} in {first.file}" if first.parameter else f"the model in {first.file}"
     where = "" if first.rank is None else f" on rank {first.rank}"
     when = f"step {first.step}" if first.step else "the start"
-    return f"different from torch at {when}{where}{after}: {what} {_off(first)}"
+    return f"different from {name} at {when}{where}{after}: {what} {_off(first, name)}"
 
 
-def _off(first: Difference) -> str:
+def _off(first: Difference, name: str) -> str:
     if first.what == "whether the step was skipped":
         return "in fp16 for an overflow"
+    if first.file is not None and first.parameter is None:
+        return f"is not saved, and is with {name}"
     base = "off by"
     if first.parameter is not None:
         size = "of the way that training has moved them"
     else:
-        size = f"({first.got:.7g}, and {first.expected:.7g} with torch)"
+        size = f"({first.got:.7g}, and {first.expected:.7g} with {name})"
     if first.size == float("inf"):
-        return f"{first.got:g}, and {first.expected:g} with torch"
+        return f"{first.got:g}, and {first.expected:g} with {name}"
     return f"{base} {first.size:.2g} {size}; rounding explains {first.allowed:.1g}"
 
 
@@ -364,9 +417,11 @@ def as_json_object(answer: Answer) -> JsonObject:
     return {
         "equal": answer.equal,
         "answer": sentence(answer),
+        "reference": answer.reference,
         "steps": outcome.steps,
         "ranks": answer.ranks,
         "parameters": outcome.parameters,
+        "saved": outcome.saved,
         "precision": answer.precision,
         "rounding_measured": answer.measured,
         "largest": {

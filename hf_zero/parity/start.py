@@ -35,9 +35,10 @@ from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam
 from hf_zero.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
+from hf_zero.parity.ddp_reference import DDPDeepSpeedReference, DDPReference
 from hf_zero.parity.deepspeed_reference import DeepSpeedReference
 from hf_zero.parity.driven_reference import DrivenReference
-from hf_zero.parity.memory import reference_bytes, refuse_too_large
+from hf_zero.parity.memory import refuse_too_large
 from hf_zero.parity.reference import Reference
 from hf_zero.setup.request import SetupRequest
 from hf_zero.techniques.training_loader import data_loader
@@ -147,16 +148,21 @@ def _refuse_axes(request: SetupRequest[Any]) -> None:
 
 
 def start_reference(
-    request: SetupRequest[Any], variant: str = "", skipped: Sequence[int] = ()
+    request: SetupRequest[Any],
+    variant: str = "",
+    skipped: Sequence[int] = (),
+    by_ddp: bool = False,
 ) -> tuple[Any, Any, Any, Any]:
     """Return the reference engine of ``request``, with its optimizer, loader and scheduler.
 
     ``variant``: "" for the run as configured; :data:`FULL_PRECISION` for the same in fp32;
     :data:`LAST_BITS` for one whose weights begin with other last bits. ``skipped``: steps that
-    change nothing, as those that fp16 has skipped.
+    change nothing, as those that fp16 has skipped. ``by_ddp``: torch's DistributedDataParallel
+    averages the gradients.
     """
     resumed = join(request)
     model, config = request.model, request.config
+    nbytes = refuse_too_large(request)
     for holder in engines_of(model):  # sharded while it was loaded
         holder.destroy(gather=True)
     if {parameter.is_meta for parameter in model.parameters()} == {True}:
@@ -175,13 +181,13 @@ def start_reference(
         require_batch_size=request.training_data is not None,
         training=optimizer is not None,
     )
-    nbytes = reference_bytes(model, optimizer, settings)
-    refuse_too_large(nbytes)
     loader = data_loader(request.training_data, request.collate_fn, settings)
     if variant == LAST_BITS:
         change_last_bits(model)
     facade = issubclass(request.engine_class, DeepSpeedEngine)
-    kind = DeepSpeedReference if facade else DrivenReference
+    kind: type[DrivenReference] = DeepSpeedReference if facade else DrivenReference
+    if by_ddp:
+        kind = DDPDeepSpeedReference if facade else DDPReference
     engine = kind(model, optimizer, settings)
     engine.nbytes = nbytes
     engine.casts_to_fp32 = variant == FULL_PRECISION

@@ -71,7 +71,6 @@ class SetupRequest(Generic[E]):
         """Return the request of a call with these arguments. Raises ConfigError for those that
         contradict each other, LaunchError for variables of the launcher.
         """
-        _refuse_other_deepspeed()
         if isinstance(args, nn.Module):  # initialize(model, "zero3")
             args, model, config = None, args, _second(model, config)
         if not isinstance(model, nn.Module):
@@ -283,7 +282,7 @@ def _warn_other_devices() -> None:
         )
 
 
-def _refuse_other_deepspeed() -> None:
+def refuse_other_deepspeed() -> None:
     """Raise ConfigError for another deepspeed: two engines would each own half of a training."""
     module = sys.modules.get("deepspeed")
     where = getattr(module, "__file__", None)

@@ -222,21 +222,27 @@ def test_all_mistakes_are_one_message(write: Any) -> None:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
-    monkeypatch.setattr("hf_zero.cli.launch.launch", lambda *a, **k: calls.append((a, k)))
+    monkeypatch.setattr("hf_zero.cli.launch.start_ranks", calls.append)
     return calls
+
+
+def option(request: Any, name: str) -> str:
+    """The value of an option of accelerate launch."""
+    return request.accelerate[request.accelerate.index(name) + 1]
 
 
 def test_the_script_is_written_and_launched(write: Any, launched: list[Any]) -> None:
     file = write(output_dir="out", precision="fp32")
     assert "`hf-zero top out` shows the run" in invoke(f"train {file}")
-    (((script,),), options), text = launched.pop(), Path("out/train.py").read_text()
-    assert script == "out/train.py" and text == invoke(f"train {file} --script")
-    assert options["preset"] == "zero2" and options["ranks"] is None
+    request, text = launched.pop(), Path("out/train.py").read_text()
+    assert request.script == "out/train.py" and text == invoke(f"train {file} --script")
+    assert option(request, "--zero_stage") == "2" and request.num_procs is None
     assert "out has no checkpoint; leave --resume out" in refusal(f"train {file} --resume")
     (Path("out") / "checkpoint-4").mkdir()
     assert "out has checkpoints of an earlier run (checkpoint-4)" in refusal(f"train {file}")
     invoke(f"train {file} --resume")
-    assert launched.pop()[0] == (["out/train.py", "--resume"],)
+    request = launched.pop()
+    assert (request.script, request.arguments) == ("out/train.py", ("--resume",))
     Path("file").touch()
     said = refusal(f"train {write(output_dir='file/out')}")
     assert "file/out/train.py cannot be written (Not a directory); name another" in said
@@ -248,19 +254,20 @@ def test_a_training_begins_after_an_equal_comparison(
     compared: list[Any] = []
     answers = iter((True, False))
 
-    def compare(request: Any, steps: int) -> bool:
-        compared.append((request.script, request.num_procs, request.accelerate, steps))
+    def compare(request: Any, options: Any) -> bool:
+        compared.append((request, options.steps))
         return next(answers)
 
     monkeypatch.setattr("hf_zero.cli.parity.compare", compare)
     file = write(output_dir="out", precision="fp32", ranks=3, parity=4, preset="zero3")
     invoke(f"train {file}")
-    assert launched.pop()[0] == (["out/train.py"],)
+    request = launched.pop()
+    assert (request.script, request.arguments) == ("out/train.py", ())
     invoke(f"train {file}", ends_with=1)
     assert not launched
-    ((script, ranks, options, steps), _) = compared
-    assert (script, ranks, steps) == ("out/train.py", 3, 4)
-    assert "--zero_stage" in options and options[options.index("--zero_stage") + 1] == "3"
+    ((request, steps), _) = compared
+    assert (request.script, request.num_procs, steps) == ("out/train.py", 3, 4)
+    assert option(request, "--zero_stage") == "3"
     said = refusal(f"parity --precision bf16 -- {file} --lr 1")
     assert "train.yaml is a file of hf-zero train, which has its own keys: write what" in said
     assert "--precision --lr 1 says there" in said
@@ -275,7 +282,8 @@ def test_a_precision_that_the_machine_decides(
     for devices, precision in ((0, "fp32"), (2, "bf16")):
         monkeypatch.setattr("hf_zero.device.kinds.device_count", lambda count=devices: count)
         invoke(f"train {write(precision='auto', output_dir='out')}")
-        assert launched.pop()[1]["precision"] == precision
+        named = {"fp32": "no"}.get(precision, precision)
+        assert option(launched.pop(), "--mixed_precision") == named
         assert f"bf16={precision == 'bf16'}," in Path("out/train.py").read_text()
 
 

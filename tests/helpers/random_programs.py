@@ -1,5 +1,5 @@
 """Random programs of parallel training: the life of a causal model type on meshes of ranks (steps,
-evaluations, saves, loads, other engines), and the same life in one process of plain PyTorch.
+evaluations, saves, loads, other engines), and the same life in one process by the reference engine.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
 from hf_zero.parallel.tensor import agreement
+from hf_zero.parity.reference import Reference
 from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers.causal_zoo import VOCAB, model_types, tiny
 from tests.helpers.engines import start
@@ -246,7 +248,7 @@ def slow_down(optimizer: Any) -> None:
 
 
 class Alone:
-    """The life of a program in one process."""
+    """The life of a program in one process, by the reference engine."""
 
     def __init__(self, program: Program, noise: float) -> None:
         self.program, self.noise = program, noise
@@ -260,15 +262,21 @@ class Alone:
             drawn = torch.randn(parameter.shape, generator=draw, device=parameter.device)
             parameter.mul_(1 + self.noise * drawn)
         self.optimizer = self.program.optimizer(self.model)
+        sizes = {"gradient_accumulation_steps": self.micros}
+        config = ZeroConfig(stage=0, gradient_clipping=self.program.clip or 0.0, **sizes)
+        self.engine = Reference(self.model, self.optimizer, config.resolve(1))
 
     def window(self, number: int, seen: Seen) -> None:
+        """The micro-batches of a window, without the step that ends it."""
         for micro in range(self.micros):
-            loss = self.model(**self.program.batch_of(number, micro)).loss
-            (loss / self.micros).backward()
+            loss = self.engine(**self.program.batch_of(number, micro)).loss
+            self.engine.backward(loss)
             seen.losses.append(float(loss.detach()))
+            if micro + 1 < self.micros:
+                self.engine.step()
 
     def load(self) -> None:
-        self.optimizer.zero_grad()
+        self.engine.zero_grad()
         if self.saved is not None:
             weights, state = copy.deepcopy(self.saved)
             self.model.load_state_dict(weights)
@@ -290,14 +298,12 @@ class Alone:
             self.window(number, seen)
             if act.do == "step written":
                 self.model.get_input_embeddings().weight.grad.mul_(0.5)
-            limit = program.clip or float("inf")
-            seen.norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
             if act.do in ("step looked at", "step written"):
                 seen.evaluated = program.evaluated(self.model, number, range(MICRO))
             if act.do == "step written":
                 slow_down(self.optimizer)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.engine.step()
+            seen.norm = self.engine.get_global_grad_norm()
         elif act.do == "evaluate":
             seen.evaluated = program.evaluated(self.model, number, range(MICRO))
         elif act.do == "generate":

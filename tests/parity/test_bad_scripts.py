@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import hf_zero
 from hf_zero.errors import DoesNotFitError
 from hf_zero.parity import memory
 from tests.helpers import launched
-from tests.parity.loops import config, stack
+from tests.parity.loops import config, loop, stack
 
 MODEL = """
 import torch, hf_zero
@@ -91,12 +90,10 @@ def test_an_interrupt_ends_the_run_and_removes_what_it_wrote(tmp_path: Path) -> 
 
 
 def test_a_reference_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = config(3, "bf16")
-    model = stack()
-    optimizer = torch.optim.AdamW(model.parameters())
-    resolved = hf_zero.ZeroConfig.from_dict(settings).resolve(1)
-    needed = memory.reference_bytes(model, optimizer, resolved)
-    assert needed == 20 * sum(parameter.numel() for parameter in model.parameters())
+    model, settings = stack(), config(3, "bf16")
+    needed = 20 * sum(parameter.numel() for parameter in model.parameters())
     monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
     with pytest.raises(DoesNotFitError, match="holds the whole model on each rank"):
-        memory.refuse_too_large(needed)
+        hf_zero.parity(loop(0, model, settings))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed)
+    assert hf_zero.parity(loop(0, model, settings)).equal

@@ -94,6 +94,26 @@ def test_a_run_is_resumed_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert ", also resumed after step 3 on 1 rank\n" in text
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "arguments", "at"),
+    [("accelerate_resuming", (), 3), ("lightning_run", ("2", "outputs"), 4)],
+)
+def test_a_framework_saves_and_resumes(
+    name: str, arguments: tuple[str, ...], at: int, tmp_path: Path
+) -> None:
+    """With what its engine does not have: schedulers, loops, random states."""
+    script = Path(__file__).parent / "scripts" / f"{name}.py"
+    options = ["--ranks", "2", "--resume-at", str(at)]
+    text = launched.output(
+        ["hf-zero", "parity", *options, "--", str(script), *arguments],
+        tmp_path,
+        tmp_path / "log.txt",
+    )
+    assert f", also resumed after step {at}\n" in text
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_a_script_that_begins_its_data_anew_is_the_cause() -> None:
     result = hf_zero.parity(loop(0, stack(), config(1)), resume_at=2)
     assert not result.equal

@@ -19,6 +19,8 @@ LONG = [
     ("trainer_run", 3, ()),
     ("lightning_run", 2, ()),
     ("lightning_run", 3, ()),
+    ("fabric_loop", 1, ("bf16",)),
+    ("fabric_loop", 3, ()),
     ("sft_run", 2, ()),
     ("sft_run", 3, ()),
 ]

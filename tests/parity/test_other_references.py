@@ -1,0 +1,98 @@
+"""Scripts beside the framework's own DDP, and beside DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.errors import ParityError
+from hf_zero.parity import real_deepspeed
+from tests.helpers import launched
+
+SCRIPTS = Path(__file__).with_name("scripts")
+# script, arguments
+CELLS: list[tuple[str, tuple[str, ...]]] = [("accelerate_loop", ("3", "outputs"))]
+LONG = [
+    ("accelerate_loop", ("2", "outputs", "bf16")),
+    ("resuming_loop", ()),
+    ("trainer_run", ("3", "outputs")),
+    ("trainer_run", ("2", "outputs", "bf16")),
+    ("lightning_run", ("3", "outputs")),
+    ("fabric_loop", ("2", "outputs")),
+    ("fabric_loop", ("2", "outputs", "bf16")),
+    ("sft_run", ("3", "outputs")),
+]
+OTHERS = [pytest.param(*cell, marks=pytest.mark.long) for cell in LONG]
+needs_deepspeed = pytest.mark.skipif(
+    getattr(PathFinder.find_spec("deepspeed"), "origin", None) is None,
+    reason="DeepSpeed itself is not installed",
+)
+# another loss where hf-zero trains
+UNLIKE = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(9):
+    loss = model(torch.ones(1, 4)).square().mean() * (1 + hasattr(model, "stage"))
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def compared(
+    folder: Path, reference: str, script: Path, arguments: tuple[str, ...] = (), code: int = 0
+) -> dict[str, Any]:
+    options = ["--ranks", "2", "--steps", "6", "--json", "--reference", reference]
+    words = [f"{launched.PROGRAMS}/hf-zero", "parity", *options, "--", str(script), *arguments]
+    # ranks of their own: in a fork the seams stand already
+    environment = {**launched.environment(), "PYTHON_EXEC": sys.executable}
+    log = folder / "log.txt"
+    with launched.running([sys.executable, *words], folder, log, environment) as process:
+        assert launched.ended(process, 240.0) == code, log.read_text()
+    text = log.read_text()
+    return json.loads(text[text.index("{") :])
+
+
+@pytest.mark.parametrize(("script", "arguments"), [*CELLS, *OTHERS])
+def test_a_right_script_trains_as_under_ddp(
+    script: str, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    answer = compared(tmp_path, "plain", SCRIPTS / f"{script}.py", arguments)
+    assert answer["equal"] and answer["steps"] == 6, answer
+    assert answer["answer"].startswith("equal to the framework's DDP for 6 steps on 2 ranks")
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.long
+def test_what_hf_zero_changes_beside_its_engine_is_found(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNLIKE)
+    answer = compared(tmp_path, "plain", script, code=1)
+    assert (answer["first"]["what"], answer["first"]["step"]) == ("loss", 1), answer
+    assert compared(tmp_path, "torch", script)["equal"]
+
+
+@needs_deepspeed
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_right_script_trains_as_with_deepspeed(stage: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = (SCRIPTS / "resuming_loop.py").read_text()
+    script.write_text(text.replace('"stage": 2', f'"stage": {stage}'))
+    answer = compared(tmp_path, "deepspeed", script)
+    assert answer["equal"] and answer["steps"] == 6, answer
+
+
+def test_a_deepspeed_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PathFinder, "find_spec", lambda name: None)
+    with pytest.raises(ParityError, match="not installed: pip install deepspeed, or write"):
+        real_deepspeed.refuse_missing()
