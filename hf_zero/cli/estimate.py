@@ -372,6 +372,8 @@ def _print_proposal(proposal: Proposal, as_json: bool, out: Path | None) -> None
             print(f"nothing that was tried fits; {more}")
         else:
             print(json.dumps(proposal.config, indent=2))
+            if proposal.cost:
+                print(proposal.cost)
             if proposal.cut:
                 print(f"after model = {proposal.cut}")
             if out is not None:

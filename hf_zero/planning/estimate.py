@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, TypedDict, Unpack
@@ -24,9 +24,10 @@ from hf_zero.config.sections import AUTOEP_SIZE, TENSOR_SIZE
 from hf_zero.device import kinds
 from hf_zero.device.free_memory import FreeBytes
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.logging import JsonObject
 from hf_zero.optim.build import build_optimizer
+from hf_zero.optim.elementwise import check_bf16
 from hf_zero.optim.one_bit import as_sent, one_bit_at_one
 from hf_zero.parallel.planned_cuts import planned_cuts, planned_dims
 from hf_zero.parallel.sequence.division import CONTEXT, Division
@@ -35,6 +36,7 @@ from hf_zero.parallel.sequence.sequence_parallel import division_of
 from hf_zero.planning.activation_memory import LengthEstimate, length_estimate
 from hf_zero.planning.checking import communicators
 from hf_zero.planning.fit import ACTIVATIONS, BESIDE_ACTIVATIONS, ActivationOption, Fit, fit
+from hf_zero.planning.narrow_state import NarrowState, narrow_states
 from hf_zero.planning.needs import (
     Needs,
     gradient_buffers,
@@ -172,6 +174,14 @@ class Proposal:
     free: FreeBytes
     cut: str = ""
 
+    @property
+    def cost(self) -> str:
+        """What narrow state of the configuration cost the loss, in words; "" without it."""
+        chosen = self.fit.chosen
+        if chosen is None or chosen.narrow is None:
+            return ""
+        return f"{chosen.narrow.name}: {chosen.narrow.cost}"
+
     def to_dict(self) -> JsonObject:
         """Return everything as values for JSON."""
         tried = [
@@ -187,6 +197,7 @@ class Proposal:
             "model": self.model,
             "config": self.config,
             "cut": self.cut,
+            "cost": self.cost,
             "margin": self.fit.margin,
             "free": dataclasses.asdict(self.free),
             "tried": tried,
@@ -352,7 +363,8 @@ def propose(
     ``margin`` is the share of the device that stays free: None means 20 % if activations are not
     known, and 10 % if they are. The other arguments are those of :func:`estimate`. The search tries
     only ``stage`` if it is given, the stage of ``config`` and higher ones if that is given, and
-    otherwise stages 1 to 3.
+    otherwise stages 1 to 3. If nothing fits with state as configured, it tries moments in 8 bits
+    and master weights in bf16 (:mod:`hf_zero.planning.narrow_state`).
     """
     if not isinstance(free, FreeBytes):
         raise ConfigError(
@@ -380,7 +392,9 @@ def propose(
     found_ways = [way for row in lengths for way in row.ways]
     if margin is None:
         margin = BESIDE_ACTIVATIONS if lengths else ACTIVATIONS
-    fitting = fit(plans, free, margin, stages, found_ways or (ActivationOption(),))
+    may_change = config is None or settings.optimizer is not None
+    narrow = _narrow_plans(module, estimate_job, settings, plans[0].optimizer, may_change)
+    fitting = fit(plans, free, margin, stages, found_ways or (ActivationOption(),), narrow)
     return Proposal(
         name, _written(config, estimate_job, fitting), fitting, free, _cut(plans[0].dims)
     )
@@ -508,6 +522,31 @@ def parts_of(module: nn.Module, dims: ParallelDims, cuts: Cuts) -> list[int]:
     from hf_zero.integrations.transformers.pipeline_stages import planned_parts
 
     return planned_parts(module, dims.pipeline, lambda parameter: shape_of(parameter, cuts))
+
+
+def _narrow_plans(
+    module: nn.Module,
+    job: EstimateJob,
+    settings: ZeroConfig,
+    optimizer: torch.optim.Optimizer | None,
+    may_change: bool,
+) -> Iterator[tuple[NarrowState, list[EnginePlan]]]:
+    """Yield the narrow states of ``job`` that an engine runs, with the plans of each; ``optimizer``
+    is that of its plans.
+    """
+    for state in narrow_states(settings, job.optimizer, optimizer, may_change):
+        of_state = replace(job, optimizer=state.optimizer or job.optimizer)
+        try:
+            plans = plans_of(module, of_state, state.applied(settings))
+            for planned in plans:
+                if planned.optimizer is not None:
+                    codecs = planned.extensions.codecs
+                    few_bits = codecs.momentum is not None or codecs.deltas is not None
+                    in_8_bits = bool(planned.names_in_8_bits)
+                    check_bf16(planned.optimizer, planned.settings, in_8_bits, few_bits)
+        except (ConfigError, UnsupportedOptimizerError):
+            continue
+        yield state, plans
 
 
 def _extensions_of(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Extensions:
@@ -682,5 +721,7 @@ def _written(config: object, job: EstimateJob, fitting: Fit) -> dict[str, object
         if key not in ("offload_optimizer", "offload_param")
     }
     chosen = fitting.chosen.to_config()
-    zero = {**others, **chosen["zero_optimization"]}
-    return {**written, **chosen, "zero_optimization": zero}
+    merged = {"zero_optimization": {**others, **chosen["zero_optimization"]}}
+    if "bf16" in chosen:
+        merged["bf16"] = {**written.get("bf16", {}), **chosen["bf16"]}
+    return {**written, **chosen, **merged}

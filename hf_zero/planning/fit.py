@@ -6,15 +6,17 @@ In the search, state on the device is fastest, then, for a step of one micro-bat
 with updates in the backward; then the optimizer on the CPU, with as much of it as fits left on the
 device; then smaller moments, which need less memory traffic and lose a little precision; then
 parameters on the CPU; then files. For a given placement the smaller stage is tried first, since it
-communicates less.
+communicates less. Last, where the caller has plans of them, come moments in 8 bits and master
+weights in bf16, which change what is trained the most.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 from hf_zero.config import OffloadOptimizer, OffloadParam
@@ -24,6 +26,7 @@ from hf_zero.device.free_memory import FreeBytes
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject, in_units
 from hf_zero.optim.one_bit import one_bit_at_one
+from hf_zero.planning.narrow_state import NarrowState
 from hf_zero.planning.needs import NamedBytes, Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.planner import replan
@@ -147,13 +150,16 @@ class ActivationOption:
 
 @dataclass(frozen=True)
 class Trial:
-    """One configuration that was tried: its name, its needs, and whether they fit."""
+    """One configuration that was tried: its name, its needs, and whether they fit. ``narrow``: its
+    state, unless that is in fp32 as configured.
+    """
 
     name: str
     plan: EnginePlan
     needs: Needs
     verdict: MemoryVerdict
     activations: ActivationOption = ActivationOption()
+    narrow: NarrowState | None = None
 
     @property
     def why(self) -> str:
@@ -165,7 +171,7 @@ class Trial:
 
     def to_config(self) -> JsonObject:
         """Return the configuration in DeepSpeed's dialect: the stage, the offload sections, and the
-        keys that reduce activations.
+        keys that reduce activations and select narrow state.
         """
         settings = self.plan.settings
         zero: dict[str, object] = {"stage": settings.stage}
@@ -187,7 +193,15 @@ class Trial:
             if "cores" in keys:
                 keys["cpuadam_cores_perc"] = keys.pop("cores")
             zero[name] = keys
-        return {"zero_optimization": zero, **self.activations.keys}
+        config: JsonObject = {"zero_optimization": zero, **self.activations.keys}
+        if self.narrow is not None:
+            config |= {name: {"enabled": True, **keys} for name, keys in self.narrow.keys.items()}
+            if self.narrow.optimizer is not None:
+                chosen = self.narrow.optimizer
+                config["optimizer"] = {"type": chosen.type, "params": dict(chosen.params)}
+        if settings.zero.update_in_backward and settings.gradient_accumulation_steps is None:
+            config["gradient_accumulation_steps"] = 1
+        return config
 
 
 @dataclass(frozen=True)
@@ -211,6 +225,7 @@ def fit(
     margin: float = ACTIVATIONS,
     stages: Sequence[int] | None = None,
     activations: Sequence[ActivationOption] = (ActivationOption(),),
+    narrow: Iterable[tuple[NarrowState, Sequence[EnginePlan]]] = (),
 ) -> Fit:
     """Find the fastest configuration like that of ``plans`` that fits into ``free`` with ``margin``
     of the device left for unknown activations.
@@ -221,7 +236,7 @@ def fit(
     Only the stage, placement and moments vary, and ``activations``, the ways of computing them from
     the fastest on. ``stages``: those to try; None: that of ``plans`` and the larger ones that they
     may have. Files are tried in the folders listed in ``free``. A configuration that no engine runs
-    is left out.
+    is left out. ``narrow``: the same plans with narrow state, which are tried last.
     """
     trials: list[Trial] = []
     plan, *others = plans
@@ -229,7 +244,27 @@ def fit(
     tried_stages = sorted(stages or plan.zero_stages[begin:])
     if one_bit_at_one(plan.settings, plan.optimizer) is not None:
         tried_stages = [1]  # a run would make another one stage 1
-    for name, build in _candidates(plan, free, tried_stages):
+    for state, of_state in chain([(None, plans)], narrow):
+        plan, *others = of_state
+        candidates = _candidates(plan, free, tried_stages, state)
+        for trial in _trials(candidates, others, free, margin, activations):
+            trials.append(replace(trial, narrow=state))
+            if trial.verdict.fits:
+                return Fit(tuple(trials), margin)
+    return Fit(tuple(trials), margin)
+
+
+def _trials(
+    candidates: Iterable[tuple[str, Callable[[], EnginePlan | None]]],
+    others: Sequence[EnginePlan],
+    free: FreeBytes,
+    margin: float,
+    activations: Sequence[ActivationOption],
+) -> Iterator[Trial]:
+    """Yield each candidate that an engine runs, with each way of computing activations; of a
+    pipeline, whose ``others`` are planned alike, the stage that needs the largest share of a tier.
+    """
+    for name, build in candidates:
         try:
             candidate = build()
             if candidate is None:
@@ -243,10 +278,7 @@ def fit(
             for ratio, tried in _ratios(parts, left, margin):
                 what = ", ".join(filter(None, (name + ratio, way.name)))
                 judged = [_trial(what, part, free, margin, way) for part in tried]
-                trials.append(max(judged, key=lambda trial: trial.verdict.largest_share))
-                if trials[-1].verdict.fits:
-                    return Fit(tuple(trials), margin)
-    return Fit(tuple(trials), margin)
+                yield max(judged, key=lambda trial: trial.verdict.largest_share)
 
 
 def _runs(candidate: EnginePlan, way: ActivationOption) -> bool:
@@ -274,10 +306,12 @@ def _with_activations(needed: Needs, way: ActivationOption) -> Needs:
 
 
 def _candidates(
-    plan: EnginePlan, free: FreeBytes, stages: Sequence[int]
+    plan: EnginePlan, free: FreeBytes, stages: Sequence[int], state: NarrowState | None = None
 ) -> Iterator[tuple[str, Callable[[], EnginePlan | None]]]:
     """Yield the names of candidates, with functions that return their plans, or None where a
-    candidate changes nothing. They raise ConfigError for a placement that no engine has.
+    candidate changes nothing. They raise ConfigError for a placement that no engine has. With
+    narrow ``state`` the optimizer is kept in one format, and not in files, and an unknown number of
+    micro-batches counts as one.
     """
     folders = tuple(disk.path for disk in free.disks)
     now, own_param = plan.settings.offload_optimizer, plan.settings.offload_param
@@ -285,38 +319,45 @@ def _candidates(
     # gradients on the device, and stage 2 sends as much.
     accumulates = (plan.settings.gradient_accumulation_steps or 1) > 1
     away = [stage for stage in stages if stage >= 2 or 2 not in stages or accumulates]
-    formats = MOMENTS if plan.compresses_moments else MOMENTS[:1]
+    formats = MOMENTS if plan.compresses_moments and state is None else MOMENTS[:1]
     # If the plan already has small moments, larger ones are not tried.
     if now.on and now.moments in formats:
         formats = formats[formats.index(now.moments) :]
     own_optimizer, on_device = replace(now, ratio=1.0), OffloadParam()
 
+    def titled(stage: int, name: str) -> str:
+        return ", ".join([f"stage {stage}", name, *([state.name] if state is not None else [])])
+
+    def of(moments: Moments) -> str:
+        return f", {moments} moments" if state is None else ""
+
     def candidate(
         stage: int, name: str, optimizer: OffloadOptimizer, param: OffloadParam = on_device
     ) -> tuple[str, Callable[[], EnginePlan]]:
         placed = partial(plan.settings.placed, stage, optimizer, param)
-        return f"stage {stage}, {name}", lambda: replan(plan, placed())
+        return titled(stage, name), lambda: replan(plan, placed())
 
     for stage in stages:
         yield candidate(stage, "all on the device", OffloadOptimizer())
     # a step with several micro-batches adds up all gradients in any case
-    if plan.settings.gradient_accumulation_steps == 1:
+    micros = plan.settings.gradient_accumulation_steps
+    if micros == 1 or (micros is None and state is not None):
         for stage in stages:
             yield (
-                f"stage {stage}, all on the device, updates in the backward",
+                titled(stage, "all on the device, updates in the backward"),
                 partial(_updating_in_backward, plan, stage),
             )
     for moments in formats:
         on_cpu = replace(own_optimizer, device="cpu", moments=moments)
         for stage in away:
-            yield candidate(stage, f"optimizer on the CPU, {moments} moments", on_cpu)
+            yield candidate(stage, f"optimizer on the CPU{of(moments)}", on_cpu)
     if 3 in stages:
         param_on_cpu = replace(own_param, device="cpu")
         for moments in formats:
             on_cpu = replace(own_optimizer, device="cpu", moments=moments)
-            name = f"optimizer and parameters on the CPU, {moments} moments"
+            name = f"optimizer and parameters on the CPU{of(moments)}"
             yield candidate(3, name, on_cpu, param_on_cpu)
-    if not folders:
+    if not folders or state is not None:
         return
     for moments in formats:
         in_files = replace(own_optimizer, device="nvme", nvme_path=folders, moments=moments)
