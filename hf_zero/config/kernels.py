@@ -15,6 +15,9 @@ AUTO: dict[str, tuple[str, ...]] = {
 }
 """The kernels of "auto", by the kind of device."""
 
+IN_BLOCKS = frozenset(("norms", "activations", "rotary", "qkv", "residual"))
+"""The kernels that replace modules of blocks."""
+
 IN_COMPILED_BLOCKS = ("qkv",)
 """The kernels of "auto" inside a compiled block, where inductor fuses norms, activations,
 rotations and sums itself.

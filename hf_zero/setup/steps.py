@@ -100,10 +100,17 @@ def fuse_modules(setup: Setup) -> None:
     sparse = sparse_section(settings)
     if settings.kernels != "off" or sparse is not None or settings.pre_layer_norm:
         # inductor fuses the blocks that it compiles
-        compiled = to_be_compiled(setup.model) if chooses and settings.compile.blocks else ()
+        blocks = to_be_compiled(setup.model) if chooses else []
         from hf_zero.integrations import fused  # with all kernels
 
-        fused.prepare(setup.model, settings.kernels, sparse, settings.pre_layer_norm, compiled)
+        fused.prepare(
+            setup.model,
+            settings.kernels,
+            sparse,
+            settings.pre_layer_norm,
+            compiled=blocks if settings.compile.blocks else (),
+            narrow=() if settings.compile.blocks else fused.narrow_blocks(blocks),
+        )
 
 
 def mark_units(setup: Setup) -> None:

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from hf_zero.config.kernels import IN_COMPILED_BLOCKS, NAMES, auto, in_order
+from hf_zero.activations.compile import to_be_compiled
+from hf_zero.config.kernels import IN_BLOCKS, IN_COMPILED_BLOCKS, NAMES, auto, in_order
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.device import kinds
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import pre_layer_norm as pre_ln
 from hf_zero.integrations.fused import projections
+from hf_zero.integrations.fused.by_size import narrow_blocks, width_of
 from hf_zero.integrations.fused.candidates import candidates
 from hf_zero.integrations.fused.replacement import Line, Replacement, Report
 from hf_zero.integrations.fused.shells import ModuleCall, calls_of_model
@@ -108,7 +110,8 @@ def optimize(
     names = _names(kernels, kind)
     _refuse_no_model(model)
     with torch.inference_mode(False):  # parameters move, and train later
-        prepare(model, names, sparse_attention, pre_layer_norm, engine=False)
+        narrow = narrow_blocks(to_be_compiled(model)) if kernels in ("auto", True) else ()
+        prepare(model, names, sparse_attention, pre_layer_norm, narrow=narrow, engine=False)
     return model
 
 
@@ -170,16 +173,20 @@ def prepare(
     sparse_attention: SparsityConfig | Mapping[str, object] | None,
     pre_layer_norm: bool,
     compiled: Iterable[nn.Module] = (),
+    narrow: Iterable[nn.Module] = (),
     engine: bool = True,
 ) -> None:
     """Install kernels for :func:`hf_zero.initialize`: as :func:`optimize`, for an ``engine``, which
     itself lays out and updates parameters.
 
-    Blocks that will be ``compiled`` get only the kernels of ``IN_COMPILED_BLOCKS``.
+    Blocks that will be ``compiled`` get only the kernels of ``IN_COMPILED_BLOCKS``; ``narrow`` ones
+    get none.
     """
     names = _names(kernels, "cpu")
     restore(model)
     in_compiled = {module for block in compiled for module in block.modules()}
+    narrow = [*narrow]
+    in_narrow = {module for block in narrow for module in block.modules()}
     left_to_them = tuple(name for name in names if name in IN_COMPILED_BLOCKS)
     replacements: list[Replacement] = []
     lines: list[Line] = []
@@ -197,11 +204,14 @@ def prepare(
             of_head = deferred_before_head(base)
         for name, module in list(model.named_modules()):
             chosen = left_to_them if module in in_compiled else names
+            chosen = () if module in in_narrow else chosen
             if module not in moved and module not in of_head:
                 _replace(model, module, name, chosen, replacements, lines, not engine, moved)
         if "qkv" in names:
-            _project(model, calls, replacements, lines, packs=not engine)
-        if "residual" in names and not any("residual" in line.kernels for line in lines):
+            _project(model, calls, replacements, lines, not engine, in_narrow)
+        if narrow and IN_BLOCKS & {*names}:
+            lines.append(_left_narrow(narrow, names))
+        elif "residual" in names and not any("residual" in line.kernels for line in lines):
             reason = "its residual sums are in forwards of whole blocks; compile: blocks fuses them"
             lines.append(Line(("residual",), type(model).__name__, "", reason))
         if moves is not None:
@@ -228,6 +238,16 @@ def prepare(
         model.__dict__[RECORD] = Record(replacements, Report(tuple(lines)))
         model.__dict__.update(others)
         log_rank0(f"fused kernels in {type(model).__name__}:\n{report(model)}")
+
+
+def _left_narrow(blocks: list[nn.Module], names: tuple[str, ...]) -> Line:
+    """Return the line of narrow blocks, in which "auto" installs no kernel."""
+    reason = (
+        f"{len(blocks)} blocks of width {width_of(blocks[0]):,} are narrow: the GPU would wait for "
+        "launches from Python; compile: blocks fuses them, and a list of kernels installs them"
+    )
+    left = tuple(name for name in names if name in IN_BLOCKS)
+    return Line(left, type(blocks[0]).__name__, "", reason)
 
 
 def _keep(
@@ -277,15 +297,19 @@ def _project(
     replacements: list[Replacement],
     lines: list[Line],
     packs: bool,
+    left: Container[nn.Module],
 ) -> None:
     """Install one matrix product for linear layers of one input, where no forward of ours has it
-    already. ``calls``: the calls of the model, or why they are not known.
+    already, and not in the modules ``left``. ``calls``: the calls of the model, or why they are not
+    known.
     """
     if isinstance(calls, str):
         lines.append(Line(("qkv",), type(model).__name__, "", calls))
         return
     for parent, layers in projections.groups(calls, model):
         module = model.get_submodule(parent)
+        if module in left:
+            continue
         if replaced(module) and any(
             line.where == parent and "qkv" in line.kernels for line in lines
         ):
