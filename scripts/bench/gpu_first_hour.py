@@ -256,9 +256,9 @@ DECISIVE = {
 }
 
 
-def page(part: int, rows: Sequence[dict[str, Any]], stopped: str) -> str:
+def page(title: str, rows: Sequence[dict[str, Any]], stopped: str) -> str:
     """Return the rows as one page of Markdown."""
-    lines = [f"# The first hour on a GPU, part {part}", ""]
+    lines = [f"# {title}", ""]
     lines += [f"**Ended early: {stopped}.**", ""] if stopped else []
     lines += ["| check | of | result |", "| --- | --- | --- |"]
     hidden = {"work", "of", "at", "device", "python", *VERSIONS}
@@ -322,7 +322,7 @@ def main() -> None:
     stopped = ask(part, run, PARTS[part])
     if stopped:
         run.write({"stopped": stopped})
-    text = page(part, run.rows, stopped)
+    text = page(f"The first hour on a GPU, part {part}", run.rows, stopped)
     (chosen.out / f"{name}.md").write_text(text)
     print(f"{text}\nrows in {path}", flush=True)
     raise SystemExit(STOPPED if stopped else 0)

@@ -21,9 +21,17 @@ from torch import nn
 
 CASES = "fit manual own_hooks evaluated_first saved pretrained"
 arguments = given(
-    accelerator="cpu", devices=1, strategy="plain", samples=52, model="", cases=CASES.split()
+    accelerator="cpu",
+    devices=1,
+    nodes=1,
+    strategy="plain",
+    samples=52,
+    model="",
+    cases=CASES.split(),
 )
-RANK = int(os.environ.get("LOCAL_RANK", 0))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+RANK = int(os.environ.get("NODE_RANK", 0)) * arguments.devices + LOCAL_RANK
+RANKS = arguments.nodes * arguments.devices
 ROWS, WIDTH = 8, 8  # rows of a step over all ranks
 # Lightning makes a plain model on its GPU, whose generator draws other values than the CPU's.
 ON_CPU = torch.device("cpu") if arguments.accelerator == "gpu" else contextlib.nullcontext()
@@ -208,8 +216,8 @@ def loader():
 
 
 def batches_of(data):
-    sampler = torch.utils.data.DistributedSampler(data, arguments.devices, RANK, shuffle=False)
-    return torch.utils.data.DataLoader(data, batch_size=ROWS // arguments.devices, sampler=sampler)
+    sampler = torch.utils.data.DistributedSampler(data, RANKS, RANK, shuffle=False)
+    return torch.utils.data.DataLoader(data, batch_size=ROWS // RANKS, sampler=sampler)
 
 
 def trainer_of(**more):
@@ -217,6 +225,7 @@ def trainer_of(**more):
     chosen = {
         "accelerator": arguments.accelerator,
         "devices": arguments.devices,
+        "num_nodes": arguments.nodes,
         "strategy": "auto" if arguments.strategy == "plain" else arguments.strategy,
         "max_epochs": 2,
         **dict.fromkeys(quiet, False),

@@ -3,6 +3,7 @@
 """
 
 from script import WORLD, given, report
+from torch.cuda import is_available
 
 import hf_zero
 from tests.helpers.trainers import logged, routed, weights
@@ -33,7 +34,7 @@ def state(run):
 def route(name, folder):
     kind, stage = name.rstrip("0123"), int(name[-1])
     # Without use_cpu Accelerate believes each rank to be alone, until ZeRO is asked for.
-    cpu = {"use_cpu": kind in ("ddp", "again", "stock") or stage < 2}
+    cpu = {"use_cpu": not is_available() and (kind in ("ddp", "again", "stock") or stage < 2)}
     run = routed(kind, stage, folder, **WINDOW, **cpu)
     run.train()
     return state(run)

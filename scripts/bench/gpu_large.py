@@ -1,0 +1,137 @@
+"""The largest models that one GPU trains: seconds a step, tokens a second, GiB of the card and of
+the host, seconds until the first step, beside what ``hf_zero.estimate`` said before and beside the
+peers. Three parts, each a call of at most nine minutes, each with a page, ``large-models-PART.md``.
+
+    scripts/gpu --large-models 1        # all weights: 8B offloaded, 13B and 20B as proposed, more
+    scripts/gpu --large-models 2        # LoRA and QLoRA of 8B, 32B and 70B, beside PEFT with Liger
+    scripts/gpu --large-models 3        # experts, 131,072 tokens, a captured step, narrow models
+    scripts/gpu --large-models PART --cpu       # tiny shapes on the CPU: does it run?
+
+A row that does not fit, or whose peer is not installed, says so, and the next ones go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_cells import Cell, Rows, about, kernels, launched
+from gpu_first_hour import MINUTES, page
+from gpu_run import Run, build_native_core, in_a_process
+from large_models import Work, measure
+
+ROOT = Path(__file__).resolve().parents[2]
+RECOMPUTED = {"activation_checkpointing": {"blocks": True}}
+LONG: dict[str, Any] = {
+    "activation_checkpointing": {"blocks": True, "cpu_checkpointing": True},
+    "tiled_mlp": {"enabled": True},
+}
+COMPILED = {"compile": "blocks"}
+CAPTURED = {"compile": {"blocks": True, "capture": "step"}, "gradient_clipping": 1.0}
+ON_GPU = {"compile", "tiled_mlp"}  # keys that a tiny run leaves out
+
+
+def cell(title: str, work: Work, kind: str, seconds: int, needs: str = "") -> Cell:
+    def run(tiny: bool) -> Rows:
+        chosen = work
+        if tiny:
+            kept = {key: value for key, value in work.keys.items() if key not in ON_GPU}
+            chosen = Work(work.shape, work.rows, work.length, kept).small()
+        yield {"work": title, "of": kind, **measure(chosen, kind)}
+
+    native = kind == "offloaded" or kind == "full"
+    return Cell(title, kind, seconds, run, needs, native)
+
+
+LORA_8B = Work("llama-8b", 4, 4096, RECOMPUTED)
+PARTS: dict[int, tuple[Cell, ...]] = {
+    1: (
+        cell("Llama 20B, 1 x 2048", Work("llama-20b", 1, 2048), "full", 150),
+        cell("Llama 13B, 4 x 2048", Work("llama-13b", 4, 2048), "full", 110),
+        cell("Llama 8B, 4 x 2048", Work("llama-8b", 4, 2048, RECOMPUTED), "offloaded", 110),
+        cell("Llama 8B, 4 x 2048", Work("llama-8b", 4, 2048), "full", 80),
+        cell("Qwen3 32B, 1 x 1024", Work("qwen3-32b", 1, 1024), "full", 160),
+    ),
+    2: (
+        cell("LoRA of 8B, 4 x 4096", LORA_8B, "lora", 45),
+        cell("LoRA of 8B, 4 x 4096", LORA_8B, "peft-liger", 45, "liger_kernel"),
+        cell("LoRA of 8B, 4 x 4096", LORA_8B, "lora+nf4", 55, "bitsandbytes"),
+        cell("LoRA of 8B, 4 x 4096", LORA_8B, "peft-liger+nf4", 55, "bitsandbytes"),
+        cell("LoRA of 8B, 4 x 4096", LORA_8B, "lora+int8", 55, "torchao"),
+        cell("LoRA of 8B, 4 x 4096", LORA_8B, "lora+float8", 55, "torchao"),
+        cell(
+            "LoRA of 32B, 1 x 4096", Work("qwen3-32b", 1, 4096, RECOMPUTED), "lora", 80
+        ),
+        cell(
+            "LoRA of 32B, 1 x 4096", Work("qwen3-32b", 1, 4096, RECOMPUTED), "peft-liger", 80,
+            "liger_kernel",
+        ),
+        cell(
+            "LoRA of 32B, 1 x 4096", Work("qwen3-32b", 1, 4096, RECOMPUTED), "lora+nf4", 90,
+            "bitsandbytes",
+        ),
+    ),
+    3: (
+        cell("Qwen3-MoE 10B, 4 x 2048", Work("qwen3-moe-10b", 4, 2048, RECOMPUTED), "full", 90),
+        cell("Qwen3-MoE 10B, 4 x 2048", Work("qwen3-moe-10b", 4, 2048), "fsdp2", 80),
+        cell("LoRA of 8B, 131,072 tokens", Work("llama-8b", 1, 131072, LONG), "lora", 110),
+        cell("narrow, 8 x 512", Work("narrow", 8, 512, {"kernels": "off"}), "here", 25),
+        cell("narrow, kernels by size, 8 x 512", Work("narrow", 8, 512), "here", 30),
+        cell(
+            "narrow, all kernels, 8 x 512",
+            Work("narrow", 8, 512, {"kernels": ["norms", "activations", "rotary", "loss", "qkv",
+            "residual", "optimizer"]}), "here", 30,
+        ),
+        cell("narrow, captured, 8 x 512", Work("narrow", 8, 512, CAPTURED), "here", 40),
+        cell("narrow, compiled, 8 x 512", Work("narrow", 8, 512, COMPILED), "here", 45),
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", help="1 to 3, or the name of one cell")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument(
+        "--spent", type=float, default=0.0, help="seconds of the call that are gone"
+    )
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for the part")
+    parser.add_argument("--cpu", "--tiny", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--only", default="", help="cells whose name has this in it")
+    chosen = parser.parse_args()
+    cells = {each.name: each for part in PARTS.values() for each in part}
+    sys.path.insert(0, str(ROOT))
+    if chosen.part in cells:  # a process of in_a_process
+        facts, names = about(chosen.cpu), launched()
+        for row in cells[chosen.part].run(chosen.cpu):
+            ran = {} if chosen.cpu else kernels(names, on_gpu=True)
+            print("ROW " + json.dumps({**row, **ran, **facts}), flush=True)
+        sys.stdout.flush()
+        os._exit(0)  # threads of peers may abort the process on the way out
+    if chosen.part not in map(str, PARTS):
+        raise SystemExit(
+            f"{chosen.part!r} is neither a part, 1 to 3, nor one of {', '.join(cells)}"
+        )
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    name = f"large-models-{chosen.part}{'-cpu' if chosen.cpu else ''}"
+    path = chosen.out / f"{name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.jsonl"
+    deadline = time.monotonic() + 60 * chosen.minutes - chosen.spent
+    execute = in_a_process(chosen.cpu, None, Path(__file__), path.with_suffix(""))
+    run = Run(path, execute, deadline, build=build_native_core)
+    run.cells(each for each in PARTS[int(chosen.part)] if chosen.only in each.name)
+    title = f"Large models on {'the CPU, tiny' if chosen.cpu else 'one card'}, part {chosen.part}"
+    text = page(title, run.rows, "")
+    (chosen.out / f"{name}.md").write_text(text)
+    print(f"{text}\nrows in {path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
