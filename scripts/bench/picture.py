@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench import comparison
-from bench.comparison import CONVERTING, LOADING, OFFLOAD, STEPS, Cells, Rows, rows_of
+from bench.comparison import CONVERTING, LOADING, MEMORY, OFFLOAD, STEPS, Cells, Rows, rows_of
 
 NAMES = tuple(name.split()[0] for name in comparison.PEERS)  # without versions
-SOURCES = (STEPS, LOADING, CONVERTING, OFFLOAD)
+SOURCES = (STEPS, MEMORY, LOADING, CONVERTING, OFFLOAD)
 VERSIONS = {"torch": "torch", "deepspeed": "DeepSpeed", "transformers": "Transformers"}
 WIDTH, MARGIN, GUTTER = 800, 14, 22
 BAR, PITCH = 11, 16  # height of a bar, and from one bar to the next
@@ -43,7 +43,7 @@ STAGES = tuple(
     Panel(f"stage {stage}", "{:.2f} s", STEPS, comparison.steps(stage, ddp=stage in (0, 3)))
     for stage in range(4)
 )
-SECONDS, MEMORY = "{:.2f} s", "{:,.0f} MiB"
+SECONDS, MIB = "{:.2f} s", "{:,.0f} MiB"
 
 
 def groups() -> tuple[tuple[str, tuple[Panel, Panel]], ...]:
@@ -53,11 +53,18 @@ def groups() -> tuple[tuple[str, tuple[Panel, Panel]], ...]:
     timed = next(row for row in rows_of(OFFLOAD) if "times" in row)
     return (
         (
+            "Memory of a rank, 50M parameters in bf16, two ranks, stage 3",
+            (
+                Panel("kept between steps", MIB, MEMORY, comparison.memory("kept_mb")),
+                Panel("peak of a step", MIB, MEMORY, comparison.memory("peak_mb")),
+            ),
+        ),
+        (
             f"Loading {parameters / 1e6:.0f}M parameters in bf16 on two ranks, "
             f"best of {rounds} rounds",
             (
                 Panel("time", SECONDS, LOADING, comparison.loading("seconds")),
-                Panel("peak memory of a rank *", MEMORY, LOADING, comparison.loading("peak_mb")),
+                Panel("peak memory of a rank *", MIB, LOADING, comparison.loading("peak_mb")),
             ),
         ),
         (
@@ -67,7 +74,7 @@ def groups() -> tuple[tuple[str, tuple[Panel, Panel]], ...]:
                 Panel("time", SECONDS, CONVERTING, comparison.converting("seconds")),
                 Panel(
                     "peak memory of the process",
-                    MEMORY,
+                    MIB,
                     CONVERTING,
                     comparison.converting("peak_mb"),
                 ),
@@ -84,7 +91,7 @@ def groups() -> tuple[tuple[str, tuple[Panel, Panel]], ...]:
                 ),
                 Panel(
                     "memory added, after the steps",
-                    MEMORY,
+                    MIB,
                     OFFLOAD,
                     comparison.offload(comparison.ALL_AWAY, "kept_mb"),
                 ),
@@ -167,7 +174,10 @@ def drawing(colors: Mapping[str, Any]) -> str:
 def footer() -> Iterator[str]:
     """Yield lines about the ratios, the machine, versions and dates."""
     yield "×: a peer's figure divided by that of hf-zero; bold where the peer is better"
-    yield "DDP does not shard; FSDP2 loads a model through Transformers' DistributedConfig"
+    yield (
+        "DDP does not shard; FSDP2 loads a model through Transformers' DistributedConfig; "
+        "* includes mapped files"
+    )
     rows = [row for source in SOURCES for row in rows_of(source)]
     cores = _values(row["cores"] for row in rows if "cores" in row)
     machine = _values(row["machine"] for row in rows if "machine" in row)
