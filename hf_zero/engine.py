@@ -32,9 +32,8 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.rank_requests import STOP
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import listed, logger, parse_size
-from hf_zero.measures.step import EngineMeasures, measures_of
-from hf_zero.techniques.data_sampling import PostProcess
-from hf_zero.techniques.registry import set_custom_schedule, set_post_process
+from hf_zero.techniques.data_sampling import PostProcess, set_post_process
+from hf_zero.techniques.schedules import set_custom_schedule
 from hf_zero.zero.access.full import GatheredParameters, safe_get_full_fp32_param
 from hf_zero.zero.access.weight_stream import BareNames, Names, WeightStream
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -43,7 +42,6 @@ from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.unit import SharedShards
 from hf_zero.zero.registered import registered
-from hf_zero.zero.step.step_reports import StepMeasures
 from hf_zero.zero.training_engine import TrainingEngine
 
 SAVE_FAILED = STOP - 1  # minus the number of the save: the event announced to all ranks
@@ -131,15 +129,9 @@ class Engine(TrainingEngine):
         super()._build(plan, mesh, installed)
         torch_state_dict.install()
         self.async_saves = BackgroundSaves(mesh, self.schedule.shards, self.config.checkpoint)
-        self.measures = measures_of(self, plan)
-        installed.callback(self._end_measures)
         self.memory_checkpoints = MemoryCheckpoints.of(self, plan, self.memory_checkpoints)
         self.window_start = WindowStart()
         self.save_log = SaveLog()
-
-    def _end_measures(self) -> None:
-        measures, self.measures = self.measures, StepMeasures()
-        measures.close(self)
 
     def quiesce(self, what: str) -> None:
         self.wait_for_checkpoint(what)
@@ -211,8 +203,6 @@ class Engine(TrainingEngine):
         """
         if steps < 1:
             raise ConfigError(f"trace(steps={steps!r}) traces nothing; pass 1 or more")
-        if not isinstance(self.measures, EngineMeasures):
-            self.measures = EngineMeasures(self)
         self.measures.trace(self, steps, folder)
 
     def set_custom_curriculum_learning_schedule(
@@ -223,7 +213,7 @@ class Engine(TrainingEngine):
         has functions by the names of metrics. The same on all ranks, before training and before a
         load. Raises ConfigError if no such curriculum is on.
         """
-        set_custom_schedule(self.techniques, schedule_func_dict)
+        set_custom_schedule(self.feature_set, schedule_func_dict)
 
     def set_data_post_process_func(self, post_process_func: PostProcess) -> None:
         """Have ``post_process_func(batch, state)`` make each batch of the loader of
@@ -232,7 +222,7 @@ class Engine(TrainingEngine):
         ``current_difficulties`` by metric. Called in this process, on each rank. Raises
         ConfigError if no samples are chosen by difficulty.
         """
-        set_post_process(self.techniques, post_process_func)
+        set_post_process(self.feature_set, post_process_func)
 
     def iter_weights(
         self,

@@ -1,8 +1,8 @@
 """Writes what is generated for readers and editors: the drawings of the stages, of a terminal
 session and of measurements beside peers, the table of stages by model size and number of GPUs, the
-tables of measurements in the documentation, those of the points of a step, the page of
-configuration keys, the table of those of training files, the JSON schema, and the types of
-ZeroConfig's keywords.
+tables of measurements in the documentation, those of the points of a step, the pages of
+configuration keys and of combinations of features, the table of the keys of training files, the
+JSON schema, and the types of ZeroConfig's keywords.
 
     python scripts/readme.py            # writes the files below
     python scripts/readme.py --check    # says what would change; exit code 1 if anything
@@ -188,13 +188,33 @@ placeholder `"auto"` with a value.
 """
 
 
+COMBINATIONS_HEAD = """\
+# Which features go together
+
+**Stability:** stable ([what stays](compatibility.md#what-stays)).
+
+This page lists the features of hf-zero that a configuration switches on, and what each of them does
+not go with. `hf_zero.initialize` compares a configuration with this table before it changes
+anything. A pair that does not go together is a ConfigError on all ranks, which names both features,
+the reason and what to change. `hf-zero explain` shows it without a model. All other pairs go
+together.
+
+Other refusals depend on the model, the optimizer or the values of a key. The page of each feature
+describes them. `scripts/readme.py` generates this page from `hf_zero/config/features.toml`, which
+also contains the order in which features are applied.
+
+
+"""
+
+
 def keys() -> dict[Path, str]:
     """The generated files about configuration keys."""
-    from hf_zero.config import schema, training_file
+    from hf_zero.config import features, schema, training_file
 
     train = ROOT / "hf_zero/docs/train.md"
     return {
         train: filled(train.read_text(), "keys of training files", training_file.table()),
+        ROOT / "hf_zero/docs/combinations.md": f"{COMBINATIONS_HEAD}{features.combinations()}\n",
         ROOT / "hf_zero/docs/keys.md": f"{KEYS_HEAD}{schema.reference()}\n\n{classes()}\n",
         ROOT / "hf_zero" / "config" / "schema.json": schema.text(),
         ROOT / "hf_zero" / "config" / "keywords.py": formatted(schema.keywords()),

@@ -34,7 +34,9 @@ from hf_zero.device import kinds
 from hf_zero.device.process_settings import ProcessSetting
 from hf_zero.logging import logger
 from hf_zero.ops.host_memory import HostArena
+from hf_zero.zero.feature import Feature
 from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.wrap import repeated_blocks
 
@@ -66,8 +68,8 @@ def offload_of(device: torch.device, section: ActivationOffload) -> Offload | No
     return Offload(device, transfers, Slabs(arena.take), section.min_bytes, section.in_flight_bytes)
 
 
-class ActivationPatches:
-    """Patches of ``config`` on one model, installed with an engine; independent of sharding."""
+class ActivationPatches(Feature):
+    """Activation features of ``config`` on the model of one engine; independent of sharding."""
 
     def __init__(self, config: ZeroConfig):
         self._config = config
@@ -77,21 +79,20 @@ class ActivationPatches:
         self.activations: Activations | None = None
         self.compiled: CompiledBlocks | None = None
 
-    def check(self, model: nn.Module, fixed_addresses: bool) -> None:
-        """Raise ConfigError if ``model`` does not support the configured compilation or
-        checkpoints, before it is changed.
-
-        ``fixed_addresses``: parameters keep their memory for the life of the engine.
+    def check(self, plan: EnginePlan) -> None:
+        """Raise ConfigError if the model does not support the configured compilation or
+        checkpoints.
         """
-        check_compilation(self._config.compile, model, fixed_addresses)
-        self._fixed_addresses = fixed_addresses
-        self._blocks = blocks_to_checkpoint(model, self._config.activation_checkpointing)
+        # whether parameters keep their memory for the life of the engine
+        self._fixed_addresses = not plan.policy.shards_parameters
+        check_compilation(self._config.compile, plan.model, self._fixed_addresses)
+        self._blocks = blocks_to_checkpoint(plan.model, self._config.activation_checkpointing)
 
-    def install(
-        self, model: nn.Module, units: Sequence[Unit], device: torch.device, logs: bool
-    ) -> None:
-        """Install all patches on ``model``, after the engine's hooks; ``logs``: this rank logs."""
-        self.activations = Activations(model, self._blocks, self._config, units, device, logs)
+    def apply(self, engine: Any) -> None:
+        model, units, device = engine.module, engine.units, engine.device
+        self.activations = Activations(
+            model, self._blocks, self._config, units, device, engine.mesh.rank == 0
+        )
         self._installed.callback(self.activations.remove)
         # outside of checkpointing: one graph holds forward and recomputation
         before, self.compiled = self.compiled, CompiledBlocks(model, units, self._fixed_addresses)
@@ -103,15 +104,13 @@ class ActivationPatches:
         self._installed.callback(prefer_attention(self._config.attention_backend, device))
 
     def remove(self) -> None:
-        """Remove all patches. Idempotent."""
         self._installed.close()
 
     def end_forward(self) -> None:
-        """End the offload of a forward whose hooks an exception may have bypassed. Idempotent."""
         if self.activations is not None and self.activations.offload is not None:
             self.activations.offload.end()
 
-    def compile(self, backend: str | Callable[..., Any], **options: Any) -> None:
+    def compile(self, backend: str, **options: Any) -> None:
         """Compile each block's forward as ``compile: blocks`` does, with other arguments."""
         assert self.compiled is not None
         self.compiled.compile(None, backend, **options)

@@ -322,7 +322,7 @@ class _RankLoad(StateSource):
             for field in fields(self.engine.counters):
                 if field.name in self.manifest.counters:
                     setattr(self.engine.counters, field.name, self.manifest.counters[field.name])
-            self.engine.techniques.load_state_dict(self.manifest.techniques)
+            self.engine.feature_set.load_state_dict(self.manifest.techniques)
         if data_position:
             loader_state.restore(self.engine, self.manifest, self._file_of_this_rank())
         if rng:

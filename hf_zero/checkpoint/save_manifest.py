@@ -114,7 +114,7 @@ def manifest_head(
         scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
         lr_scheduler=extra.lr_scheduler,
         counters=asdict(engine.window_start.counters(engine)),
-        techniques=engine.techniques.state_dict(),
+        techniques=engine.feature_set.state_dict(),
         loader=engine.window_start.data_position(engine),
         batch=batch_of(engine),
         client_state=extra.client_state,

@@ -24,6 +24,7 @@ class ErrorCodec:
     """
 
     differences = False
+    reads_master = False
 
     def __init__(self, codec: BlockCodec, beta: float) -> None:
         self._codec, self._beta = codec, beta

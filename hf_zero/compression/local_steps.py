@@ -35,12 +35,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.compression.block_codecs import FLOATS
 from hf_zero.compression.flat_momentum import AVERAGE, LIMIT, FlatMomentum
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim.one_bit import OneBit
-from hf_zero.zero.layout.codecs import FLOATS
 from hf_zero.zero.layout.compute_copy import ChangedValues
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 

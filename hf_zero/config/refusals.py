@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hf_zero.config.features import ONE_BIT, conflicts, refused_values, switched_on
 from hf_zero.config.files import shown
 from hf_zero.config.keys import KEYS
 from hf_zero.config.offload import BLOCKS, ENABLED, NUMBER
@@ -21,9 +22,8 @@ from hf_zero.config.resolving import (
     TOTAL,
     elastic_batch,
 )
-from hf_zero.config.sections import OPTIMIZERS, SCHEDULERS, UPDATE_IN_BACKWARD
+from hf_zero.config.sections import OPTIMIZERS, SCHEDULERS
 from hf_zero.config.spelling import did_you_mean
-from hf_zero.config.techniques import LAYER_DROP
 from hf_zero.errors import ConfigError, NotBuiltError
 
 OPTIMIZER = "zero_optimization.offload_optimizer"
@@ -65,13 +65,6 @@ def check_reading(reading: ConfigReading) -> None:
         mistakes.add(
             f"optimizer.params.max_grad_norm = {norm!r} ({sources['optimizer.params']}) is no "
             f"argument of an optimizer; write gradient_clipping: {norm!r}"
-        )
-    unused = "zero_optimization.ignore_unused_parameters"
-    if values.get(f"{LAYER_DROP}.enabled") and values.get(unused) is False:
-        mistakes.add(
-            f"{unused} = {shown(False, sources[unused])} ({sources[unused]}) contradicts "
-            f"{LAYER_DROP}.enabled ({sources[f'{LAYER_DROP}.enabled']}): blocks "
-            "that a step leaves out have no gradient; remove one of them"
         )
     fewest, most = (values.get(f"nccl.{name}_ctas") for name in ("min", "max"))
     if fewest is not None and most is not None and fewest > most:
@@ -204,28 +197,10 @@ _UNBUILT = {
 
 MULTINODE = "deepspeed_config.deepspeed_multinode_launcher"
 STANDARD = "standard"  # one accelerate launch on each host
-ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+ONE_BIT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 IDLE_IN_ONE_BIT = {
     "cuda_aware": "messages travel as the process group sends them",
     "comm_backend_name": "messages travel over the process group of the engine",
-}
-_ONE_BIT_CONFLICTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    STAGE: (
-        lambda stage: stage == 3,
-        "no rank keeps whole weights that it could update; write stage 1",
-    ),
-    "compressed_communication.bits": (lambda bits: bits == 4, "one of the two; remove the key"),
-    "zero_optimization.zero_quantized_gradients": (bool, "they would travel twice; remove the key"),
-    f"{OPTIMIZER}.device": (
-        lambda device: device != "none",
-        "the update runs on the device; remove the section",
-    ),
-    UPDATE_IN_BACKWARD: (bool, "momenta are exchanged once the backward has ended; remove the key"),
-    "replicate_size": (lambda size: size > 1, "messages go over one axis of all ranks; remove it"),
-    "data_types.grad_accum_dtype": (
-        lambda dtype: dtype in ("bf16", "fp16"),
-        "the gradients of a window wait on each rank; remove it",
-    ),
 }
 
 
@@ -250,18 +225,14 @@ def idle_params(kind: object, params: Mapping[str, object]) -> dict[str, str]:
     """Return, by name, the reasons why some of ``params`` have no effect on the one-bit optimizer
     ``kind``; none for other optimizers.
     """
-    if str(kind).lower() not in map(str.lower, ONE_BIT):
+    if str(kind).lower() not in map(str.lower, ONE_BIT_OPTIMIZERS):
         return {}
     return {name: why for name, why in IDLE_IN_ONE_BIT.items() if name in params}
 
 
-def one_bit_conflicts(values: Mapping[str, object]) -> dict[str, str]:
-    """Return, by key, the reasons why no momentum travels in one bit beside ``values``."""
-    return {
-        path: f"{path}: {values[path]}: {why}"
-        for path, (clashes, why) in _ONE_BIT_CONFLICTS.items()
-        if values.get(path) is not None and clashes(values[path])
-    }
+def one_bit_conflicts(values: Mapping[str, object]) -> list[str]:
+    """Return what no momentum in one bit goes with in ``values``, by key, with the reasons."""
+    return conflicts(ONE_BIT, switched_on(values), values)
 
 
 def launcher_refusal(launcher: object, machines: int | str | None) -> str:
@@ -281,7 +252,7 @@ def refusals(values: Mapping[str, Any]) -> dict[str, str]:
     """Return, by key, the reasons why ``initialize`` or the launch refuses ``values``, the values
     of a configuration by path, on any number of ranks.
     """
-    reasons: dict[str, str] = {}
+    reasons = refused_values(values)
     for section in _BUILT:
         if (kind := values.get(f"{section}.type")) is not None:
             try:
@@ -289,9 +260,9 @@ def refusals(values: Mapping[str, Any]) -> dict[str, str]:
             except (ConfigError, NotBuiltError) as error:
                 reasons[f"{section}.type"] = str(error)
             else:
-                conflicts = one_bit_conflicts(values) if name in ONE_BIT else {}
-                if conflicts:
-                    reasons[f"{section}.type"] = f"{name}: {'; '.join(conflicts.values())}"
+                found = one_bit_conflicts(values) if name in ONE_BIT_OPTIMIZERS else []
+                if found:
+                    reasons[f"{section}.type"] = f"{name}: {'; '.join(found)}"
     launcher = launcher_refusal(values.get(MULTINODE), values.get("num_machines"))
     if launcher:
         reasons[MULTINODE] = launcher

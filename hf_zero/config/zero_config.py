@@ -234,6 +234,11 @@ class ZeroConfig(Settings):
         """Raise ConfigError for compressed or hierarchical collectives that the stage lacks."""
         resolving.check_compression(self._reading)
 
+    @property
+    def chooses_kernels(self) -> bool:
+        """Return whether ``kernels`` is auto, or was before :meth:`on_device`."""
+        return self.kernels == "auto" or self.sources["kernels"].startswith("computed: ")
+
     def uses(self, kernel: str) -> bool:
         """Return whether the fused kernel ``kernel`` is on, after :meth:`on_device` has run."""
         return self.kernels != "off" and kernel in self.kernels
@@ -264,6 +269,11 @@ class ZeroConfig(Settings):
         key, or "computed: …".
         """
         return explaining.sources(self._reading)
+
+    @property
+    def written(self) -> Mapping[str, Any]:
+        """The values that are not left at their defaults, by key in the dialect."""
+        return self._reading.values
 
     @property
     def experimental(self) -> list[str]:

@@ -32,9 +32,9 @@ from hf_zero.measures.flops_profiler import FlopsProfiler, StepProfile
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
 from hf_zero.measures.step import EngineMeasures
 from hf_zero.parallel.tensor.model import readers
+from hf_zero.techniques.data_sampling import follow
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
-from hf_zero.techniques.registry import TrainingTechniques, follow
 from hf_zero.techniques.training_loader import Collate, data_loader
 from hf_zero.zero.layout.precision import COMPUTE
 
@@ -83,8 +83,8 @@ class Getters(_AnyEngine):
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
         """The engine's layer drop under DeepSpeed's names; None if it is off."""
-        technique = cast(TrainingTechniques, self.techniques).by_key.get(LAYER_DROP)
-        return ProgressiveLayerDrop(technique) if isinstance(technique, LayerDrop) else None
+        drop = self.feature_set.get(LAYER_DROP, LayerDrop)
+        return None if drop is None else ProgressiveLayerDrop(drop)
 
     def get_sequence_parallel_group(self) -> object:
         """Return the process group of the ranks that read parts of the same sequences. Raises
@@ -282,7 +282,7 @@ class Getters(_AnyEngine):
             config = self.config_with_batches(micro, self.gradient_accumulation_steps())
             loader = data_loader(dataset, collate, config)
             assert loader is not None
-            follow(self.techniques, getattr(loader, "data_sampler", None))
+            follow(self.feature_set, getattr(loader, "data_sampler", None))
             return loader
         if not hasattr(dataset, "__getitem__"):
             raise ConfigError(f"dataset is a {type(dataset).__name__}; pass a torch Dataset")

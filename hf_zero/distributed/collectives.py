@@ -59,6 +59,12 @@ class GatherCodec(Protocol):
     def differences(self) -> bool:
         """Return whether messages are differences from the values that receivers have."""
 
+    @property
+    def reads_master(self) -> bool:
+        """Return whether messages of master weights are those of the values cast from them, so that
+        a rank needs no parameter shard beside them.
+        """
+
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a message of ``numel`` elements."""
 

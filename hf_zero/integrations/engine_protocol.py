@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.config import ZeroConfig
+from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.step.step_reports import StepMeasures
 
@@ -38,7 +39,7 @@ class EngineProtocol(Protocol):
     measures: StepMeasures[Any]
     memory_checkpoints: MemoryCheckpoints | None
     stop_requests: Any
-    techniques: Any
+    feature_set: FeatureSet
     training: bool
 
     # ---- properties of Engine ----

@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hf_zero.activations.policy import ActivationPatches
-from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig, ZeroSection
 from hf_zero.distributed import process_group
 from hf_zero.engine import Engine
-from hf_zero.parallel.expert.model import spread_experts
-from hf_zero.parallel.tensor import tensor_parallel
-from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.zero.extensions import extensions_of
+from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.layout.attributes import register_attached
 from hf_zero.zero.layout.materialize import check_alike
 from hf_zero.zero.layout.parameter import owner_of
@@ -31,9 +28,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     placed where ``config`` places those of the training. Small parameters are sharded as well.
     """
     tie_shared_memory(model)
-    if config.tensor_parallel.size > 1:
-        tensor_parallel(model, config.tensor_parallel.size)
-    spread_experts(model, config)
+    FeatureSet.of(config, kind="cuts").cut(model, verify=False)
     register_attached(model)
     away = config.offload_param if stage == 3 else None
     settings = ZeroConfig(
@@ -48,12 +43,11 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     resolved = settings.resolve(
         process_group.get_world_size(), require_batch_size=False, training=False
     )
-    patches, techniques = ActivationPatches(resolved), TrainingTechniques(resolved)
     plan = Engine.plan(model, resolved, None, extensions_of, shard_only=True)
     check_alike(plan)
     with transaction():
         restore_on_rollback(model)
-        return Engine(plan, patches, techniques)
+        return Engine(plan, FeatureSet.of(resolved))
 
 
 def engines_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Engine]:

@@ -9,11 +9,12 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_zero.checkpoint.storage import local_path
+from hf_zero.config import ZeroConfig
 from hf_zero.config.sections import MONITORS
 from hf_zero.device import spans
 from hf_zero.distributed.world_group import raise_on_all_ranks
@@ -29,6 +30,7 @@ from hf_zero.measures.monitors import DeepSpeedMonitorConfig, Event, MonitorMast
 from hf_zero.measures.run_record import WarningRecords, note_end, run_header
 from hf_zero.measures.stopwatch import StepTimes
 from hf_zero.measures.trace import StepTrace
+from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.step.step_reports import StepMeasures
 
@@ -46,6 +48,37 @@ FORMER = {
 }
 _files = weakref.WeakSet[MetricsFile]()  # of engines that have not ended
 PARTS = {"fwd": "forward_ms", "bwd": "backward_ms", "step": "update_ms"}
+
+
+class StepMeasuring(Feature):
+    """Measures of the steps of one engine."""
+
+    def __init__(self, settings: ZeroConfig):
+        self._plan: EnginePlan | None = None
+        self._engine: weakref.ref[TrainingEngine] | None = None
+
+    def check(self, plan: EnginePlan) -> None:
+        self._plan = plan
+
+    def apply(self, engine: Any) -> None:
+        assert self._plan is not None
+        self._engine, plan, self._plan = weakref.ref(engine), self._plan, None
+        engine.measures = measures_of(engine, plan)
+
+    def remove(self) -> None:
+        engine = None if self._engine is None else self._engine()
+        if engine is not None:
+            measures, engine.measures = engine.measures, StepMeasures()
+            measures.close(engine)
+        self._engine = None
+
+
+class MeasuresOnDemand(StepMeasures["TrainingEngine"]):
+    """Measures nothing until a script asks for a trace."""
+
+    def trace(self, engine: TrainingEngine, steps: int, folder: str) -> None:
+        engine.measures = measures = EngineMeasures(engine)
+        measures.trace(engine, steps, folder)
 
 
 def measures_of(engine: TrainingEngine, plan: EnginePlan) -> StepMeasures[TrainingEngine]:
@@ -67,7 +100,7 @@ def measures_of(engine: TrainingEngine, plan: EnginePlan) -> StepMeasures[Traini
         line.every or line.by_time,
         *(getattr(config, name).enabled for name in MONITORS),
     )
-    return EngineMeasures(engine, plan) if any(needed) else StepMeasures()
+    return EngineMeasures(engine, plan) if any(needed) else MeasuresOnDemand()
 
 
 class EngineMeasures(StepMeasures["TrainingEngine"]):

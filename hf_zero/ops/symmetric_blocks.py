@@ -12,6 +12,7 @@ A message is a row of bytes: codes, then scales (bf16), both at multiples of 16 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -192,6 +193,7 @@ class BlockCodec:
 
     blocks: SymmetricBlocks
     differences: bool = False
+    reads_master: ClassVar[bool] = False
 
     def __str__(self) -> str:
         kind = f"int{self.blocks.bits} blocks of {self.blocks.block}"

@@ -285,7 +285,7 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
         for key, on in rounds.items()
     }
     wrong = [
-        *one_bit_conflicts({row.key: row.value for row in config.explain()}).values(),
+        *one_bit_conflicts(config.written),
         *(f"{key}: {why}" for key, why in reasons.items() if why),
     ]
     for group in optimizer.param_groups:

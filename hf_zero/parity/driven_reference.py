@@ -18,7 +18,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.integrations.engine_protocol import HOLDER, EngineProtocol, hold
 from hf_zero.parity.reference import Reference
-from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.step.step_reports import StepMeasures
 
 
@@ -43,7 +43,7 @@ class DrivenReference(Reference):
         self._backwards = 0  # whose gradients the next step uses
         super().__init__(module, optimizer, config)
         self.group_parameters: list[list[nn.Parameter]] = [[*group["params"]] for group in groups]
-        self.techniques = TrainingTechniques(ZeroConfig.from_dict({}))
+        self.feature_set = FeatureSet()
         self.data_ranks = self.world_size
         hold(self)
 

@@ -191,7 +191,7 @@ def _save(model: nn.Module, saving: ActivationSettings) -> Callable[[], None]:
         alone = SimpleNamespace(size=1)
         mesh = SimpleNamespace(shard=alone, replicate=alone)
         engine = SimpleNamespace(module=model, stage=0, mesh=mesh, device=META)
-        TiledMlps(saving.tiled_mlp).install(engine)
+        TiledMlps(saving.tiled_mlp).apply(engine)
     return checkpoints.remove
 
 

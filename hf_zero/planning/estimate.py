@@ -18,7 +18,6 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import nn
 
-from hf_zero.compression.registry import extensions_of
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.config.sections import AUTOEP_SIZE, TENSOR_SIZE
 from hf_zero.device import kinds
@@ -47,7 +46,7 @@ from hf_zero.planning.needs import (
 )
 from hf_zero.planning.traffic import Traffic, codings
 from hf_zero.planning.traffic import traffic as ways
-from hf_zero.zero.extensions import Extensions
+from hf_zero.zero.extensions import Extensions, extensions_of
 from hf_zero.zero.layout.attributes import elements_of
 from hf_zero.zero.layout.engine_plan import Cuts, EnginePlan, shape_of
 from hf_zero.zero.layout.planner import plan, replan

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Literal
 
 from hf_zero.config import OffloadOptimizer, OffloadParam
-from hf_zero.config.capture import capture_conflicts
+from hf_zero.config.features import conflicts, switched_on
 from hf_zero.config.offload import Moments
 from hf_zero.device.free_memory import FreeBytes
 from hf_zero.errors import ConfigError
@@ -30,6 +30,7 @@ from hf_zero.planning.narrow_state import NarrowState
 from hf_zero.planning.needs import NamedBytes, Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.planner import replan
+from hf_zero.zero.step.captured_step import KEY as CAPTURE
 
 # usable share of a host's free memory: page tables, loaders and the allocator need some too
 RAM_SHARE = 0.96
@@ -289,7 +290,8 @@ def _runs(candidate: EnginePlan, way: ActivationOption) -> bool:
     settings.check_stage()
     if settings.compile.capture is None or candidate.optimizer is None:
         return True
-    return not any(capture_conflicts(settings.override(way.keys, "proposed")))
+    written = settings.override(way.keys, "proposed").written
+    return not conflicts(CAPTURE, switched_on(written), written)
 
 
 def _trial(

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.compression.block_codecs import DEFAULT_BLOCKS, SMALLEST_TENSOR
 from hf_zero.device import kinds
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
-from hf_zero.zero.layout.codecs import DEFAULT_BLOCKS, SMALLEST_TENSOR
 from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
 
 ONE_BIT_BLOCK = 2048

@@ -14,11 +14,10 @@ from typing import Any, Generic
 import torch
 from torch import nn
 
-from hf_zero.activations.policy import ActivationPatches
 from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.resume import Resumed
-from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig
+from hf_zero.config.features import ONE_BIT, PIPELINE, computed_values
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import ParallelDims, check_mpu
 from hf_zero.distributed.parallel_groups import dims_in_effect
@@ -30,28 +29,21 @@ from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import twin_of
 from hf_zero.optim.elementwise import adopt, check
 from hf_zero.optim.one_bit import as_sent, one_bit_of
-from hf_zero.parallel.expert.model import dims_with_experts
 from hf_zero.parallel.pipeline.engine import check_pipeline, check_uncut, pipelined
 from hf_zero.parallel.pipeline.staged import StagedModule
-from hf_zero.parallel.planned_cuts import planned_cuts
-from hf_zero.parallel.sequence import sequence_parallel
-from hf_zero.parallel.tensor.model import check_verifiable, dims_of, with_tensor_size
 from hf_zero.planning import PreflightReport, check_on_all_ranks
-from hf_zero.setup.capture_refusals import check_capture
 from hf_zero.setup.request import E, SetupRequest
-from hf_zero.techniques.quantized_linears import check_linears
-from hf_zero.techniques.registry import TrainingTechniques, check_samples
 from hf_zero.techniques.training_loader import check_data
+from hf_zero.zero.extensions import extensions_of
+from hf_zero.zero.feature import EngineInputs, FeatureSet, resolved_sizes
 from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
-from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of, parameters_with
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes
-from hf_zero.zero.step.captured_step import KEY as CAPTURE
 from hf_zero.zero.transaction import (
     config_of_module,
     on_rollback,
@@ -119,8 +111,7 @@ class Resolved(Generic[E]):
     dims: ParallelDims
     optimizer: torch.optim.Optimizer | None
     checkpoint: Resumed | None
-    patches: ActivationPatches
-    techniques: TrainingTechniques
+    features: FeatureSet
 
     @property
     def engine_class(self) -> type[E]:
@@ -191,15 +182,9 @@ def resolve(
     """Return ``request`` with the sizes and values in effect, for ``optimizer``."""
     model, mpu = request.model, request.mpu
     tied = tie_shared_memory(model, logs=False)
-    settings = with_tensor_size(model, request.config)
-    dims = dims_in_effect()
-    if settings.tensor_parallel.size > 1:
-        dims = dims_of(settings.tensor_parallel.size)
-    dims = dims_with_experts(model, settings, dims)
-    settings = sequence_parallel.with_sequence_size(settings, mpu, dims)
-    if settings.ranks_of_a_sequence > 1:
-        dims = sequence_parallel.sequence_dims(sequence_parallel.division_of(settings), dims)
-    elif mpu is not None and not isinstance(model, StagedModule):
+    settings, dims = resolved_sizes(model, request.config, dims_in_effect(), mpu)
+    unsplit = settings.ranks_of_a_sequence == 1
+    if mpu is not None and unsplit and not isinstance(model, StagedModule):
         check_mpu(mpu, process_group.get_world_size())
     if settings.kernels == "auto":
         settings = settings.on_device(kind_for_auto(process_group.default_device()))
@@ -222,54 +207,32 @@ def resolve(
     settings = settings.resolve(
         ranks, require_batch_size=request.training_data is not None, training=optimizer is not None
     )
-    if settings.compile.capture is not None:
-        # a graph has the addresses of gradients
-        kept = {"zero_optimization": {"keep_step_buffers": True}}
-        settings = settings.override(kept, f"computed: {CAPTURE}")
-    patches, techniques = ActivationPatches(settings), TrainingTechniques(settings)
-    return Resolved(request, settings, dims, optimizer, checkpoint, patches, techniques)
+    for name, values in computed_values(settings.written).items():
+        settings = settings.override(values, f"computed: {name}")
+    return Resolved(request, settings, dims, optimizer, checkpoint, FeatureSet.of(settings))
 
 
 def check_features(resolved: Resolved[Any]) -> None:
     """Raise for features that the model, the data or the optimizer do not support."""
     request, settings = resolved.request, resolved.settings
     model = request.model
+    called = set[str]() if one_bit_of(settings, resolved.optimizer) is None else {ONE_BIT}
     if isinstance(model, StagedModule):
-        one_bit = one_bit_of(settings, resolved.optimizer) is not None
-        check_pipeline(settings, model, resolved.techniques.by_key, one_bit)
-    division = sequence_parallel.division_of(settings)
-    sequence_parallel.check_model(model, division, resolved.dims)
-    if settings.tensor_parallel.size > 1 and settings.tensor_parallel.verify:
-        check_verifiable(model)
-    check_linears(model, settings)
-    sparse = sparse_section(settings)
-    if sparse is not None:
-        from hf_zero.integrations.fused.sparse_attention import layout_of
-
-        layout_of(model, sparse)
-    if settings.pre_layer_norm:
-        from hf_zero.integrations.fused.pre_layer_norm import plan as moved_norms
-        from hf_zero.integrations.fused.shells import calls_of_model
-
-        moved_norms(model, calls_of_model(model))
+        called.add(PIPELINE)
+        check_pipeline(settings, model)
+    features, trains = resolved.features, resolved.optimizer is not None
+    features.check_combination(settings, called, trains)
     check_data(request.training_data, settings)
-    check_samples(resolved.techniques, request.training_data)
-    check_capture(
-        settings,
-        model,
-        resolved.optimizer,
-        list(resolved.techniques.by_key),
-        process_group.default_device(),
-        isinstance(model, StagedModule),
+    features.check_inputs(
+        EngineInputs(
+            model,
+            settings,
+            resolved.dims,
+            resolved.optimizer,
+            request.training_data,
+            request.mpu,
+        )
     )
-    resolved.patches.check(model, not POLICIES[settings.stage].shards_parameters)
-
-
-def sparse_section(settings: ZeroConfig) -> dict[str, Any] | None:
-    """Return the layout that the section ``sparse_attention`` describes; None: dense attention."""
-    section = dict(settings.sparse_attention or {"enabled": False})
-    enabled = section.pop("enabled", True) and section.get("mode", "fixed") != "dense"
-    return section if enabled else None
 
 
 def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine]]:
@@ -278,16 +241,11 @@ def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine
     Collective for a model in stages.
     """
     request, settings, dims = resolved.request, resolved.settings, resolved.dims
-    model = request.model
+    model, features = request.model, resolved.features
     mark_configured(model, settings.zero.leaf_module, warns=False)
     register_attached(model, on_rollback)
-    cuts = planned_cuts(
-        model,
-        settings.tensor_parallel.size,
-        settings.expert_parallel.size,
-        dims,
-        process_group.get_rank(),
-    )
+    features.mark(model)
+    cuts = features.cuts(model, dims, process_group.get_rank())
     engine_plan = resolved.engine_class.plan(
         model, settings, resolved.optimizer, extensions_of, dims=dims, cuts=cuts
     )
@@ -302,7 +260,7 @@ def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine
         check_parameters(engine_plan.units, engine_plan.device)
     check_statistics(engine_plan, engine_plan.device)
     check_optimizer(engine_plan)
-    resolved.techniques.check(engine_plan)
+    features.check(engine_plan)
     return engine_plan, not cuts and not without_values, ending
 
 

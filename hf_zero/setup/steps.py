@@ -14,24 +14,16 @@ from typing import Any
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hf_zero.activations.compile import to_be_compiled
 from hf_zero.checkpoint.resume import LATEST
 from hf_zero.checkpoint.save_plan import restorer_of_generators
 from hf_zero.config import ZeroConfig
-from hf_zero.integrations import finder
-from hf_zero.integrations.bitsandbytes import keep_packing
 from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
 from hf_zero.logging import counted, log_rank0
 from hf_zero.optim.elementwise import adopt
-from hf_zero.parallel.expert.model import spread_experts, techniques_of
 from hf_zero.parallel.pipeline.staged import StagedModule
-from hf_zero.parallel.sequence import sequence_parallel
-from hf_zero.parallel.tensor.model import tensor_parallel
 from hf_zero.planning.start_summary import describe
-from hf_zero.setup.plan import Planned, plan_of_engine, sparse_section
-from hf_zero.techniques.quantized_linears import quantize_linears
-from hf_zero.techniques.registry import follow
+from hf_zero.setup.plan import Planned, plan_of_engine
 from hf_zero.techniques.training_loader import data_loader, warn_lost_position
 from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
@@ -52,7 +44,6 @@ class Setup:
     planned: Planned[Any]
     optimizer: Any
     tied: Tied = field(default_factory=dict)
-    sequence: sequence_parallel.SequenceParallel | None = None
     loader: Any = None
     scheduler: Any = None
     engine: Any = None
@@ -75,42 +66,14 @@ def tie_parameters(setup: Setup) -> None:
     setup.tied = tie_shared_memory(setup.model)
 
 
-def cut_layers(setup: Setup) -> None:
-    section = setup.settings.tensor_parallel
-    if section.size > 1:
-        tensor_parallel(setup.model, section.size, verify=section.verify)
+def cut_parameters(setup: Setup) -> None:
+    """Have the features cut parameters along axes besides ZeRO."""
+    setup.planned.resolved.features.cut(setup.model)
 
 
-def place_experts(setup: Setup) -> None:
-    spread_experts(setup.model, setup.settings)
-
-
-def split_sequences(setup: Setup) -> None:
-    setup.sequence = sequence_parallel.sequence_of(
-        setup.settings, setup.planned.resolved.request.mpu
-    )
-
-
-def quantize_modules(setup: Setup) -> None:
-    quantize_linears(setup.model, setup.settings)
-
-
-def fuse_modules(setup: Setup) -> None:
-    settings, chooses = setup.settings, setup.planned.resolved.request.config.kernels == "auto"
-    sparse = sparse_section(settings)
-    if settings.kernels != "off" or sparse is not None or settings.pre_layer_norm:
-        # inductor fuses the blocks that it compiles
-        blocks = to_be_compiled(setup.model) if chooses else []
-        from hf_zero.integrations import fused  # with all kernels
-
-        fused.prepare(
-            setup.model,
-            settings.kernels,
-            sparse,
-            settings.pre_layer_norm,
-            compiled=blocks if settings.compile.blocks else (),
-            narrow=() if settings.compile.blocks else fused.narrow_blocks(blocks),
-        )
+def prepare_features(setup: Setup) -> None:
+    """Have the features replace modules, in their order."""
+    setup.planned.resolved.features.prepare(setup.model)
 
 
 def mark_units(setup: Setup) -> None:
@@ -147,12 +110,10 @@ def _warn_all_frozen(setup: Setup) -> None:
 
 
 def load_data(setup: Setup) -> None:
-    request, techniques = setup.planned.resolved.request, setup.planned.resolved.techniques
+    request, features = setup.planned.resolved.request, setup.planned.resolved.features
     loader: Any = data_loader(request.training_data, request.collate_fn, setup.settings)
-    if loader is not None and setup.sequence is not None:
-        loader = setup.sequence.batches(loader)
+    loader = features.follow_loader(loader)
     warn_lost_position(loader)
-    follow(techniques, getattr(loader, "data_sampler", None))
     setup.loader = loader
 
 
@@ -162,18 +123,10 @@ def build_engine(setup: Setup) -> None:
     if resolved.request.takes_over is not None:
         resolved.request.takes_over(model)
     release_holders(model, setup.optimizer)
-    keep_packing(model)
     register_attached(model, on_rollback if setup.planned.report.spare else None)
-    if resolved.settings.compile.capture is not None:
-        finder.install_hooks()  # a forward of Transformers then takes the same way in each step
-    others: dict[str, Any] = {
-        **sequence_parallel.techniques_of(setup.sequence),
-        **techniques_of(model),
-    }
-    techniques = resolved.techniques.with_others(others)
+    features = resolved.features.with_further(model)
     engine_plan = plan_of_engine(setup.planned, setup.optimizer)
-    setup.engine = resolved.engine_class(engine_plan, resolved.patches, techniques)
-    finder.watch("torch")
+    setup.engine = resolved.engine_class(engine_plan, features)
     on_rollback(setup.engine.destroy)
     setup.engine.training_dataloader = setup.loader
     if setup.engine.global_rank == 0:
@@ -209,11 +162,8 @@ def resume(setup: Setup) -> None:
 ORDER: tuple[Callable[[Setup], None], ...] = (
     materialize_meta,  # the steps after this one read shapes, names and memory of parameters
     tie_parameters,  # before cuts, which give each parameter memory of its own
-    cut_layers,  # first of the axes: the others count the ranks that it leaves
-    place_experts,  # experts that tensor parallelism has cut are cut again, among the rest
-    split_sequences,  # after both, which regroup the ranks that share a sequence
-    quantize_modules,  # torchao's layers replace linear layers: kernels must find them
-    fuse_modules,  # last change of forwards: kernels recognize modules by what they compute
+    cut_parameters,  # of whole layers, before others replace them
+    prepare_features,  # last change of forwards: kernels recognize modules by what they compute
     mark_units,  # units are formed of the final modules
     prepare_optimizer,  # over the final parameters
     load_data,  # among the ranks that read different batches

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.zero.extensions import Technique
+from hf_zero.zero.feature import Feature
 from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 from hf_zero.zero.layout.unit import OutermostForward
 from hf_zero.zero.layout.wrap import described, find_blocks, repeated_blocks
@@ -253,7 +253,7 @@ class AwaitedCalls:
             self.arrived(block)
 
 
-class DrawsForBlocks(Technique, ABC, Generic[Drawn]):
+class DrawsForBlocks(Feature, ABC, Generic[Drawn]):
     """Base of techniques that draw at random for the repeated blocks of a model. All state is
     computed from the counters.
     """

@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.spelling import did_you_mean
-from hf_zero.config.techniques import LENGTHS, METRICS
+from hf_zero.config.techniques import LENGTHS, METRICS, SAMPLING
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.difficulty_index import (
     AnalyzerIndex,
@@ -37,7 +37,7 @@ from hf_zero.techniques.difficulty_index import (
 )
 from hf_zero.techniques.schedules import DifficultySchedule, Number
 from hf_zero.techniques.sequence_length import metrics_of
-from hf_zero.zero.extensions import Technique
+from hf_zero.zero.feature import EngineInputs, Feature, FeatureSet
 from hf_zero.zero.pass_runner import Counters
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class RankSamples(Sampler[int]):
         return chain.from_iterable(self.batches)
 
 
-class DifficultySampling(Technique):
+class DifficultySampling(Feature):
     """Gives samplers their order and tells them which step comes next. The step, the seed and the
     schedules determine everything.
     """
@@ -330,6 +330,17 @@ class DifficultySampling(Technique):
             top = None if by_value else schedule.max_difficulty
             index = _opened(settings, section, by_value)
             self._criteria.append(Criterion(name, index, difficulty, top))
+
+    def check_inputs(self, inputs: EngineInputs) -> None:
+        """Raise DifficultyIndexError if the data is a dataset, and another one was analyzed."""
+        if hasattr(inputs.data, "__getitem__"):
+            self.check_dataset(inputs.data)
+
+    def follow_loader(self, loader: Any) -> Any:
+        sampler = getattr(loader, "data_sampler", None)
+        if isinstance(sampler, CurriculumSampler):
+            self.follow(sampler)
+        return loader
 
     def check_dataset(self, dataset: object) -> None:
         """Raise DifficultyIndexError if ``dataset`` is not the analyzed one."""
@@ -359,7 +370,7 @@ class DifficultySampling(Technique):
             batch, {"curriculum_step": step + 1, "current_difficulties": difficulties}
         )
 
-    def install(self, engine: TrainingEngine) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         self._counters = engine.counters
 
     def end_step(self) -> None:
@@ -445,3 +456,23 @@ def sampled_metrics(config: ZeroConfig) -> dict[str, dict[str, object]]:
 def from_config(config: ZeroConfig) -> DifficultySampling | None:
     metrics = sampled_metrics(config)
     return DifficultySampling(metrics, config.data_efficiency.seed) if metrics else None
+
+
+def follow(features: FeatureSet, sampler: object) -> None:
+    """Make a ``sampler`` by difficulty follow the training of an engine; ignore any other."""
+    sampling = features.get(SAMPLING, DifficultySampling)
+    if isinstance(sampler, CurriculumSampler) and sampling is not None:
+        sampling.follow(sampler)
+
+
+def set_post_process(features: FeatureSet, function: PostProcess) -> None:
+    """Post-process the batches of an engine's own loaders with ``function``. Raises ConfigError
+    unless samples are selected by difficulty.
+    """
+    sampling = features.get(SAMPLING, DifficultySampling)
+    if sampling is None:
+        raise ConfigError(
+            "set_data_post_process_func takes the batches that data_efficiency.data_sampling "
+            f"chooses, which is off; write {METRICS}, or change the data in a collate_fn"
+        )
+    sampling.set_post_process(function)

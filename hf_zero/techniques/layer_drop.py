@@ -128,7 +128,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
             )
         stacked_blocks(plan.model, KEY)
 
-    def install(self, engine: TrainingEngine) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         self._layers = stacked_blocks(engine.module, KEY)
         self._training = self._only_trained(engine)
         self._of = {layer.block: layer for layer in self._layers}

@@ -30,7 +30,7 @@ from hf_zero.logging import logger
 from hf_zero.ops.level_rounding import round_to_levels
 from hf_zero.techniques.eigenvalue import StretchedPeriods
 from hf_zero.techniques.schedules import BitSchedule, Precision
-from hf_zero.zero.extensions import Technique
+from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_spec import FlatSpec
@@ -49,7 +49,7 @@ def noise_for(values: torch.Tensor, name: str, seed: int, step: int) -> torch.Te
     return torch.rand(values.shape, generator=generator, device=values.device)
 
 
-class WeightsInBits(Technique):
+class WeightsInBits(Feature):
     """Round the weights selected by ``bit_schedules_of``, from step ``offset`` on."""
 
     def __init__(
@@ -89,7 +89,7 @@ class WeightsInBits(Technique):
         if self._stretched is not None:
             self._stretched.check(plan)
 
-    def install(self, engine: TrainingEngine) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         if engine.shard_only:
             return
         self._engine = engine

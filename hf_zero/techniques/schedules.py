@@ -13,7 +13,7 @@ Stability-Efficiency Dilemma", 2022. Keys, formulas and their rounding are those
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Real
@@ -272,3 +272,36 @@ class DifficultySchedule:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def set_custom_schedule(
+    features: Iterable[object], s: Callable[[int], float] | Mapping[str, Callable[[int], float]]
+) -> None:
+    """Set the functions of custom schedules of ``features``, by name, or one function for the only
+    curriculum. Raises ConfigError if curriculum learning is off, or if a name is unknown or
+    missing.
+    """
+    schedules: dict[str, DifficultySchedule] = {}
+    for feature in features:
+        schedules |= getattr(feature, "schedules", {})
+    if not schedules:
+        raise ConfigError(
+            "a function was given as the schedule of curriculum learning, which is off; write "
+            "curriculum_learning: {enabled: true, schedule_type: custom, …}, or leave the "
+            "call out"
+        )
+    if not isinstance(s, Mapping):
+        custom = [name for name, s in schedules.items() if s.schedule_type == "custom"]
+        s = dict.fromkeys(custom or schedules, s)
+        if len(s) > 1:
+            raise ConfigError(
+                f"one function was given as the schedule of {' and '.join(s)}; pass "
+                "functions by these names"
+            )
+    for name, function in s.items():
+        if name not in schedules:
+            raise ConfigError(
+                f"a function was given as the schedule of {name}, but only "
+                f"{' and '.join(schedules)} is scheduled; name that, or pass just the function"
+            )
+        schedules[name].set_function(function)

@@ -23,7 +23,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import CURRICULUM_LEARNING, LENGTHS, METRICS
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.schedules import DifficultySchedule
-from hf_zero.zero.extensions import Technique
+from hf_zero.zero.feature import Feature
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.declared import config_of
 from hf_zero.zero.pass_runner import Counters
@@ -278,7 +278,7 @@ def _sequence_dimensions(name: object, value: object, rows: int, whole: int) -> 
     return (1,) if shape[:2] == (rows, whole) else ()
 
 
-class CurriculumLearning(Technique):
+class CurriculumLearning(Feature):
     """Cuts batches to the difficulty of the step that is being trained, ``global_steps + 1``."""
 
     def __init__(self, settings: Mapping[str, object], section: str, reshape: bool = False):
@@ -305,7 +305,7 @@ class CurriculumLearning(Technique):
         """The schedule, by the name of the scheduled quantity."""
         return {self._section.rpartition(".")[2]: self.schedule}
 
-    def install(self, engine: TrainingEngine) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         self._counters = engine.counters
         if engine.optimizer is not None:
             self.sequences.install(engine.module)

@@ -166,7 +166,7 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
                 raise self._other_order(block, f"has batch_first = {not self._rows_first}")
         return layers, blocks
 
-    def install(self, engine: TrainingEngine) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         layers, self._chosen = self._choose(engine.module)
         # unselected blocks too: each records what it returns beside the hidden state
         self._layers = {layer.block: (number, layer) for number, layer in enumerate(layers)}

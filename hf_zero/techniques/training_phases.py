@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import MICRO, TOTAL
 from hf_zero.config.spelling import did_you_mean
-from hf_zero.config.techniques import PHASES
+from hf_zero.config.techniques import METRICS, PHASES
 from hf_zero.config.value_types import COUNT, integer, number
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.techniques import sequence_length
+from hf_zero.techniques.data_sampling import sampled_metrics
 from hf_zero.techniques.schedules import Stairs
 from hf_zero.techniques.sequence_length import SequenceLength
-from hf_zero.zero.extensions import Technique
+from hf_zero.zero.feature import Feature, FeatureSet
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.pass_runner import Counters
 
@@ -115,7 +116,7 @@ def rampup(start: int, increment: int, samples: int, end: int) -> Stairs[int]:
     return Stairs([*sizes, end], ends)
 
 
-class TrainingPhases(Technique):
+class TrainingPhases(Feature):
     """The phases of one engine. All of it is a function of ``global_steps``."""
 
     def __init__(self, config: ZeroConfig):
@@ -219,7 +220,7 @@ class TrainingPhases(Technique):
                 "managed_gradient_accumulation is false; remove that key"
             )
 
-    def install(self, engine: TrainingEngine) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         if engine.optimizer is None:
             return
         self._engine, self._counters = weakref.ref(engine), engine.counters
@@ -299,8 +300,9 @@ def _set_rows(loader: object, rows: int) -> None:
 
 
 def from_config(config: ZeroConfig) -> TrainingPhases | None:
-    """Return the phases of ``config``, or None. Raises ConfigError if a curriculum truncates
-    sequences too.
+    """Return the phases of ``config``, or None. Raises ConfigError for sequences that a curriculum
+    truncates too, or of which ranks have parts, and for steps of several sizes beside samples
+    chosen by difficulty.
     """
     section = config.training_phases
     if section.phases is None and section.rampup_batch_size is None:
@@ -311,4 +313,20 @@ def from_config(config: ZeroConfig) -> TrainingPhases | None:
             f"a phase of {PHASES} and a curriculum both cut sequences to a length of their own; "
             "keep one"
         )
+    if phases.sequences is not None and config.ranks_of_a_sequence > 1:
+        raise ConfigError(
+            f"a phase of {PHASES} shortens sequences, but under sequence_parallel_size or "
+            "context_parallel_size each rank has only a part of each; leave one of them out"
+        )
+    if sampled_metrics(config) and (phases.changes_batches or phases.changes_micro_batches):
+        raise ConfigError(
+            f"{PHASES} changes how many samples a step has, and {METRICS} draws equally many for "
+            "each step; leave one of them out"
+        )
     return phases
+
+
+def phases_of(engine: object) -> TrainingPhases | None:
+    """Return the training phases of ``engine``; None without, or if it is no engine."""
+    features = getattr(engine, "feature_set", None)
+    return features.get(PHASES, TrainingPhases) if isinstance(features, FeatureSet) else None

@@ -21,7 +21,7 @@ from hf_zero.distributed.parallel_groups import dims_in_effect
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.own_step import reopen_fused
-from hf_zero.zero.extensions import Technique
+from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.gather.model_patches import Override, refuse_foreign_step
 from hf_zero.zero.layout import planner
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
@@ -31,15 +31,11 @@ from hf_zero.zero.pass_runner import AccumulationWindow, Counters, PassRunner
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, limit_native_threads, retire_flats
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
-from hf_zero.zero.step.captured_step import CapturedStep
 from hf_zero.zero.step.optimizer_patch import patch_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep, StateChanges, failed_write
 from hf_zero.zero.step.preemption import StopRequests
 from hf_zero.zero.step.step_reports import SanityChecks, StepMeasures
 from hf_zero.zero.transaction import on_rollback, transaction
-
-if TYPE_CHECKING:
-    from hf_zero.activations.policy import ActivationPatches
 
 # attributes of an OptimizerStep that a rebuild keeps
 KEPT_OF_STEP = ("max_norm", "lr_scale", "norm", "applied")
@@ -89,14 +85,13 @@ class EngineParts(ModelWrapper):
     measures: StepMeasures[Any] = StepMeasures()
     begun = 0  # ``begun`` of a save without checkpoints in memory: after that of the last load
 
-    def __init__(self, plan: EnginePlan, patches: ActivationPatches, techniques: Technique):
+    def __init__(self, plan: EnginePlan, features: FeatureSet):
         super().__init__()
         self.module = plan.model
         self.config = config = plan.settings
         self.written_config = config  # ``config`` follows changes of batch sizes
         self.data_ranks = plan.data_ranks
-        self.patches = patches
-        self.techniques = techniques
+        self.feature_set = features
         self.optimizer: Any = plan.optimizer
         self.lr_scheduler: Any = None
         # the step after which the engine last stepped the scheduler, and its position then
@@ -182,8 +177,7 @@ class EngineParts(ModelWrapper):
         placement = Placement(self.config, mesh.device, mesh.rank, mesh.pp_stage_ranks)
         installed.callback(placement.close)
         installed.callback(retire_flats, plan, mesh)
-        self.patches.check(self.module, not plan.policy.shards_parameters)
-        self.techniques.check(plan)
+        self.feature_set.check(plan)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         # the model's parameters in each group of the optimizer
         self.group_parameters = [list(group["params"]) for group in groups]
@@ -201,7 +195,8 @@ class EngineParts(ModelWrapper):
             installed.callback(limit_native_threads(placement))
         self._build_step(mesh, installed)
         installed.callback(sharded.patches.remove)
-        self._install_patches(mesh, installed)
+        self.module.__dict__["zero_grad"] = Override(self.zero_grad, self.module, "zero_grad")
+        installed.callback(self.module.__dict__.pop, "zero_grad", None)
         if self.optimizer is not None:
             patch_optimizer(self.optimizer, self, installed)
             self.set_scale_on_optimizer()
@@ -211,8 +206,8 @@ class EngineParts(ModelWrapper):
             pass
         if sharded.schedule.has_sharded_units:
             sharded.schedule.shards.serve()
-        installed.callback(self.techniques.remove)
-        self.techniques.install(self)
+        installed.callback(self.feature_set.remove)
+        self.feature_set.apply(self)
 
     def _build_step(self, mesh: Mesh, installed: ExitStack) -> None:
         """Build the backward and the optimizer step of the sharded model, with their reports."""
@@ -227,19 +222,7 @@ class EngineParts(ModelWrapper):
         )
         installed.callback(self.pass_runner.remove)
         self.pass_runner.install(scaler)
-        if config.compile.capture is not None and self.optimizer is not None:
-            self.pass_runner.captured = CapturedStep(
-                self.pass_runner, self.optimizer_step, self.accumulation
-            )
         self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
-
-    def _install_patches(self, mesh: Mesh, installed: ExitStack) -> None:
-        """Install the patches of the model, and the engine's ``zero_grad`` on it."""
-        model = self.module
-        installed.callback(self.patches.remove)
-        self.patches.install(model, self.units, mesh.device, mesh.rank == 0)
-        model.__dict__["zero_grad"] = Override(self.zero_grad, model, "zero_grad")
-        installed.callback(model.__dict__.pop, "zero_grad", None)
 
     def _loss_scaler(self) -> Fp16LossScaler:
         """Return the loss scaler for the start of training."""
@@ -259,7 +242,7 @@ class EngineParts(ModelWrapper):
         """Remove all parts, before :meth:`assemble`, and return them (collective)."""
         before = {
             "scaler": self.scaler.state_dict(),
-            "techniques": self.techniques.state_dict(),
+            "features": self.feature_set.state_dict(),
             "step": {name: getattr(self.optimizer_step, name) for name in KEPT_OF_STEP},
             "stop_requests": self.stop_requests,
         }
@@ -271,7 +254,7 @@ class EngineParts(ModelWrapper):
     def restore_parts(self, before: Mapping[str, Any]) -> None:
         """Continue after :meth:`assemble` with what :meth:`take_apart` has returned."""
         self.scaler.load_state_dict(before["scaler"])
-        self.techniques.load_state_dict(before["techniques"])
+        self.feature_set.load_state_dict(before["features"])
         for name, value in before["step"].items():
             setattr(self.optimizer_step, name, value)
         self.stop_requests = before["stop_requests"]

@@ -1,18 +1,21 @@
-"""Interfaces of what an engine installs: extensions, which replace parts of its step (rows of
-``hf_zero/compression/registry.py`` provide them), and training techniques
-(``hf_zero/techniques``). The engine knows these interfaces alone.
+"""The interface of extensions, which replace parts of an engine's step, and those of a
+configuration. The engine knows this interface alone.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from hf_zero.zero.layout.engine_plan import EnginePlan, PlannedExtensions
+from hf_zero.config import ZeroConfig
+from hf_zero.config.features import FEATURES
+from hf_zero.zero.layout.engine_plan import PlannedExtensions
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.unit import ShardGather, Unit
 
@@ -94,32 +97,23 @@ class Extensions(PlannedExtensions):
     steps: tuple[Callable[[Any], StepExtension], ...] = ()
 
 
-class Technique:
-    """A change of the training itself, made from a configuration: dropped layers, growing
-    sequences, weights in fewer bits. The engine does not import techniques: they import it.
+def extensions_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None = None) -> Extensions:
+    """Return the extensions that ``config`` or ``optimizer`` asks for, by the rows of
+    ``config/features.toml``.
+
+    Sequences of several rows are joined; of other fields a later row's value counts.
     """
+    values: dict[str, Any] = {}
+    joined = {field.name for field in fields(Extensions) if field.default == ()}
+    for row in FEATURES.values():
+        if row.extends and (row.is_on(config.written) or not row.keys):
+            for name, value in loaded(row.extends)(config, optimizer).items():
+                values[name] = values.get(name, ()) + value if name in joined else value
+    return Extensions(**values)
 
-    def check(self, plan: EnginePlan) -> None:
-        """Raise ConfigError for what the engine of ``plan`` does not support."""
 
-    def install(self, engine: Any) -> None:
-        """Install everything on the model of ``engine``, after its own hooks. Step-dependent
-        techniques read ``engine.global_steps``, which a load restores.
-        """
-
-    def end_step(self) -> None:
-        """Act after ``engine.step`` has ended an accumulation window and updated the counters."""
-
-    def prepare_batch(self, batch: object) -> object:
-        """Return ``batch`` as the model's forward would change it."""
-        return batch
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the state for checkpoints besides the counters: JSON, equal on all ranks."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`; the counters are restored already."""
-
-    def remove(self) -> None:
-        """Remove everything that is installed. Idempotent."""
+def loaded(name: str) -> Callable[..., Any]:
+    """Return the function or class that a row names as ``module:name``."""
+    module, _, attribute = name.partition(":")
+    function: Callable[..., Any] = attrgetter(attribute)(importlib.import_module(module))
+    return function

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
 
@@ -29,7 +30,6 @@ from hf_zero.zero.reduce.losses import Fp16LossScaler, LossScaling, Scaling
 from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.reduce.reductions import BackwardSettings
 from hf_zero.zero.sharded_model import ShardedModel
-from hf_zero.zero.step.captured_step import CapturedStep
 from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_pending_update
 from hf_zero.zero.step.step_reports import SanityChecks
 
@@ -188,6 +188,26 @@ class AccumulationWindow:
             self.syncs = before
 
 
+class StepRunner(Protocol):
+    """The passes and the update of a step, run by a feature in place of the engine."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether its last forward awaits its backward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> object:
+        """Return what the model returns."""
+
+    def end_backward(self, loss_factors: Hashable, others: bool) -> None:
+        """End a backward of a loss with ``loss_factors``; ``others``: it read other graphs, too."""
+
+    def update(self, steps_before: int, may_overflow: bool) -> bool:
+        """Run one optimizer step, as ``OptimizerStep.update`` does."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
 class PassRunner:
     """Runs the passes of ``model``: the hooks of forwards and backwards, which :meth:`install`
     registers, and the way from a loss to gradients in ``reducer``.
@@ -235,8 +255,8 @@ class PassRunner:
         self._sanity = sanity
         self._removable = ExitStack()
         self._removed = False
-        self.runs_captured = False  # a backward of the captured step is under way
-        self.captured: CapturedStep | None = None
+        self.runs_captured = False  # a backward of the step runner is under way
+        self.step_runner: StepRunner | None = None
 
     def install(self, scaler: Fp16LossScaler) -> None:
         """Register the hooks on the model; in fp16 also one that scales unscaled losses."""
@@ -302,24 +322,24 @@ class PassRunner:
         self._sanity.on_loss(loss)
         with self.losses.carrying(loss.dtype, weight) as scale:
             root = loss.float() * scale if scale != 1.0 else loss
-            if self.captured is not None and self.captured.is_open:
-                self._run_captured(self.captured, root, retain_graph, (scale, weight))
+            if self.step_runner is not None and self.step_runner.is_open:
+                self._run_captured(self.step_runner, root, retain_graph, (scale, weight))
                 return
             with self.hooks.announced(root):
                 root.backward(retain_graph=retain_graph)
 
     def _run_captured(
-        self, captured: CapturedStep, root: torch.Tensor, retain_graph: bool, loss_factors: Hashable
+        self, runner: StepRunner, root: torch.Tensor, retain_graph: bool, loss_factors: Hashable
     ) -> None:
-        """Backpropagate ``root``, a loss with ``loss_factors``, while a captured forward awaits its
-        backward.
+        """Backpropagate ``root``, a loss with ``loss_factors``, while a forward of ``runner``
+        awaits its backward.
         """
         before, self.runs_captured = self.reducer.progress, True
         try:
             root.backward(retain_graph=retain_graph)
         finally:
             self.runs_captured = False
-        captured.end_backward(loss_factors, self.reducer.progress is not before)
+        runner.end_backward(loss_factors, self.reducer.progress is not before)
 
     def begin_replay(self) -> None:
         """Begin a backward that is launched from a graph: no hook of it runs."""
@@ -493,7 +513,7 @@ class PassRunner:
     def remove(self) -> None:
         """Remove the hooks from the model and free the gradients."""
         self._removed = True
-        if self.captured is not None:
-            self.captured.close()
+        if self.step_runner is not None:
+            self.step_runner.close()
         self._removable.close()
         self.reducer.close()

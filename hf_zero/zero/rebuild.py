@@ -258,8 +258,7 @@ def _try(engine: EngineParts, change: Callable[[], None], keeps: bool) -> Engine
         check_parameters(units, plan.device)
         check_statistics(plan, plan.device)
         check_optimizer(plan)
-        engine.patches.check(engine.module, not plan.policy.shards_parameters)
-        engine.techniques.check(plan)
+        engine.feature_set.check(plan)
         return plan
     finally:
         optimizer.param_groups[:] = [group for group, _ in before]

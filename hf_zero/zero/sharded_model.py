@@ -31,14 +31,13 @@ from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.gather.model_patches import ModelPatches
 from hf_zero.zero.gather.schedule import Schedule
-from hf_zero.zero.layout.codecs import report
 from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
-from hf_zero.zero.layout.float8_weights import agreed_scales
 from hf_zero.zero.layout.materialize import check_parameters, check_statistics, materialize
 from hf_zero.zero.layout.outside import check_outside
 from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.parameter_codec import agreements, report
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.walk import modules_of
 from hf_zero.zero.layout.wrap import packed_elements
@@ -93,7 +92,7 @@ class ShardedModel:
             mesh,
             int(zero.prefetch_bucket_size) * itemsize,
             placement.reads_ahead,
-            [scales.renew for scales in agreed_scales(self.flats)],
+            agreements(self.flats),
         )
         # whether a step returns before the gathers of updated parameters are done
         self.overlaps = OVERLAPS_ON_HOST or not kinds.is_synchronous(mesh.device)
@@ -321,8 +320,7 @@ def check_optimizer(plan: EnginePlan) -> None:
             f"zero_optimization.offload_optimizer.moments is "
             f"{settings.offload_optimizer.moments!r}; remove that key, or use AdamW with it"
         )
-    codecs = plan.extensions.codecs
-    few_bits = codecs.momentum is not None or codecs.deltas is not None
+    few_bits = any(codec.sends_changes for codec in plan.extensions.codecs)
     check_bf16(optimizer, settings, bool(plan.names_in_8_bits), few_bits)
     if plan.outside:
         check_outside(plan.model, plan.outside, plan.group_of)

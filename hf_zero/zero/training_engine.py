@@ -58,8 +58,8 @@ class TrainingEngine(EngineParts):
         with self.measures.forward(self, args, kwargs):
             try:
                 run: Callable[..., object] = self.module
-                if self.pass_runner.captured is not None:
-                    run = self.pass_runner.captured.forward
+                if self.pass_runner.step_runner is not None:
+                    run = self.pass_runner.step_runner.forward
                 if not self.config.torch_autocast.enabled:
                     return run(*args, **kwargs)
                 dtype = COMPUTE[self.config.torch_autocast.dtype]
@@ -72,7 +72,7 @@ class TrainingEngine(EngineParts):
                 # They bypass the post-forward hooks, whose graph would keep the engine alive:
                 # Python's garbage collector sees no cycle through a graph.
                 self.pass_runner.hooks.reset()
-                self.patches.end_forward()
+                self.feature_set.end_forward()
                 raise
 
     def _record_batch(self, args: object, kwargs: object) -> None:
@@ -90,7 +90,7 @@ class TrainingEngine(EngineParts):
         sequences of this step's length. For loops that count labels or compute the loss themselves;
         a forward does it by itself.
         """
-        return self.techniques.prepare_batch(batch)
+        return self.feature_set.prepare_batch(batch)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -405,8 +405,8 @@ class TrainingEngine(EngineParts):
         """Update the weights and end the step. Return the error of a post hook of the optimizer:
         the step is complete even so, as in torch.
         """
-        losses, captured = self.pass_runner.losses, self.pass_runner.captured
-        update = self.optimizer_step.update if captured is None else captured.update
+        losses, runner = self.pass_runner.losses, self.pass_runner.step_runner
+        update = self.optimizer_step.update if runner is None else runner.update
         overflow = update(self.counters.global_steps, losses.may_overflow)
         self._announce_events()
         self.schedule.end_step()
@@ -427,7 +427,7 @@ class TrainingEngine(EngineParts):
         if per_step and not overflow:
             scheduler.step()
             self._scheduled = (self.counters.global_steps, getattr(scheduler, "last_epoch", None))
-        self.techniques.end_step()
+        self.feature_set.end_step()
         return failure
 
     def _run_post_hooks(self) -> Exception | None:
@@ -560,7 +560,7 @@ class TrainingEngine(EngineParts):
         """Compile each block's forward as ``compile: blocks`` does, with these arguments of
         torch.compile; gathers stay outside.
         """
-        self.patches.compile(backend, **{**(compile_kwargs or {}), **options})
+        self.feature_set.compile(backend, **{**(compile_kwargs or {}), **options})
 
     # ---- whole values, stopping ----
 

@@ -157,7 +157,7 @@ def measure(way: str, steps: int, compiled: bool) -> dict[str, Any]:
         wait()
         if step > 1:
             seconds.append(time.perf_counter() - start)
-    offload = engine.patches.activations.offload
+    offload = engine.feature_set.by_name["activations"].activations.offload
     row = {
         "way": way,
         "compiled": compiled,

@@ -52,7 +52,7 @@ from tests.docs.documents import (
 )
 
 KINDS = {"python", "json", "yaml", "sh", "bash", "text"}
-GENERATED = {"keys", "api"}
+GENERATED = {"keys", "api", "combinations"}
 
 COMMANDS: Any = typer.main.get_command(app)
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hf_zero.device import kinds
+from hf_zero.techniques.float8_weights import Float8Weights, scales_of
 from hf_zero.zero.layout.flat_layout import FlatLayout
-from hf_zero.zero.layout.float8_weights import Float8Weights, scales_of
 from tests.gpu.test_engine_on_gpu import loss_of
 from tests.gpu.test_two_ranks_on_one_gpu import run, told
 from tests.gpu.two_ranks import float8_config, float8_losses, wide_batches

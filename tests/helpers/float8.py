@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.zero.layout.float8_weights import FLOAT8
+from hf_zero.techniques.float8_weights import FLOAT8
 
 
 def cast(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.planner import plan
 

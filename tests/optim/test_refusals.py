@@ -192,9 +192,9 @@ OF_SECTIONS: list[tuple[ZeroConfig, str]] = [
     (config(3), "OneBitAdam in 1 bit does not go with zero_optimization.stage: 3"),
     (config(compressed_communication={"bits": 4}), "one of the two; remove the key"),
     (config(zero={"zero_quantized_gradients": True}), "travel twice; remove the key"),
-    (config(zero=OFFLOADED), "device: cpu: the update"),
-    (config(zero={"update_in_backward": True}), "update_in_backward: True: momenta are exchanged"),
-    (config(replicate_size=2), "replicate_size: 2: messages go over one axis"),
+    (config(zero=OFFLOADED), "offload_optimizer: the update"),
+    (config(zero={"update_in_backward": True}), "update_in_backward: momenta are exchanged"),
+    (config(replicate_size=2), "replicate_size: messages go over one axis"),
     (config(data_types={"grad_accum_dtype": "bf16"}), "grad_accum_dtype: bf16: the grad"),
 ]
 GROUPS = [{"params": [matrix()]}, {"params": [matrix()], "betas": (0.5, 0.9)}]

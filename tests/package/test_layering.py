@@ -44,8 +44,8 @@ STACK = [f"hf_zero.{name}" for name in ORDER.split()]
 # out of its own folder.
 LIBRARIES = (
     "step_points seams checkpoint_folders memory_checkpoints signal_saves engine_protocol "
-    "data_parallel bitsandbytes deepspeed.facade finder datasets fused deepspeed accelerate peft "
-    "transformers lightning pytorch_lightning trl probes"
+    "data_parallel bitsandbytes deepspeed.facade finder engine_seams datasets fused deepspeed "
+    "accelerate peft transformers lightning pytorch_lightning trl probes"
 )
 INTEGRATIONS = [
     f"hf_zero.{name}" if name.startswith("deepspeed") else f"hf_zero.integrations.{name}"

@@ -226,8 +226,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
         rf"TiedLayerSpec\({key!r}\)": partial(TiedLayerSpec, key, nn.Linear, 4, 4)
         for key in ("", "a.b", "keys", "training", 1, None)
     },
-    "stage is 2": lambda: engine_of(zero_optimization={"stage": 2}),
-    "stage is 3": lambda: engine_of(zero_optimization={"stage": 3}),
+    "stage: 2": lambda: engine_of(zero_optimization={"stage": 2}),
+    "stage: 3": lambda: engine_of(zero_optimization={"stage": 3}),
     "progressive_layer_drop": lambda: engine_of(progressive_layer_drop={"enabled": True}),
     "autotp_size is 2": lambda: engine_of(tensor_parallel={"autotp_size": 2}),
     "sequence_parallel_size is 2": lambda: engine_of(sequence_parallel_size=2),

@@ -217,7 +217,7 @@ def test_functions_as_schedules(rank):
     off = {"curriculum_learning": {"enabled": False, **SCHEDULE}}
     model, ids = Words(), tokens(0, 0, 0)
     engine = start(model, adamw(model), config_of(0, **off))
-    assert engine.techniques.by_key == {}
+    assert "curriculum_learning" not in engine.feature_set
     engine.destroy()
     engine = start(model, adamw(model), config_of(0, **custom))
     engine.set_custom_curriculum_learning_schedule({"seqlen_truncate": lambda step: 2 * step})

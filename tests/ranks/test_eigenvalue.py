@@ -87,7 +87,7 @@ def engine_of(model, stage, more, **section):
 
 
 def train(engine, rank, steps, accumulation=1):
-    technique, bits = engine.techniques.by_key["quantize_training"], []
+    technique, bits = engine.feature_set.by_name["quantize_training"], []
     for step in steps:
         for micro in range(accumulation):
             engine.backward(engine(features(step, micro, rank))["loss"])
@@ -108,7 +108,7 @@ def test_eigenvalues_are_those_of_the_dense_hessian_and_set_the_bits():
         bits = train(engine, rank, range(1), accumulation)
         before = full_weights(engine)
         bits += train(engine, rank, range(1, 2), accumulation)
-        found = engine.techniques.state_dict()["quantize_training"]
+        found = engine.feature_set.state_dict()["quantize_training"]
         return found, bits, before, full_weights(engine), engine.micro_steps
 
     answers = on_ranks(ranks, run, build=losing)
@@ -155,7 +155,7 @@ def test_batches_that_phases_have_cut(tmp_path):
     }
     model = ARCHITECTURES["gpt2"].build()
     engine = start(model, plain_sgd(model), {**config, "quantize_training": section})
-    technique = engine.techniques.by_key["quantize_training"]
+    technique = engine.feature_set.by_name["quantize_training"]
     begin = technique.state_dict()
     for step in range(3):
         engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, 0, 0)).loss)

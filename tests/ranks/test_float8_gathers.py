@@ -14,8 +14,8 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.techniques.float8_weights import FLOAT8, LARGEST, Float8Weights, is_float8, scales_of
 from hf_zero.zero.layout.flat_layout import FlatLayout
-from hf_zero.zero.layout.float8_weights import FLOAT8, LARGEST, Float8Weights, is_float8, scales_of
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.float8 import cast
@@ -373,11 +373,11 @@ def test_tied_weights():
     ("change", "message"),
     [
         ({"float8_training": {"recipe": "rowwise", "emulate": True, "gather_weights": True}},
-         r"gather_weights needs float8_training\.recipe = 'tensorwise'.* not 'rowwise'; change"),
-        ({"float8_training": {"gather_weights": True}}, "not None; change the recipe, or remove"),
-        ({"zero_optimization": {"stage": 2}}, r"which stage 2 does not have; write .*stage: 3"),
+         r"does not go with float8_training\.recipe: rowwise: .*write recipe: tensorwise"),
+        ({"float8_training": {"gather_weights": True}}, "recipe: null: .*or remove gather_weights"),
+        ({"zero_optimization": {"stage": 2}}, r"zero_optimization\.stage: 2: .*write .*stage: 3"),
         ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "fp16 has no room for the small"),
-        ({"quantize_training": {"enabled": True}}, "gather_weights and quantize_training both"),
+        ({"quantize_training": {"enabled": True}}, "quantize_training: both change the weights"),
     ],
 )  # fmt: skip
 def test_refusals(change, message):

@@ -183,7 +183,7 @@ def test_groups_of_modules():
 def bits_of(model, **section):
     """The bits of each weight under an engine of ``model``."""
     engine = start(model, sgd(model), config_of(0, compression_training=groups(**section)))
-    bits = engine.techniques.by_key["weight_quantization"].bits()
+    bits = engine.feature_set.by_name["weight_quantization"].bits()
     engine.destroy()
     return bits
 

@@ -228,7 +228,7 @@ def test_ranks_that_read_the_same_batches_count_once(key):
         engine = start(models[rank], adamw(models[rank]), config_of(1, **keys, **key))
         found = [(engine.gradient_accumulation_steps(), engine.train_batch_size())]
         engine.counters.global_steps = 2
-        engine.techniques.load_state_dict({})
+        engine.feature_set.load_state_dict({})
         found.append((engine.gradient_accumulation_steps(), engine.train_batch_size()))
         engine.destroy()
         return found

@@ -12,34 +12,38 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.config.capture import CONFLICTS
+from hf_zero.config.features import FEATURES, PIPELINE, reason
 from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.ops import dispatch
-from hf_zero.setup.capture_refusals import check_capture
+from hf_zero.setup.captured_steps import check_capture
+from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.layout.tree import form_of
+from hf_zero.zero.step.captured_step import KEY
 
 CAPTURE: dict[str, Any] = {"kernels": ["optimizer"], "compile": {"capture": "step"}}
 HOST = {"device": "cpu"}
-# by the key that a message names
+# by the feature or the key that a message names
 REFUSED: dict[str, dict[str, Any]] = {
-    "zero_optimization.stage: 3": {"zero_optimization": {"stage": 3}},
+    "zero_optimization.stage": {"zero_optimization": {"stage": 3}},
     "zero_optimization.offload_optimizer": {"zero_optimization": {"offload_optimizer": HOST}},
     "zero_optimization.offload_param": {"zero_optimization": {"stage": 3, "offload_param": HOST}},
     "activation_offload": {"activation_offload": True},
     "activation_checkpointing": {"activation_checkpointing": {"blocks": True}},
     "fp16.enabled": {"fp16": {"enabled": True}},
     "bf16.check_grad_overflow": {"bf16": {"enabled": True, "check_grad_overflow": True}},
-    "zero_optimization.ignore_unused_parameters: false": {
+    "zero_optimization.ignore_unused_parameters": {
         "zero_optimization": {"ignore_unused_parameters": False}
     },
     "zero_optimization.update_in_backward": {"zero_optimization": {"update_in_backward": True}},
     "compressed_communication": {"compressed_communication": {"bits": 4}},
-    "tensor_parallel, sequence_parallel_size, context_parallel_size, expert_parallel": {
-        "sequence_parallel_size": 2
-    },
-    "comms_logger.enabled, flops_profiler.enabled": {"comms_logger": {"enabled": True}},
+    "tensor_parallel": {"tensor_parallel": {"autotp_size": 2}},
+    "expert_parallel": {"expert_parallel": {"enabled": True}},
+    "sequence_parallel": {"sequence_parallel_size": 2},
+    "comms_logger": {"comms_logger": {"enabled": True}},
+    "flops_profiler": {"flops_profiler": {"enabled": True}},
     "sparse_attention": {"sparse_attention": {"mode": "bigbird"}},
+    "progressive_layer_drop": {"progressive_layer_drop": {"enabled": True}},
 }
 
 
@@ -50,10 +54,10 @@ def check(
     optimizer = changed.pop("optimizer", None)
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    techniques = changed.pop("techniques", ())
-    in_stages = changed.pop("in_stages", False)
+    called = changed.pop("called", ())
     settings = ZeroConfig.from_dict({**CAPTURE, **more})
-    check_capture(settings, model, optimizer, techniques, torch.device(device), in_stages)
+    FeatureSet.of(settings).check_combination(settings, called, trains=True)
+    check_capture(settings, model, optimizer, torch.device(device))
 
 
 @pytest.fixture
@@ -78,13 +82,17 @@ def test_what_can_be_captured_passes(gpu: None) -> None:
     check({"zero_optimization": {"stage": 3}, "compile": {}})
 
 
-@pytest.mark.parametrize("name", [name for name, _, _ in CONFLICTS])
+@pytest.mark.parametrize("name", REFUSED)
 def test_keys_that_no_graph_holds_are_refused(gpu: None, name: str) -> None:
     with pytest.raises(ConfigError, match=r"compile\.capture") as caught:
         check(REFUSED[name])
-    assert name in str(caught.value)
-    remedy = next(why for key, _, why in CONFLICTS if key == name)
-    assert remedy in str(caught.value)
+    whys = {r.key: r.why for r in FEATURES[KEY].refuses}
+    remedy = whys[name] if name in whys else reason(KEY, name)
+    assert name in str(caught.value) and remedy in str(caught.value)
+    model = nn.Linear(2, 2)
+    settings = ZeroConfig.from_dict({**CAPTURE, **REFUSED[name]})
+    FeatureSet().check_combination(settings, (), trains=False)  # an engine without an optimizer
+    check_capture(settings, model, None, torch.device("cpu"))
 
 
 def test_optimizers_that_read_the_host_are_refused(gpu: None) -> None:
@@ -113,10 +121,8 @@ def test_models_and_techniques_are_refused_by_name(gpu: None) -> None:
     recomputed.gradient_checkpointing = True
     with pytest.raises(ConfigError, match="gradient checkpointing of the model"):
         check({}, model=recomputed)
-    with pytest.raises(ConfigError, match="progressive_layer_drop"):
-        check({}, techniques=["progressive_layer_drop"])
-    with pytest.raises(ConfigError, match="a pipeline"):
-        check({}, in_stages=True)
+    with pytest.raises(ConfigError, match="the schedule of a pipeline is the"):
+        check({}, called={PIPELINE})
 
 
 def test_arguments_have_one_form_if_only_the_values_of_their_tensors_differ() -> None:

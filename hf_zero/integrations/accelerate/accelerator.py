@@ -203,7 +203,7 @@ def follow_the_phases(original: Original, self: Accelerator) -> None:
     """Wraps ``Accelerator._do_sync``: windows of ``accumulate`` have the number of micro-batches of
     the engine's current training phase.
     """
-    from hf_zero.techniques.registry import phases_of
+    from hf_zero.techniques.training_phases import phases_of
 
     wrapped = getattr(self, "deepspeed_engine_wrapped", None)
     phases = phases_of(getattr(wrapped, "engine", None))
@@ -216,7 +216,7 @@ def follow_the_phases(original: Original, self: Accelerator) -> None:
 
 def _refuse_other_micro_batches(engine: EngineProtocol) -> None:
     """Raise ConfigError for phases whose micro-batch size differs from the loader's."""
-    from hf_zero.techniques.registry import phases_of
+    from hf_zero.techniques.training_phases import phases_of
 
     phases = phases_of(engine)
     if phases is not None and phases.changes_micro_batches:

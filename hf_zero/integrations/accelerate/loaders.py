@@ -319,13 +319,13 @@ def follow_engines(accelerator: Accelerator) -> None:
     """Let loaders of ``accelerator`` that draw by difficulty follow its engine's training; prepared
     loaders give its ranks batches of their own.
     """
-    from hf_zero.techniques.registry import follow
+    from hf_zero.techniques.data_sampling import follow
 
     for engine in (model for model in accelerator._models if is_engine(model)):
         if hasattr(accelerator, DIVIDES) and not engine.destroyed:
             engine.trust_loader()
         for loader in accelerator._dataloaders:
-            follow(engine.techniques, _sampler_of(loader))
+            follow(engine.feature_set, _sampler_of(loader))
 
 
 def skip_what_was_trained(

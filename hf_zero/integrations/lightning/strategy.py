@@ -41,9 +41,10 @@ from hf_zero.techniques.data_sampling import (
     CurriculumSampler,
     RankBatches,
     RankSamples,
+    follow,
     sampled_metrics,
 )
-from hf_zero.techniques.registry import follow, phases_of
+from hf_zero.techniques.training_phases import phases_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -377,7 +378,7 @@ class StrategyMethods(_Strategy):
             micro, (ranks, rank) = batches.batch_size, readers()
             samples = micro * ranks * trainer.accumulate_grad_batches
             sampler = CurriculumSampler(dataloader.dataset, samples, batches.drop_last)
-            follow(engine.techniques, sampler)
+            follow(engine.feature_set, sampler)
             shares = RankSamples(RankBatches(sampler, micro, ranks, rank))
             dataloader = self._library("utilities.data")._update_dataloader(dataloader, shares)
         return super().process_dataloader(dataloader)

@@ -28,7 +28,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.integrations.transformers.trainer_route import engine_of, under_zero
 from hf_zero.techniques import training_phases
-from hf_zero.techniques.registry import phases_of
+from hf_zero.techniques.training_phases import phases_of
 
 if TYPE_CHECKING:
     from torch import nn

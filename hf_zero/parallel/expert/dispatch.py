@@ -20,7 +20,7 @@ from torch import nn
 
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.ops.operators import GradientContext
-from hf_zero.zero.extensions import Technique
+from hf_zero.zero.feature import Feature
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
@@ -180,13 +180,13 @@ def _even_rows(pairs: int, count: int, mesh_dim: MeshDim | None) -> list[list[in
     return [[sum(counts) for counts in by_rank], *([by_rank[rank]] * size)]
 
 
-class RoutesOfForwards(Technique):
-    """Technique of one engine: keep the routes of ``modules`` by forward."""
+class RoutesOfForwards(Feature):
+    """The routes of ``modules`` on one engine, kept by forward."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         self._modules = list(modules)
 
-    def install(self, engine: TrainingEngine) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         for module in self._modules:
             module.__dict__[KEPT] = _Kept(engine.pass_runner.hooks)
 

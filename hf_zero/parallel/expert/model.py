@@ -173,8 +173,8 @@ def spread_experts(model: nn.Module, config: ZeroConfig) -> None:
                 set_sharding(tensor, replace(sharding, axes=axes, names=names))
 
 
-def techniques_of(model: nn.Module) -> dict[str, RoutesOfForwards]:
-    """Return the techniques that an engine installs on ``model`` for its experts."""
+def features_of(model: nn.Module) -> dict[str, RoutesOfForwards]:
+    """Return the features that an engine applies to ``model`` for its experts."""
     spread = [module for module in model.modules() if RECORD in module.__dict__]
     spread += [module for _, module in _spread_layers(model)]
     return {AUTOEP_SIZE: RoutesOfForwards(spread)} if spread else {}

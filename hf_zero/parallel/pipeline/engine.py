@@ -5,7 +5,7 @@ Configurations that a pipeline does not support are refused before anything is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -471,34 +471,16 @@ def check_uncut(config: ZeroConfig, module: StagedModule) -> None:
             )
 
 
-def check_pipeline(
-    config: ZeroConfig, module: StagedModule, techniques: Collection[str], one_bit: bool
-) -> None:
-    """Raise ConfigError for features that the engine of ``module`` does not support: ZeRO beyond
-    stage 1, ``techniques`` (keys of the enabled ones), a one-bit optimizer, saves in the
-    background, a schedule for another number of stages per rank. Raise UnmanagedWindowError if
-    the script is to end accumulation windows itself.
+def check_pipeline(config: ZeroConfig, module: StagedModule) -> None:
+    """Raise ConfigError for saves in the background of several stages, for recomputation of a model
+    that does not offer it, and for a schedule for another number of stages per rank. Raise
+    UnmanagedWindowError if the script is to end accumulation windows itself. What no pipeline goes
+    with is in ``config/features.toml``.
     """
     if not config.managed_gradient_accumulation:
         raise UnmanagedWindowError(
             "managed_gradient_accumulation is false, which is not supported with pipeline "
             "parallelism: train_batch runs all micro-batches of a step; remove the key"
-        )
-    if config.stage > 1:
-        raise ConfigError(
-            f"zero_optimization.stage is {config.stage}, and the model is a pipeline: stages 2 "
-            "and 3 reduce gradients in the backward of every micro-batch, where stage 1 does once "
-            "a step; set stage to 1, or 0"
-        )
-    if techniques:
-        raise ConfigError(
-            f"{', '.join(techniques)} change what a forward does, and in a pipeline a rank sees a "
-            "part of it; remove them, or train without a pipeline"
-        )
-    if one_bit:
-        raise ConfigError(
-            "the optimizer sends its momentum in one bit over all ranks, which hold different "
-            "layers in a pipeline; use Adam, AdamW or another one that reduces gradients"
         )
     if config.checkpoint.async_save and module.num_stages > 1:
         raise ConfigError(

@@ -36,7 +36,7 @@ from hf_zero.parallel.sequence.attention import Axes, all_gather
 from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut, documents_of
 from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, RING, SEQUENCE_CONTEXT, Division
 from hf_zero.parallel.sequence.documents import Documents
-from hf_zero.zero.extensions import Technique
+from hf_zero.zero.feature import Feature
 from hf_zero.zero.registered import registered
 
 if TYPE_CHECKING:
@@ -188,14 +188,14 @@ class SequenceParallel:
         return self.rank
 
 
-class SequenceTechnique(Technique):
-    """Technique of one engine: sequence parallelism on its model."""
+class SplitAttention(Feature):
+    """Sequence parallelism of attention on the model of one engine."""
 
     def __init__(self, sequence: SequenceParallel):
         self.sequence = sequence
         self._installed: Any = None
 
-    def install(self, engine: TrainingEngine) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         self._installed = registered("sequence_attention")().install(engine.module, self.sequence)
 
     def remove(self) -> None:
@@ -356,6 +356,6 @@ def check_model(model: nn.Module, division: Division, dims: ParallelDims) -> Non
         registered("sequence_attention")().check(model, division, dims.tensor)
 
 
-def techniques_of(sequence: SequenceParallel | None) -> dict[str, SequenceTechnique]:
-    """Return the techniques for an engine to install on its model for sequence parallelism."""
-    return {} if sequence is None else {KEY: SequenceTechnique(sequence)}
+def features_of(sequence: SequenceParallel | None) -> dict[str, SplitAttention]:
+    """Return the features for an engine to apply to its model for sequence parallelism."""
+    return {} if sequence is None else {KEY: SplitAttention(sequence)}

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.activations.checkpointing import repeatable
 from hf_zero.config import TiledMlpSection, ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.zero.extensions import Technique
+from hf_zero.zero.feature import Feature
 from hf_zero.zero.gather.model_patches import Attached, Override
 from hf_zero.zero.layout.declared import text_config_of
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -25,9 +25,9 @@ from hf_zero.zero.layout.wrap import described, repeated_blocks
 KEY = "tiled_mlp"
 
 
-class TiledMlps(Technique):
-    """Technique of one engine: run its model's MLPs in ``shards`` tiles; None: tokens divided by
-    the hidden size, rounded up.
+class TiledMlps(Feature):
+    """MLPs of one engine's model in ``shards`` tiles; None: tokens divided by the hidden size,
+    rounded up.
 
     At stage 3 the number is the same on all ranks, whatever the lengths of their sequences: a
     module that is called more often on one rank would be gathered more often.
@@ -64,7 +64,7 @@ class TiledMlps(Technique):
         )
         return list(mlps)
 
-    def install(self, engine: Any) -> None:
+    def apply(self, engine: Any) -> None:
         """Override the MLPs' forwards."""
         model, self._engine = engine.module, engine
         for module in self.mlps(model):

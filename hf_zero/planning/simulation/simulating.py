@@ -16,9 +16,8 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from hf_zero.activations.policy import ActivationPatches
-from hf_zero.compression.registry import extensions_of
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
+from hf_zero.config.features import ONE_BIT, PIPELINE
 from hf_zero.device import kinds
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.fake_world import META, fake_world
@@ -30,7 +29,7 @@ from hf_zero.integrations.fused.deferred_heads import defer_head
 from hf_zero.integrations.transformers.meta_model import sized_model
 from hf_zero.measures.collectives import wire_bytes
 from hf_zero.optim.one_bit import one_bit_of
-from hf_zero.parallel.expert.model import spread_experts, techniques_of
+from hf_zero.parallel.expert.model import spread_experts
 from hf_zero.parallel.pipeline.engine import (
     PipelineTraining,
     check_pipeline,
@@ -66,8 +65,8 @@ from hf_zero.planning.simulation.recording import (
 )
 from hf_zero.planning.simulation.stages import Header, StageRecorder, record_stage
 from hf_zero.planning.simulation.store_load import StoreLoad, store_load
-from hf_zero.techniques.quantized_linears import mark_weights
-from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.zero.extensions import extensions_of
+from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.meta_run import copy_on_meta
 from hf_zero.zero.layout.planner import plan, replan
@@ -479,17 +478,19 @@ def _engine(planned: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Eng
     spread_experts(module, settings)
     init_parallel(planned.dims)
     optimizer = _optimizer_for(planned, module)
-    mark_weights(module, settings)
-    techniques = TrainingTechniques(settings, techniques_of(module))
+    features = FeatureSet.of(settings)
+    features.mark(module)
+    called = set[str]() if one_bit_of(settings, optimizer) is None else {ONE_BIT}
     if isinstance(module, StagedModule):
+        called.add(PIPELINE)
         check_uncut(settings, module)
-        one_bit = one_bit_of(settings, optimizer) is not None
-        check_pipeline(settings, module, techniques.by_key, one_bit)
+        check_pipeline(settings, module)
+    features.check_combination(settings, called, trains=optimizer is not None)
     engine_plan = plan(
         module, settings, planned.dims, optimizer, extensions_of=extensions_of, rank=planned.rank,
         device=META,
     )  # fmt: skip
-    return kind(engine_plan, ActivationPatches(settings), techniques)
+    return kind(engine_plan, features.with_further(module))
 
 
 def _staged(planned: EnginePlan, copied: nn.Module) -> StagedModule:

@@ -28,8 +28,8 @@ from hf_zero.optim.elementwise import updates_in_parts
 from hf_zero.optim.offloaded_state import compressible, stored_format
 from hf_zero.optim.segments import group_runs
 from hf_zero.optim.state import SegmentStateAccess, is_elementwise
-from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
 from hf_zero.zero.layout.flat_spec import FlatSpec
+from hf_zero.zero.layout.parameter_codec import ParameterCodec
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES, StagePolicy
@@ -57,14 +57,14 @@ def shape_of(parameter: nn.Parameter, cuts: Cuts) -> tuple[int, ...]:
 class PlannedExtensions:
     """The extensions that a plan reads; the defaults are for an engine without any.
 
-    codecs: of compressed collectives. node: number of neighboring ranks of a shard group that form
-    a mesh dimension of their own, for gathers. hierarchical: the configuration key that asks for
-    gathers across hosts and then within each, if any. needs_one_mesh: configuration keys in use
-    whose messages go over one mesh of all ranks, so that they exclude tensor, expert and pipeline
-    parallelism.
+    codecs: of parameters; of each direction the last that takes a parameter counts. node: number of
+    neighboring ranks of a shard group that form a mesh dimension of their own, for gathers.
+    hierarchical: the configuration key that asks for gathers across hosts and then within each, if
+    any. needs_one_mesh: configuration keys in use whose messages go over one mesh of all ranks, so
+    that they exclude tensor, expert and pipeline parallelism.
     """
 
-    codecs: Codecs = UNCOMPRESSED
+    codecs: tuple[ParameterCodec, ...] = ()
     node: int = 1
     hierarchical: str = ""
     needs_one_mesh: tuple[str, ...] = ()

@@ -27,7 +27,6 @@ from hf_zero.optim.cpu_base import names_in_8_bits, updates_in_host_memory
 from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.segments import sub_groups
 from hf_zero.optim.whole_tensor import moments_by_group
-from hf_zero.zero.layout.codecs import Codecs
 from hf_zero.zero.layout.engine_plan import (
     CPU,
     UNCUT,
@@ -42,8 +41,13 @@ from hf_zero.zero.layout.engine_plan import (
 )
 from hf_zero.zero.layout.flat_layout import BLOCK, FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
-from hf_zero.zero.layout.float8_weights import Float8Weights
 from hf_zero.zero.layout.outside import described, outside_unit
+from hf_zero.zero.layout.parameter_codec import (
+    FlatUse,
+    MessageCodecs,
+    ParameterCodec,
+    ParameterUse,
+)
 from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, holds_raw_bytes, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding
 from hf_zero.zero.layout.stage_policy import POLICIES, StagePolicy
@@ -78,7 +82,7 @@ def plan(
             gathered and released as the ZeRO stage requires, never reduced. None: all are. Its
             parameters outside the model are the last unit (``outside.py``).
         extensions_of: the function from settings and optimizer to the extensions
-            (``hf_zero.compression.registry.extensions_of``); default: none.
+            (``hf_zero.zero.extensions.extensions_of``); default: none.
         rank: the rank of the job that is planned for.
         device: the kind of device that computes.
         cuts: the sharding of parameters that tensor and expert parallelism have yet to cut.
@@ -291,17 +295,15 @@ class _Places:
 class FlatKind(NamedTuple):
     """The properties by which parameters of one unit share a flat buffer.
 
-    policy: of persistent parameters, or of the ZeRO stage. compressed: codecs may encode it.
-    float8: gathers send it in float8. moments: the names of the moments, joined, if groups of the
-    optimizer differ in them, else "".
+    policy: of persistent parameters, or of the ZeRO stage. codecs: those that may send it. moments:
+    the names of the moments, joined, if groups of the optimizer differ in them, else "".
     """
 
     trainable: bool
     dtype: torch.dtype
     raw: bool
     policy: StagePolicy
-    compressed: bool
-    float8: bool
+    codecs: tuple[ParameterCodec, ...]
     moments: str
     sharding: Sharding
 
@@ -314,7 +316,7 @@ class _FlatLayouts:
     in_fp32: frozenset[str]  # names of the parameters that compute in fp32 whatever the precision
     policy: StagePolicy
     persistent: frozenset[str]
-    codecs: Codecs
+    codecs: Sequence[ParameterCodec]
     group_of: Mapping[str, int]
     moments: Sequence[tuple[str, ...]]
     cuts: Cuts
@@ -340,12 +342,12 @@ class _FlatLayouts:
             stays = unit.outside or name in self.persistent
             policy = for_persistent if stays else self.policy
             trains, raw = name in self.group_of, holds_raw_bytes(parameter)
-            compressed = not (raw or unit.outside) and self.codecs.takes(parameter, trains)
             moments = "+".join(self.moments[self.group_of[name]]) if trains and differ else ""
             sharding = sharding_under(parameter, self.cuts).kind
             gathers = policy.shards_parameters and self.places.along(sharding.axes)[0] > 1
-            float8 = gathers and self.codecs.sends_float8(parameter, dtype)
-            kind = FlatKind(trains, dtype, raw, policy, compressed, float8, moments, sharding)
+            use = ParameterUse(dtype, trains, raw, unit.outside, gathers)
+            codecs = tuple(codec for codec in self.codecs if codec.takes(parameter, use))
+            kind = FlatKind(trains, dtype, raw, policy, codecs, moments, sharding)
             by_kind.setdefault(kind, {})[name] = parameter
         for kind, named in by_kind.items():
             yield self._flat(unit, kind, named), named
@@ -368,18 +370,14 @@ class _FlatLayouts:
         state = "trainable" if trainable else "frozen"
         key = f"{unit.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if kind.raw else ''}"
         key += "|whole" if stays else ""
-        key += "|blocks" if kind.compressed else ""
-        key += "|float8" if kind.float8 else ""
+        key += "".join(f"|{codec.key}" for codec in kind.codecs)
         key += f"|{kind.moments}" if kind.moments else ""
         key += f"|{sharding.key}" if sharding.key else ""
         owned = layout.shard_range(shard if num_shards > 1 else 0)
-        reduce_codec, gather_codec = (
-            self.codecs.codecs(layout, dtype, trainable, policy.shards_parameters, stays)
-            if kind.compressed
-            else (None, None)
-        )
-        if kind.float8:
-            gather_codec = Float8Weights(layout, owned)
+        use = FlatUse(layout, dtype, trainable, policy.shards_parameters, stays, owned)
+        codecs = MessageCodecs()
+        for codec in kind.codecs:
+            codecs = codecs.overridden(codec.messages(use))
         return FlatSpec(
             index=-1,
             key=key,
@@ -392,11 +390,9 @@ class _FlatLayouts:
             outside=unit.outside,
             saves_shard=replica == 0 and (num_shards > 1 or shard == 0),
             owned=owned,
-            reduce_codec=reduce_codec,
-            gather_codec=gather_codec,
-            momentum_blocks=self.codecs.momentum_of(layout, dtype)
-            if kind.compressed and trainable
-            else None,
+            reduce_codec=codecs.reduced,
+            gather_codec=codecs.gathered,
+            momentum_blocks=codecs.momentum,
             sharding=sharding,
             master_dtype=self._master_dtype(dtype),
         )
@@ -466,7 +462,7 @@ def _casts_master(spec: FlatSpec) -> bool:
     """Return whether the master weights of ``spec`` can be cast in place of a parameter shard.
     Messages in blocks are encoded from the shard, also where steps send differences.
     """
-    whole = spec.gather_codec is None or isinstance(spec.gather_codec, Float8Weights)
+    whole = spec.gather_codec is None or spec.gather_codec.reads_master
     return (
         spec.sharded
         and spec.trainable

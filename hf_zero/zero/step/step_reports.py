@@ -221,6 +221,9 @@ class StepMeasures(Generic[Engine]):
     def zero_grad(self) -> None:
         """Drop the losses whose gradients are dropped."""
 
+    def trace(self, engine: Engine, steps: int, folder: str) -> None:
+        """Trace the next ``steps`` steps into ``folder`` (collective)."""
+
     # ---- between steps ----
 
     @property

@@ -233,7 +233,7 @@ def test_auto_leaves_to_compiled_blocks_what_inductor_fuses(
         plain = build(name)
         known = {*to_be_compiled(plain)}
         engine = started(name=name, kernels="auto", compile=compiled)
-        inductors = {*engine.patches.compiled._blocks}
+        inductors = {*engine.feature_set.by_name["activations"].compiled._blocks}
         blocks = [each for each, module in engine.module.named_modules() if module in inductors]
         assert blocks == [each for each, module in plain.named_modules() if module in known]
         assert len(blocks) >= 2

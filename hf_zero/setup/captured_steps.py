@@ -1,5 +1,5 @@
-"""Refusals of ``compile.capture``: what the host decides or reads anew in each step cannot be in
-a graph of the device that is captured once.
+"""Captured steps (``compile.capture``) as a feature, and what they refuse: what the host decides or
+reads anew in each step cannot be in a graph of the device that is captured once.
 """
 
 from __future__ import annotations
@@ -11,32 +11,51 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.capture import capture_conflicts
 from hf_zero.device import graphs
+from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
+from hf_zero.integrations import finder
 from hf_zero.logging import listed
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.own_step import is_own
+from hf_zero.zero.feature import EngineInputs, Feature
 from hf_zero.zero.gather.model_patches import hooks_of
 from hf_zero.zero.layout.declared import attribute_of
-from hf_zero.zero.step.captured_step import KEY
+from hf_zero.zero.step.captured_step import KEY, CapturedStep
+
+
+class CapturedSteps(Feature):
+    """Steps of one engine as graphs of its device."""
+
+    def __init__(self, settings: ZeroConfig):
+        pass
+
+    def check_inputs(self, inputs: EngineInputs) -> None:
+        device = process_group.default_device()
+        check_capture(inputs.settings, inputs.model, inputs.optimizer, device)
+
+    def prepare(self, model: nn.Module) -> None:
+        finder.install_hooks()  # a forward of Transformers then takes the same way in each step
+
+    def apply(self, engine: Any) -> None:
+        if engine.optimizer is not None:
+            runner = CapturedStep(engine.pass_runner, engine.optimizer_step, engine.accumulation)
+            engine.pass_runner.step_runner = runner
 
 
 def check_capture(
     settings: ZeroConfig,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    techniques: Any,
     device: torch.device,
-    in_stages: bool,
 ) -> None:
-    """Raise ConfigError for everything in a call of ``initialize`` that no graph of ``device`` can
-    hold. ``techniques``: the keys of those that are on; ``in_stages``: the model is a pipeline.
+    """Raise ConfigError for a device, a model and an optimizer whose step no graph can hold. Keys
+    and features that none can hold are in ``config/features.toml``.
     """
     if settings.compile.capture is None or optimizer is None:
         return
-    reasons = [*_reasons(settings, model, optimizer, techniques, device, in_stages)]
+    reasons = [*_reasons(settings, model, optimizer, device)]
     if reasons:
         raise ConfigError(
             f'{KEY}: "step" captures what a step launches in graphs of the device, which excludes '
@@ -48,18 +67,11 @@ def _reasons(
     settings: ZeroConfig,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    techniques: Any,
     device: torch.device,
-    in_stages: bool,
 ) -> Iterator[str]:
     if not graphs.supports(device):
         yield f"the device {device.type} (it has no such graphs; train on a GPU)"
         return
-    yield from capture_conflicts(settings)
-    if in_stages:
-        yield "a pipeline (its schedule is the host's; pass the model without stages)"
-    if techniques:
-        yield f"{listed(techniques)} (the step changes with its number; remove the section)"
     plain = is_own(optimizer.step, optimizer) and Bf16State.of(settings, optimizer) is None
     if not plain or not reads_16_bits(optimizer, settings.kernels, device):
         yield (

@@ -28,6 +28,13 @@ from torch import nn
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.parameter_codec import (
+    CodecAgreement,
+    FlatUse,
+    MessageCodecs,
+    ParameterCodec,
+    ParameterUse,
+)
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
@@ -51,6 +58,7 @@ class Float8Weights:
     """
 
     differences = False
+    reads_master = True  # the note on the cast of a cast
 
     def __init__(self, layout: FlatLayout, owned: tuple[int, int]):
         self._layout, self._owned = layout, owned
@@ -65,6 +73,11 @@ class Float8Weights:
     def weights(self) -> int:
         """Number of weights."""
         return len(self._layout.slots)
+
+    @staticmethod
+    def agreement(dim: MeshDim, flats: Sequence[FlatBuffer]) -> CodecAgreement:
+        """Return the scales of ``flats``, on which the ranks along ``dim`` agree."""
+        return AgreedScales(dim, flats)
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a message of ``numel`` elements."""
@@ -120,29 +133,28 @@ def scales_of(amax: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torc
     return (LARGEST / amax).float().split(1), (amax / LARGEST).split(1)
 
 
-class AgreedScales:
-    """The scales of ``flats``, which share ``dim`` and have codecs :class:`Float8Weights`."""
+class AgreedScales(CodecAgreement):
+    """The scales of ``flats``, whose codecs are :class:`Float8Weights`."""
 
     def __init__(self, dim: MeshDim, flats: Sequence[FlatBuffer]):
-        self._dim, self._flats = dim, list(flats)
+        super().__init__(dim, flats)
         self._changes: list[int] = []  # of each flat buffer, at the last agreement
 
     def renew(self) -> None:
-        """Agree on the scales again if values have changed since (collective)."""
-        changes = [flat.changes for flat in self._flats]
+        changes = [flat.changes for flat in self.flats]
         if changes != self._changes:
             with torch.inference_mode(False), torch.no_grad():
                 self._agree()
             self._changes = changes
 
     def _agree(self) -> None:
-        own = [_codec(flat).amax(flat.shard, flat.owned[0]) for flat in self._flats]
+        own = [_codec(flat).amax(flat.shard, flat.owned[0]) for flat in self.flats]
         chunk = torch.cat(own)
-        every = chunk.new_empty(self._dim.size * chunk.numel())
-        self._dim.all_gather([(every, chunk)], "scales of float8 weights").wait()
-        scales, units = scales_of(every.view(self._dim.size, -1).amax(0))
+        every = chunk.new_empty(self.dim.size * chunk.numel())
+        self.dim.all_gather([(every, chunk)], "scales of float8 weights").wait()
+        scales, units = scales_of(every.view(self.dim.size, -1).amax(0))
         at = 0
-        for codec in map(_codec, self._flats):
+        for codec in map(_codec, self.flats):
             end = at + codec.weights
             codec.set_scales(scales[at:end], units[at:end])
             at = end
@@ -154,10 +166,14 @@ def _codec(flat: FlatBuffer) -> Float8Weights:
     return codec
 
 
-def agreed_scales(flats: Sequence[FlatBuffer]) -> Sequence[AgreedScales]:
-    """Return the scales of the weights gathered in float8 among ``flats``, by mesh dimension."""
-    coded = [flat for flat in flats if isinstance(flat.spec.gather_codec, Float8Weights)]
-    return [
-        AgreedScales(dim, [flat for flat in coded if flat.mesh.shard is dim])
-        for dim in dict.fromkeys(flat.mesh.shard for flat in coded)
-    ]
+class Float8Gathers(ParameterCodec):
+    """Gathers in float8 of the weights that :func:`mark_float8` has marked."""
+
+    key = "float8"
+
+    def takes(self, parameter: torch.Tensor, use: ParameterUse) -> bool:
+        fits = use.dtype in (torch.bfloat16, torch.float32)  # the note on the cast of a cast
+        return use.gathered and fits and is_float8(parameter)
+
+    def messages(self, flat: FlatUse) -> MessageCodecs:
+        return MessageCodecs(gathered=Float8Weights(flat.layout, flat.owned))

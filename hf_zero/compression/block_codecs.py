@@ -1,0 +1,72 @@
+"""The codec of parameters in blocks of few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.distributed.collectives import Codec
+from hf_zero.ops.sign_blocks import SignBlocks
+from hf_zero.zero.layout.parameter_codec import (
+    FlatUse,
+    MessageCodecs,
+    ParameterCodec,
+    ParameterUse,
+)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Default block size by bits. Adam divides by the usual magnitude of a gradient element: 4 bits lose
+# the elements far below the largest of their block, and a larger block loses more of them
+# (scripts/bench/results/compressed_loss-*.jsonl).
+DEFAULT_BLOCKS = {4: 64, 8: 256}
+SMALLEST_TENSOR = 256  # elements
+
+
+@dataclass(frozen=True, eq=False)
+class BlockwiseCodec(ParameterCodec):
+    """Codecs for reductions of gradients and for gathers of weights, in blocks with a scale each;
+    None sends values uncompressed.
+
+    gradients: makes the codec of one flat buffer, which may keep state. weights, frozen: for
+    gathers at stage 3 of trainable and of frozen parameters. deltas: for the changes of a step,
+    where all ranks keep whole weights. momentum: for a momentum that is sent in place of gradients.
+    block: tensors with fewer elements, and 1-D tensors, are sent uncompressed in flat
+    buffers of their own: next to a matrix their elements would share a block scale that is too
+    large for them.
+    """
+
+    gradients: Callable[[], Codec] | None = None
+    weights: Codec | None = None
+    frozen: Codec | None = None
+    deltas: Codec | None = None
+    momentum: SignBlocks | None = None
+    block: int = SMALLEST_TENSOR
+
+    key = "blocks"
+
+    @property
+    def sends_changes(self) -> bool:  # type: ignore[override]
+        return self.momentum is not None or self.deltas is not None
+
+    def takes(self, parameter: torch.Tensor, use: ParameterUse) -> bool:
+        ours = (self.gradients, self.weights, self.deltas, self.momentum)
+        return (
+            not (use.raw or use.outside)
+            and any(ours if use.trains else (self.frozen,))
+            and parameter.dim() > 1
+            and parameter.numel() >= self.block
+        )
+
+    def messages(self, flat: FlatUse) -> MessageCodecs:
+        layout = flat.layout
+        if layout.num_shards == 1 or layout.shard_numel < self.block or flat.dtype not in FLOATS:
+            return MessageCodecs()
+        if not flat.trains:
+            return MessageCodecs(gathered=self.frozen if flat.sharded else None)
+        return MessageCodecs(
+            None if self.gradients is None else self.gradients(),
+            self.weights if flat.sharded else None if flat.persistent else self.deltas,
+            self.momentum,
+        )

@@ -1,0 +1,251 @@
+"""The one interface of features, and the features of one engine.
+
+A feature is a class outside of the core: a training technique, quantized layers, recomputation.
+Its row in ``hf_zero/config/features.toml`` has its keys, its place in the order, and what it does
+not go with; its class does the rest. The core calls the methods of :class:`Feature`, and knows no
+feature by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.features import FEATURES, check_combination, switched_on
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.zero.extensions import loaded
+from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.sharding import Sharding
+
+
+@dataclass(frozen=True, eq=False)
+class EngineInputs:
+    """The arguments of one call of ``initialize``, resolved, before the plan of its engine.
+    ``data`` is the training data, ``mpu`` the script's statement of its axes; they and
+    ``optimizer`` may be None.
+    """
+
+    model: nn.Module
+    settings: ZeroConfig
+    dims: ParallelDims
+    optimizer: torch.optim.Optimizer | None
+    data: object
+    mpu: object = None
+
+
+class Feature:
+    """One feature of one engine. A method does nothing unless a feature overrides it. They are
+    called in this order; ``check`` may be called again, for an engine that is built anew.
+    """
+
+    name = ""  # of its row
+
+    # ---- before the engine ----
+
+    def check_inputs(self, inputs: EngineInputs) -> None:
+        """Raise ConfigError for a model, an optimizer or data that the feature does not support.
+        Change nothing but marks of parameters, which :meth:`mark` sets.
+        """
+
+    def mark(self, model: nn.Module) -> None:
+        """Set the properties of parameters that a plan of ``model`` reads, such as their codecs."""
+
+    def check(self, plan: EnginePlan) -> None:
+        """Raise ConfigError for what the engine of ``plan`` does not support."""
+
+    def cuts(
+        self, model: nn.Module, dims: ParallelDims, rank: int
+    ) -> Mapping[nn.Parameter, Sharding]:
+        """Return the sharding on ``rank`` of each parameter that :meth:`cut` is going to cut."""
+        return {}
+
+    def cut(self, model: nn.Module, verify: bool) -> None:
+        """Cut parameters of ``model`` along axes besides ZeRO (collective). ``verify``: the model
+        has its values, so that a cut may be compared with the whole.
+        """
+
+    def prepare(self, model: nn.Module) -> None:
+        """Replace modules of ``model``, or their forwards, before its units are formed."""
+
+    def follow_loader(self, loader: Any) -> Any:
+        """Return ``loader``, of the training data, or one that follows the training."""
+        return loader
+
+    def further(self, model: nn.Module) -> Mapping[str, Feature]:
+        """Return features for ``model`` that are applied after all others, by name."""
+        return {}
+
+    # ---- on the engine ----
+
+    def apply(self, engine: Any) -> None:
+        """Install the feature on ``engine``, after the engine's own hooks. What depends on the step
+        reads ``engine.global_steps``, which a load restores.
+        """
+
+    def prepare_batch(self, batch: object) -> object:
+        """Return ``batch`` as the model's forward would change it."""
+        return batch
+
+    def end_forward(self) -> None:
+        """End a forward whose hooks an exception may have bypassed. Idempotent."""
+
+    def end_step(self) -> None:
+        """Act after ``engine.step`` has ended an accumulation window and updated the counters."""
+
+    def compile(self, backend: str, **options: Any) -> None:
+        """Compile what the feature compiles, because a script has called ``engine.compile``."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state for checkpoints besides the counters: JSON, equal on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`; the counters are restored already."""
+
+    def remove(self) -> None:
+        """Remove everything that is installed. Idempotent."""
+
+
+F = TypeVar("F", bound=Feature)
+
+
+class FeatureSet:
+    """The features of one engine by name, in the order in which they are applied."""
+
+    def __init__(self, by_name: Mapping[str, Feature] | None = None):
+        self.by_name: dict[str, Feature] = dict(by_name or {})
+        for name, feature in self.by_name.items():
+            feature.name = name
+        self._ending = self._overriding("end_step")
+
+    @classmethod
+    def of(cls, settings: ZeroConfig, kind: str = "") -> FeatureSet:
+        """Return the features that ``settings`` switch on; with ``kind`` those of it
+        alone. Raises ConfigError for settings of one that contradict each other.
+        """
+        written = settings.written
+        made: dict[str, Feature | None] = {
+            name: loaded(row.make)(settings)
+            for name, row in FEATURES.items()
+            if row.make and kind in ("", row.kind) and (row.always or row.is_on(written))
+        }
+        return cls({name: feature for name, feature in made.items() if feature is not None})
+
+    def _overriding(self, method: str) -> list[Feature]:
+        plain = getattr(Feature, method)
+        return [f for f in self if getattr(type(f), method) is not plain]
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self.by_name.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_name
+
+    def get(self, name: str, kind: type[F]) -> F | None:
+        """Return the feature ``name``, of the class ``kind``; None if it is off."""
+        feature = self.by_name.get(name)
+        return feature if isinstance(feature, kind) else None
+
+    def with_further(self, model: nn.Module) -> FeatureSet:
+        """Return these features, and the further ones of each for ``model``."""
+        by_name = dict(self.by_name)
+        for feature in self:
+            by_name |= feature.further(model)
+        return FeatureSet(by_name)
+
+    def check_combination(
+        self, settings: ZeroConfig, called: Collection[str], trains: bool
+    ) -> None:
+        """Raise ConfigError for features that do not go together: those of ``settings``, and those
+        that were ``called`` for without a key. ``trains``: there is an optimizer.
+        """
+        written = settings.written
+        on = [
+            name
+            for name in switched_on(written)
+            if (not FEATURES[name].content or name in self)
+            and (trains or not FEATURES[name].trains)
+        ]
+        check_combination([*on, *called], written)
+
+    def check_inputs(self, inputs: EngineInputs) -> None:
+        for feature in self:
+            feature.check_inputs(inputs)
+
+    def mark(self, model: nn.Module) -> None:
+        for feature in self:
+            feature.mark(model)
+
+    def check(self, plan: EnginePlan) -> None:
+        for feature in self:
+            feature.check(plan)
+
+    def cuts(self, model: nn.Module, dims: ParallelDims, rank: int) -> dict[nn.Parameter, Sharding]:
+        found: dict[nn.Parameter, Sharding] = {}
+        for feature in self:
+            found |= feature.cuts(model, dims, rank)
+        return found
+
+    def cut(self, model: nn.Module, verify: bool = True) -> None:
+        for feature in self:
+            feature.cut(model, verify)
+
+    def prepare(self, model: nn.Module) -> None:
+        for feature in self:
+            feature.prepare(model)
+
+    def follow_loader(self, loader: Any) -> Any:
+        for feature in self:
+            loader = feature.follow_loader(loader)
+        return loader
+
+    def apply(self, engine: Any) -> None:
+        for feature in self:
+            feature.apply(engine)
+
+    def prepare_batch(self, batch: object) -> object:
+        for feature in self:
+            batch = feature.prepare_batch(batch)
+        return batch
+
+    def end_forward(self) -> None:
+        for feature in self:
+            feature.end_forward()
+
+    def end_step(self) -> None:
+        for feature in self._ending:
+            feature.end_step()
+
+    def compile(self, backend: str, **options: Any) -> None:
+        for feature in self:
+            feature.compile(backend, **options)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the states of those that have one, by name."""
+        states = {name: feature.state_dict() for name, feature in self.by_name.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, feature in self.by_name.items():
+            feature.load_state_dict(state.get(name, {}))
+
+    def remove(self) -> None:
+        for feature in reversed(self.by_name.values()):
+            feature.remove()
+
+
+def resolved_sizes(
+    model: nn.Module, settings: ZeroConfig, dims: ParallelDims, mpu: object
+) -> tuple[ZeroConfig, ParallelDims]:
+    """Return ``settings`` and ``dims`` with the sizes that features compute from them, ``model``
+    and ``mpu``.
+    """
+    for row in FEATURES.values():
+        if row.resolves:
+            settings, dims = loaded(row.resolves)(model, settings, dims, mpu)
+    return settings, dims

@@ -1,0 +1,121 @@
+"""The core of the package, decided by its purpose, and the imports that leave it.
+
+The core trains a model of torch modules at stages 0 to 3 over a mesh: element-wise optimizers,
+fp32, bf16 and fp16, clipping, accumulation, its own checkpoints, resume, errors. Whatever else the
+package does stands outside and attaches itself. ``hf_zero/docs/decisions.md`` has the reasons for
+the cut.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+from tests.helpers import house
+
+PACKAGE = Path(__file__).resolve().parents[2] / "hf_zero"
+
+# The modules of the core, by folder; "*": all of the folder but those after the dash.
+CORE = {
+    "": "__init__ engine errors initialize logging",
+    "config": "__init__ explaining features files keys reading refusals resolving schema sections "
+    "settings spelling value_types variables zero_config",
+    "device": "*",
+    "distributed": "* - fake_world host_transfers stage_messages torchrun two_hops",
+    "zero": "*",
+    "zero.access": "* - weight_stream",
+    "zero.gather": "*",
+    "zero.layout": "* - attributes",
+    "zero.reduce": "*",
+    "zero.step": "* - captured_step",
+    "optim": "__init__ adam_lion bound_optimizer build elementwise fused group_settings own_step "
+    "probing schedules segment_table segments snapshots state",
+    "offload": "__init__ placement storage",
+    "ops": "__init__ dispatch file_locks flat_optimizers flat_reference flat_tiles host_memory "
+    "native operators reference",
+    "loading": "*",
+    "setup": "__init__ plan request steps",
+    "checkpoint": "__init__ commit file_writer find load_sharded loader_state manifest match "
+    "reader resume save_job save_log save_manifest save_plan save_sharded staging storage "
+    "tensorfile",
+}  # fmt: skip
+
+# Packages whose own files name, for type checkers, what users import, in the core or not.
+DOORS = ("hf_zero", "hf_zero.checkpoint", "hf_zero.optim")
+
+# Exactly: imports of a module outside by a module of the core. Write a lower number where it falls.
+LEAVING = 105
+# At most: lines of code of the core, and of the package.
+LINES, ALL_LINES = 33_400, 93_000
+
+
+def is_core(module: str) -> bool:
+    folder, _, name = module.removeprefix("hf_zero").removeprefix(".").rpartition(".")
+    if f"{folder}.{name}".strip(".") in CORE:
+        folder, name = f"{folder}.{name}".strip("."), "__init__"
+    included, _, excluded = CORE.get(folder, "").partition(" - ")
+    if included == "*":
+        return name not in excluded.split()
+    return (name or "__init__") in included.split()
+
+
+def lines_of_code(text: str) -> int:
+    """The lines of ``text`` that are neither empty, nor comments, nor docstrings."""
+    prose = {
+        line
+        for node in ast.walk(house.parsed(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
+    return sum(
+        bool(re.match(r"\s*[^\s#]", line)) and number not in prose
+        for number, line in enumerate(text.split("\n"), 1)
+    )
+
+
+SOURCES = house.sources(PACKAGE)
+
+
+def test_the_core_is_there() -> None:
+    modules = {module for module in SOURCES if is_core(module)}
+    named = {
+        ".".join(filter(None, ("hf_zero", folder, name.removeprefix("__init__"))))
+        for folder, names in CORE.items()
+        for name in names.replace("*", "").replace(" - ", " ").split()
+        if name != "-"
+    }
+    assert named <= set(SOURCES), sorted(named - set(SOURCES))
+    assert "hf_zero.zero.layout.unit" in modules and "hf_zero.engine" in modules
+    assert "hf_zero.techniques.layer_drop" not in modules and "hf_zero.cli.app" not in modules
+
+
+def test_imports_that_leave_the_core() -> None:
+    leaving = {
+        (module, target)
+        for module, targets in house.graph(SOURCES, everywhere=True).items()
+        if is_core(module) and module not in DOORS
+        for target in targets
+        if not is_core(target)
+    }
+    most = Counter(module for module, _ in leaving).most_common(12)
+    assert len(leaving) == LEAVING, f"write LEAVING = {len(leaving)} if it fell; most: {most}"
+
+
+def test_lines_of_code() -> None:
+    lines = {module: lines_of_code(text) for module, (text, _) in SOURCES.items()}
+    core = sum(count for module, count in lines.items() if is_core(module))
+    assert (core <= LINES, sum(lines.values()) <= ALL_LINES) == (True, True), (
+        f"{core} lines of code in the core, {sum(lines.values())} in all"
+    )
+
+
+def test_what_a_line_of_code_is() -> None:
+    assert (
+        lines_of_code(
+            '"""Doc."""\n\nimport a  # b\n# c\n\ndef f():\n    """D.\n\n    """\n    g()\n'
+        )
+        == 3
+    )

@@ -1,0 +1,183 @@
+"""The table of features: its rows, its order, its refusals, and a package without one of them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import hf_zero
+from hf_zero.config import ZeroConfig
+from hf_zero.config.features import (
+    FEATURES,
+    TABLE,
+    check_combination,
+    conflicts,
+    reason,
+    refused_values,
+    switched_on,
+)
+from hf_zero.config.features import read as read_table
+from hf_zero.config.keys import KEYS
+from hf_zero.errors import ConfigError
+from hf_zero.zero.extensions import extensions_of, loaded
+from hf_zero.zero.feature import Feature, FeatureSet
+
+DOCS = Path(hf_zero.__file__).parent / "docs"
+# The order in which features with an object are applied to a model and its engine.
+APPLIED = """
+parallel_axes
+quantization_aware_training
+float8_training
+fused_modules
+engine_seams
+activations
+compile.capture
+curriculum_learning
+data_efficiency.data_sampling
+training_phases
+quantize_training
+weight_quantization
+progressive_layer_drop
+data_efficiency.data_routing.random_ltd
+tiled_mlp
+measures
+"""
+
+ALWAYS = ["parallel_axes", "engine_seams", "activations", "measures"]
+
+
+def test_rows_name_what_exists() -> None:
+    kinds = {row.kind for row in FEATURES.values()}
+    for name, row in FEATURES.items():
+        assert (DOCS / f"{row.page}.md").exists(), name
+        assert {*row.keys, *row.off, *row.sets, *(r.key for r in row.refuses)} <= KEYS.keys(), name
+        assert {*row.after, *row.excludes} <= FEATURES.keys() - {name}, name
+        assert not (row.kind in FEATURES and row.kind != name), "a kind is no feature"
+        assert all("; " in why for why in row.excludes.values()), "a reason has a remedy"
+        for factory in filter(None, (row.make, row.extends, row.resolves)):
+            assert callable(loaded(factory)), name
+    assert {"axes", "messages", "offload", "techniques"} <= kinds
+
+
+def test_the_order_follows_from_the_table() -> None:
+    assert [name for name, row in FEATURES.items() if row.make] == APPLIED.split()
+    tables = tomllib.loads(TABLE.read_text())
+    rows = {name: f'["{name}"]\nwords = "w"\npage = "p"\n' for name in "abc"}
+    rows["a"] += 'after = ["c"]\n'
+    assert [*read_table("".join(rows.values()))] == ["c", "a", "b"]
+    rows["c"] += 'after = ["a"]\n'
+    with pytest.raises(AssertionError, match="a > c > a"):
+        read_table("".join(rows.values()))
+    assert tables.keys() == FEATURES.keys()
+
+
+def test_what_is_on_follows_from_keys() -> None:
+    assert switched_on({}) == []
+    values = {"zero_optimization.offload_param.device": "cpu", "zero_optimization.stage": 2}
+    assert switched_on(values) == []
+    values["zero_optimization.stage"] = 3
+    assert switched_on(values) == ["zero_optimization.offload_param"]
+    off = {"data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": True}}}}
+    assert "data_efficiency.data_routing.random_ltd" not in switched_on(
+        ZeroConfig.from_dict(off).written
+    )
+
+
+def test_a_feature_that_is_off_has_no_object() -> None:
+    features = FeatureSet.of(ZeroConfig(stage=1))
+    assert [*features.by_name] == ALWAYS
+    features = FeatureSet.of(ZeroConfig.from_dict({"progressive_layer_drop": {"enabled": True}}))
+    assert [*features.by_name] == [*ALWAYS[:-1], "progressive_layer_drop", "measures"]
+    assert all(isinstance(each, Feature) and each.name for each in features)
+    assert extensions_of(ZeroConfig(stage=3)).codecs == ()
+
+
+def test_pairs_that_exclude_each_other_are_named_with_the_reason() -> None:
+    one, other = "progressive_layer_drop", "pipeline"
+    assert reason(one, other) == reason(other, one) != ""
+    assert reason(one, "tiled_mlp") == ""
+    assert conflicts(one, [one, other, "tiled_mlp"], {}) == [f"{other}: {reason(one, other)}"]
+    with pytest.raises(ConfigError) as raised:
+        check_combination(["tiled_mlp", one, other], {"zero_optimization.stage": 3})
+    said = str(raised.value)
+    assert said.startswith(f"tiled_mlp does not go with pipeline: {reason(one, other)}. ")
+    assert f"{one} does not go with pipeline: " in said and "zero_optimization.stage: 3: " in said
+    assert said.count("tiled_mlp") == 1, "each pair once"
+
+
+def test_what_keys_alone_show_is_refused_by_key() -> None:
+    values = {
+        "quantization_aware_training.config": "int8_weight",
+        "float8_training.recipe": "rowwise",
+    }
+    found = refused_values(values)
+    assert found == {
+        "quantization_aware_training.config": "quantization_aware_training does not go with "
+        "float8_training: both replace the linear layers; keep one"
+    }
+    rows = ZeroConfig.from_dict({"quantization_aware_training": {"config": "int8_weight"},
+                                 "float8_training": {"recipe": "rowwise"}}).explain()  # fmt: skip
+    (row,) = (row for row in rows if row.key == "quantization_aware_training.config")
+    assert "both replace the linear layers" in row.note
+
+
+# ---- a package without a feature ----
+
+# What a row needs that others need, too: the folder or file that goes with it.
+REMOVED = {
+    "progressive_layer_drop": "techniques/layer_drop.py",
+    "tiled_mlp": "parallel/sequence/tiled_mlp.py",
+    "fused_modules": "integrations/fused/feature.py",
+    "compile.capture": "setup/captured_steps.py",
+    "quantize_training": "",
+}
+TRAINS = """
+import torch, hf_zero
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+config = {"zero_optimization": {"stage": 3}}
+engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+before = engine.state_dict()["weight"].clone()
+engine.backward(engine(torch.ones(2, 4)).square().mean())
+engine.step()
+assert not torch.equal(before, engine.state_dict()["weight"])
+"""
+
+
+def without(folder: Path, *names: str) -> Path:
+    """Return a copy of the package in ``folder`` without the features ``names``."""
+    source = Path(hf_zero.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__", "docs", "kernels", "triton_kernels")
+    shutil.copytree(source, folder / "hf_zero", ignore=ignored, symlinks=True)
+    shutil.copy(source.parent / "VERSION", folder)
+    table = folder / "hf_zero" / "config" / "features.toml"
+    parts = table.read_text().split("\n[")
+    kept = [part for part in parts if not part.lstrip("[").startswith(tuple(
+        prefix for name in names for prefix in (f'"{name}"]', f'"{name}".', f"{name}]", f"{name}.")
+    ))]  # fmt: skip
+    text = "\n[".join(kept)
+    for name in names:
+        lines = [
+            line for line in text.split("\n") if not line.startswith((f"{name} =", f'"{name}" ='))
+        ]
+        text = "\n".join(lines).replace(f'"{name}", ', "").replace(f', "{name}"', "")
+        text = text.replace(f'after = ["{name}"]\n', "")
+        if REMOVED[name]:
+            (folder / "hf_zero" / REMOVED[name]).unlink()
+    table.write_text(text)
+    return folder
+
+
+def test_a_package_without_features_trains(tmp_path: Path) -> None:
+    folder = without(tmp_path, *REMOVED)
+    assert "progressive_layer_drop]" not in (folder / "hf_zero/config/features.toml").read_text()
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINS], cwd=folder, env={"PATH": "", "PYTHONPATH": str(folder)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
