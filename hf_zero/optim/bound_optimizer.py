@@ -37,7 +37,7 @@ from hf_zero.optim.segment_table import (
 )
 from hf_zero.optim.segments import GroupGradients, ParamGroup, Segment, current_settings, masters
 from hf_zero.optim.sharded_tensors import ShardedTensors, ShardRanks
-from hf_zero.optim.state import SegmentStateAccess
+from hf_zero.optim.state import DeviceState, SegmentStateAccess
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_layout import Slot
 
@@ -104,16 +104,17 @@ class BoundOptimizer:
         self._base = update_base(type(optimizer))
         self._bf16 = bf16
         gradients = GroupGradients([flat for flat in flats if flat.trainable])
-        self._own = OwnStep(optimizer, self._base, bf16, gradients)
-        self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, bf16)
         self._entries = SegmentStateAccess(optimizer, bf16)
+        device = DeviceState(self._entries, self._base)
+        self._own = OwnStep(optimizer, self._base, bf16, gradients, device)
+        self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, device, bf16)
         self._table = SegmentTable(
-            self._entries, self._base, self._fused, moments, gradients, copied
+            self._entries, self._base, device, self._fused, moments, gradients, copied
         )
         self.group_scalars = GroupScalars(self._entries, self._table)
         self.tensor_state = WholeTensorState(self._entries, self._table)
         self.scalars, self.overrides = self.group_scalars.scalars, self.group_scalars.overrides
-        self.memory, self.address = self._table.device.memory, self._table.device.address
+        self.memory, self.address = device.memory, device.address
         self.initial, self.is_switched_off = self._entries.initial, self._entries.is_switched_off
         self.exclude, self.offloaded_segments = self._table.exclude, self._table.offloaded.segments
         self.step_sub_group = self._own.sub_group
@@ -207,8 +208,7 @@ class BoundOptimizer:
         device. Return the tensors outside the graph that it reads or writes; the graph is valid for
         their addresses only.
         """
-        table = self._table
-        return self._fused.prepare(table.device.regions, table.stepped, shards)
+        return self._fused.prepare(self._table.stepped, shards)
 
     @contextmanager
     def without_post_hooks(self) -> Iterator[None]:
@@ -299,7 +299,6 @@ class BoundOptimizer:
             return set()
         # without a gradient scale on the device, unlike the other segments
         if table.offloaded_stand_ins and (found_inf is None or not bool(found_inf.ne(0))):
-            table.begin(table.offloaded_stand_ins)
             self._own.stand_ins(table.offloaded_stand_ins)
         return written
 
@@ -309,7 +308,7 @@ class BoundOptimizer:
         """
 
         def segments() -> list[Segment]:
-            return [segment for flat in flats for segment in self._table.segments_of(flat)]
+            return [segment for flat in flats for segment, _ in self._table.parts(flat)]
 
         self._step(segments, flats, None, None, {}, steps_before, hooks=False)
 
@@ -339,29 +338,15 @@ class BoundOptimizer:
         if not segments and not hooks:
             return set()
         if fused.ready and fused.takes(table.stepped if hooks else segments):
-            written = fused.step(
-                table.device.regions, table.stepped, segments, grad_scale, found_inf, shards, hooks
-            )
-            table.device.together = True  # in the arenas
-            return written
+            return fused.step(table.stepped, segments, grad_scale, found_inf, shards, hooks)
         if fused.ready:
             fused.separate_counters()
-        if self._bf16 is not None or table.by_constructor:
-            table.begin(segments)
-        begins = not hooks and any(map(table.is_unstepped, segments))
         if self._bf16 is None:
             step = None if hooks else self._own.bare
             stepped = self._own.update(segments, grad_scale, found_inf, step)
         else:
             stepped = self._own.update_rounded(segments, grad_scale, found_inf, steps_before, hooks)
-        if not stepped:
-            return None
-        if table.diverged or begins:
-            # segments of a split group, or of several units, get their first state one by one
-            table.device.together = False
-        elif not table.device.together:
-            table.device.bring_together()
-        return set()
+        return set() if stepped else None
 
     # ---- the second half of a step: offloaded state ----
 
@@ -472,7 +457,7 @@ class BoundOptimizer:
     def _load_state(self, flat: OptimizerShard, name: str, tensor: Tensor, first: int) -> None:
         """Load state ``name`` as :meth:`load_tensor`."""
         self.group_scalars.writes += 1
-        touched = self._table.parts_between(flat, first, first + tensor.numel())
+        touched = self._table.parts(flat, first, first + tensor.numel())
         entries = []  # the state of each, None if it does not exist
         for segment, _ in touched:
             self._table.state_of(segment).create(segment)
@@ -523,7 +508,7 @@ class BoundOptimizer:
         self.group_scalars.note_load([])
         self._table.offloaded.wait()
         dict.clear(self.optimizer.state)
-        self._table.device.together = False
+        self.drop_state()
         self._table.diverged = set()
         self._table.offloaded.renew_all()
 
@@ -627,6 +612,11 @@ class BoundOptimizer:
                 "what its own state_dict() returned under an engine, or use load_checkpoint"
             )
         return snapshots.described(packed, self._table.segments, self._table.diverged, self._flats)
+
+    def drop_state(self) -> None:
+        """Drop the state on the device, whose entries are gone: a load of torch removes them."""
+        self._fused.separate_counters()
+        self._table.device.renew()
 
     def settings_of(self, packed: StateDict) -> StateDict:
         """Return ``packed`` without its entries, for the optimizer's own ``load_state_dict``."""

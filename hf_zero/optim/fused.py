@@ -3,13 +3,13 @@ the optimizer's own step.
 
 [Note: state under a fused step]
 State stays in ``optimizer.state`` under torch's names, shapes and dtypes, so checkpoints and state
-dicts do not depend on the kernel. Moments are views of one arena for each name; step counters are
-views of one tensor with an entry per group, or an entry per segment once segments of a group differ
-in their counts: from the first step on that leaves a segment out, or if state that is moved into
-the arenas has different counts. Replaced tensors (``load_state_dict``, a checkpoint) are detected
-by identity at the next step and moved into the arenas. Before the optimizer's own step runs, and
-before scalars are loaded segment by segment, the shared counters are cloned: torch increments each
-entry, and would increment a shared one several times.
+dicts do not depend on the kernel. Moments are slices of the arrays of ``DeviceState``; counters are
+views of one tensor with an entry per group, or an entry per segment once segments of a group
+differ in their counts: from the first step on that leaves a segment out, or if loaded state has
+different counts. Replaced tensors (``load_state_dict``) are detected by identity at the next step
+and moved into the arrays. Before the optimizer's own step runs, and before scalars are loaded
+segment by segment, the shared counters are cloned: torch increments each entry, and would increment
+a shared one several times.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from hf_zero.ops.flat_optimizers import (
     lion_,
     settings_table,
 )
-from hf_zero.ops.flat_tiles import PHASE, FlatRun, Tiles
+from hf_zero.ops.flat_tiles import FlatRun, Tiles
 from hf_zero.optim.adam_lion import Adam, Lion
 from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.own_step import is_own
-from hf_zero.optim.segments import MemoryRegion, ParamGroup, ParamState, Segment, SegmentPart
+from hf_zero.optim.segments import ParamGroup, ParamState, Segment, SegmentPart
+from hf_zero.optim.state import DeviceState
 
 _MOMENTS = {"flat_adam": ("exp_avg", "exp_avg_sq"), "flat_lion": ("exp_avg",)}
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """One kernel launch, over segment parts whose master weights, gradients and shards lie in the
-    same storages; ``segment``, ``part``: the first, by which these are found.
+    """One kernel launch, over segment parts whose master weights, gradients, moments and shards lie
+    in the same storages; ``segment``, ``part``: the first, by which these are found.
     """
 
     segment: Segment
@@ -79,18 +80,21 @@ class FusedStep:
         base: type | None,
         step: Callable[..., object],
         kernels: str | tuple[str, ...],
+        device: DeviceState,
         bf16: Bf16State | None = None,
     ):
         self._optimizer = optimizer
         self._base = base
         # the launch reads and writes state in fp32
         self._kernel = KERNELS.get(base) if base is not None and bf16 is None else None
+        self._moments = () if self._kernel is None else _MOMENTS[self._kernel.name]
         self._kernels = kernels
+        self._device = device
         self._own_step = is_own(step, optimizer)
         self.reset(None)
 
     def reset(self, device: torch.device | None) -> None:
-        """Drop all tables and arenas, because segments have been cut anew. ``device``: the device
+        """Drop all tables and counters, because segments have been cut anew. ``device``: the device
         of the segments that are stepped; None: there are none.
         """
         # whether a launch may take the place of the optimizer's step at all
@@ -100,7 +104,7 @@ class FusedStep:
             and device is not None
             and dispatch.wanted("optimizer", self._kernels, device)
         )
-        self._arenas: dict[str, Tensor] = {}
+        # state by segment, as the last launch has left it
         self._slices: dict[Segment, dict[str, Tensor]] = {}
         self._counts_by_segment = False  # count steps per segment, not per group
         self._rows: dict[Segment, int] = {}  # segment -> its row of the tables, if counted so
@@ -155,20 +159,15 @@ class FusedStep:
         """
         if self._counts_by_segment or not self.takes(segments):
             return False
-        return self._in_arenas(segments) or not self._counts_differ(segments)
+        return self._is_in_place(segments) or not self._counts_differ(segments)
 
-    def prepare(
-        self,
-        regions: Sequence[MemoryRegion],
-        segments: Sequence[Segment],
-        shards: Mapping[str, Tensor],
-    ) -> list[Tensor]:
+    def prepare(self, segments: Sequence[Segment], shards: Mapping[str, Tensor]) -> list[Tensor]:
         """Write the settings of the next step over ``segments`` to the device, with the tables of
         its launches if a storage or offset has changed; return the tensors outside the graph that a
         captured launch of this step reads or writes.
         """
-        if not self._in_arenas(segments):
-            self._move_to_arenas(regions, segments)
+        if not self._is_in_place(segments):
+            self._put_in_place(segments, segments)
         tables = self._plan(segments, shards)
         assert self._steps is not None
         settings = self._settings_of(tables, segments, self._steps.device)
@@ -176,7 +175,7 @@ class FusedStep:
         return [
             settings,
             self._steps,
-            *self._arenas.values(),
+            *(array for region in self._device.regions for array in region.arrays.values()),
             *(launch.tiles.table for launch in tables.launches),
             *(segment.tensor for segment in segments),
             *(part.flat.gradient.shard for part in parts if part.flat.gradient.shard is not None),
@@ -187,7 +186,6 @@ class FusedStep:
 
     def step(
         self,
-        regions: Sequence[MemoryRegion],
         segments: Sequence[Segment],
         stepped: Sequence[Segment],
         grad_scale: Tensor | None,
@@ -203,8 +201,8 @@ class FusedStep:
         device = segments[0].tensor.device
         if len(stepped) < len(segments) and not self._counts_by_segment:
             self.divide()
-        if not self._in_arenas(stepped):
-            self._move_to_arenas(regions, segments)
+        if not self._is_in_place(stepped):
+            self._put_in_place(segments, stepped)
         divisor = (
             None
             if grad_scale is None
@@ -243,18 +241,10 @@ class FusedStep:
                 None if shard is None else _storage_of(shard),
             )
             shared: dict[str, Any] = {"divisor": divisor, "found_inf": skip, "out": out}
-            if self._kernel is ADAM:
-                moments = self._arenas["exp_avg"], self._arenas["exp_avg_sq"]
-                adam_(master, _storage_of(grad), *moments, launch.tiles, coefficients, **shared)
-            else:
-                lion_(
-                    master,
-                    _storage_of(grad),
-                    self._arenas["exp_avg"],
-                    launch.tiles,
-                    coefficients,
-                    **shared,
-                )
+            slices = self._slices[launch.segment]
+            moments = [_storage_of(slices[name]) for name in self._moments]
+            update: Any = adam_ if self._kernel is ADAM else lion_
+            update(master, _storage_of(grad), *moments, launch.tiles, coefficients, **shared)
 
     def _advance(
         self, tables: _Tables, steps: Tensor, segments: Sequence[Segment], skip: Tensor | None
@@ -343,7 +333,7 @@ class FusedStep:
         if not segments:
             return _Tables()
         tables = self._tables.setdefault(segments[0], _Tables())
-        key = tuple(
+        places = (
             (
                 _place(segment.tensor),
                 _place(part.flat.gradient.shard),
@@ -352,6 +342,7 @@ class FusedStep:
             for segment in segments
             for part in segment.parts
         )
+        key = self._device.allocations, *places
         if tables.launches and key == tables.key:
             return tables
         together: dict[tuple[object, ...], tuple[Segment, SegmentPart, list[FlatRun]]] = {}
@@ -360,16 +351,17 @@ class FusedStep:
             for part in segment.parts:
                 grad, shard = part.flat.gradient.shard, shards.get(part.flat.key)
                 assert grad is not None
+                moments = [self._slices[segment][name] for name in self._moments]
                 kind = tuple(
                     None if t is None else (t.untyped_storage()._cdata, t.dtype)
-                    for t in (segment.tensor, grad, shard)
+                    for t in (segment.tensor, grad, shard, *moments)
                 )
                 piece = FlatRun(
                     part.stop - part.start,
                     self._row_of(segment),
                     _begin(segment.tensor) + part.offset,
                     _begin(grad) + part.start,
-                    _begin(self._slices[segment]["exp_avg"]) + part.offset,
+                    _begin(moments[0]) + part.offset,
                     None if shard is None else _begin(shard) + part.start,
                 )
                 together.setdefault(kind, (segment, part, []))[2].append(piece)
@@ -384,53 +376,38 @@ class FusedStep:
         tables.key = key
         return tables
 
-    def _in_arenas(self, segments: Sequence[Segment]) -> bool:
+    def _is_in_place(self, segments: Sequence[Segment]) -> bool:
         state = self._optimizer.state
-        return bool(self._slices) and all(
+        return self._slices.keys() >= set(segments) and all(
             state[segment.tensor].get(name) is slice_
             for segment in segments
             for name, slice_ in self._slices[segment].items()
         )
 
-    def _move_to_arenas(self, regions: Sequence[MemoryRegion], segments: Sequence[Segment]) -> None:
-        """Move the state of ``segments`` into the arenas; create missing state there."""
-        assert self._kernel is not None
-        if not self._counts_by_segment and self._counts_differ(segments):
+    def _put_in_place(self, segments: Sequence[Segment], stepped: Sequence[Segment]) -> None:
+        """Move the state of those of ``segments`` that have some into its arrays, and their step
+        counters into one tensor. Create that of ``stepped``.
+        """
+        self._device.begin(stepped)
+        for segment in stepped:
+            self._device.create(segment)  # a script may have removed it
+        state = self._optimizer.state
+        begun = [segment for segment in segments if state.get(segment.tensor)]
+        self._device.adopt(begun)
+        if not self._counts_by_segment and self._counts_differ(begun):
             self.divide()
         if self._counts_by_segment and not self._rows:
             self._rows = {segment: row for row, segment in enumerate(segments)}
-        places, total = self._places(regions)
-        device = segments[0].tensor.device
-        state = self._optimizer.state
-        slices: dict[Segment, dict[str, Tensor]] = {segment: {} for segment in segments}
-        for name in _MOMENTS[self._kernel.name]:
-            if name not in self._arenas:
-                self._arenas[name] = torch.zeros(total, dtype=torch.float32, device=device)
-            arena = self._arenas[name]
-            for segment in segments:
-                numel = segment.tensor.numel()
-                slice_ = (
-                    arena[places[segment] : places[segment] + numel]
-                    if segment.parts
-                    else torch.zeros(numel, device=device)
-                )
-                self._move(state[segment.tensor], name, slices[segment], slice_)
         if self._steps is None:
-            number = (
-                len(self._rows) if self._counts_by_segment else len(self._optimizer.param_groups)
-            )
+            number = len(self._rows or self._optimizer.param_groups)
+            device = segments[0].tensor.device
             self._steps = torch.zeros(number, dtype=torch.float32, device=device)
-        if self._kernel is ADAM:
-            for segment in segments:
-                self._move(
-                    state[segment.tensor],
-                    "step",
-                    slices[segment],
-                    self._steps[self._row_of(segment)],
-                )
-        self._slices = slices
-        for tables in self._tables.values():
-            tables.launches = []
+        self._slices = {}
+        for segment in begun:
+            live = state[segment.tensor]
+            slices = self._slices[segment] = {name: live[name] for name in self._moments}
+            if self._kernel is ADAM:
+                slices["step"] = self._counter(live, self._steps[self._row_of(segment)])
 
     def _counts_differ(self, segments: Sequence[Segment]) -> bool:
         """Return whether segments of one group have made different numbers of steps."""
@@ -451,35 +428,16 @@ class FusedStep:
     def _row_of(self, segment: Segment) -> int:
         return self._rows[segment] if self._counts_by_segment else segment.group
 
-    def _move(
-        self, state: ParamState, name: str, slices: dict[str, Tensor], slice_: Tensor
-    ) -> None:
-        value = state.get(name)
-        if value is None:
-            slice_.zero_()
-        elif isinstance(value, Tensor):
-            if value.data_ptr() != slice_.data_ptr():
-                slice_.copy_(value)
-        else:
-            slice_.fill_(value)
-        state[name] = slices[name] = slice_
-
     @staticmethod
-    def _places(regions: Sequence[MemoryRegion]) -> tuple[dict[Segment, int], int]:
-        """Return the offset of each segment in an arena, and the length of the arena.
-
-        A region has the layout of its masters there, and the same alignment phase.
-        """
-        places: dict[Segment, int] = {}
-        total = 0
-        for region in regions:
-            if not region.segments:
-                continue
-            first = region.segments[0]
-            total += (_begin(first.tensor) - first.start - total) % PHASE
-            places |= {segment: total + segment.start for segment in region.segments}
-            total += region.numel
-        return places, total
+    def _counter(state: ParamState, counter: Tensor) -> Tensor:
+        """Return ``counter``, which takes the place of the step count in ``state``."""
+        count = state.get("step", 0.0)
+        if isinstance(count, Tensor) and count.data_ptr() != counter.data_ptr():
+            counter.copy_(count)
+        elif not isinstance(count, Tensor):
+            counter.fill_(count)
+        state["step"] = counter
+        return counter
 
     def separate_counters(self) -> None:
         """Give each tensor its own step counter: the optimizer's step increments them in turn."""

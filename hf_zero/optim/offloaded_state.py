@@ -28,21 +28,18 @@ from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.segments import (
     FetchedArrays,
-    MemoryRegion,
     ParamGroup,
     ParamState,
+    Regions,
     Segment,
     StateArrays,
     offloaded_region,
 )
-from hf_zero.optim.state import SegmentStateAccess
+from hf_zero.optim.state import BEGIN_WITH_GRADIENT, SegmentStateAccess
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
-
-# classes whose first step sets the momentum to the gradient
-BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
 
 
 def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
@@ -105,7 +102,7 @@ def stored_format(
     return moment_format(moments, dtype, signs[name])
 
 
-class OffloadedState:
+class OffloadedState(Regions):
     """The state of the segments whose state is offloaded.
 
     ``moments``: the storage format, ``"fp32"``, ``"bf16"`` or ``"int8"``, of the states that a rule
@@ -113,38 +110,25 @@ class OffloadedState:
     """
 
     def __init__(self, entries: SegmentStateAccess, base: type | None, moments: str) -> None:
+        super().__init__()
         self._entries = entries
         self._base = base
         self._moments = moments
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
-        self._region_of: dict[str, MemoryRegion] = {}  # by key of the flat buffer
         self._unstepped: set[Segment] = set()  # not stepped yet
         # (flat buffer, state name) of the arrays that did not exist when segments were cut
         self._made: set[tuple[str, str]] = set()
-
-    @property
-    def regions(self) -> list[MemoryRegion]:
-        """The region of each flat buffer."""
-        return list(self._region_of.values())
 
     def cut(self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> None:
         """Cut ``flats``, whose state is offloaded, into bound segments."""
         self._made.clear()
         self._unstepped = set()
-        self._region_of = {flat.key: offloaded_region(flat, group_of) for flat in flats}
-        for segment in self._all:
+        self.set_regions(offloaded_region(flat, group_of) for flat in flats)
+        for segment in self.all_segments:
             self.bind(segment)
 
-    @property
-    def _all(self) -> list[Segment]:
-        return [segment for region in self._region_of.values() for segment in region.segments]
-
-    def segments(self, flat: OptimizerShard) -> list[Segment]:
-        """Return the segments of ``flat``."""
-        return self._region_of[flat.key].segments
-
     def replace(self, pieces: Mapping[Segment, Sequence[Segment]]) -> None:
-        """Carry the marks of unstepped segments over to the ``pieces`` that they were cut into."""
+        super().replace(pieces)
         for segment, segment_pieces in pieces.items():
             if segment in self._unstepped:
                 self._unstepped.discard(segment)
@@ -161,7 +145,7 @@ class OffloadedState:
 
     def wait(self) -> None:
         """Wait until no update is running."""
-        for region in self._region_of.values():
+        for region in self.regions:
             region.flats[0][0].wait_for_update()
 
     # ---- first steps ----
@@ -202,7 +186,7 @@ class OffloadedState:
         settings = self._entries.groups[group]
         if isinstance(self._entries.optimizer, WholeTensorOptimizer):
             return rule_of(self._base, settings)
-        mine = [segment for segment in self._all if segment.group == group]
+        mine = [segment for segment in self.all_segments if segment.group == group]
         if any(segment.tensor.dtype == torch.float64 for segment in mine):
             return None
         # Without the native core torch's own update is faster than the reference, but supports fp32
@@ -222,7 +206,7 @@ class OffloadedState:
 
     def create_all(self) -> None:
         """Create the state of every segment, see :meth:`create`."""
-        for segment in self._all:
+        for segment in self.all_segments:
             self.create(segment)
 
     def create(self, segment: Segment) -> None:
@@ -260,7 +244,7 @@ class OffloadedState:
 
     def renew_all(self) -> None:
         """Reset all segments, whose entries are gone, to before the first step."""
-        for segment in self._all:
+        for segment in self.all_segments:
             self._renew(segment)
 
     def renew_removed(self, segment: Segment) -> None:
@@ -325,7 +309,7 @@ class OffloadedState:
         """Create momenta as torch's SGD does in the step after momentum was switched on."""
         new = [
             segment
-            for segment in self._all
+            for segment in self.all_segments
             if self._entries.groups[segment.group].get("momentum") and not self._entries.of(segment)
         ]
         if new:
@@ -379,7 +363,7 @@ class OffloadedState:
         """
         index_of = {segment: index for index, segment in enumerate(segments)}
         entries = dict(packed["state"])
-        for region in self._region_of.values():
+        for region in self.regions:
             flat = region.flats[0][0]
             storage, arrays = flat.storage, dict[str, Tensor]()
             for name, dtype in self.arrays(flat).dtypes.items():

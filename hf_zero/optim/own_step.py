@@ -15,9 +15,15 @@ from torch import Tensor
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.bf16_state import Bf16State
-from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
 from hf_zero.optim.segments import GroupGradients, ParamState, Segment, StateArrays
-from hf_zero.optim.state import MADE_BY_CONSTRUCTORS, bare_step, step_dtype, without_none
+from hf_zero.optim.state import (
+    BEGIN_WITH_GRADIENT,
+    MADE_BY_CONSTRUCTORS,
+    DeviceState,
+    bare_step,
+    step_dtype,
+    without_none,
+)
 
 # Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
 _OPS: dict[type, str] = {
@@ -86,7 +92,7 @@ def _is_fused(base: type, op: str, device_type: str) -> bool:
 
 class OwnStep:
     """Steps of ``optimizer``; ``base``: its class among the classes with a known update; ``bf16``:
-    its state in bf16.
+    its state in bf16; ``device``: the state of its segments on the device.
     """
 
     def __init__(
@@ -95,11 +101,13 @@ class OwnStep:
         base: type[torch.optim.Optimizer] | None,
         bf16: Bf16State | None,
         gradients: GroupGradients,
+        device: DeviceState,
     ) -> None:
         self._optimizer = optimizer
         self._base = base
         self._gradients = gradients
         self._bf16 = bf16
+        self._device = device
         # the first step of a segment makes its state: only the user's class knows how that begins
         self._begins_state = base in BEGIN_WITH_GRADIENT or (
             base is None and not isinstance(optimizer, MADE_BY_CONSTRUCTORS)
@@ -125,6 +133,7 @@ class OwnStep:
         if hooks and reads_all:
             batches, step = [list(segments)], self.step
         stepped = []
+        by_step = self._device.begin(segments)
 
         def run(optimizer: torch.optim.Optimizer) -> None:
             for batch in batches:
@@ -135,6 +144,8 @@ class OwnStep:
             torch.optim.Optimizer.profile_hook_step(run)(optimizer)
         else:
             run(optimizer)
+        if by_step:
+            self._device.adopt(by_step)
         return all(stepped)
 
     def update(
@@ -155,8 +166,11 @@ class OwnStep:
             in_kernel = self._takes_scale(found_inf)
             if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
                 return False
+            by_step = self._device.begin(segments) if self._device.unbegun else ()
             gradients = [*map(Segment.gradient, segments)]
             self._over(segments, gradients, grad_scale, found_inf, in_kernel, step or self.step)
+            if by_step:
+                self._device.adopt(by_step)
         finally:
             for group in unfused:
                 group["fused"] = True
@@ -164,6 +178,7 @@ class OwnStep:
 
     def stand_ins(self, segments: Sequence[Segment]) -> None:
         """Step ``segments``, which own nothing, with zero gradients."""
+        self._device.begin(segments)
         widened: AbstractContextManager[None] = nullcontext()
         if self._bf16 is not None:
             widened = self._bf16.widened(segments, self._optimizer.state, 0)

@@ -8,7 +8,6 @@ the tensor, on every rank that has a part of it, keeps all of it with equal valu
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import (
     Callable,
     Collection,
@@ -38,7 +37,6 @@ from hf_zero.optim.segments import (
     SegmentPart,
     StateArrays,
     masters,
-    replace_segments,
 )
 from hf_zero.optim.sharded_tensors import extent_of
 from hf_zero.optim.state import DeviceState, SegmentStateAccess
@@ -60,6 +58,7 @@ class SegmentTable:
         self,
         entries: SegmentStateAccess,
         base: type[torch.optim.Optimizer] | None,
+        device: DeviceState,
         fused: FusedStep,
         moments: str,
         gradients: GroupGradients,
@@ -71,10 +70,9 @@ class SegmentTable:
         self._base = base
         self._fused = fused
         self._widens = entries.bf16 is not None
-        self.by_constructor = isinstance(entries.optimizer, state.MADE_BY_CONSTRUCTORS)
         # A step sums over the ranks, so no segment can be stepped without the others.
         self._adds_up = isinstance(entries.optimizer, WholeTensorOptimizer)
-        self.device = DeviceState(entries)
+        self.device = device
         self.offloaded = OffloadedState(entries, base, moments)
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.segments: list[Segment] = []
@@ -85,8 +83,6 @@ class SegmentTable:
         # members whose values have copies elsewhere, and torch's count of their changes
         self.watched: list[Tensor] = []
         self.changes = 0
-        # by key of the flat buffer, in the order of elements; empty: to be listed again
-        self._parts: dict[str, list[tuple[Segment, SegmentPart]]] = {}
         self.stepped: list[Segment] = []  # all at once, by the optimizer's step
         # one zero each, for groups that own nothing on this rank
         self.stand_ins: list[Segment] = []
@@ -108,10 +104,9 @@ class SegmentTable:
         on_device = [flat for flat in flats if not flat.offloaded]
         away = [flat for flat in flats if flat.offloaded]
         self._fused.reset(masters(on_device[0]).device if on_device else None)
-        self.device.cut(on_device, group_of)
+        self.device.set_regions(cuts.cut(on_device, group_of))
         self.offloaded.cut(away, group_of)
-        regions = [*self.device.regions, *self.offloaded.regions]
-        segments = [segment for region in regions for segment in region.segments]
+        segments = self.device.all_segments + self.offloaded.all_segments
         self.stand_ins = []
         for group in sorted(groups - {segment.group for segment in segments}):
             stand_in = Segment(group, 0, 1, [])
@@ -132,6 +127,7 @@ class SegmentTable:
             self.divide(segments, lambda name: name)
         for live in self._optimizer.param_groups:
             choose_fused(self._base, live)
+        self.device.allocate(self.stand_ins, self.names_in_8_bits)
         self.offloaded.create_all()
 
     def _divide_by_format(
@@ -176,7 +172,6 @@ class SegmentTable:
             ]
             self.stepped = [s for s in self.stepped if s not in self.excluded]
         self._segment_of = {segment.tensor: segment for segment in self.segments}
-        self._parts = {}
         for live in self._optimizer.param_groups:
             live["params"] = []
         for tensor, segment in self._segment_of.items():
@@ -199,27 +194,14 @@ class SegmentTable:
             tensor.__class__ = CopiedMaster
         self.changes = sum(map(changes_of, self.watched))
 
-    def _parts_of(self, flat: OptimizerShard) -> list[tuple[Segment, SegmentPart]]:
-        """Return the parts of ``flat`` in the order of its elements, each with its segment."""
-        if not self._parts:
-            for segment in self.segments:
-                for part in segment.parts:
-                    self._parts.setdefault(part.flat.key, []).append((segment, part))
-            for parts in self._parts.values():
-                parts.sort(key=lambda found: found[1].start)
-        return self._parts.get(flat.key, [])
-
-    def parts_between(
-        self, flat: OptimizerShard, first: int, last: int
+    def parts(
+        self, flat: OptimizerShard, first: int = 0, last: int | None = None
     ) -> list[tuple[Segment, SegmentPart]]:
-        """Return the parts of ``flat`` with elements ``[first, last)`` of its owned range."""
-        parts = self._parts_of(flat)
-        begin = bisect_right(parts, first, key=lambda found: found[1].stop)
-        return parts[begin : bisect_left(parts, last, key=lambda found: found[1].start)]
-
-    def segments_of(self, flat: OptimizerShard) -> list[Segment]:
-        """Return the segments of ``flat``."""
-        return [segment for segment, _ in self._parts_of(flat)]
+        """Return the parts of ``flat`` with elements ``[first, last)`` of its owned range, in
+        order, each with its segment.
+        """
+        store = self.offloaded if flat.offloaded else self.device
+        return store.parts(flat, first, last)
 
     def state_of(self, segment: Segment) -> DeviceState | OffloadedState:
         """Return the store that keeps the state of ``segment``."""
@@ -241,16 +223,6 @@ class SegmentTable:
         self.replace({segment: [piece for _, piece in parts] for segment, parts in divided.items()})
         return divided
 
-    def begin(self, segments: Iterable[Segment]) -> None:
-        """Create the state of ``segments`` before their first step where torch's step would not: if
-        bf16 state has a nonzero initial value, which is then rounded as in offloaded state, or if
-        torch creates state in the constructor (Adagrad).
-        """
-        rounded = self._widens and self._base is not None and self.device.begins_rounded
-        for segment in segments if rounded or self.by_constructor else ():
-            if self.is_unstepped(segment):
-                self.device.create(segment)
-
     def replace(self, pieces: Mapping[Segment, list[Segment]]) -> None:
         """Replace segments by the pieces they were cut into, with their state."""
         changed = {segment: parts for segment, parts in pieces.items() if len(parts) > 1}
@@ -266,11 +238,11 @@ class SegmentTable:
                         entries, segment.tensor.shape, start, start + piece.tensor.numel()
                     )
         if changed:
-            replace_segments([*self.device.regions, *self.offloaded.regions], changed)
             self.segments = [
                 piece for segment in self.segments for piece in changed.get(segment, [segment])
             ]
             self._list()
+            self.device.replace(changed)
             self.offloaded.replace(changed)
 
     def exclude(self, names: frozenset[str]) -> None:

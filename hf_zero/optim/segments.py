@@ -10,10 +10,12 @@ view.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -188,6 +190,11 @@ class Segment:
         return frozenset(name for part in self.parts for name, _ in part.parameters())
 
     @cached_property
+    def part_of(self) -> dict[str, SegmentPart]:
+        """Its part of each flat buffer, by key."""
+        return {part.flat.key: part for part in self.parts}
+
+    @cached_property
     def is_padding(self) -> bool:
         """Return whether it has elements of no parameter."""
         return not any(True for part in self.parts for _ in part.pieces())
@@ -239,11 +246,65 @@ class Segment:
 
 @dataclass(eq=False)
 class MemoryRegion:
-    """Flat buffers connected by segments, each with the place of its first owned element."""
+    """Flat buffers connected by segments, each with the place of its first owned element.
+
+    ``arrays``: state on the device by name, [numel] each, of which segments have slices;
+    ``in_blocks``: some of it is in blocks of 8 bits, and kept by segment.
+    """
 
     flats: list[tuple[OptimizerShard, int]]
     segments: list[Segment]
     numel: int
+    arrays: dict[str, Tensor] = field(default_factory=dict)
+    in_blocks: bool = False
+
+
+class Regions:
+    """The memory regions of the flat buffers of one tier, found by flat buffer."""
+
+    def __init__(self) -> None:
+        self.regions: list[MemoryRegion] = []
+        self._region_of: dict[str, tuple[MemoryRegion, int]] = {}  # and offset in it
+
+    def set_regions(self, regions: Iterable[MemoryRegion]) -> None:
+        """Replace the regions."""
+        self.regions = list(regions)
+        self._region_of = {
+            flat.key: (region, base) for region in self.regions for flat, base in region.flats
+        }
+
+    @property
+    def all_segments(self) -> list[Segment]:
+        """The segments of all regions."""
+        return [segment for region in self.regions for segment in region.segments]
+
+    def parts(
+        self, flat: OptimizerShard, first: int = 0, last: int | None = None
+    ) -> list[tuple[Segment, SegmentPart]]:
+        """Return the parts of ``flat`` with elements ``[first, last)`` of its owned range, in
+        order, each with its segment.
+        """
+        if flat.key not in self._region_of:  # no element of it is on this rank
+            return []
+        region, base = self._region_of[flat.key]
+        last = flat.owned[1] - flat.owned[0] if last is None else last
+        begin = bisect_right(region.segments, base + first, key=_stop_of)
+        end = bisect_left(region.segments, base + last, key=_start_of)
+        return [(segment, segment.part_of[flat.key]) for segment in region.segments[begin:end]]
+
+    def segments(self, flat: OptimizerShard) -> list[Segment]:
+        """Return the segments of ``flat``, in order."""
+        return [segment for segment, _ in self.parts(flat)]
+
+    def replace(self, pieces: Mapping[Segment, Sequence[Segment]]) -> None:
+        """Replace segments by their ``pieces``."""
+        for region in self.regions:
+            region.segments = [
+                piece for segment in region.segments for piece in pieces.get(segment, [segment])
+            ]
+
+
+_start_of, _stop_of = attrgetter("start"), attrgetter("stop")
 
 
 class FetchedArrays(Mapping[str, Tensor]):
@@ -441,13 +502,3 @@ def cut(flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> list[Me
         for segment in region.segments:
             segment.bind()
     return regions
-
-
-def replace_segments(
-    regions: Iterable[MemoryRegion], pieces: Mapping[Segment, Sequence[Segment]]
-) -> None:
-    """Replace segments in ``regions`` by their ``pieces``."""
-    for region in regions:
-        region.segments = [
-            piece for segment in region.segments for piece in pieces.get(segment, [segment])
-        ]

@@ -1,14 +1,13 @@
 """Optimizer state between steps: per-element tensors and scalars, distinguished, created, carried
 over; ``optimizer.state`` under an engine, its entries by segment; the state of segments on the
-device, kept so that each state of a flat buffer is one view.
+device, slices of arrays in which each state of a flat buffer is one view.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +17,9 @@ from torch import Tensor
 from hf_zero.device import kinds
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
+from hf_zero.ops.flat_tiles import PHASE
 from hf_zero.ops.moment_blocks import Blocks
+from hf_zero.optim.cpu import CPUSGD
 from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.segments import (
@@ -26,11 +27,11 @@ from hf_zero.optim.segments import (
     MemoryRegion,
     ParamGroup,
     ParamState,
+    Regions,
     Segment,
     SegmentPart,
     StateArrays,
     current_settings,
-    cut,
     masters,
 )
 from hf_zero.zero.layout.flat_layout import Slot
@@ -42,6 +43,11 @@ if TYPE_CHECKING:
 _SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 0.0}
 # Classes whose state, up to torch 2.12, only the constructor makes, for the parameters it is given.
 MADE_BY_CONSTRUCTORS = (torch.optim.Adagrad,)
+# Classes whose first step sets the momentum to the gradient.
+BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
+
+InitialValues = Callable[[int, Tensor], ParamState]
+"""Initial state of a parameter of a group, like a tensor."""
 
 
 def is_scalar(name: str, value: object, shape: Sequence[int]) -> bool:
@@ -410,6 +416,19 @@ class SegmentStateAccess:
         initial = initial_state(self.optimizer, settings, like)
         return initial if self.bf16 is None else self.bf16.cast_initial(initial, like)
 
+    def initial_values(self, decoded: bool = False) -> InitialValues:
+        """Return :meth:`initial` as a function that remembers its results: with the settings of
+        groups, which a script may change at any time, they change.
+        """
+        known: dict[tuple[int, torch.dtype], ParamState] = {}
+
+        def values(group: int, like: Tensor) -> ParamState:
+            if (group, like.dtype) not in known:
+                known[group, like.dtype] = self.initial(group, like, decoded)
+            return known[group, like.dtype]
+
+        return values
+
     def blocks(self, segment: Segment) -> dict[str, Blocks]:
         """Return the states of ``segment`` that are in 8 bits."""
         return {
@@ -443,79 +462,213 @@ class SegmentStateAccess:
         return not settings.get("momentum", 1.0) and name in kept_states(self.optimizer, settings)
 
 
-class DeviceState:
-    """The state of segments on the device, by region (``segments.py``)."""
+class DeviceState(Regions):
+    """The state of segments on the device: one array for each region (``segments.py``) and name of
+    state, allocated when the optimizer is bound. ``optimizer.state`` has slices of them, from the
+    first step of a segment on. State in blocks of 8 bits is kept by segment instead, with all of
+    its region.
 
-    def __init__(self, entries: SegmentStateAccess) -> None:
+    ``base``: the optimizer's class among those with a known update.
+    """
+
+    def __init__(self, entries: SegmentStateAccess, base: type | None) -> None:
+        super().__init__()
         self._entries = entries
-        self.regions: list[MemoryRegion] = []
-        self._region_of: dict[str, tuple[MemoryRegion, int]] = {}  # and offset in it
-        # whether each state of a region is known to be in one piece of memory; the first step
-        # creates state segment by segment
-        self.together = False
+        # whether state has known values before the first step
+        self._by_constructor = isinstance(entries.optimizer, MADE_BY_CONSTRUCTORS)
+        self._is_known = base is not None or self._by_constructor
+        self._begins_with_gradient = base in BEGIN_WITH_GRADIENT
+        # segments that have not begun: their next step is the first, or the first with a momentum
+        self.unbegun: set[Segment] = set()
+        self._stand_ins: Sequence[Segment] = ()
+        self.allocations = 0  # number of arrays allocated so far: they are then at other places
 
-    @cached_property
-    def begins_rounded(self) -> bool:
-        """Return whether a bf16 state of some group has a nonzero initial value."""
-        groups, like = range(len(self._entries.groups)), torch.zeros(1)
-        bf16 = self._entries.bf16
-        return bf16 is not None and any(
-            value.dtype == torch.bfloat16 and bool(value)
-            for group in groups
-            if bf16.moments
-            for name, value in self._entries.initial(group, like).items()
-            if is_elementwise(name, value, (1,))
-        )
+    def allocate(self, stand_ins: Sequence[Segment], names_in_8_bits: frozenset[str]) -> None:
+        """Allocate the state of new regions and ``stand_ins``. ``names_in_8_bits``: parameters with
+        moments in 8 bits.
+        """
+        self._stand_ins = stand_ins
+        for region in self.regions:
+            in_fp32 = (names_in_8_bits.isdisjoint(segment.names) for segment in region.segments)
+            region.in_blocks = not all(in_fp32)
+        self.renew()
 
-    def cut(self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> None:
-        """Cut ``flats``, whose state is on the device, into bound segments without state."""
-        self.together = False
-        self.regions = cut(flats, group_of)
-        self._region_of = {
-            flat.key: (region, base) for region in self.regions for flat, base in region.flats
-        }
+    def renew(self) -> None:
+        """Allocate the arrays of all regions whose state is known before the first step; no segment
+        has state. The former arrays stay in state dicts that a script keeps.
+        """
+        self.unbegun = {*self.all_segments, *self._stand_ins}
+        first = self._entries.initial_values()
+        dtypes: dict[str, dict[MemoryRegion, torch.dtype]] = {}
+        for region in self.regions:
+            region.arrays.clear()
+            if region.in_blocks or not self._is_known:
+                continue
+            for group in dict.fromkeys(segment.group for segment in region.segments):
+                for name, value in first(group, region.segments[0].tensor).items():
+                    if is_elementwise(name, value, (1,)):
+                        of_name = dtypes.setdefault(name, {})
+                        dtype = of_name.get(region, value.dtype)
+                        of_name[region] = torch.promote_types(dtype, value.dtype)
+        for name, of_name in dtypes.items():
+            self._allocate(name, of_name, first)
+
+    def _allocate(
+        self, name: str, dtypes: Mapping[MemoryRegion, torch.dtype], first: InitialValues
+    ) -> None:
+        """Allocate state ``name`` of regions with its initial values. Regions of one dtype share a
+        storage, in which each has the alignment of its masters: one launch updates all of them.
+        """
+        self.allocations += 1
+        for dtype in dict.fromkeys(dtypes.values()):
+            places: dict[MemoryRegion, int] = {}
+            total = 0
+            for region in (region for region in dtypes if dtypes[region] == dtype):
+                begin = region.segments[0]
+                total += (int(begin.tensor.storage_offset()) - begin.start - total) % PHASE
+                places[region] = total
+                total += region.numel
+            whole = torch.zeros(total, dtype=dtype, device=begin.tensor.device)
+            for region, place in places.items():
+                region.arrays[name] = whole[place : place + region.numel]
+                for segment in region.segments:
+                    if name not in self._entries.of(segment):
+                        value = first(segment.group, segment.tensor).get(name)
+                        if value is not None and bool(value):
+                            region.arrays[name][segment.start : segment.stop] = value
 
     def bind(self, segment: Segment) -> None:
         """Give ``segment``, cut out of another one, its tensor."""
         segment.bind()
 
-    def create(self, segment: Segment) -> None:
-        """Create the initial state of ``segment``, if it has none."""
+    def replace(self, pieces: Mapping[Segment, Sequence[Segment]]) -> None:
+        super().replace(pieces)
+        for segment in self.unbegun & pieces.keys():
+            self.unbegun.remove(segment)
+            self.unbegun.update(pieces[segment])
+
+    # ---- the first step ----
+
+    def begin(self, segments: Iterable[Segment]) -> list[Segment]:
+        """Create the state of those of ``segments`` that make their first step now. Return those
+        whose state only the step itself can create, which :meth:`adopt` takes afterwards.
+        """
+        by_step: list[Segment] = []
+        first, groups = self._entries.initial_values(), self._entries.groups
+        # a hook before the step may yet change the rate, on which initial values can depend
+        hooked = self._entries.optimizer._optimizer_step_pre_hooks and self._entries.bf16 is None
+        known = self._by_constructor or (self._is_known and not hooked)
+        for segment in segments:
+            if segment not in self.unbegun:
+                continue
+            group = groups[segment.group]
+            if self._begins_with_gradient and not group["momentum"]:
+                continue
+            self.unbegun.discard(segment)
+            damps = self._begins_with_gradient and group["dampening"]
+            if not known or damps or self._entries.of(segment):
+                by_step.append(segment)
+                continue
+            self.create(segment, first)
+            if self._begins_with_gradient:  # -0.0 plus a gradient is that gradient, a -0.0 too
+                for value in self._entries.elementwise(segment).values():
+                    value.fill_(-0.0)
+        return by_step
+
+    def create(self, segment: Segment, first: InitialValues | None = None) -> None:
+        """Create the initial state of ``segment``, if it has none; ``first``: initial values."""
         if self._entries.of(segment):
             return
-        self.together = False
-        for name, value in self._entries.initial(segment.group, segment.tensor).items():
-            if is_elementwise(name, value, (1,)):
-                value = self._entries.created(segment, name, value)
-            self._entries.optimizer.state[segment.tensor][name] = value
+        live = self._entries.optimizer.state[segment.tensor]
+        first = first or self._entries.initial_values()
+        for name, value in first(segment.group, segment.tensor).items():
+            if not is_elementwise(name, value, (1,)):
+                live[name] = copied(value)
+            elif not segment.parts or self._region(segment).in_blocks:
+                live[name] = self._entries.created(segment, name, value)
+            else:
+                live[name] = self._slice(segment, name, value.dtype, first).copy_(value)
 
     def unstep(self, segment: Segment) -> None:
-        """Remove the state of ``segment``, as if it had never been stepped."""
-        self._entries.optimizer.state.pop(segment.tensor, None)
+        """Reset ``segment`` as if it had never been stepped."""
+        self.unbegun.add(segment)
+        if self._entries.optimizer.state.pop(segment.tensor, None) and segment.parts:
+            for array in self._region(segment).arrays.values():
+                array[segment.start : segment.stop].zero_()
+
+    def _region(self, segment: Segment) -> MemoryRegion:
+        return self._region_of[segment.parts[0].flat.key][0]
+
+    def _slice(
+        self, segment: Segment, name: str, dtype: torch.dtype, first: InitialValues
+    ) -> Tensor:
+        """Return the memory of state ``name`` of ``segment``; allocate the array if it is new."""
+        region = self._region(segment)
+        if name not in region.arrays:
+            self._allocate(name, {region: dtype}, first)
+        return region.arrays[name][segment.start : segment.stop]
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
         live = self._entries.optimizer.state[segment.tensor]
         if name not in live:
             dtype = step_dtype(segment.tensor.dtype)
-            live[name] = torch.zeros_like(segment.tensor, dtype=dtype)
+            live[name] = (
+                torch.zeros_like(segment.tensor, dtype=dtype)
+                if not segment.parts or self._region(segment).in_blocks
+                else self._slice(segment, name, dtype, self._entries.initial_values()).zero_()
+            )
         if isinstance(live[name], Blocks):
             live[name].put(at, values)
             return
         live[name][at : at + values.numel()].copy_(values)
 
+    def adopt(self, segments: Iterable[Segment]) -> None:
+        """Move tensors in ``optimizer.state`` that are not in the arrays there: a first step has
+        created them, or a script has assigned them.
+
+        Raises UnsupportedOptimizerError for state that is neither per element nor a scalar.
+        """
+        first = self._entries.initial_values()
+        for segment in segments:
+            shape, entries = segment.tensor.shape, self._entries.of(segment)
+            for name, value in entries.items():
+                if not (
+                    is_scalar(name, value, shape)
+                    or is_elementwise(name, value, shape)
+                    or isinstance(value, Mapping)
+                    or (isinstance(value, Blocks) and value.dynamic)
+                ):
+                    key = segment.parts[0].flat.key if segment.parts else "no parameter"
+                    what = f"a segment of {key!r}"
+                    refuse_unknown(self._entries.optimizer, name, value, what)
+            if not segment.parts or self._region(segment).in_blocks:
+                continue
+            for name, value in entries.items():
+                if is_elementwise(name, value, shape):
+                    own = self._slice(segment, name, value.dtype, first)
+                    if value.data_ptr() != own.data_ptr():
+                        own.copy_(value)
+                        self._entries.optimizer.state[segment.tensor][name] = own
+
+    def _is_kept(self, segment: Segment, name: str, value: object) -> bool:
+        return isinstance(value, Blocks) or is_elementwise(name, value, segment.tensor.shape)
+
+    # ---- arrays of flat buffers ----
+
     def arrays(self, flat: OptimizerShard) -> Mapping[str, Tensor]:
-        """Return the master weights and each per-element state of ``flat``, 1-D over
+        """Return the master weights and each per-element state of ``flat`` that has begun, 1-D over
         ``flat.owned``: writable views, or states in new memory if its region has some in 8 bits.
         """
         arrays = {MASTER: masters(flat)}
-        if flat.key not in self._region_of:  # no element of it is on this rank
+        parts = self.parts(flat)
+        if not parts:
             return arrays
-        self.bring_together()
+        self.adopt(segment for segment, _ in parts)
         region, base = self._region_of[flat.key]
-        if self._has_blocks(region):
-            dtypes = {MASTER: arrays[MASTER].dtype} | self._dtypes(flat)
-            states = self._states(flat, dtypes)  # now: a save decodes on a thread of its own
+        if region.in_blocks:
+            dtypes = {MASTER: arrays[MASTER].dtype} | self._dtypes(parts)
+            states = self._states(parts, dtypes)  # now: a save decodes on a thread of its own
 
             def read(name: str) -> Tensor:
                 if name in arrays:
@@ -524,58 +677,47 @@ class DeviceState:
 
             return FetchedArrays(dtypes, read)
         numel = flat.owned[1] - flat.owned[0]
-        for segment in region.segments:
-            if segment.start < base + numel and base < segment.stop:
-                for name, whole in self._region_tensors(region, segment).items():
-                    arrays[name] = whole[base : base + numel]
+        for segment, _ in parts:
+            for name in self._entries.elementwise(segment):
+                if name not in arrays:
+                    arrays[name] = region.arrays[name][base : base + numel]
         return arrays
 
-    def _has_blocks(self, region: MemoryRegion) -> bool:
-        return any(self._entries.blocks(segment) for segment in region.segments)
-
-    def _parts(self, flat: OptimizerShard) -> Iterator[tuple[Segment, SegmentPart]]:
-        for segment in self._region_of[flat.key][0].segments:
-            for part in segment.parts:
-                if part.flat is flat:
-                    yield segment, part
-
-    def _dtypes(self, flat: OptimizerShard) -> dict[str, torch.dtype]:
-        """Return the dtypes of the per-element states of ``flat`` by name; of blocks, decoded."""
+    def _dtypes(self, parts: Sequence[tuple[Segment, SegmentPart]]) -> dict[str, torch.dtype]:
+        """Return the dtypes of the per-element states of ``parts`` by name; of blocks, decoded."""
         return {
             name: torch.float32 if isinstance(value, Blocks) else value.dtype
-            for segment, _ in self._parts(flat)
+            for segment, _ in parts
             for name, value in sorted(self._entries.of(segment).items())
             if self._is_kept(segment, name, value)
         }
 
     def _states(
-        self, flat: OptimizerShard, names: Collection[str]
+        self, parts: Sequence[tuple[Segment, SegmentPart]], names: Collection[str]
     ) -> list[tuple[SegmentPart, ParamState, ParamState]]:
-        """Return each part of ``flat`` with the state of its segment, and with its initial state if
-        it lacks some of ``names``.
+        """Return each of ``parts`` with the state of its segment, and with its initial state if it
+        lacks some of ``names``.
         """
-        first: dict[int, ParamState] = {}  # by group
+        first = self._entries.initial_values()
         states = []
-        for segment, part in self._parts(flat):
-            of, group = self._entries.of(segment), segment.group
+        for segment, part in parts:
+            of = self._entries.of(segment)
             lacks = any(name != MASTER and name not in of for name in names)
-            if lacks and group not in first:
-                first[group] = self._entries.initial(group, segment.tensor)
-            states.append((part, of, first[group] if lacks else {}))
+            states.append((part, of, first(segment.group, segment.tensor) if lacks else {}))
         return states
-
-    def _is_kept(self, segment: Segment, name: str, value: object) -> bool:
-        return isinstance(value, Blocks) or is_elementwise(name, value, segment.tensor.shape)
 
     def memory(self, flat: OptimizerShard) -> list[Tensor]:
         """Return the tensors that hold the per-element states of ``flat``."""
-        if flat.key not in self._region_of:
+        parts = self.parts(flat)
+        if not parts:
             return []
-        self.bring_together()
-        if not self._has_blocks(self._region_of[flat.key][0]):
-            return [values for name, values in self.arrays(flat).items() if name != MASTER]
+        region, base = self._region_of[flat.key]
+        if not region.in_blocks:
+            self.adopt(segment for segment, _ in parts)
+            numel = flat.owned[1] - flat.owned[0]
+            return [array[base : base + numel] for array in region.arrays.values()]
         tensors: list[Tensor] = []
-        for segment, part in self._parts(flat):
+        for segment, part in parts:
             numel = part.stop - part.start
             for name, value in self._entries.of(segment).items():
                 if isinstance(value, Blocks):
@@ -589,84 +731,11 @@ class DeviceState:
         """Return the address of the first number of state ``name`` of ``flat``; 0 if missing.
         :meth:`arrays` may move it.
         """
-        for segment in self._region_of[flat.key][0].segments:
-            for part in segment.parts:
-                if part.flat is flat and name in self._entries.of(segment):
-                    value: Tensor = self._entries.optimizer.state[segment.tensor][name]
-                    return value.data_ptr() + (part.offset - part.start) * value.itemsize
+        for segment, part in self.parts(flat):
+            value = self._entries.of(segment).get(name)
+            if value is not None:
+                return int(value.data_ptr() + (part.offset - part.start) * value.itemsize)
         return 0
-
-    def bring_together(self) -> None:
-        """Keep each state of a region of several segments in one piece of memory, so that flat
-        buffers have views of it.
-
-        torch creates state segment by segment, in the first step. The move costs one state of one
-        region at a time.
-        """
-        for region in self.regions:
-            for segment in region.segments:
-                self._refuse_unknown(segment)
-            if self._has_blocks(region):
-                continue
-            whole = (
-                len(region.segments) == 1
-                and region.segments[0].stop - region.segments[0].start == region.numel
-            )
-            if not whole:
-                names = {
-                    name
-                    for segment in region.segments
-                    for name in self._entries.elementwise(segment)
-                }
-                for name in sorted(names):
-                    self._gather_in_region(region, name)
-        self.together = True
-
-    def _refuse_unknown(self, segment: Segment) -> None:
-        shape = segment.tensor.shape
-        for name, value in self._entries.of(segment).items():
-            if not (
-                isinstance(value, Mapping)
-                or (isinstance(value, Blocks) and value.dynamic)
-                or is_scalar(name, value, shape)
-                or is_elementwise(name, value, shape)
-            ):
-                what = f"a segment of {segment.parts[0].flat.key!r}"
-                refuse_unknown(self._entries.optimizer, name, value, what)
-
-    def _region_tensors(self, region: MemoryRegion, segment: Segment) -> dict[str, Tensor]:
-        """Return for each state of ``segment`` the tensor over the whole region that it is a slice
-        of (after :meth:`bring_together`).
-        """
-        return {
-            name: value.as_strided((region.numel,), (1,), value.storage_offset() - segment.start)
-            for name, value in self._entries.elementwise(segment).items()
-        }
-
-    def _gather_in_region(self, region: MemoryRegion, name: str) -> None:
-        entries = self._entries
-        owners = [segment for segment in region.segments if name in entries.elementwise(segment)]
-        values = [entries.optimizer.state[segment.tensor][name] for segment in owners]
-        origins = {
-            (value.untyped_storage()._cdata, value.storage_offset() - owner.start)
-            for owner, value in zip(owners, values)
-        }
-        size = values[0].untyped_storage().nbytes() // values[0].element_size()
-        if (
-            len(origins) == 1
-            and next(iter(origins))[1] >= 0
-            and size - next(iter(origins))[1] >= region.numel
-        ):
-            return
-        whole = values[0].new_zeros(region.numel)
-        for other in region.segments:
-            if other not in owners:  # not stepped yet: the initial value of its state
-                first = entries.initial(other.group, other.tensor).get(name)
-                if first is not None:
-                    whole[other.start : other.stop] = first
-        for owner, value in zip(owners, values):
-            whole[owner.start : owner.stop].copy_(value)
-            entries.optimizer.state[owner.tensor][name] = whole[owner.start : owner.stop]
 
 
 def _decoded(

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,7 +25,7 @@ FEW, TIMES, WIDTH = 40, 4, 4
 
 
 class Experts(nn.Module):
-    """Modules of which a forward uses one in each layer."""
+    """Modules of which a forward uses one in each layer, the first by default."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -32,9 +33,9 @@ class Experts(nn.Module):
             nn.ModuleList(nn.Linear(4, 4) for _ in range(experts // 5)) for _ in range(5)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, index: int = 0) -> torch.Tensor:
         for layer in self.layers:
-            x = layer[0](x)
+            x = cast(nn.ModuleList, layer)[index](x)
         return x
 
 
@@ -68,8 +69,32 @@ def operations(size: int, folder: Path) -> Any:
     yield "destroy", engine.destroy
 
 
-def measured(size: int, folder: Path) -> dict[str, int]:
-    """Return the calls of each operation at ``size``."""
+def operations_of_a_mixture(size: int, folder: Path) -> Any:
+    """As :func:`operations`, of an engine whose parameters were used in different steps."""
+    model = Experts(size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sharding = {"stage": 2, "stage3_module_granularity_threshold": 0}  # a unit for each module
+    config = config_of(2, zero_optimization=sharding)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def step(index: int) -> None:
+        engine.backward(engine(torch.ones(4, WIDTH), index).square().mean())
+        engine.step()
+
+    for index in range(size // 5):
+        step(index)
+    yield "step", lambda: step(0)
+    packed = optimizer.state_dict()
+    yield "optimizer.state_dict", optimizer.state_dict
+    yield "optimizer.load_state_dict", lambda: optimizer.load_state_dict(packed)
+    engine.save_checkpoint(folder, tag="a")
+    yield "save_checkpoint", lambda: engine.save_checkpoint(folder, tag="b")
+    yield "load_checkpoint", lambda: engine.load_checkpoint(folder, tag="a")
+    engine.destroy()
+
+
+def measured(size: int, folder: Path, of: Any = operations) -> dict[str, int]:
+    """Return the calls of each operation ``of`` a model of ``size``."""
 
     def run(rank: int, model: nn.Module) -> dict[str, int]:
         found, calls = {}, 0
@@ -78,7 +103,7 @@ def measured(size: int, folder: Path) -> dict[str, int]:
             nonlocal calls
             calls += event in ("call", "c_call")
 
-        for what, call in operations(size, folder / f"{size}"):
+        for what, call in of(size, folder / f"{size}"):
             calls = 0
             sys.setprofile(count)
             try:
@@ -96,9 +121,10 @@ def measured(size: int, folder: Path) -> dict[str, int]:
         gc.enable()
 
 
-def test_four_times_the_model_costs_four_times(tmp_path: Path) -> None:
-    measured(10, tmp_path)  # imports, and what is kept for later
-    few, many = (measured(FEW * by, tmp_path) for by in (1, TIMES))
+@pytest.mark.parametrize("of", [operations, operations_of_a_mixture])
+def test_four_times_the_model_costs_four_times(of: Any, tmp_path: Path) -> None:
+    measured(10, tmp_path, of)  # imports, and what is kept for later
+    few, many = (measured(FEW * by, tmp_path, of) for by in (1, TIMES))
     for what, calls in many.items():
         grown = math.log(calls / few[what], TIMES)
         assert grown <= EXPONENT, f"{what}: {few[what]} calls, then {calls}"

@@ -500,7 +500,7 @@ class OptimizerShard(CopiedState):
         self.key, self.layout, self.owned = spec.key, spec.layout, spec.owned
         self.trainable, self.tied_pp_stages = spec.trainable, spec.sharding.pp_stages
         self.gradient = gradient
-        # storage of master weights, and of offloaded moments; torch allocates moments on the device
+        # storage of master weights, and of offloaded moments (on the device: optim/state.py)
         self.storage: Storage = DeviceStorage({})
         self.offloaded = False  # master weights and moments are
         # whether the master weights are separate from the parameter shard

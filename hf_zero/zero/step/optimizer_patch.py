@@ -145,6 +145,7 @@ class _EngineMethods:
             settings = alive.bound.settings_of(state_dict)
             type(self._optimizer).load_state_dict(self._optimizer, settings)
             self.watch_state()
+            alive.bound.drop_state()
             transfer(source, alive, weights=False)
         for hook in after:
             hook(self._optimizer)

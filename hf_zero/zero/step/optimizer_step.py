@@ -139,7 +139,7 @@ class OptimizerStep:
         if not flats[0].optimizer_shard.offloaded:
             self.model.schedule.shards.wait_for_copy()
         if unit.device_of_streams is not None:
-            # another branch of the model: updates share the counters and arenas of the optimizer
+            # another branch of the model: updates share the counters of the optimizer
             current = streams.current_stream(unit.device_of_streams)
             streams.wait_for([self._updated_on or current], current)
             self._updated_on = current

@@ -1,0 +1,140 @@
+"""State on the device: arrays by flat buffer, of which ``optimizer.state`` has slices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.optim.bound_optimizer import BoundOptimizer
+from tests.helpers.flats import shard
+
+SHAPES = {"a.weight": (3, 5), "a.bias": (7,), "b.weight": (4, 2), "b.bias": (3,)}
+UNITS = [["a.weight", "a.bias"], ["b.weight", "b.bias"]]
+
+
+class Pair:
+    """An optimizer over segments of one rank, and one over whole parameters."""
+
+    def __init__(self, make, together=True):
+        torch.manual_seed(3)
+        values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        self.whole = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
+        self.plain = make(self.whole.values())
+        copies = {name: torch.nn.Parameter(value) for name, value in values.items()}
+        self.optimizer = make(copies.values())
+        units = [{name: copies[name].data for name in unit} for unit in UNITS]
+        [self.flats] = shard(units, 1, together=together)
+        self.bound = BoundOptimizer(self.optimizer, self.flats, dict.fromkeys(SHAPES, 0), copies)
+
+    def step(self, gradient=torch.randn, unused=()):
+        gradients = {name: gradient(shape) for name, shape in SHAPES.items()}
+        for name, parameter in self.whole.items():
+            parameter.grad = None if name in unused else gradients[name]
+        for flat in self.flats:
+            flat.write(gradients, flat.gradient.shard)
+            flat.gradient.unused = frozenset(unused) & flat.layout.by_name.keys()
+        self.plain.step()
+        self.bound.step()
+
+    def arrays(self):
+        return [self.bound.arrays(flat) for flat in self.flats]
+
+    def of(self, name):
+        out = {key: torch.zeros(shape) for key, shape in SHAPES.items()}
+        for flat, arrays in zip(self.flats, self.arrays()):
+            flat.read(arrays[name], out)
+        return out
+
+    def assert_equal(self):
+        for name, weight in self.of("master").items():
+            assert torch.equal(weight, self.whole[name]), name
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.1, fused=False)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, fused=False)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_state_stays_in_memory_that_binding_has_allocated(together):
+    """In the first step, in later ones, and in those that leave parameters out."""
+    it = Pair(adamw, together)
+    flat = it.flats[1]
+    places = {tensor.data_ptr() for tensor in it.bound.memory(flat)}
+    assert len(places) == 2 and set(it.bound.arrays(flat)) == {"master"}
+    for unused in ((), ("b.weight",), ("a.weight", "b.bias"), ()):
+        it.step(unused=unused)
+        assert {
+            it.bound.arrays(flat)[name].data_ptr() for name in ("exp_avg", "exp_avg_sq")
+        } == places
+        it.assert_equal()
+    storages = {
+        entry["exp_avg"].untyped_storage().data_ptr() for entry in it.optimizer.state.values()
+    }
+    assert len(storages) == 1
+
+
+def test_a_reset_leaves_earlier_state_dicts_as_they_are():
+    it = Pair(adamw)
+    it.step()
+    kept = it.optimizer.state_dict()["state"][0]["exp_avg"]
+    values = kept.clone()
+    it.bound.forget()
+    it.plain.state.clear()
+    it.step()
+    it.assert_equal()
+    assert torch.equal(kept, values) and values.any()
+
+
+def test_a_parameter_that_is_used_late_begins_as_in_torch():
+    for make in (adamw, sgd, lambda p: torch.optim.Rprop(p, lr=0.05)):
+        it = Pair(make)
+        for unused in (("a.weight", "b.bias"), ("a.weight",), ()):
+            it.step(unused=unused)
+            it.assert_equal()
+        for name in set(it.plain.state[it.whole["a.weight"]]) - {"step"}:
+            for key, values in it.of(name).items():
+                assert torch.equal(values, it.plain.state[it.whole[key]][name]), (name, key)
+
+
+def test_a_first_momentum_has_the_signs_of_the_gradient_s_zeros():
+    it = Pair(sgd)
+    it.step(gradient=lambda shape: torch.full(shape, -0.0))
+    for values in it.of("momentum_buffer").values():
+        assert torch.signbit(values).all() and not values.any()
+
+
+def test_a_hook_before_the_first_step_may_set_the_rate_that_state_begins_with():
+    it = Pair(lambda parameters: torch.optim.Rprop(parameters, lr=0.01))
+    for optimizer in (it.plain, it.optimizer):
+        optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(lr=0.5))
+    it.step()
+    it.assert_equal()
+    assert all((values == 0.5).all() for values in it.of("step_size").values())
+
+
+def test_tensors_that_a_script_assigns_are_moved_in():
+    it = Pair(adamw)
+    it.step()
+    places = {tensor.data_ptr() for flat in it.flats for tensor in it.bound.memory(flat)}
+    for entry in it.optimizer.state.values():
+        entry["exp_avg"] = torch.full_like(entry["exp_avg"], 0.25)
+    for state in it.plain.state.values():
+        state["exp_avg"].fill_(0.25)
+    assert all((values == 0.25).all() for values in it.of("exp_avg").values())
+    it.step()
+    it.assert_equal()
+    assert places == {tensor.data_ptr() for flat in it.flats for tensor in it.bound.memory(flat)}
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name():
+    it = Pair(adamw)
+    it.step()
+    next(iter(it.optimizer.state.values()))["exp_avg"] = torch.zeros(2)
+    said = r"AdamW keeps state 'exp_avg' for a segment of 'unit0.* as a tensor of shape \(2,\)"
+    with pytest.raises(UnsupportedOptimizerError, match=said):
+        it.arrays()
