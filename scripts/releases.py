@@ -70,11 +70,13 @@ def output(*command: str, python: str = sys.executable, **environment: str) -> s
     return done.stdout
 
 
-def pip(*arguments: str, python: str = sys.executable) -> str:
-    """Run pip with no settings of this machine but the certificates, as scripts/pins.py does."""
-    others = {name: "" for name in os.environ if name[:4] == "PIP_" and name != "PIP_CERT"}
-    own = {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    return output("-m", "pip", *arguments, python=python, **(others | own))
+def pip(*arguments: str, python: str = sys.executable, configured: bool = False) -> str:
+    """Run pip, as this machine is ``configured`` or with no settings of it but the certificates."""
+    own = {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    if not configured:
+        own |= {name: "" for name in os.environ if name[:4] == "PIP_" and name != "PIP_CERT"}
+        own |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    return output("-I", "-m", "pip", *arguments, python=python, **own)
 
 
 def installed(*names: str, path: str = "") -> dict[str, str]:
@@ -131,16 +133,21 @@ def environments(only: list[str], cache: Path, more: list[str]) -> dict[str, dic
     return found
 
 
+def empty_environment(folder: Path) -> str:
+    """Return the Python of an environment in ``folder`` with pip alone, made on first use."""
+    python = str(folder / "bin" / "python")
+    if not folder.exists():
+        venv.create(folder, with_pip=True)
+        pip("install", "--quiet", "--upgrade", "pip", python=python)
+    return python
+
+
 def resolve(framework: str, cache: Path, more: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the releases of the libraries that pip chooses for hf-zero and ``framework`` in an
     empty environment, and the specifiers by which ``framework`` requires them. Raises RuntimeError
     if pip finds no releases.
     """
-    empty = cache / "empty"
-    python = str(empty / "bin" / "python")
-    if not empty.exists():
-        venv.create(empty, with_pip=True)
-        pip("install", "--quiet", "--upgrade", "pip", python=python)
+    python = empty_environment(cache / "empty")
     asked = [str(ROOT), *FRAMEWORKS[framework]]
     report = pip("install", "--quiet", "--dry-run", "--report", "-", *more, *asked, python=python)
     installs = json.loads(report)["install"]
