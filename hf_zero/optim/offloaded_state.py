@@ -221,8 +221,7 @@ class OffloadedState(Regions):
                     storage.add(name, self._format(name, value.dtype, segment))
                     self._made.add(key)
                 if key in self._made and bool(value):  # initial values may differ between groups
-                    segment.parts[0].flat.wait_for_copy()
-                    storage.store(name, segment.start, value.expand(segment.stop - segment.start))
+                    self._fill(segment, name, value)
                 value = self._entry(segment, name)
             self._entries.optimizer.state[segment.tensor][name] = value
         self._unstepped.add(segment)
@@ -273,8 +272,7 @@ class OffloadedState(Regions):
                 )
             # what stands in for quantized arrays and files has no memory
             if value.stride() != (0,) and value.data_ptr() != own.data_ptr():
-                segment.parts[0].flat.wait_for_copy()
-                storage.store(name, segment.start, value)
+                segment.parts[0].flat.writing().store(name, segment.start, value)
                 entries[name] = own
                 self.mark_stepped(segment)
 
@@ -282,8 +280,14 @@ class OffloadedState(Regions):
         storage = segment.parts[0].flat.storage
         for name, value in self._initial_state(segment).items():
             if name in storage.names():
-                storage.store(name, segment.start, value.expand(segment.stop - segment.start))
+                self._fill(segment, name, value)
         self.create(segment)
+
+    @staticmethod
+    def _fill(segment: Segment, name: str, value: Tensor) -> None:
+        """Set each element of state ``name`` of ``segment`` to ``value``."""
+        values = value.expand(segment.stop - segment.start)
+        segment.parts[0].flat.writing().store(name, segment.start, values)
 
     def begin_first_steps(self) -> None:
         """Renew the initial state of segments that were not stepped yet: ASGD's and Rprop's
@@ -295,13 +299,12 @@ class OffloadedState(Regions):
             if key not in first_values:
                 begun = self._initial_state(segment).items()
                 first_values[key] = {name: value for name, value in begun if bool(value)}
-            if first_values[key]:
-                self.wait()
-                segment.parts[0].flat.wait_for_copy()
-            storage, live = segment.parts[0].flat.storage, self._entries.optimizer.state
+            if not first_values[key]:
+                continue
+            storage, live = segment.parts[0].flat.writing(), self._entries.optimizer.state
             for name, value in first_values[key].items():
                 if name in storage.names():
-                    storage.store(name, segment.start, value.expand(segment.stop - segment.start))
+                    self._fill(segment, name, value)
                 elif name in live[segment.tensor]:
                     live[segment.tensor][name] = state.copied(value)
 
@@ -323,8 +326,7 @@ class OffloadedState(Regions):
         """Return the master weights and each per-element state of ``flat``, 1-D over
         ``flat.owned``, that holds values; they may be copies.
         """
-        flat.wait_for_update()
-        storage = flat.storage
+        storage = flat.reading()
         for segment in self.segments(flat):
             self.take_assigned(segment)
         # a momentum that the first step will set holds no values yet
@@ -336,17 +338,14 @@ class OffloadedState(Regions):
 
     def load_tensor(self, flat: OptimizerShard, name: str, tensor: Tensor, first: int) -> None:
         """Copy ``tensor`` (1-D) into an array of ``flat``, from element ``first`` on."""
-        flat.wait_for_update()
-        flat.storage.store(name, first, tensor)
+        flat.writing().store(name, first, tensor)
         last = first + tensor.numel()
         if name != MASTER:
             self._unstepped -= {s for s in self.segments(flat) if s.start < last and first < s.stop}
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
-        flat = segment.parts[0].flat
-        flat.wait_for_update()
-        storage = flat.storage
+        storage = segment.parts[0].flat.writing()
         if name not in storage.names():
             storage.add(name, StorageFormat(values.dtype))
         live = self._entries.optimizer.state[segment.tensor]

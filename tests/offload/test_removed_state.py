@@ -69,6 +69,38 @@ def test_it_begins_anew(name: str, remove: Any, device: str, tmp_path: Path) -> 
     engine.destroy()
 
 
+def put_zeros(engine: Any, shard: Any) -> None:
+    offloaded = engine.bound._table.offloaded
+    for segment in offloaded.segments(shard):
+        offloaded.put(segment, "exp_avg", 0, torch.zeros(segment.tensor.numel()))
+
+
+def step_anew(engine: Any, shard: Any) -> None:
+    delete(engine.optimizer)
+    engine.backward(engine(ROWS[1]).square().mean())
+    engine.step()
+
+
+@pytest.mark.parametrize("change", [put_zeros, step_anew])
+def test_a_change_first_waits_for_the_copy_of_a_save(change: Any) -> None:
+    model = build()
+    engine = started(model, MAKERS["AdamW"](model.parameters()), {"device": "cpu"})
+    engine.backward(engine(ROWS[0]).square().mean())
+    engine.step()
+    shard = engine.flats[0].optimizer_shard
+    saved = engine.bound.arrays(shard)["exp_avg"].clone()
+    copies: list[torch.Tensor] = []
+
+    def wait_until_copied() -> None:
+        copies.append(shard.storage.fetch("exp_avg").clone())
+        shard.end_copy()
+
+    shard.begin_copy(wait_until_copied)
+    change(engine, shard)
+    assert len(copies) == 1 and torch.equal(copies[0], saved) and saved.any()
+    engine.destroy()
+
+
 def test_a_kept_state_dict_has_the_steps_of_its_moments() -> None:
     model = build()
     engine = started(model, MAKERS["AdamW"](model.parameters()), {"device": "cpu"})

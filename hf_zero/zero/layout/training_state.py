@@ -551,10 +551,7 @@ class OptimizerShard(CopiedState):
     def store_master(self, values: torch.Tensor, start: int = 0) -> None:
         """Overwrite the master weights from element ``start`` of ``owned`` on."""
         if self.has_master:
-            self.wait_for_update()
-            if self.wait_until_copied is not None:
-                self.wait_for_copy()
-            self.storage.store(MASTER, start, values)
+            self.writing().store(MASTER, start, values)
 
     @property
     def has_master(self) -> bool:
@@ -570,6 +567,20 @@ class OptimizerShard(CopiedState):
         self.keep_in(DeviceStorage({}), False)
 
     # ---- the update under way ----
+
+    def reading(self) -> Storage:
+        """Return the storage, to be read: the update under way is over."""
+        self.wait_for_update()
+        return self.storage
+
+    def writing(self) -> Storage:
+        """Return the storage, to be written to: the update under way is over, and so is the copy
+        of a save.
+        """
+        self.wait_for_update()
+        if self.wait_until_copied is not None:
+            self.wait_for_copy()
+        return self.storage
 
     def wait_for_update(self) -> None:
         """Wait for the update under way, if any, and raise its exception."""
