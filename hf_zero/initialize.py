@@ -21,11 +21,11 @@ from hf_zero.distributed import init, parallel_groups, process_group
 from hf_zero.engine import Engine
 from hf_zero.logging import logger, set_level
 from hf_zero.parallel.pipeline.engine import PipelineTraining, pipelined
-from hf_zero.parallel.pipeline.staged import make_parallel_for
 from hf_zero.setup import providers as providers
 from hf_zero.setup.plan import plan
 from hf_zero.setup.request import E, SetupRequest, refuse_other_deepspeed
 from hf_zero.setup.steps import apply
+from hf_zero.zero.feature import early
 from hf_zero.zero.transaction import on_rollback, restore_on_rollback, transaction
 
 if TYPE_CHECKING:
@@ -213,5 +213,6 @@ def join(request: SetupRequest[Any]) -> Resumed | None:
                 on_rollback(os.environ.pop, name, None)
             on_rollback(process_group.destroy_process_group)
     on_rollback(parallel_groups.restorer())
-    make_parallel_for(request.model)
+    for kind in early().values():
+        kind.join(request.model)
     return None if request.resume is None else find_resumed(request.resume, config)

@@ -18,8 +18,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
 
 TABLE = Path(__file__).with_suffix(".toml")
-# Features that no key switches on: the model is in stages; the optimizer sends its momentum.
-PIPELINE, ONE_BIT = "pipeline", "one_bit"
+ONE_BIT = "one_bit"  # a feature that the name of an optimizer switches on, too
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class FeatureRow:
     make: str = ""
     extends: str = ""
     sets: Mapping[str, object] = field(default_factory=dict)
-    resolves: str = ""
+    early: str = ""
     after: tuple[str, ...] = ()
     excludes: Mapping[str, str] = field(default_factory=dict)
     refuses: tuple[RefusedValue, ...] = ()
@@ -94,7 +93,7 @@ def read(text: str) -> dict[str, FeatureRow]:
             entry.get("make", ""),
             entry.get("extends", ""),
             entry.get("sets", {}),
-            entry.get("resolves", ""),
+            entry.get("early", ""),
             tuple(members(entry.get("after", ()))),
             {m: why for other, why in entry.get("excludes", {}).items() for m in members((other,))},
             tuple(

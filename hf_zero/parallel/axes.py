@@ -24,22 +24,6 @@ from hf_zero.zero.feature import EngineInputs, Feature
 from hf_zero.zero.layout.sharding import Sharding
 
 
-def resolve_axes(
-    model: nn.Module, settings: ZeroConfig, dims: ParallelDims, mpu: object
-) -> tuple[ZeroConfig, ParallelDims]:
-    """Return ``settings`` and ``dims`` with the sizes that they, ``model`` and ``mpu`` ask for.
-    Raises ConfigError for sizes that contradict each other.
-    """
-    settings = with_tensor_size(model, settings)
-    if settings.tensor_parallel.size > 1:
-        dims = dims_of(settings.tensor_parallel.size)
-    dims = experts.dims_with_experts(model, settings, dims)
-    settings = sequences.with_sequence_size(settings, mpu, dims)
-    if settings.ranks_of_a_sequence > 1:
-        dims = sequences.sequence_dims(sequences.division_of(settings), dims)
-    return settings, dims
-
-
 class ParallelAxes(Feature):
     """The axes of ``settings``, and those of the layers of a model."""
 
@@ -47,6 +31,19 @@ class ParallelAxes(Feature):
         self._settings = settings
         self._mpu: object = None
         self._sequence: sequences.SequenceParallel | None = None
+
+    @classmethod
+    def resolve(
+        cls, model: nn.Module, settings: ZeroConfig, dims: ParallelDims, mpu: object
+    ) -> tuple[ZeroConfig, ParallelDims]:
+        settings = with_tensor_size(model, settings)
+        if settings.tensor_parallel.size > 1:
+            dims = dims_of(settings.tensor_parallel.size)
+        dims = experts.dims_with_experts(model, settings, dims)
+        settings = sequences.with_sequence_size(settings, mpu, dims)
+        if settings.ranks_of_a_sequence > 1:
+            dims = sequences.sequence_dims(sequences.division_of(settings), dims)
+        return settings, dims
 
     def check_inputs(self, inputs: EngineInputs) -> None:
         self._mpu, section = inputs.mpu, self._settings.tensor_parallel

@@ -17,7 +17,7 @@ from torch import nn
 from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.resume import Resumed
 from hf_zero.config import ZeroConfig
-from hf_zero.config.features import ONE_BIT, PIPELINE, computed_values
+from hf_zero.config.features import computed_values
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import ParallelDims, check_mpu
 from hf_zero.distributed.parallel_groups import dims_in_effect
@@ -28,18 +28,16 @@ from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import twin_of
 from hf_zero.optim.elementwise import adopt, check
-from hf_zero.optim.one_bit import as_sent, one_bit_of
-from hf_zero.parallel.pipeline.engine import check_pipeline, check_uncut, pipelined
-from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.planning import PreflightReport, check_on_all_ranks
 from hf_zero.setup.request import E, SetupRequest
 from hf_zero.techniques.training_loader import check_data
 from hf_zero.zero.extensions import extensions_of
-from hf_zero.zero.feature import EngineInputs, FeatureSet, resolved_sizes
+from hf_zero.zero.feature import EngineInputs, FeatureSet, early
 from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
+from hf_zero.zero.layout.staged import StagedModel
 from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of, parameters_with
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.sharded_model import check_optimizer
@@ -116,8 +114,10 @@ class Resolved(Generic[E]):
     @property
     def engine_class(self) -> type[E]:
         """The class of the engine, with stages for a model in stages."""
-        kind = self.request.engine_class
-        return pipelined(kind) if isinstance(self.request.model, StagedModule) else kind
+        engine_class = self.request.engine_class
+        for kind in early().values():
+            engine_class = kind.engine_class(self.request.model, engine_class)
+        return engine_class
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +142,8 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
     # the plan is of the model as it will be: its ties and marks are made for the plan alone
     with trial():
         with raise_on_all_ranks("plan its engine"):
-            if isinstance(model, StagedModule):
-                check_uncut(request.config, model)
+            for kind in early().values():
+                kind.begin(model, request.config)
             # before the snapshots: changes that the script's callable makes to its model stay
             with trial():
                 if request.user_optimizer is None:  # parameters that are one memory are one
@@ -182,9 +182,11 @@ def resolve(
     """Return ``request`` with the sizes and values in effect, for ``optimizer``."""
     model, mpu = request.model, request.mpu
     tied = tie_shared_memory(model, logs=False)
-    settings, dims = resolved_sizes(model, request.config, dims_in_effect(), mpu)
+    settings, dims = request.config, dims_in_effect()
+    for kind in early().values():
+        settings, dims = kind.resolve(model, settings, dims, mpu)
     unsplit = settings.ranks_of_a_sequence == 1
-    if mpu is not None and unsplit and not isinstance(model, StagedModule):
+    if mpu is not None and unsplit and not isinstance(model, StagedModel):
         check_mpu(mpu, process_group.get_world_size())
     if settings.kernels == "auto":
         settings = settings.on_device(kind_for_auto(process_group.default_device()))
@@ -196,7 +198,8 @@ def resolve(
         warning = check(optimizer, settings.elementwise_optimizers, untested)
         if warning:
             log_rank0(warning, logging.WARNING)
-    settings = as_sent(settings, one_bit_of(settings, optimizer))
+    for kind in early().values():
+        settings = kind.adapt(settings, optimizer)
     # in a pipeline batch sizes are those of one stage, whose tensor-parallel ranks share batches
     ranks = dims.world if dims.pipeline == 1 else dims.world // dims.pipeline // dims.tensor
     if checkpoint is not None:
@@ -216,12 +219,8 @@ def check_features(resolved: Resolved[Any]) -> None:
     """Raise for features that the model, the data or the optimizer do not support."""
     request, settings = resolved.request, resolved.settings
     model = request.model
-    called = set[str]() if one_bit_of(settings, resolved.optimizer) is None else {ONE_BIT}
-    if isinstance(model, StagedModule):
-        called.add(PIPELINE)
-        check_pipeline(settings, model)
-    features, trains = resolved.features, resolved.optimizer is not None
-    features.check_combination(settings, called, trains)
+    features = resolved.features
+    features.check_combination(model, settings, resolved.optimizer)
     check_data(request.training_data, settings)
     features.check_inputs(
         EngineInputs(
@@ -290,7 +289,7 @@ def plan_of_engine(planned: Planned[Any], optimizer: torch.optim.Optimizer | Non
     """
     resolved, checked = planned.resolved, planned.report.plan
     # the plan of a model in stages is collective, so all ranks have to make it
-    reusable = planned.is_final and not isinstance(resolved.request.model, StagedModule)
+    reusable = planned.is_final and not isinstance(resolved.request.model, StagedModel)
     if (
         reusable
         and checked.dims == dims_in_effect()

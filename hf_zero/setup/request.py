@@ -27,7 +27,7 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.optim.build import build_optimizer, build_scheduler, refused
-from hf_zero.parallel.pipeline.staged import StagedModule
+from hf_zero.zero.layout.staged import StagedModel
 from hf_zero.zero.layout.walk import named_modules_of
 
 E = TypeVar("E", bound=Engine)
@@ -159,7 +159,7 @@ class SetupRequest(Generic[E]):
         parameters = list(self.model_parameters or ())
         if self.model_parameters is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
-        if not parameters and isinstance(model, StagedModule):
+        if not parameters and isinstance(model, StagedModel):
             parameters = list(model.parameters())  # a stage that is frozen steps with the others
         if self.optimizer is not None:
             make: Any = self.optimizer

@@ -21,12 +21,12 @@ from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
 from hf_zero.logging import counted, log_rank0
 from hf_zero.optim.elementwise import adopt
-from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.planning.start_summary import describe
 from hf_zero.setup.plan import Planned, plan_of_engine
 from hf_zero.techniques.training_loader import data_loader, warn_lost_position
 from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
+from hf_zero.zero.layout.staged import StagedModel
 from hf_zero.zero.layout.walk import parameters_of
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.transaction import (
@@ -99,7 +99,7 @@ def _warn_all_frozen(setup: Setup) -> None:
     """Warn of an optimizer whose parameters are all frozen. A stage of a pipeline may be."""
     groups = setup.optimizer.param_groups
     frozen = not any(parameter.requires_grad for group in groups for parameter in group["params"])
-    if frozen and not isinstance(setup.model, StagedModule):
+    if frozen and not isinstance(setup.model, StagedModel):
         count = sum(len(group["params"]) for group in groups)
         log_rank0(
             f"none of the {counted(count, 'parameter')} of the optimizer requires grad, so nothing "

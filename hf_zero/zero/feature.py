@@ -8,8 +8,9 @@ feature by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +45,43 @@ class Feature:
     """
 
     name = ""  # of its row
+
+    # ---- before it is known which features are on: of classes that a row names as ``early`` ----
+
+    @classmethod
+    def join(cls, model: nn.Module) -> None:
+        """Set up the groups of ranks that ``model`` needs beside the job's (collective)."""
+
+    @classmethod
+    def begin(cls, model: nn.Module, settings: ZeroConfig) -> None:
+        """Raise ConfigError for a model that ``settings`` do not fit, before its optimizer."""
+
+    @classmethod
+    def resolve(
+        cls, model: nn.Module, settings: ZeroConfig, dims: ParallelDims, mpu: object
+    ) -> tuple[ZeroConfig, ParallelDims]:
+        """Return ``settings`` and ``dims`` with the sizes that they, ``model`` and ``mpu``, the
+        script's statement of its axes, ask for. Raises ConfigError for sizes that contradict each
+        other.
+        """
+        return settings, dims
+
+    @classmethod
+    def adapt(cls, settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> ZeroConfig:
+        """Return ``settings`` with the values that ``optimizer`` requires."""
+        return settings
+
+    @classmethod
+    def is_called(
+        cls, model: nn.Module, settings: ZeroConfig, optimizer: torch.optim.Optimizer | None
+    ) -> bool:
+        """Return whether ``model`` or ``optimizer`` switch the feature on, without a key."""
+        return False
+
+    @classmethod
+    def engine_class(cls, model: nn.Module, kind: type[Any]) -> type[Any]:
+        """Return the class of the engine of ``model``, ``kind`` or a subclass of it."""
+        return kind
 
     # ---- before the engine ----
 
@@ -159,17 +197,20 @@ class FeatureSet:
         return FeatureSet(by_name)
 
     def check_combination(
-        self, settings: ZeroConfig, called: Collection[str], trains: bool
+        self, model: nn.Module, settings: ZeroConfig, optimizer: torch.optim.Optimizer | None
     ) -> None:
         """Raise ConfigError for features that do not go together: those of ``settings``, and those
-        that were ``called`` for without a key. ``trains``: there is an optimizer.
+        that ``model`` and ``optimizer`` call for without a key.
         """
         written = settings.written
         on = [
             name
             for name in switched_on(written)
             if (not FEATURES[name].content or name in self)
-            and (trains or not FEATURES[name].trains)
+            and (optimizer is not None or not FEATURES[name].trains)
+        ]
+        called = [
+            name for name, kind in early().items() if kind.is_called(model, settings, optimizer)
         ]
         check_combination([*on, *called], written)
 
@@ -239,13 +280,7 @@ class FeatureSet:
             feature.remove()
 
 
-def resolved_sizes(
-    model: nn.Module, settings: ZeroConfig, dims: ParallelDims, mpu: object
-) -> tuple[ZeroConfig, ParallelDims]:
-    """Return ``settings`` and ``dims`` with the sizes that features compute from them, ``model``
-    and ``mpu``.
-    """
-    for row in FEATURES.values():
-        if row.resolves:
-            settings, dims = loaded(row.resolves)(model, settings, dims, mpu)
-    return settings, dims
+@cache
+def early() -> Mapping[str, type[Feature]]:
+    """Return the classes that rows name as ``early``, in the order of the rows."""
+    return {name: loaded(row.early) for name, row in FEATURES.items() if row.early}

@@ -30,6 +30,7 @@ from hf_zero.zero.feature import Feature, FeatureSet
 DOCS = Path(hf_zero.__file__).parent / "docs"
 # The order in which features with an object are applied to a model and its engine.
 APPLIED = """
+pipeline
 parallel_axes
 quantization_aware_training
 float8_training
@@ -48,7 +49,7 @@ tiled_mlp
 measures
 """
 
-ALWAYS = ["parallel_axes", "engine_seams", "activations", "measures"]
+ALWAYS = ["pipeline", "parallel_axes", "engine_seams", "activations", "measures"]
 
 
 def test_rows_name_what_exists() -> None:
@@ -59,7 +60,7 @@ def test_rows_name_what_exists() -> None:
         assert {*row.after, *row.excludes} <= FEATURES.keys() - {name}, name
         assert not (row.kind in FEATURES and row.kind != name), "a kind is no feature"
         assert all("; " in why for why in row.excludes.values()), "a reason has a remedy"
-        for factory in filter(None, (row.make, row.extends, row.resolves)):
+        for factory in filter(None, (row.make, row.extends, row.early)):
             assert callable(loaded(factory)), name
     assert {"axes", "messages", "offload", "techniques"} <= kinds
 

@@ -161,7 +161,7 @@ def test_a_pair_that_does_not_go_together_is_refused_by_name(tmp_path: Path) -> 
         settings = ZeroConfig.from_dict(config)
         with pytest.raises(ConfigError) as raised:
             if {one, other} & AXES:  # which need more ranks before that
-                FeatureSet.of(settings).check_combination(settings, (), trains=True)
+                FeatureSet.of(settings).check_combination(model, settings, optimizer)
             else:
                 hf_zero.initialize(model=model, optimizer=optimizer, config=settings)
         said = str(raised.value)

@@ -12,7 +12,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.config.features import FEATURES, PIPELINE, reason
+from hf_zero.config.features import FEATURES, check_combination, reason
 from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.ops import dispatch
@@ -54,9 +54,8 @@ def check(
     optimizer = changed.pop("optimizer", None)
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    called = changed.pop("called", ())
     settings = ZeroConfig.from_dict({**CAPTURE, **more})
-    FeatureSet.of(settings).check_combination(settings, called, trains=True)
+    FeatureSet.of(settings).check_combination(model, settings, optimizer)
     check_capture(settings, model, optimizer, torch.device(device))
 
 
@@ -91,7 +90,7 @@ def test_keys_that_no_graph_holds_are_refused(gpu: None, name: str) -> None:
     assert name in str(caught.value) and remedy in str(caught.value)
     model = nn.Linear(2, 2)
     settings = ZeroConfig.from_dict({**CAPTURE, **REFUSED[name]})
-    FeatureSet().check_combination(settings, (), trains=False)  # an engine without an optimizer
+    FeatureSet().check_combination(model, settings, None)  # an engine without an optimizer
     check_capture(settings, model, None, torch.device("cpu"))
 
 
@@ -122,7 +121,7 @@ def test_models_and_techniques_are_refused_by_name(gpu: None) -> None:
     with pytest.raises(ConfigError, match="gradient checkpointing of the model"):
         check({}, model=recomputed)
     with pytest.raises(ConfigError, match="the schedule of a pipeline is the"):
-        check({}, called={PIPELINE})
+        check_combination([KEY, "pipeline"], {})
 
 
 def test_arguments_have_one_form_if_only_the_values_of_their_tensors_differ() -> None:

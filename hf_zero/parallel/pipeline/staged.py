@@ -33,9 +33,10 @@ from hf_zero.parallel.pipeline.topology import (
 )
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import set_sharding, sharding_of
+from hf_zero.zero.layout.staged import StagedModel
 
 
-class StagedModule(nn.Module):
+class StagedModule(StagedModel):
     """The stages that this rank holds: ``stages_per_rank`` of the ``stages_per_rank * num_stages``
     stages of a pipeline. A sample passes ``num_stages`` ranks. Stage k is on the rank at ``k %
     num_stages`` of the axis "pipe" of ``topology``.

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
-from hf_zero.config.features import ONE_BIT, PIPELINE
 from hf_zero.device import kinds
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.fake_world import META, fake_world
@@ -28,7 +27,6 @@ from hf_zero.integrations.fused.attention_on_meta import without_memory
 from hf_zero.integrations.fused.deferred_heads import defer_head
 from hf_zero.integrations.transformers.meta_model import sized_model
 from hf_zero.measures.collectives import wire_bytes
-from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.parallel.expert.model import spread_experts
 from hf_zero.parallel.pipeline.engine import (
     PipelineTraining,
@@ -480,12 +478,10 @@ def _engine(planned: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Eng
     optimizer = _optimizer_for(planned, module)
     features = FeatureSet.of(settings)
     features.mark(module)
-    called = set[str]() if one_bit_of(settings, optimizer) is None else {ONE_BIT}
     if isinstance(module, StagedModule):
-        called.add(PIPELINE)
         check_uncut(settings, module)
         check_pipeline(settings, module)
-    features.check_combination(settings, called, trains=optimizer is not None)
+    features.check_combination(module, settings, optimizer)
     engine_plan = plan(
         module, settings, planned.dims, optimizer, extensions_of=extensions_of, rank=planned.rank,
         device=META,
