@@ -55,6 +55,7 @@ class FeatureRow:
     extends: str = ""
     sets: Mapping[str, object] = field(default_factory=dict)
     early: str = ""
+    loads: str = ""
     after: tuple[str, ...] = ()
     excludes: Mapping[str, str] = field(default_factory=dict)
     refuses: tuple[RefusedValue, ...] = ()
@@ -94,6 +95,7 @@ def read(text: str) -> dict[str, FeatureRow]:
             entry.get("extends", ""),
             entry.get("sets", {}),
             entry.get("early", ""),
+            entry.get("loads", ""),
             tuple(members(entry.get("after", ()))),
             {m: why for other, why in entry.get("excludes", {}).items() for m in members((other,))},
             tuple(

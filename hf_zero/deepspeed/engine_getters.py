@@ -25,17 +25,17 @@ from hf_zero.deepspeed.logs import SynchronizedWallClockTimer, ThroughputTimer
 from hf_zero.deepspeed.modules import LEFT_OUT
 from hf_zero.deepspeed.zero_config import ZERO, DeepSpeedZeroConfig
 from hf_zero.device import kinds
+from hf_zero.distributed.parallel_groups import readers
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
+from hf_zero.loading.training_loader import Collate, data_loader
 from hf_zero.measures.flops_profiler import FlopsProfiler, StepProfile
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
 from hf_zero.measures.step import EngineMeasures
-from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.data_sampling import follow
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
-from hf_zero.techniques.training_loader import Collate, data_loader
 from hf_zero.zero.layout.precision import COMPUTE
 
 GETTERS: dict[str, tuple[str, object]] = {

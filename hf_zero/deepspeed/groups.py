@@ -17,14 +17,13 @@ from torch import nn
 from hf_zero.deepspeed.modules import refuse
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import check_mpu
-from hf_zero.distributed.parallel_groups import dims_in_effect, get_parallel
+from hf_zero.distributed.parallel_groups import dims_in_effect, get_parallel, readers
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.expert.marks import AXIS, expert_mesh_dim, split_groups
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.parallel.sequence.division import SEQUENCE_CONTEXT as SEQUENCE
 from hf_zero.parallel.sequence.sequence_parallel import sequence_parallel
 from hf_zero.parallel.tensor import tensor_parallel
-from hf_zero.parallel.tensor.model import readers
 from hf_zero.zero.layout.sharding import sharding_of
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from hf_zero.distributed import process_group
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
 from hf_zero.distributed.flat_mesh import DimMaker
@@ -168,3 +169,15 @@ def _made() -> list[ParallelGroups]:
     if not is_initialized():
         return []
     return _groups.get(default_store()) or []
+
+
+def readers() -> tuple[int, int]:
+    """Return the number of ranks that read different batches, as far as tensor and pipeline
+    parallelism determine it, and the index of this rank among them.
+    """
+    ranks, rank, groups = process_group.get_world_size(), process_group.get_rank(), get_parallel()
+    if groups is not None:
+        ranks //= groups.dims.pipeline
+        rank %= ranks
+    size = 1 if groups is None else groups.dims.tensor
+    return ranks // size, rank // size

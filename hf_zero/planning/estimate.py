@@ -539,8 +539,7 @@ def _narrow_plans(
             plans = plans_of(module, of_state, state.applied(settings))
             for planned in plans:
                 if planned.optimizer is not None:
-                    codecs = planned.extensions.codecs
-                    few_bits = codecs.momentum is not None or codecs.deltas is not None
+                    few_bits = any(c.sends_changes for c in planned.extensions.codecs)
                     in_8_bits = bool(planned.names_in_8_bits)
                     check_bf16(planned.optimizer, planned.settings, in_8_bits, few_bits)
         except (ConfigError, UnsupportedOptimizerError):

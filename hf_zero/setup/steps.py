@@ -19,11 +19,11 @@ from hf_zero.checkpoint.save_plan import restorer_of_generators
 from hf_zero.config import ZeroConfig
 from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
+from hf_zero.loading.training_loader import data_loader, warn_lost_position
 from hf_zero.logging import counted, log_rank0
 from hf_zero.optim.elementwise import adopt
 from hf_zero.planning.start_summary import describe
 from hf_zero.setup.plan import Planned, plan_of_engine
-from hf_zero.techniques.training_loader import data_loader, warn_lost_position
 from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
 from hf_zero.zero.layout.staged import StagedModel

@@ -23,11 +23,12 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import BatchSampler, IterableDataset, Sampler
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.techniques import LENGTHS, METRICS, SAMPLING
+from hf_zero.distributed.parallel_groups import dims_in_effect, readers
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.difficulty_index import (
     AnalyzerIndex,
@@ -210,7 +211,7 @@ class CurriculumSampler(Sampler[int]):
     training's next step: a resumed run continues at its position, and the samples of an
     accumulation window without a step are drawn again.
 
-    ``skip`` and ``announced``: as in :class:`hf_zero.techniques.training_loader.EpochSampler`.
+    ``skip`` and ``announced``: as in :class:`hf_zero.loading.training_loader.EpochSampler`.
     """
 
     skip = 0
@@ -233,7 +234,7 @@ class CurriculumSampler(Sampler[int]):
     ) -> None:
         """Draw in ``order``, for a training that has completed ``steps_done()`` steps.
         ``post_process`` changes the batches of a
-        :class:`hf_zero.techniques.training_loader.TrainingLoader`.
+        :class:`hf_zero.loading.training_loader.TrainingLoader`.
         """
         training = self._training
         training.order, training.steps_done, training.post_process = order, steps_done, post_process
@@ -476,3 +477,28 @@ def set_post_process(features: FeatureSet, function: PostProcess) -> None:
             f"chooses, which is off; write {METRICS}, or change the data in a collate_fn"
         )
     sampling.set_post_process(function)
+
+
+def loader_options(data: Any, config: ZeroConfig) -> Mapping[str, Any] | None:
+    """Return the options of the loader of ``data`` whose samples are chosen by difficulty; None if
+    ``config`` chooses none. Raises ConfigError for data that is iterated.
+    """
+    if not sampled_metrics(config):
+        return None
+    if isinstance(data, IterableDataset):
+        raise ConfigError(
+            f"training_data is a {type(data).__name__}, which is iterated, and {METRICS} "
+            "chooses samples by their numbers; pass a map-style Dataset"
+        )
+    micro, (ranks, rank) = config.train_micro_batch_size_per_gpu or 1, readers()
+    # the ranks of a sequence yield their batches in turn, which are those of successive steps
+    sequence = max(config.ranks_of_a_sequence, dims_in_effect().sequence_context)
+    turn, group = rank % sequence, rank // sequence
+    drop_last = bool(config.dataloader_drop_last)
+    sampler = CurriculumSampler(data, config.train_batch_size or micro * ranks, drop_last)
+    return {
+        "data_sampler": sampler,
+        "batch_sampler": RankBatches(sampler, micro, ranks, turn * (ranks // sequence) + group),
+        "num_workers": config.data_sampling.num_workers,
+        "pin_memory": config.data_sampling.pin_memory,
+    }

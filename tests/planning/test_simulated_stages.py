@@ -169,7 +169,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "4 stages over 3 layers": {
         "model": llama(num_hidden_layers=1), "params": None, "pipeline_parallel": 4,
     },
-    "stage is 3, and the model is a pipeline": {"stage": 3},
+    "pipeline does not go with zero_optimization.stage: 3": {"stage": 3},
     "is 2, and the model is a pipeline, whose stages read whole": {"sequence_parallel": 2},
     "experts over 2 ranks in a pipeline of 2 stages": {"expert_parallel": 2},
     "stages_per_rank=1": {"config": {"pipeline": {"schedule": "interleaved_1f1b"}}},

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from hf_zero.config.resolving import ACCUMULATION, MICRO, NO_BATCH_SIZE, TOTAL
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import process_group
+from hf_zero.distributed.parallel_groups import readers
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
@@ -37,7 +38,6 @@ from hf_zero.integrations.lightning.settings import (
 )
 from hf_zero.integrations.lightning.strategy import TAG
 from hf_zero.integrations.transformers.loading import made_under
-from hf_zero.parallel.tensor.model import readers
 from hf_zero.zero.layout.tree import map_tensors
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from hf_zero.checkpoint.save_manifest import split
 from hf_zero.config.techniques import METRICS, PHASES
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import init, process_group
+from hf_zero.distributed.parallel_groups import readers
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
@@ -36,7 +37,6 @@ from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold, release_holders
 from hf_zero.logging import listed
 from hf_zero.measures.figures import tracked
-from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.data_sampling import (
     CurriculumSampler,
     RankBatches,

@@ -351,15 +351,3 @@ def _check_alone(config: ZeroConfig) -> None:
                 f"{VERIFY} compares each rank with the whole model on its batch, and {key} = "
                 f"{size} spreads that over ranks; verify with {key} = 1, and remove the key then"
             )
-
-
-def readers() -> tuple[int, int]:
-    """Return the number of ranks that read different batches, as far as tensor and pipeline
-    parallelism determine it, and the index of this rank among them.
-    """
-    ranks, rank, groups = process_group.get_world_size(), process_group.get_rank(), get_parallel()
-    if groups is not None:
-        ranks //= groups.dims.pipeline
-        rank %= ranks
-    size = 1 if groups is None else groups.dims.tensor
-    return ranks // size, rank // size

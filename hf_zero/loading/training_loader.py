@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,12 +17,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from hf_zero.checkpoint.loader_state import is_stateful
 from hf_zero.config import ZeroConfig
-from hf_zero.config.techniques import METRICS
-from hf_zero.distributed.parallel_groups import dims_in_effect
+from hf_zero.config.features import FEATURES
+from hf_zero.distributed.parallel_groups import readers
 from hf_zero.errors import ConfigError
 from hf_zero.logging import log_rank0, logger
-from hf_zero.parallel.tensor.model import readers
-from hf_zero.techniques.data_sampling import CurriculumSampler, RankBatches, sampled_metrics
+from hf_zero.zero.extensions import loaded
 
 Collate = Callable[..., object]
 
@@ -62,9 +61,7 @@ class TrainingLoader(DataLoader[object]):
     begun.
     """
 
-    def __init__(
-        self, data: Any, ranks: int, data_sampler: CurriculumSampler | EpochSampler, **options: Any
-    ):
+    def __init__(self, data: Any, ranks: int, data_sampler: Any, **options: Any):
         super().__init__(data, **options)
         self.data_sampler, self.ranks = data_sampler, ranks  # DeepSpeed's name for the sampler
         self.epoch = self.samples = self.iterations = 0
@@ -163,11 +160,7 @@ def _is_loader(data: object) -> bool:
 def check_data(data: object, config: ZeroConfig) -> None:
     """Raise ConfigError for ``data`` of which :func:`data_loader` makes no loader."""
     if isinstance(data, IterableDataset):
-        if sampled_metrics(config):
-            raise ConfigError(
-                f"training_data is a {type(data).__name__}, which is iterated, and {METRICS} "
-                "chooses samples by their numbers; pass a map-style Dataset"
-            )
+        _drawn_by_features(data, config)
     elif not (
         data is None
         or isinstance(data, Dataset)
@@ -193,22 +186,9 @@ def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> An
         kind = StreamLoader if is_stateful(data) else DataLoader
         return kind(data, batch_size=micro, collate_fn=collate_fn, drop_last=drop_last)
     ranks, rank = readers()
-    if sampled_metrics(config):
-        # the ranks of a sequence yield their batches in turn, which are those of successive steps
-        sequence = max(config.ranks_of_a_sequence, dims_in_effect().sequence_context)
-        turn, group = rank % sequence, rank // sequence
-        by_difficulty = CurriculumSampler(data, config.train_batch_size or micro * ranks, drop_last)
-        return TrainingLoader(
-            data,
-            ranks,
-            by_difficulty,
-            batch_sampler=RankBatches(
-                by_difficulty, micro, ranks, turn * (ranks // sequence) + group
-            ),
-            collate_fn=collate_fn,
-            num_workers=config.data_sampling.num_workers,
-            pin_memory=config.data_sampling.pin_memory,
-        )
+    options = _drawn_by_features(data, config)
+    if options is not None:
+        return TrainingLoader(data, ranks, collate_fn=collate_fn, **options)
     sampler = EpochSampler(data, ranks, rank, seed=int(config.seed or 0))
     return TrainingLoader(
         data,
@@ -219,6 +199,18 @@ def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> An
         collate_fn=collate_fn,
         drop_last=drop_last,
     )
+
+
+def _drawn_by_features(data: Any, config: ZeroConfig) -> Mapping[str, Any] | None:
+    """Return the options of a :class:`TrainingLoader` whose samples a feature chooses, or None.
+    Raises ConfigError for data of which it can choose none.
+    """
+    for row in FEATURES.values():
+        if row.loads and row.is_on(config.written):
+            options: Mapping[str, Any] | None = loaded(row.loads)(data, config)
+            if options is not None:
+                return options
+    return None
 
 
 def warn_lost_position(loader: object) -> None:
