@@ -245,18 +245,16 @@ def launch(
         ssh=ssh,
         ssh_port=ssh_port,
     )
-    if as_json:
-        planned = plan(request, default_ranks)
-        refuse_missing(request)
-        print_json(_described(planned))
-        return
-    start_ranks(request)
+    start_ranks(request, as_json)
 
 
-def start_ranks(request: Request) -> None:
-    """Start the ranks of ``request``, and exit with their code."""
+def start_ranks(request: Request, as_json: bool = False) -> None:
+    """Start the ranks of ``request``, and exit with their code; ``as_json``: print the commands."""
     planned = plan(request, default_ranks)
     refuse_missing(request)
+    if as_json:
+        print_json(_described(planned))
+        return
     raise typer.Exit(carry_out(planned))
 
 

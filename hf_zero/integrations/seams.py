@@ -29,6 +29,7 @@ from typing import Any, NotRequired, TypedDict
 Original = Callable[..., Any]
 """A wrapped symbol, as its wrapper gets it."""
 MARK = "__hf_zero_seam__"
+APPLIED = "__hf_zero_wrappers__"  # attribute of a replacement: its wrapper, and those below it
 OPEN = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 left_out: dict[str, str] = {}  # why a symbol was left as it is, by the target of its row
 
@@ -232,7 +233,8 @@ def _apply(seam: Seam, module: ModuleType) -> None:
         _leave(seam, "is missing")
         return
     function = getattr(original, "__func__", original)  # of a staticmethod or classmethod
-    if getattr(function, MARK, None) == seam.target:
+    applied: tuple[str, ...] = getattr(function, APPLIED, ())
+    if seam.wrapper in applied:
         return
     try:
         prepared = _named(seam.prepare)(function) if seam.prepare else function
@@ -256,6 +258,7 @@ def _apply(seam: Seam, module: ModuleType) -> None:
 
     left_out.pop(seam.target, None)
     setattr(replacement, MARK, seam.target)
+    setattr(replacement, APPLIED, (*applied, seam.wrapper))
     setattr(holder, name, type(original)(replacement) if function is not original else replacement)
 
 

@@ -4,11 +4,17 @@ and load what engines do not have, such as schedulers, loops and random states.
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from hf_zero.checkpoint.manifest import RNG
+from hf_zero.checkpoint.save_plan import rng_states, set_rng_state
 from hf_zero.errors import ParityError
 from hf_zero.integrations import finder, seams
 from hf_zero.integrations.engine_protocol import is_engine, trains
@@ -19,7 +25,8 @@ from hf_zero.parity.recorder import SAVES, StepRecorder
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-ACCELERATE, LIGHTNING = "accelerate", "lightning.ckpt"  # in the folder of saves
+# in the folder of saves
+ACCELERATE, LIGHTNING, RANDOM = "accelerate", "lightning.ckpt", "random"
 ROWS = tuple(
     Seam(target, f"{__name__}:{wrapper}", "--resume-at of hf-zero parity")
     for target, wrapper in (
@@ -98,6 +105,9 @@ def go_on_by_accelerate(original: Original, self: Accelerator, *args: Any, **kwa
     recorder = resumes.take_part()
     if resumes.resume:
         self.load_state(resumes.saved(ACCELERATE, "loop"))
+        states = rng_states()
+        # a DataLoader draws a seed as an iteration begins, which the other run did long before
+        recorder.call_after(0, lambda: _draw_on_from(states))
     elif resumes.stop_at:
         recorder.call_after(
             resumes.stop_at, lambda: self.save_state(str(recorder.folder / SAVES / ACCELERATE))
@@ -105,26 +115,41 @@ def go_on_by_accelerate(original: Original, self: Accelerator, *args: Any, **kwa
     return prepared
 
 
+def _draw_on_from(states: dict[str, torch.Tensor]) -> None:
+    for name, state in states.items():
+        set_rng_state(name.removeprefix(RNG), state)
+
+
 def go_on_by_lightning(original: Original, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps ``Trainer.fit`` of Lightning: it saves after a step, or resumes by ``ckpt_path``."""
-    if _resumes is None:
+    """Wraps ``Trainer.fit`` of Lightning: it saves after a step, or resumes by ``ckpt_path``, with
+    the states of the random generators, which Lightning does not save.
+    """
+    if _resumes is None or not (_resumes.stop_at or _resumes.resume):
         return original(self, model, *args, **kwargs)
-    recorder = _resumes.take_part()
-    if _resumes.resume:
-        kwargs["ckpt_path"] = _resumes.saved(LIGHTNING, "fit")
-    elif _resumes.stop_at:
-        from hf_zero.integrations.lightning.strategy import call_after_batches, callbacks_of
+    resumes: FrameworkResumes = _resumes
+    recorder = resumes.take_part()
+    folder = recorder.folder if resumes.stop_at else Path(resumes.resume)
+    checkpoint = folder / SAVES / LIGHTNING
+    states = folder / SAVES / f"{RANDOM}{os.environ.get('RANK', '0')}.pt"
+    if resumes.resume:
+        kwargs["ckpt_path"] = resumes.saved(LIGHTNING, "fit")
+    package = type(self).__module__.partition(".trainer")[0]
+    base: Any = importlib.import_module(f"{package}.callbacks").Callback
 
-        at, base = (
-            _resumes.stop_at,
-            next(
-                kind for kind in type(callbacks_of(self)[0]).__mro__ if kind.__name__ == "Callback"
-            ),
-        )
+    class StopAndResume(base):  # type: ignore[misc]
+        drawn = saved = False
 
-        def save() -> None:
-            if self.global_step == at and not (recorder.folder / SAVES / LIGHTNING).exists():
-                self.save_checkpoint(recorder.folder / SAVES / LIGHTNING)
+        def on_train_batch_start(self, trainer: Any, *args: object) -> None:
+            if resumes.resume and not self.drawn:
+                self.drawn = True
+                _draw_on_from(torch.load(states))
+            elif trainer.global_step == resumes.stop_at and not states.exists():
+                torch.save(rng_states(), states)
 
-        call_after_batches(self, base, save)
+        def on_train_batch_end(self, trainer: Any, *args: object) -> None:
+            if resumes.stop_at == trainer.global_step and not self.saved:
+                self.saved = True
+                trainer.save_checkpoint(checkpoint)
+
+    self.callbacks.append(StopAndResume())
     return original(self, model, *args, **kwargs)

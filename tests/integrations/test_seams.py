@@ -189,6 +189,22 @@ def test_a_hook_puts_the_seams_in_and_the_module_looks_untouched(package: Path) 
         parts()
 
 
+def lower(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) - 1
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_rows_are_added_around_those_that_stand(package: Path, imported: bool) -> None:
+    finder.install_hooks()
+    if imported:
+        assert parts().plain(1) == 300
+    for _ in range(2):
+        seams.add_rows(seam("plain", lower), seam("Box.still", lower))
+        assert parts().plain(1) == 299
+        assert parts().Box.still(4) == 3 and parts().Box().open(4) == 400
+    assert len(seams.SEAMS) == 4
+
+
 @pytest.mark.parametrize("later", ["when asked", "by the next import of the library"])
 def test_a_module_that_is_still_running_gets_them_later(package: Path, later: str) -> None:
     (package / "parts.py").write_text(BODY.format(during="seamed.installer"))

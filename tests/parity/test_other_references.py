@@ -57,7 +57,7 @@ def compared(
     environment = {**launched.environment(), "PYTHON_EXEC": sys.executable}
     log = folder / "log.txt"
     with launched.running([sys.executable, *words], folder, log, environment) as process:
-        assert launched.ended(process, 240.0) == code, log.read_text()
+        assert launched.ended(process, 900.0) == code, log.read_text()
     text = log.read_text()
     return json.loads(text[text.index("{") :])
 
