@@ -63,7 +63,7 @@ class Run:
 
     ``$model``, ``$data``, ``$out``, ``$checkpoint``, ``$port`` and ``$scripts`` stand for paths and
     a free port; other names for what ``ddp`` and ``zero`` say, and ``$resume`` for ``resume`` in
-    the mode ``resumed``, which a run without ``resume`` does not have.
+    the mode ``resumed``.
     """
 
     framework: str
@@ -72,8 +72,8 @@ class Run:
     reads: str
     ddp: dict[str, str]
     zero: dict[str, str]
+    resume: str
     configuration: str
-    resume: str = ""
     files: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     final: str = "."
@@ -207,8 +207,7 @@ def measure(run: Run, python: str, folder: Path, variables: dict[str, str]) -> R
 
     Raises Failure.
     """
-    modes = MODES if run.resume else MODES[:2]
-    written = {mode: train(run, mode, python, folder, variables) for mode in modes}
+    written = {mode: train(run, mode, python, folder, variables) for mode in MODES}
     found = {mode: losses(out) for mode, out in written.items()}
     ddp = found["ddp"]
     if not ddp or any(set(each) != set(ddp) for each in found.values()):
@@ -227,8 +226,7 @@ def measure(run: Run, python: str, folder: Path, variables: dict[str, str]) -> R
     command = [str(HERE / "compare.py"), run.reads, *folders]
     weights = json.loads(output(*command, python=python, **variables).splitlines()[-1])
     differences = {"losses": worst("zero"), "weights": weights[0]}
-    if run.resume:
-        differences["resumed"] = max(weights[1], worst("resumed"))
+    differences["resumed"] = max(weights[1], worst("resumed"))
     rows = {mode: list(values.values()) for mode, values in found.items()}
     return {"stage": saved["stage"], "losses": rows, "differences": differences}
 
@@ -311,9 +309,7 @@ def measured(rows: list[Row]) -> list[str]:
     for row in rows:
         if "differences" not in row:
             return [told(row), "", ""]
-    found = [[row["differences"].get(name) for row in rows] for name in TOLERANCES]
-    known = [[value for value in values if value is not None] for values in found]
-    return [within(max(values)) if values else "not offered" for values in known]
+    return [within(max(row["differences"][name] for row in rows)) for name in TOLERANCES]
 
 
 def library_versions(row: Row) -> str:

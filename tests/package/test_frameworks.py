@@ -59,7 +59,7 @@ def measured(script: Any, folder: Path, **said: dict[str, Any]) -> Any:
         reads="reader.Model",
         ddp={},
         zero={},
-        resume="yes",
+        resume="",
         configuration="stage 3",
     )
     return script.measure(run, sys.executable, folder / "run", {"PYTHONPATH": str(folder)})
@@ -84,7 +84,7 @@ def test_each_run_has_what_its_templates_name(frameworks: Any) -> None:
             for mode in frameworks.MODES:
                 text = json.dumps(run.filled(mode, paths))
                 assert "$" not in text
-                assert ("/checkpoint" in text) == (mode == "resumed" and bool(run.resume))
+                assert ("/checkpoint" in text) == (mode == "resumed")
                 for path in text.split("/scripts/")[1:]:
                     name = path.split('"')[0].split("\\")[0].split()[0]
                     assert (ROOT / "scripts" / "framework_runs" / name).exists()
