@@ -232,16 +232,21 @@ class BoundOptimizer:
 
     def run_post_hooks(self, frozen: Sequence[Sequence[Tensor]]) -> None:
         """Run the optimizer's own post hooks, as a step of torch does at its end, with the
-        ``frozen`` parameters of each group beside this rank's segments.
+        ``frozen`` parameters of each group beside this rank's segments, which require grad.
         """
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         segments = [group["params"] for group in groups]
         for group, own, others in zip(groups, segments, frozen):
             group["params"] = [*own, *others] if others else own
+        trained = [segment for own in segments for segment in own if not segment.requires_grad]
+        for segment in trained:
+            segment.requires_grad_()
         try:
             for hook in [*optimizer._optimizer_step_post_hooks.values()]:
                 hook(optimizer, (optimizer,), {})
         finally:
+            for segment in trained:
+                segment.requires_grad_(False)
             for group, own in zip(groups, segments):
                 group["params"] = own
 

@@ -355,6 +355,13 @@ def decays(optimizer, model):
             tensor.mul_(0.9)
 
 
+def decays_what_trains(optimizer, model):
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if tensor.requires_grad:
+                tensor.mul_(0.9)
+
+
 def clamps_data(optimizer, model):
     for group in optimizer.param_groups:
         for tensor in group["params"]:
@@ -390,6 +397,7 @@ HOOKED = [
     *((decays, way, 3) for way in ("all on cpu", "half on cpu")),
     *((writes_to_the_model, way, 2) for way in ("device", "optimizer on cpu")),
     (writes_to_both, "device", 1),
+    *((decays_what_trains, *row) for row in (("device", 0), ("optimizer on cpu", 3))),
 ]
 
 
