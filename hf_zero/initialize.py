@@ -21,7 +21,6 @@ from hf_zero.distributed import init, parallel_groups, process_group
 from hf_zero.engine import Engine
 from hf_zero.logging import logger, set_level
 from hf_zero.parallel.pipeline.engine import PipelineTraining, pipelined
-from hf_zero.setup import providers as providers
 from hf_zero.setup.plan import plan
 from hf_zero.setup.request import E, SetupRequest, refuse_other_deepspeed
 from hf_zero.setup.steps import apply

@@ -39,10 +39,10 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger, parse_json
 from hf_zero.optim.segments import FetchedArrays
+from hf_zero.zero.extensions import provided
 from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
-from hf_zero.zero.registered import registered
 from hf_zero.zero.state_entries import EngineState
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
     if not attribute_of(unwrapped(module), "peft_config"):
         return {}
     inner = unwrapped(module)
-    described = registered("described_adapters")(inner, set(persistent_buffers(inner)))
+    described = provided("described_adapters")(inner, set(persistent_buffers(inner)))
     outer = "_orig_mod." if "_orig_mod" in module._modules else ""
     return {
         adapter: Adapter(

@@ -56,6 +56,7 @@ class FeatureRow:
     sets: Mapping[str, object] = field(default_factory=dict)
     early: str = ""
     loads: str = ""
+    provides: Mapping[str, str] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     excludes: Mapping[str, str] = field(default_factory=dict)
     refuses: tuple[RefusedValue, ...] = ()
@@ -96,6 +97,7 @@ def read(text: str) -> dict[str, FeatureRow]:
             entry.get("sets", {}),
             entry.get("early", ""),
             entry.get("loads", ""),
+            entry.get("provides", {}),
             tuple(members(entry.get("after", ()))),
             {m: why for other, why in entry.get("excludes", {}).items() for m in members((other,))},
             tuple(

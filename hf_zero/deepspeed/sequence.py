@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,7 @@ from hf_zero.parallel.sequence.attention import gather
 from hf_zero.parallel.sequence.batches import SequenceBatches, on_cpu, share_among_groups
 from hf_zero.parallel.sequence.division import SEQUENCE_CONTEXT, Division
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel, sequence_parallel
-from hf_zero.setup import providers as providers
-from hf_zero.zero.registered import registered
+from hf_zero.zero.extensions import provided
 
 _MARK = "_hf_zero_sequence"
 
@@ -52,7 +52,8 @@ class UlyssesSPAttentionHF:
         """
         if sequence_parallel_size == 1:
             return None
-        division = registered("accelerate_division")()
+        accelerated = "accelerate" in sys.modules
+        division = provided("accelerate_division")() if accelerated else None
         if division is None or division.ranks != sequence_parallel_size:
             division = Division(sequence_parallel_size)
         mpu = sequence_parallel(

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -112,8 +113,17 @@ def extensions_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None = 
     return Extensions(**values)
 
 
-def loaded(name: str) -> Callable[..., Any]:
-    """Return the function or class that a row names as ``module:name``."""
+def loaded(name: str) -> Any:
+    """Return the function or class that a row names as ``module:name``, or the module."""
     module, _, attribute = name.partition(":")
-    function: Callable[..., Any] = attrgetter(attribute)(importlib.import_module(module))
-    return function
+    found = importlib.import_module(module)
+    return attrgetter(attribute)(found) if attribute else found
+
+
+@cache
+def provided(name: str) -> Any:
+    """Return the function or module that a row provides as ``name``: of an upper layer, for lower
+    ones that meet a model of its library.
+    """
+    rows = [row for row in FEATURES.values() if name in row.provides]
+    return loaded(rows[0].provides[name])

@@ -60,8 +60,10 @@ def test_rows_name_what_exists() -> None:
         assert {*row.after, *row.excludes} <= FEATURES.keys() - {name}, name
         assert not (row.kind in FEATURES and row.kind != name), "a kind is no feature"
         assert all("; " in why for why in row.excludes.values()), "a reason has a remedy"
-        for factory in filter(None, (row.make, row.extends, row.early)):
-            assert callable(loaded(factory)), name
+        for factory in filter(
+            None, (row.make, row.extends, row.early, row.loads, *row.provides.values())
+        ):
+            assert callable(loaded(factory)) or ":" not in factory, name
     assert {"axes", "messages", "offload", "techniques"} <= kinds
 
 

@@ -21,7 +21,8 @@ from hf_zero.config.features import FEATURES, RefusedValue, reason
 from hf_zero.errors import ConfigError
 from hf_zero.zero.feature import FeatureSet
 from tests.helpers.capabilities import ROWS, SMALL
-from tests.helpers.capability import Keys, Row, no_compilation
+from tests.helpers.capability import Keys, Row, WithoutGradients, no_compilation
+from tests.helpers.engines import OnEngine
 from tests.helpers.late_transfers import Late
 from tests.helpers.models import ARCHITECTURES, llama, seeded
 from tests.helpers.training import ArchitectureJob
@@ -58,8 +59,6 @@ EXACT: dict[str, Keys] = {
     "metrics": {"metrics": {"enabled": True, "path": FILES}},
 }
 NEEDS_STAGE = {"zero_optimization.offload_param": (3,)}
-# Of models whose blocks have classes of their own.
-OF_STACKS = ("one_bit", "compressed_communication", "quantize_training", "progressive_layer_drop")
 
 
 def merged(one: Keys, other: Keys, folder: Path) -> Keys:
@@ -88,6 +87,10 @@ class Pair(Case):
             s for s in row.stages if all(s in NEEDS_STAGE.get(o, (0, 1, 2, 3)) for o in others)
         ]
         self.row = replace(row, keys=keys, columns=("oracle",), stages=tuple(stages or row.stages))
+        if "replicate_size" in others:  # of two shards each
+            self.row = replace(self.row, ranks=4)
+        if "zero_optimization.update_in_backward" in others and row.session is OnEngine:
+            self.row = replace(self.row, session=WithoutGradients)  # they are used by then
         self.folder, self.remains, self.first = folder, {}, 0
 
 
@@ -106,6 +109,11 @@ def trains(name: str, row: Row, others: tuple[str, ...], folder: Path) -> list[s
     return []
 
 
+def fits(row: Row, other: str) -> bool:
+    """Return whether the ranks of ``row`` can have replicas, if ``other`` asks for them."""
+    return other != "replicate_size" or row.ranks > 1
+
+
 def refuses_value(feature: str, keys: Keys) -> bool:
     """Return whether ``feature`` refuses the stage of offloaded parameters."""
     values: list[RefusedValue] = [r for r in FEATURES[feature].refuses if r.key.endswith(".stage")]
@@ -117,7 +125,7 @@ def refuses_value(feature: str, keys: Keys) -> bool:
 def test_a_feature_with_an_oracle_beside_each_exact_one(name: str, tmp_path: Path) -> None:
     row, failed = ROWS[WITH_ORACLE[name]], []
     for number, (other, keys) in enumerate(EXACT.items()):
-        if not reason(name, other) and not refuses_value(name, keys):
+        if not reason(name, other) and not refuses_value(name, keys) and fits(row, other):
             failed += trains(name, row, (other,), tmp_path / str(number))
     gc.collect()
     assert not failed, "\n".join(failed)

@@ -28,7 +28,6 @@ from hf_zero.zero.layout.initial_values import pending
 from hf_zero.zero.layout.materialize import check_parameters
 from hf_zero.zero.layout.parameter import ReleasedParameter
 from hf_zero.zero.layout.wrap import find_units
-from hf_zero.zero.registered import registered
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import STAGES, config_of, start, still_gathered
@@ -465,12 +464,6 @@ def test_a_model_that_has_an_engine_already():
         start(model, None, config_of(2))
     engine.destroy()
     start(model, None, config_of(2))
-
-
-def test_a_function_that_no_upper_layer_has_registered(monkeypatch):
-    monkeypatch.setattr("hf_zero.zero.registered._functions", {})
-    with pytest.raises(ConfigError, match=r"'adapter_names'; import hf_zero\.initialize"):
-        registered("adapter_names")
 
 
 # ---- 16 bits beside tensors that stay in fp32 ----

@@ -41,7 +41,6 @@ from hf_zero.integrations.transformers.quantized_loading import quantizes_in_sha
 from hf_zero.loading import Building, LazyTensor, make_pending, make_real, record_in
 from hf_zero.loading.shard_only import hold
 from hf_zero.logging import log_rank0
-from hf_zero.setup import providers as providers
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.rebuild import refuse_now

@@ -36,8 +36,8 @@ from hf_zero.parallel.sequence.attention import Axes, all_gather
 from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut, documents_of
 from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, RING, SEQUENCE_CONTEXT, Division
 from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.zero.extensions import provided
 from hf_zero.zero.feature import Feature
-from hf_zero.zero.registered import registered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -196,7 +196,7 @@ class SplitAttention(Feature):
         self._installed: Any = None
 
     def apply(self, engine: TrainingEngine) -> None:
-        self._installed = registered("sequence_attention")().install(engine.module, self.sequence)
+        self._installed = provided("sequence_attention").install(engine.module, self.sequence)
 
     def remove(self) -> None:
         if self._installed is not None:
@@ -353,7 +353,7 @@ def _refuse_former_groups(mpu: SequenceParallel, dims: ParallelDims) -> None:
 def check_model(model: nn.Module, division: Division, dims: ParallelDims) -> None:
     """Raise ConfigError for attention that ``division`` cannot split in a job of ``dims``."""
     if division.ranks > 1:
-        registered("sequence_attention")().check(model, division, dims.tensor)
+        provided("sequence_attention").check(model, division, dims.tensor)
 
 
 def features_of(sequence: SequenceParallel | None) -> dict[str, SplitAttention]:

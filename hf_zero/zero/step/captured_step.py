@@ -34,11 +34,11 @@ from hf_zero.device import graphs, kinds
 from hf_zero.device.graphs import Graph, Graphs
 from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
+from hf_zero.zero.extensions import provided
 from hf_zero.zero.layout.parameter import any_raw_grad
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.layout.tree import form_of, map_tensors, tensors_in
 from hf_zero.zero.reduce.reducer import Reducer
-from hf_zero.zero.registered import registered
 from hf_zero.zero.step.optimizer_step import OptimizerStep
 from hf_zero.zero.step.step_reports import StepWindow
 
@@ -203,7 +203,7 @@ class CapturedStep:
         if form is None:
             return None
         # a mask that is known to mask nothing takes another way
-        pads = tuple(map(registered("known_padding"), tensors))
+        pads = tuple(map(provided("known_padding"), tensors))
         return form, pads, kinds.autocast_dtype(self._device.type)
 
     def _takes(self, form: Hashable) -> bool:
@@ -246,8 +246,8 @@ class CapturedStep:
             # .data has a version counter of its own: batches are written before the backward is
             # captured
             inputs.append(made.data)
-            if (pads := registered("known_padding")(tensor)) is not None:
-                registered("note_mask")(made, pads)
+            if (pads := provided("known_padding")(tensor)) is not None:
+                provided("note_mask")(made, pads)
             return made
 
         args, kwargs = map_tensors((args, kwargs), own)
