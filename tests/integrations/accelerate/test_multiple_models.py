@@ -563,6 +563,28 @@ def test_a_metric_after_a_backward_that_updates(first: bool) -> None:
     assert_same_weights(engine.module, plain)
 
 
+def test_the_norm_is_read_after_a_backward_that_updates() -> None:
+    """As the Trainer does before it logs: a limit of infinity clips nothing."""
+    zero = {"stage": 2, "update_in_backward": True}
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 3}
+    plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=0.0)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model, plain = stack(), stack()
+    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    theirs = torch.optim.AdamW(plain.parameters())
+    for step in range(2):
+        accelerator.backward(squared(engine, step))
+        norm = accelerator.clip_grad_norm_(engine.parameters(), float("inf"))
+        optimizer.step()
+        squared(plain, step).backward()
+        want = torch.nn.utils.clip_grad_norm_(plain.parameters(), float("inf"))
+        theirs.step()
+        theirs.zero_grad()
+        assert float(norm) == pytest.approx(float(want), rel=1e-5)
+    assert engine.sharded_model.updates_in_backward
+    assert_same_weights(engine.module, plain)
+
+
 @pytest.mark.parametrize("configured", [0.3, None])
 def test_settings_between_a_backward_and_its_step_act_on_it(
     configured: float | None, heard: list[str]
