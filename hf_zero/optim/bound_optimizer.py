@@ -463,6 +463,10 @@ class BoundOptimizer:
         """Load state ``name`` as :meth:`load_tensor`."""
         self.group_scalars.writes += 1
         touched = self._table.parts(flat, first, first + tensor.numel())
+        if self._table.device.holds(flat, name, tensor) and not all(
+            self._entries.of(segment) for segment, _ in touched
+        ):
+            tensor = tensor.clone()  # the creation of state overwrites it
         entries = []  # the state of each, None if it does not exist
         for segment, _ in touched:
             self._table.state_of(segment).create(segment)

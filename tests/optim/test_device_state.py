@@ -131,6 +131,17 @@ def test_tensors_that_a_script_assigns_are_moved_in():
     assert places == {tensor.data_ptr() for flat in it.flats for tensor in it.bound.memory(flat)}
 
 
+def test_a_load_through_a_view_reaches_parameters_that_have_not_begun():
+    it = Pair(adamw)
+    it.step(unused=("b.weight",))
+    views = it.bound.arrays(it.flats[1])
+    for name, value in (("exp_avg", 0.25), ("exp_avg_sq", 0.5)):
+        views[name].fill_(value)
+        it.bound.load_tensor(it.flats[1], name, views[name])
+    for name, value in (("exp_avg", 0.25), ("exp_avg_sq", 0.5)):
+        assert all((it.of(name)[key] == value).all() for key in ("b.weight", "b.bias"))
+
+
 def test_a_tensor_of_another_shape_is_refused_by_name():
     it = Pair(adamw)
     it.step()
