@@ -40,7 +40,7 @@ def main() -> None:
     model = SentenceTransformer(f"{options.models}/bert", device="cpu")
     torch.manual_seed(0)
     if options.kind == "softmax":
-        rows, loss = "classes", losses.SoftmaxLoss(model, num_labels=3)
+        rows, loss = "classes", losses.SoftmaxLoss(model, 64, num_labels=3)
     else:
         rows, loss = "pairs", losses.MultipleNegativesRankingLoss(model)
     data = f"{options.models}/data/{rows}/train.jsonl"
