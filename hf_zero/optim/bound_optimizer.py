@@ -244,6 +244,14 @@ class BoundOptimizer:
         try:
             for hook in [*optimizer._optimizer_step_post_hooks.values()]:
                 hook(optimizer, (optimizer,), {})
+        except RuntimeError as error:
+            if "more than one element of the written-to tensor" not in str(error):
+                raise
+            raise PartitionError(
+                'a hook after the step writes to group["params"], and the master weights of this '
+                "rank are in files, where it cannot; write to the model's parameters, or set "
+                "zero_optimization.offload_optimizer.device to cpu"
+            ) from error
         finally:
             for segment in trained:
                 segment.requires_grad_(False)

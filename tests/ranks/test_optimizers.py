@@ -437,6 +437,23 @@ def test_hooks_after_a_step_write_to_the_weights_of_all_ranks(writes, way, stage
         assert found[1:] == pytest.approx([of[rank] for of in losses[:-1]], rel=1e-4)
 
 
+@on_each_rank(2)
+def test_a_hook_after_a_step_that_writes_to_masters_in_files_is_refused(rank, model, tmp_path):
+    """The step is complete; a write to the model works."""
+    optimizer = two_rates(model)
+    section = offload("optimizer in files", 2, tmp_path)
+    engine = start(model, optimizer, config_of(2, zero_optimization=section))
+    handle = optimizer.register_step_post_hook(lambda *_: decays(optimizer, model))
+    engine.backward(squared(engine, At(0, 0, rank)))
+    with pytest.raises(PartitionError, match="write to the model's parameters, or set"):
+        engine.step()
+    assert engine.global_steps == 1
+    handle.remove()
+    optimizer.register_step_post_hook(lambda *_: writes_to_the_model(optimizer, model))
+    run_steps(engine, rank, [1])
+    assert engine.global_steps == 2
+
+
 def partly_frozen():
     model = stack()
     for parameter in [*model.parameters()][:2]:
