@@ -125,7 +125,9 @@ def main() -> None:
     path = chosen.out / f"{name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.jsonl"
     deadline = time.monotonic() + 60 * chosen.minutes - chosen.spent
     execute = in_a_process(chosen.cpu, None, Path(__file__), path.with_suffix(""))
-    run = Run(path, execute, deadline, build=build_native_core)
+    run = Run(path, execute, deadline)
+    if not chosen.cpu:
+        run.build = build_native_core
     run.cells(each for each in PARTS[int(chosen.part)] if chosen.only in each.name)
     title = f"Large models on {'the CPU, tiny' if chosen.cpu else 'one card'}, part {chosen.part}"
     text = page(title, run.rows, "")

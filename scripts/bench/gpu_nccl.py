@@ -122,7 +122,8 @@ def cases(work: str, module: str, count: int, seconds: int, table: str = "CASES"
 def endings(cpu: bool) -> Rows:
     from tests.nccl import endings as ends
 
-    for row in ends.run(os.environ[WAY], logs() / "endings"):
+    at_once = 2 if cpu else len(ends.ENDINGS)
+    for row in ends.run(os.environ[WAY], logs() / "endings", at_once=at_once):
         yield {"work": "ranks that go wrong", "of": row.pop("case"), **row}
 
 

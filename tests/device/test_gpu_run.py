@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.commands import completed
 
 ROOT = Path(__file__).parents[2]
@@ -81,3 +83,17 @@ def test_a_tiny_run_from_the_command_to_the_table(tmp_path: Path) -> None:
     table = said.stdout[said.stdout.index("| work") :]
     again = completed([*command[:2], "--table", str(path)], env=env, timeout=300)
     assert again.stdout == table
+
+
+@pytest.mark.long
+def test_large_models_tiny_from_the_command_to_the_page(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHON": sys.executable}
+    command = [str(ROOT / "scripts/gpu"), "--large-models", "3", "--cpu", "--only", "131,072"]
+    said = completed([*command, "--out", str(tmp_path)], env=env, timeout=400)
+    assert said.returncode == 0, said.stderr
+    (path,) = tmp_path.glob("large-models-3-cpu-*.jsonl")
+    (row,) = map(json.loads, path.read_text().splitlines())
+    assert row["tokens_s"] > 0 and row["first_step_s"] > 0 and row["foreseen_gib"] > 0, row
+    assert "| LoRA of 8B, 131,072 tokens | lora |" in said.stdout
+    wrong = completed([sys.executable, str(BENCH / "gpu_large.py"), "7"], env=env, timeout=60)
+    assert wrong.returncode == 1 and "'7' is neither a part, 1 to 3, nor one of" in wrong.stderr

@@ -33,7 +33,12 @@ TIMEOUT = 60  # seconds that a rank waits for others
 LIMIT = {True: 60.0, False: 240.0}  # seconds of a case without a word, on the card and on CPUs
 GRACE = 15.0  # seconds that other ranks may still report once one has failed
 GIVEN_UP = 3  # launches in a row whose ranks end before their first case
-ERROR = re.compile(r"^(?:[\w.]+(?:Error|Exception|Interrupt)|AssertionError)\b.*", re.MULTILINE)
+ERROR = re.compile(
+    r"^(?:\[hf-zero ERROR [^\]]*\] |hf-zero[^:\n]*: (?=\w*Error)|"
+    r"(?=[\w.]*(?:Error|Exception|Interrupt)\b))(.*)",
+    re.MULTILINE,
+)
+ELSEWHERE = "see the error logged above"
 
 Answers = list[Any]  # of the ranks
 Figures = dict[str, Any]
@@ -232,6 +237,8 @@ def rank_main(module: str, folder: Path, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     wrap.GRANULARITY = wrap.PERSISTENCE = 0  # small blocks are units, and sharded
     cases = importlib.import_module(module).CASES
+    join()
+    print("READY", flush=True)
     for number, name in enumerate(names):
         device = join()
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -313,7 +320,7 @@ def failure_of(job: ranks.Ranks) -> str:
     """Return the errors of the ranks, each in a line, without those that name another rank's."""
     found = []
     for rank, process in enumerate(job.processes):
-        errors = ERROR.findall(job.said(rank))
+        errors = [text for text in ERROR.findall(job.said(rank)) if ELSEWHERE not in text]
         code = process.poll()
         if errors or code:
             found.append(f"rank {rank}: {errors[-1] if errors else f'ended with {code}'}")

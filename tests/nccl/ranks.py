@@ -20,6 +20,7 @@ from tests.nccl import ways
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(__file__).parent / "site"
 DUMP = signal.SIGUSR1  # a rank writes its stacks to its log
+START = 180.0  # seconds for the imports of all ranks, and until they have met
 
 
 def environment(way: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -84,14 +85,18 @@ class Ranks:
 
     def lines(self, seconds: float) -> Iterator[tuple[int, str]]:
         """Yield (rank, line) as lines come, and (rank, "") once a rank prints no more, until all
-        have ended. Raises TimeoutError if nothing comes for ``seconds``.
+        have ended. Raises TimeoutError if nothing comes for ``seconds``, or for :data:`START` until
+        each rank has printed something.
         """
+        silent = set(range(len(self.processes)))
         while self._open.get_map():
-            ready = self._open.select(seconds)
+            limit = START if silent else seconds
+            ready = self._open.select(limit)
             if not ready:
-                raise TimeoutError(f"nothing for {seconds:.0f} s")
+                raise TimeoutError(f"nothing for {limit:.0f} s")
             for key, _ in ready:
                 rank = int(key.data)
+                silent.discard(rank)
                 read = os.read(key.fd, 1 << 16)
                 *whole, self._parts[rank] = (self._parts[rank] + read).split(b"\n")
                 for line in whole:

@@ -112,7 +112,7 @@ def test_a_case_that_fails_leaves_the_others(
     failures = {outcome.case.name: outcome.failure for outcome in found}
     assert list(failures) == list(failing.CASES)
     assert failures["right"] == failures["right again"] == ""
-    assert failures["another value"] == "the sum is [3.0, 3.0, 3.0] assert 3.0 == 4.0"
+    assert failures["another value"].startswith("the sum is [3.0, 3.0, 3.0]")
     assert "rank 1: ValueError: the case of rank 1 breaks" in failures["raises"]
     assert "rank 0: ended with 7" in failures["dies"]
     assert "nothing for 30 s: the stacks are in" in failures["hangs"]

@@ -18,6 +18,9 @@ from hf_zero.planning import narrow_state
 from hf_zero.planning.estimate import asked_for, plans_of
 from hf_zero.planning.needs import needs
 from tests.cli.test_estimate import TINY
+from tests.helpers.engines import full_weights, start
+from tests.helpers.models import Stack, seeded
+from tests.helpers.stacks import run_steps
 
 ROWS = Path(__file__).parents[2] / "scripts/bench/results/gpu-2026-11-27-peers.jsonl"
 GIB = 1 << 30
@@ -98,3 +101,24 @@ def test_optimizers_in_8_bits_make_the_same_update() -> None:
     assert twin("SGD", lr=0.1) is None
     assert twin("SGD", lr=0.1, momentum=0.9)[0] == "SGD8bit"
     assert twin("Muon") is None and twin("RMSprop") is None
+
+
+def test_what_is_proposed_trains() -> None:
+    """On the CPU, in each narrow state with updates in the backward."""
+    model = seeded(lambda: Stack(2, 64))
+    trials = hf_zero.propose(model, 1, FreeBytes(1000, 1000)).fit.trials
+    early = [t for t in trials if t.narrow and t.plan.settings.zero.update_in_backward]
+    at_one = [trial for trial in early if trial.plan.settings.stage == 1]
+    assert [trial.narrow.name for trial in at_one if trial.narrow] == [
+        "moments in 8 bits",
+        "moments in 8 bits, master weights in bf16",
+    ]
+    for trial in at_one:
+        built = seeded(lambda: Stack(2, 64))
+        before = {name: p.detach().clone() for name, p in built.named_parameters()}
+        written = {"train_micro_batch_size_per_gpu": 3, "bf16": {"enabled": True}}
+        engine = start(built, None, {**written, **trial.to_config()})
+        run_steps(engine, 0, range(2))
+        for name, value in full_weights(engine).items():
+            assert value.isfinite().all() and not torch.equal(value, before[name]), name
+        engine.destroy()
