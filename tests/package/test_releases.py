@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +50,26 @@ def test_an_interrupted_run_has_not_passed(
         assert releases.main() == ended
         assert f"| pinned | passed | {cell} | not run |" in releases.PAGE.read_text()
         assert ("exit code" in capsys.readouterr().out) == bool(code)
+
+
+def test_what_frameworks_require_has_releases_in_common_with_the_metadata(releases: Any) -> None:
+    """By what pip has read of them: a floor that rises above one of them fails here."""
+    rows = {
+        row["environment"]: row for row in map(json.loads, releases.ROWS.read_text().splitlines())
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = sum(project["optional-dependencies"].values(), project["dependencies"])
+    ours: dict[str, SpecifierSet] = {each.name: each.specifier for each in map(Requirement, lines)}
+    required = 0
+    for name, asked in releases.FRAMEWORKS.items():
+        row = rows[name]
+        assert row["asked"] == asked, f"scripts/releases --only frameworks={name} --resolve"
+        for library, version in row["resolved"].items():
+            theirs = SpecifierSet(row["requires"].get(library, ""))
+            where = f"{name} requires {library} {theirs}, and hf-zero {ours[library]}"
+            assert version in theirs and version in ours[library], where
+            required += bool(theirs)
+    assert required > 15
 
 
 def test_releases_that_no_index_has_named_are_one_line(
