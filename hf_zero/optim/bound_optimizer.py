@@ -26,6 +26,7 @@ from hf_zero.optim.group_settings import (
     plain_settings,
     scaled_rates,
 )
+from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
 from hf_zero.optim.own_step import OwnStep
 from hf_zero.optim.segment_table import (
     GroupReport,
@@ -105,7 +106,7 @@ class BoundOptimizer:
         self._bf16 = bf16
         gradients = GroupGradients([flat for flat in flats if flat.trainable])
         self._entries = SegmentStateAccess(optimizer, bf16)
-        device = DeviceState(self._entries, self._base)
+        device = DeviceState(self._entries, self._base, self._base in BEGIN_WITH_GRADIENT)
         self._own = OwnStep(optimizer, self._base, bf16, gradients, device)
         self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, device, bf16)
         self._table = SegmentTable(

@@ -35,11 +35,14 @@ from hf_zero.optim.segments import (
     StateArrays,
     offloaded_region,
 )
-from hf_zero.optim.state import BEGIN_WITH_GRADIENT, SegmentStateAccess
+from hf_zero.optim.state import SegmentStateAccess
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
+
+# Classes whose first step sets the momentum to the gradient.
+BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
 
 
 def refuse_offload(optimizer: torch.optim.Optimizer) -> None:

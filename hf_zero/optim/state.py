@@ -19,7 +19,6 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
 from hf_zero.ops.flat_tiles import PHASE
 from hf_zero.ops.moment_blocks import Blocks
-from hf_zero.optim.cpu import CPUSGD
 from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.segments import (
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 _SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 0.0}
 # Classes whose state, up to torch 2.12, only the constructor makes, for the parameters it is given.
 MADE_BY_CONSTRUCTORS = (torch.optim.Adagrad,)
-# Classes whose first step sets the momentum to the gradient.
-BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
 
 InitialValues = Callable[[int, Tensor], ParamState]
 """Initial state of a parameter of a group, like a tensor."""
@@ -468,16 +465,19 @@ class DeviceState(Regions):
     first step of a segment on. State in blocks of 8 bits is kept by segment instead, with all of
     its region.
 
-    ``base``: the optimizer's class among those with a known update.
+    ``base``: the optimizer's class among those with a known update; ``begins_with_gradient``:
+    whether its first step sets the momentum to the gradient.
     """
 
-    def __init__(self, entries: SegmentStateAccess, base: type | None) -> None:
+    def __init__(
+        self, entries: SegmentStateAccess, base: type | None, begins_with_gradient: bool
+    ) -> None:
         super().__init__()
         self._entries = entries
         # whether state has known values before the first step
         self._by_constructor = isinstance(entries.optimizer, MADE_BY_CONSTRUCTORS)
         self._is_known = base is not None or self._by_constructor
-        self._begins_with_gradient = base in BEGIN_WITH_GRADIENT
+        self._begins_with_gradient = begins_with_gradient
         # segments that have not begun: their next step is the first, or the first with a momentum
         self.unbegun: set[Segment] = set()
         self._stand_ins: Sequence[Segment] = ()
