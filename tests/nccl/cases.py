@@ -34,7 +34,7 @@ LIMIT = {True: 60.0, False: 240.0}  # seconds of a case without a word, on the c
 GRACE = 15.0  # seconds that other ranks may still report once one has failed
 GIVEN_UP = 3  # launches in a row whose ranks end before their first case
 ERROR = re.compile(
-    r"^(?:\[hf-zero ERROR [^\]]*\] |hf-zero[^:\n]*: (?=\w*Error)|"
+    r"^(?:\[rank\d+\]: )?(?:\[hf-zero ERROR [^\]]*\] |hf-zero[^:\n]*: (?=\w*Error)|"
     r"(?=[\w.]*(?:Error|Exception|Interrupt)\b))(.*)",
     re.MULTILINE,
 )

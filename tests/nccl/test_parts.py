@@ -101,6 +101,23 @@ def test_each_rank_has_a_host_of_its_own() -> None:
     assert shared["NCCL_MULTI_RANK_GPU_ENABLE"] == "1" and shared["NCCL_NVLS_ENABLE"] == "0"
 
 
+def test_errors_are_read_from_logs() -> None:
+    log = (
+        "[hf-zero INFO rank 0] step 1\n"
+        "[hf-zero ERROR rank 0] rank 1 waits for a broadcast\n"
+        '[rank1]:     raise ValueError("no")\n'
+        "[rank1]: ValueError: the case breaks\n"
+        "hf-zero, rank 0: ConfigError: two sizes\n"
+        "torch.OutOfMemoryError: CUDA\n"
+    )
+    assert cases.ERROR.findall(log) == [
+        "rank 1 waits for a broadcast",
+        "ValueError: the case breaks",
+        "ConfigError: two sizes",
+        "torch.OutOfMemoryError: CUDA",
+    ]
+
+
 @pytest.mark.long
 def test_a_case_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
