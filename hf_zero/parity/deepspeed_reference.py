@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from hf_zero.deepspeed.engine_getters import Getters
 from hf_zero.distributed import process_group
 from hf_zero.parity.driven_reference import DrivenReference
-from hf_zero.parity.reference import LossScale
+from hf_zero.parity.reference import LATEST, LossScale
 from hf_zero.zero.layout.parameter import ZeroParamStatus
 
 if TYPE_CHECKING:
@@ -66,6 +67,14 @@ class DeepSpeedReference(_ReferenceBase):
             shown: Any = self.optimizer
             shown.overflow, shown._global_grad_norm = not self._applied, self._norm
             shown.cur_scale = shown.loss_scale = self.scaler.scale
+
+    def load_checkpoint(
+        self, load_dir: Any = None, tag: str | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Run :meth:`Reference.load_checkpoint`; return None and {} for a folder without any."""
+        if tag is None and not Path(self._folder(load_dir), LATEST).is_file():
+            return None, {}
+        return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss  # its backward gets the scale at the outputs of the model

@@ -6,7 +6,7 @@ step, counts of micro-batches, and measures and techniques that do nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ from torch import nn
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
+from hf_zero.errors import ConfigError
 from hf_zero.integrations.engine_protocol import HOLDER, EngineProtocol, hold
-from hf_zero.parity.reference import Reference
+from hf_zero.parity.reference import DTYPES, Reference
 from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.step.step_reports import StepMeasures
 
@@ -119,7 +120,33 @@ class DrivenReference(Reference):
         if norm is not None:
             self._norm = norm
 
-    # ---- groups, removal ----
+    # ---- weights, groups, removal ----
+
+    @torch.no_grad()
+    def iter_weights(
+        self,
+        bucket: str | int = "512MiB",
+        dtype: str | torch.dtype | None = "bf16",
+        names: str = "hf",
+        adapters: str = "merged",
+        rank0_only: bool = False,
+        changed_only: bool = False,
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield all weights, as one bucket. Raises ConfigError for adapters by the names of the
+        model without them, which are not merged here.
+        """
+        if names == "hf" and hasattr(self.module, "peft_config"):
+            raise ConfigError(
+                "the reference of hf-zero parity merges no adapters: pass "
+                'names="model" to iter_weights for the comparison'
+            )
+        chosen = DTYPES.get(dtype, None) if isinstance(dtype, str) else dtype
+        if not (rank0_only and self.global_rank):
+            values = [
+                (name, self.masters.get(p, p) if chosen is torch.float32 else p)
+                for name, p in self.module.named_parameters()
+            ]
+            yield [(name, value.detach().to(chosen or value.dtype)) for name, value in values]
 
     def add_param_group(self, group: Any) -> None:
         """Train the parameters of ``group``, which the model has, too."""

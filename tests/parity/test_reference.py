@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.errors import ConfigError, ParityError
+from hf_zero.errors import CheckpointError, ConfigError, ParityError
 from hf_zero.parity import reference
 from hf_zero.parity.deepspeed_reference import DeepSpeedReference
 from hf_zero.parity.driven_reference import DrivenReference
@@ -170,6 +170,32 @@ def test_parameters_under_deepspeed_s_names_are_whole_ones() -> None:
         assert vars(parameter)["ds_status"] == ZeroParamStatus.AVAILABLE
     # scripts know stage 3 by them
     assert not any(hasattr(p, "ds_id") for p in reference_at(2).module.parameters())
+
+
+def test_weights_for_another_program_are_whole_ones() -> None:
+    settings = hf_zero.ZeroConfig.from_dict(config(3, "bf16")).resolve(1)
+    model = stack()
+    want = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine = DrivenReference(model, torch.optim.SGD(model.parameters()), settings)
+    for dtype in (torch.float32, torch.bfloat16):
+        (bucket,) = engine.iter_weights(dtype="fp32" if dtype == torch.float32 else "bf16")
+        assert {name for name, _ in bucket} == {*want}
+        assert all(torch.equal(value, want[name].to(dtype)) for name, value in bucket)
+    model.peft_config = {}
+    with pytest.raises(ConfigError, match="merges no adapters: pass names="):
+        next(engine.iter_weights())
+
+
+def test_a_folder_without_a_checkpoint_begins_a_run_under_deepspeed_s_names(
+    tmp_path: Path,
+) -> None:
+    settings = hf_zero.ZeroConfig.from_dict(config(1)).resolve(1)
+    model = stack()
+    engine = DeepSpeedReference(model, torch.optim.SGD(model.parameters()), settings)
+    assert engine.load_checkpoint(tmp_path / "none") == (None, {})
+    (tmp_path / "latest").write_text("global_step1")  # of another library
+    with pytest.raises(CheckpointError, match="resumes only from checkpoints that it has written"):
+        engine.load_checkpoint(tmp_path)
 
 
 class DataParallelUnit:
