@@ -1,8 +1,6 @@
 """Train sentence embeddings with the trainer of sentence-transformers.
 
-    torchrun ... sentences.py ranking|softmax MODELS OUT [--deepspeed FILE] [--resume CHECKPOINT]
-
-SoftmaxLoss has weights of its own, which train beside the model's.
+torchrun ... sentences.py MODELS OUT [--deepspeed FILE] [--resume CHECKPOINT]
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import argparse
 
 import datasets
-import torch
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -21,7 +18,7 @@ from sentence_transformers import (
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("kind", "models", "out"):
+    for name in ("models", "out"):
         parser.add_argument(name)
     parser.add_argument("--deepspeed")
     parser.add_argument("--resume")
@@ -38,17 +35,12 @@ def main() -> None:
         report_to=[],
     )
     model = SentenceTransformer(f"{options.models}/bert", device="cpu")
-    torch.manual_seed(0)
-    if options.kind == "softmax":
-        rows, loss = "classes", losses.SoftmaxLoss(model, 64, num_labels=3)
-    else:
-        rows, loss = "pairs", losses.MultipleNegativesRankingLoss(model)
-    data = f"{options.models}/data/{rows}/train.jsonl"
+    data = f"{options.models}/data/pairs/train.jsonl"
     trainer = SentenceTransformerTrainer(
         model=model,
         args=args,
         train_dataset=datasets.load_dataset("json", data_files=data, split="train"),
-        loss=loss,
+        loss=losses.MultipleNegativesRankingLoss(model),
     )
     trainer.train(resume_from_checkpoint=options.resume)
     trainer.save_model(f"{options.out}/final")

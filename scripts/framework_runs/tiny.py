@@ -100,7 +100,6 @@ def write_data(folder: Path) -> None:
             ]
         },
         "pairs": lambda: {"anchor": text(), "positive": text()},
-        "classes": lambda: {"premise": text(), "hypothesis": text(), "label": draw.randrange(3)},
     }
     for name, row in formats.items():
         (folder / name).mkdir(parents=True)
