@@ -211,6 +211,9 @@ def check_bf16(
         )
 
 
+# Classes whose first step sets the momentum to the gradient.
+BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
+
 # keyed by module and name: transformers may not be installed
 OURS: dict[str, Any] = {
     **FOREIGN_8_BIT,

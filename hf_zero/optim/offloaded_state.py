@@ -25,7 +25,7 @@ from hf_zero.optim import state
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, adam, lion, sgd
 from hf_zero.optim.cpu_base import CPUOptimizer
-from hf_zero.optim.elementwise import update_base
+from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
 from hf_zero.optim.segments import (
     FetchedArrays,
     ParamGroup,
@@ -40,9 +40,6 @@ from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
-
-# Classes whose first step sets the momentum to the gradient.
-BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
 
 
 def refuse_offload(optimizer: torch.optim.Optimizer) -> None:

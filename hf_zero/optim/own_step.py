@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.bf16_state import Bf16State
-from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
+from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT
 from hf_zero.optim.segments import GroupGradients, ParamState, Segment, StateArrays
 from hf_zero.optim.state import (
     MADE_BY_CONSTRUCTORS,
