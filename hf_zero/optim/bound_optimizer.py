@@ -471,12 +471,10 @@ class BoundOptimizer:
         """Load state ``name`` as :meth:`load_tensor`."""
         self.group_scalars.writes += 1
         touched = self._table.parts(flat, first, first + tensor.numel())
-        if self._table.device.holds(flat, name, tensor) and not all(
-            self._entries.of(segment) for segment, _ in touched
-        ):
-            tensor = tensor.clone()  # the creation of state overwrites it
         entries = []  # the state of each, None if it does not exist
         for segment, _ in touched:
+            if tensor._base is not None and not dict.get(self.optimizer.state, segment.tensor):
+                tensor = tensor.clone()  # a view of arrays, in which the creation of state writes
             self._table.state_of(segment).create(segment)
             entries.append(self._entries.of(segment).get(name))
         lacking = [entry is None for entry in entries]

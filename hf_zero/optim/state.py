@@ -727,12 +727,6 @@ class DeviceState(Regions):
                     tensors.append(value[part.offset : part.offset + numel])
         return tensors
 
-    def holds(self, flat: OptimizerShard, name: str, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is in the memory of state ``name`` of ``flat``."""
-        arrays = self._region_of[flat.key][0].arrays if flat.key in self._region_of else {}
-        storage = tensor.untyped_storage()._cdata
-        return name in arrays and arrays[name].untyped_storage()._cdata == storage
-
     def address(self, flat: OptimizerShard, name: str) -> int:
         """Return the address of the first number of state ``name`` of ``flat``; 0 if missing.
         :meth:`arrays` may move it.
