@@ -27,7 +27,6 @@ def main() -> None:
     parser.add_argument("--resume", type=Path)
     options = parser.parse_args()
     fabric = Fabric()
-    fabric.launch()
     model = transformers.AutoModelForCausalLM.from_pretrained(f"{options.models}/llama")
     model.train()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
