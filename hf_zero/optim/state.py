@@ -131,9 +131,10 @@ def _stepped_twin(
     optimizer: torch.optim.Optimizer, group: ParamGroup, like: Tensor
 ) -> tuple[torch.optim.Optimizer, Tensor]:
     """Return a throw-away twin of ``optimizer`` after one step over a throw-away parameter of one
-    element, with a gradient of zero.
+    element, with a gradient of zero; on the CPU where ``like`` has no values.
     """
-    begin = torch.zeros(1, dtype=step_dtype(like.dtype), device=like.device)
+    device = "cpu" if like.is_meta else like.device
+    begin = torch.zeros(1, dtype=step_dtype(like.dtype), device=device)
     probe = torch.nn.Parameter(begin, requires_grad=False)
     probe.grad = torch.zeros_like(probe)
     settings = current_settings(group)

@@ -122,7 +122,9 @@ def test_what_makes_activations_smaller_is_proposed_where_it_is_needed() -> None
     assert found.fit.chosen.needs.device_bytes == state + way.most
     assert all(found.config[key] == value for key, value in way.keys.items())
     ZeroConfig.from_dict(found.config).resolve(1)
-    nothing = proposed(state + row.ways[-1].most - 1, **known)
+    narrow = proposed(state + row.ways[-1].most - 1, **known)
+    assert narrow.config["optimizer"]["type"] == "AdamW8bit"
+    nothing = proposed(row.ways[-1].most, **known)
     assert nothing.config is None and "activations" in str(nothing.fit.trials[-1].needs.device)
 
 
