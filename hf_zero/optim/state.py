@@ -489,7 +489,7 @@ class DeviceState(Regions):
         moments in 8 bits.
         """
         self._stand_ins = stand_ins
-        for region in self.regions:
+        for region in self.regions if names_in_8_bits else ():
             in_fp32 = (names_in_8_bits.isdisjoint(segment.names) for segment in region.segments)
             region.in_blocks = not all(in_fp32)
         self.renew()

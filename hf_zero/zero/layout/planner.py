@@ -345,8 +345,10 @@ class _FlatLayouts:
             moments = "+".join(self.moments[self.group_of[name]]) if trains and differ else ""
             sharding = sharding_under(parameter, self.cuts).kind
             gathers = policy.shards_parameters and self.places.along(sharding.axes)[0] > 1
-            use = ParameterUse(dtype, trains, raw, unit.outside, gathers)
-            codecs = tuple(codec for codec in self.codecs if codec.takes(parameter, use))
+            codecs: tuple[ParameterCodec, ...] = ()
+            if self.codecs:
+                use = ParameterUse(dtype, trains, raw, unit.outside, gathers)
+                codecs = tuple(codec for codec in self.codecs if codec.takes(parameter, use))
             kind = FlatKind(trains, dtype, raw, policy, codecs, moments, sharding)
             by_kind.setdefault(kind, {})[name] = parameter
         for kind, named in by_kind.items():
