@@ -527,20 +527,25 @@ def test_limits_act_on_their_steps_again_after_one_forward_too_many() -> None:
     assert used == limits
 
 
+def updating_in_backward() -> tuple[Accelerator, Engine, torch.optim.Optimizer]:
+    zero = {"stage": 2, "update_in_backward": True}
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 3}
+    plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=0.0)
+    accelerator, model = Accelerator(cpu=True, deepspeed_plugin=plugin), stack()
+    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert engine.sharded_model.updates_in_backward
+    return accelerator, engine, optimizer
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_metric_after_a_backward_that_updates(first: bool) -> None:
     """The engine refuses it, as half of the model has been updated. Before the script has first
     called ``optimizer.step()`` the step is made before it, as for scripts that never call it, and
     that call is refused.
     """
-    zero = {"stage": 2, "update_in_backward": True}
-    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 3}
-    plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=0.0)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    model, plain = stack(), stack()
-    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator, engine, optimizer = updating_in_backward()
+    plain = stack()
     theirs = torch.optim.AdamW(plain.parameters())
-    assert engine.sharded_model.updates_in_backward
     for step in range(2):
         accelerator.backward(squared(engine, step))
         theirs.zero_grad()
@@ -565,12 +570,8 @@ def test_a_metric_after_a_backward_that_updates(first: bool) -> None:
 
 def test_the_norm_is_read_after_a_backward_that_updates() -> None:
     """As the Trainer does before it logs: a limit of infinity clips nothing."""
-    zero = {"stage": 2, "update_in_backward": True}
-    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 3}
-    plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=0.0)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    model, plain = stack(), stack()
-    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator, engine, optimizer = updating_in_backward()
+    plain = stack()
     theirs = torch.optim.AdamW(plain.parameters())
     for step in range(2):
         accelerator.backward(squared(engine, step))
@@ -581,7 +582,6 @@ def test_the_norm_is_read_after_a_backward_that_updates() -> None:
         theirs.step()
         theirs.zero_grad()
         assert float(norm) == pytest.approx(float(want), rel=1e-5)
-    assert engine.sharded_model.updates_in_backward
     assert_same_weights(engine.module, plain)
 
 
