@@ -107,7 +107,7 @@ def _adam(rows: Rows) -> Cells:
     return [1e3 * best["hf-zero fp32"], 1e3 * best["DeepSpeedCPUAdam fp32"], None, None]
 
 
-STEPS, OFFLOAD = "cpu_ranks-2026-11-30", "offload-2026-11-20"
+STEPS, OFFLOAD = "cpu_ranks-2026-11-30", "offload-2026-11-30"
 LOADING, CONVERTING = "loading-2026-11-30", "convert-2026-11-30"
 ADAM, MEMORY = "cpu_optimizers-2026-11-20", "memory-2026-11-30"
 OPTIMIZER_AWAY, ALL_AWAY = ("cpu", "ds cpu"), ("all cpu", "ds all cpu", "fsdp cpu")
