@@ -13,7 +13,6 @@ and does not go on, if a check fails that makes the rest useless; the page names
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_cells import VERSIONS, Cell, Rows, about
-from gpu_run import Run, in_a_process
+from gpu_run import Run, parser_of_parts, part_run, refuse_part
 from gpu_run import main as goals
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -286,14 +285,7 @@ def ask(part: int, run: Run, cells: Sequence[Cell]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("part", help="1 to 4, or the name of one check")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument(
-        "--spent", type=float, default=0.0, help="seconds of the call that are gone"
-    )
+    parser = parser_of_parts(__doc__, "1 to 4")
     parser.add_argument("--tiny", action="store_true", help="on the CPU, tiny: does it run?")
     chosen = parser.parse_args()
     cells = {cell.name: cell for part in PARTS.values() for cell in part}
@@ -303,28 +295,24 @@ def main() -> None:
         for row in cells[chosen.part].run(chosen.tiny):
             print("ROW " + json.dumps({**row, **facts}), flush=True)
         return
-    if chosen.part not in "1234":
-        raise SystemExit(
-            f"{chosen.part!r} is neither a part, 1 to 4, nor one of {', '.join(cells)}"
-        )
+    if chosen.part not in tuple("1234"):
+        refuse_part(chosen.part, "1 to 4", cells)
     part = int(chosen.part)
     if part not in PARTS:
         tiny = ["--tiny", "--only", "pinning"] if chosen.tiny else []
         sys.argv[1:] = [*tiny, "--minutes", str(MINUTES), "--spent", str(chosen.spent)]
         sys.argv += ["--out", str(chosen.out)]
         return goals()
-    chosen.out.mkdir(parents=True, exist_ok=True)
     name = f"first-hour-{part}{'-tiny' if chosen.tiny else ''}"
-    path = chosen.out / f"{name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.jsonl"
-    deadline = time.monotonic() + 60 * MINUTES - chosen.spent
-    execute = in_a_process(chosen.tiny, None, Path(__file__), path.with_suffix(""))
-    run = Run(path, execute, deadline, lambda tool: chosen.tiny or bool(shutil.which(tool)))
+    seconds = 60 * MINUTES - chosen.spent
+    run = part_run(Path(__file__), name, chosen.out, chosen.tiny, seconds)
+    run.installed = lambda tool: chosen.tiny or bool(shutil.which(tool))
     stopped = ask(part, run, PARTS[part])
     if stopped:
         run.write({"stopped": stopped})
     text = page(f"The first hour on a GPU, part {part}", run.rows, stopped)
     (chosen.out / f"{name}.md").write_text(text)
-    print(f"{text}\nrows in {path}", flush=True)
+    print(f"{text}\nrows in {run.path}", flush=True)
     raise SystemExit(STOPPED if stopped else 0)
 
 

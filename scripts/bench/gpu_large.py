@@ -12,18 +12,15 @@ A row that does not fit, or whose peer is not installed, says so, and the next o
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from gpu_cells import Cell, Rows, about, kernels, launched
 from gpu_first_hour import MINUTES, page
-from gpu_run import Run, build_native_core, in_a_process
+from gpu_run import build_native_core, parser_of_parts, part_run, refuse_part
 from large_models import Work, measure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,14 +92,7 @@ PARTS: dict[int, tuple[Cell, ...]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("part", help="1 to 3, or the name of one cell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument(
-        "--spent", type=float, default=0.0, help="seconds of the call that are gone"
-    )
+    parser = parser_of_parts(__doc__, "1 to 3")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for the part")
     parser.add_argument("--cpu", "--tiny", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--only", default="", help="cells whose name has this in it")
@@ -117,22 +107,17 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # threads of peers may abort the process on the way out
     if chosen.part not in map(str, PARTS):
-        raise SystemExit(
-            f"{chosen.part!r} is neither a part, 1 to 3, nor one of {', '.join(cells)}"
-        )
-    chosen.out.mkdir(parents=True, exist_ok=True)
+        refuse_part(chosen.part, "1 to 3", cells)
     name = f"large-models-{chosen.part}{'-cpu' if chosen.cpu else ''}"
-    path = chosen.out / f"{name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.jsonl"
-    deadline = time.monotonic() + 60 * chosen.minutes - chosen.spent
-    execute = in_a_process(chosen.cpu, None, Path(__file__), path.with_suffix(""))
-    run = Run(path, execute, deadline)
+    seconds = 60 * chosen.minutes - chosen.spent
+    run = part_run(Path(__file__), name, chosen.out, chosen.cpu, seconds)
     if not chosen.cpu:
         run.build = build_native_core
     run.cells(each for each in PARTS[int(chosen.part)] if chosen.only in each.name)
     title = f"Large models on {'the CPU, tiny' if chosen.cpu else 'one card'}, part {chosen.part}"
     text = page(title, run.rows, "")
     (chosen.out / f"{name}.md").write_text(text)
-    print(f"{text}\nrows in {path}", flush=True)
+    print(f"{text}\nrows in {run.path}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ exit code is 1 if a case fails, 2 if the part cannot run here, 3 if no way works
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import shutil
@@ -29,7 +27,7 @@ from typing import Any
 
 from gpu_cells import Cell, Rows, about, here
 from gpu_first_hour import MINUTES, STOPPED, page
-from gpu_run import Run, in_a_process
+from gpu_run import parser_of_parts, part_run, refuse_part
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -228,14 +226,7 @@ def facts(cpu: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("part", help="1 to 4, or the name of one cell")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument(
-        "--spent", type=float, default=0.0, help="seconds of the call that are gone"
-    )
+    parser = parser_of_parts(__doc__, "1 to 4")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for the part, its page too")
     # --tiny: as other benchmarks call it
     parser.add_argument("--cpu", "--tiny", action="store_true", help="over gloo on CPU ranks")
@@ -248,20 +239,15 @@ def main() -> None:
             print("ROW " + json.dumps({**row, **known}), flush=True)
         return
     if chosen.part not in map(str, PARTS):
-        raise SystemExit(
-            f"{chosen.part!r} is neither a part, 1 to 4, nor one of {', '.join(cells)}"
-        )
+        refuse_part(chosen.part, "1 to 4", cells)
     if why := refusal(chosen.cpu):
         print(why, file=sys.stderr)
         raise SystemExit(REFUSED)
     part = int(chosen.part)
-    chosen.out.mkdir(parents=True, exist_ok=True)
     name = f"nccl-{part}{'-cpu' if chosen.cpu else ''}"
-    path = chosen.out / f"{name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.jsonl"
-    os.environ[LOGS] = str(path.with_suffix("").absolute())
-    deadline = time.monotonic() + 60 * chosen.minutes - chosen.spent
-    execute = in_a_process(chosen.cpu, None, Path(__file__), path.with_suffix(""))
-    run = Run(path, execute, deadline)
+    seconds = 60 * chosen.minutes - chosen.spent
+    run = part_run(Path(__file__), name, chosen.out, chosen.cpu, seconds)
+    os.environ[LOGS] = str(run.path.with_suffix("").absolute())
     run.cells([FIRST])
     os.environ[WAY] = way = way_of(run.rows)
     stopped = "" if way else "ranks cannot share this card by any way"
@@ -273,7 +259,7 @@ def main() -> None:
     title = f"Ranks over {'gloo on the CPU' if chosen.cpu else 'NCCL on one card'}, part {part}"
     text = page(title, run.rows, stopped)
     (chosen.out / f"{name}.md").write_text(text)
-    print(f"{text}\n{failed} failed; rows in {path}", flush=True)
+    print(f"{text}\n{failed} failed; rows in {run.path}", flush=True)
     raise SystemExit(STOPPED if stopped else FAILED if failed else 0)
 
 

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gpu_cells import CELLS, Cell, here
 from gpu_goals import table
@@ -196,6 +196,32 @@ def in_a_process(
                 )
 
     return execute
+
+
+def parser_of_parts(description: str | None, parts: str) -> argparse.ArgumentParser:
+    """Return the parser of a call that measures one of its ``parts``, such as "1 to 4"."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", help=f"{parts}, or the name of one cell")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument(
+        "--spent", type=float, default=0.0, help="seconds of the call that are gone"
+    )
+    return parser
+
+
+def refuse_part(part: str, parts: str, cells: Iterable[str]) -> NoReturn:
+    """Exit with one line: ``part`` is none of ``parts`` and names none of ``cells``."""
+    raise SystemExit(f"{part!r} is neither a part, {parts}, nor one of {', '.join(cells)}")
+
+
+def part_run(script: Path, name: str, out: Path, tiny: bool, seconds: float) -> Run:
+    """Return a run of cells of ``script`` within ``seconds``; rows go to a new file in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.jsonl"
+    execute = in_a_process(tiny, None, script, path.with_suffix(""))
+    return Run(path, execute, time.monotonic() + seconds)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
