@@ -34,9 +34,9 @@ from string import Template
 from typing import Any
 
 from environment import CPU_INDEX, IMPATIENT, Refused, pinned
-from marks import filled
+from marks import filled, markdown_table
 from releases import FRAMEWORKS, ROOT, empty_environment, output, pip
-from suite import VARIABLES, guarded
+from suite import VARIABLES, guarded, part_of
 
 from hf_zero.launch.hosts import free_port
 
@@ -49,7 +49,6 @@ MODES = ("ddp", "zero", "resumed")
 LIMIT = 900  # seconds of one command
 # Loss: relative; weight: absolute, with learning rates of 1e-3. Frameworks log losses rounded.
 TOLERANCES = {"losses": 1e-4, "weights": 1e-4, "resumed": 1e-4}
-VERSION = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
 Row = dict[str, Any]
 
 
@@ -295,13 +294,7 @@ def within(value: float) -> str:
 
 def with_heads(heads: str, lines: list[list[str]]) -> str:
     """Return a table of ``lines`` whose columns are ``heads``, between empty lines."""
-    names = heads.split(", ")
-    rows = [
-        names,
-        ["---"] * len(names),
-        *(line + [""] * (len(names) - len(line)) for line in lines),
-    ]
-    return "\n".join(["", *(f"| {' | '.join(row)} |" for row in rows), ""])
+    return "\n".join(["", *markdown_table(heads.split(", "), lines), ""])
 
 
 def measured(rows: list[Row]) -> list[str]:
@@ -380,11 +373,11 @@ def chosen(only: list[str], part: str) -> list[str]:
     """Return the frameworks that ``--only`` and ``--part`` name. Exit with one line if none."""
     if unknown := set(only) - set(TABLE):
         raise SystemExit(f"frameworks: no {', '.join(unknown)}; --only takes {', '.join(TABLE)}")
-    match = re.fullmatch(r"(\d+)/(\d+)", part)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+    if (found := part_of(part)) is None:
         raise SystemExit(f"frameworks: --part takes K/N with K from 1 to N, not {part!r}")
     names = [name for name in TABLE if not only or name in only]
-    return names[int(match[1]) - 1 :: int(match[2])]
+    number, parts_in_all = found
+    return names[number - 1 :: parts_in_all]
 
 
 def main() -> int:

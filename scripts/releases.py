@@ -31,7 +31,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from marks import filled
+from marks import filled, markdown_table
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from suite import VARIABLES, guarded
@@ -247,8 +247,7 @@ def columns(results: str) -> dict[str, Row]:
 def table(rows: list[Row]) -> str:
     """Return the table of ``rows``, and the failures below it."""
     head = ["Release", "Doctor", *SELECTION, "Run on"]
-    lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
-    failures = []
+    lines, failures = [], []
     for row in sorted((row for row in rows if "columns" in row), key=position):
         cells = [row["environment"], "broken" if row["broken"] else "passed"]
         names = list(row["broken"])
@@ -259,24 +258,23 @@ def table(rows: list[Row]) -> str:
             names += cell["failed"][:2]
             wrong = f"{failed} of {failed + passed} failed"
             cells.append(wrong if failed else whole if passed else "not run")
-        lines.append(f"| {' | '.join([*cells, row['date']])} |")
+        lines.append([*cells, row["date"]])
         if names:
-            shown = ", ".join(f"`{name}`" for name in names)
-            failures.append(f"| {row['environment']} | {shown} |")
-    second = ["", "| Release | Failed |", "| --- | --- |", *failures] if failures else []
-    return "\n".join(["", *lines, *second, *beside(rows), ""])
+            failures.append([row["environment"], ", ".join(f"`{name}`" for name in names)])
+    second = ["", *markdown_table(["Release", "Failed"], failures)] if failures else []
+    return "\n".join(["", *markdown_table(head, lines), *second, *beside(rows), ""])
 
 
 def beside(rows: list[Row]) -> list[str]:
     """Return the lines of the table of what pip has chosen beside each framework."""
     head = ["Beside hf-zero", *LIBRARIES, "Resolved on"]
-    lines = ["", f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
+    lines = []
     for row in sorted(rows, key=position):
         if "resolved" in row:
             asked = f"{row['environment']}: {', '.join(f'`{each}`' for each in row['asked'])}"
             versions = [row["resolved"].get(library, "not asked for") for library in LIBRARIES]
-            lines.append(f"| {' | '.join([asked, *versions, row['resolved_on']])} |")
-    return lines if len(lines) > 3 else []
+            lines.append([asked, *versions, row["resolved_on"]])
+    return ["", *markdown_table(head, lines)] if lines else []
 
 
 def position(row: Row) -> tuple[Any, ...]:

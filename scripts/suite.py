@@ -78,6 +78,14 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
+def part_of(text: str) -> tuple[int, int] | None:
+    """Return K and N of ``text``, K/N with K from 1 to N; None for another text."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        return None
+    return int(match[1]), int(match[2])
+
+
 def parse(arguments: list[str]) -> Options:
     """Return the options in ``arguments``, in any order. Exits with 2 for an impossible one."""
     options, rest = Options(), list(arguments)
@@ -89,8 +97,7 @@ def parse(arguments: list[str]) -> Options:
             options.stress = True
         elif name == "--part":
             options.part = value if equals else (rest.pop(0) if rest else "")
-            match = re.fullmatch(r"(\d+)/(\d+)", options.part)
-            if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            if part_of(options.part) is None:
                 refuse(
                     f"--part takes K/N with K from 1 to N, for example 2/5, not {options.part!r}"
                 )
