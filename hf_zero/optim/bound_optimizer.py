@@ -239,13 +239,14 @@ class BoundOptimizer:
         for group, own, others in zip(groups, segments, frozen):
             group["params"] = [*own, *others] if others else own
         trained = [segment for own in segments for segment in own if not segment.requires_grad]
+        in_files = any(segment.stride() == (0,) for segment in trained)  # without memory here
         for segment in trained:
             segment.requires_grad_()
         try:
             for hook in [*optimizer._optimizer_step_post_hooks.values()]:
                 hook(optimizer, (optimizer,), {})
         except RuntimeError as error:
-            if "more than one element of the written-to tensor" not in str(error):
+            if not (in_files and "more than one element of the written-to tensor" in str(error)):
                 raise
             raise PartitionError(
                 'a hook after the step writes to group["params"], and the master weights of this '
