@@ -5,13 +5,22 @@ arXiv:2407.04480).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hf_zero.config import ZeroConfig
 from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
-from hf_zero.zero.extensions import StepExtension
+from hf_zero.zero.feature import Feature
+
+if TYPE_CHECKING:
+    from hf_zero.zero.step.optimizer_step import OptimizerStep
+
+
+def sends_few_bits(settings: ZeroConfig) -> bool:
+    """Return whether ``settings`` ask for gradients in fewer bits than they have."""
+    return bool(settings.compressed_communication.bits or settings.zero.quantized_gradients)
 
 
 class ErrorCodec:
@@ -92,15 +101,23 @@ class ErrorCodec:
         return error[:, start:stop].view(torch.bfloat16)
 
 
-class ErrorFeedback(StepExtension):
-    """The error buffers of an engine, cleared after every ``every`` steps. ``step``: its
-    :class:`hf_zero.zero.step.optimizer_step.OptimizerStep`.
-    """
+class ErrorFeedback(Feature):
+    """The error buffers of an engine, cleared after every ``every`` steps."""
 
-    def __init__(self, step: Any, every: int):
+    def __init__(self, every: int):
+        self._every, self._scale = every, 1.0
+        self._codecs: list[ErrorCodec] = []
+
+    @classmethod
+    def from_config(cls, settings: ZeroConfig) -> ErrorFeedback | None:
+        """Return the error feedback that ``settings`` ask for; None: none."""
+        loco = settings.zeropp_loco_param
+        return cls(loco.every) if loco.on and sends_few_bits(settings) else None
+
+    def bind(self, step: OptimizerStep) -> None:
         codecs = (flat.spec.reduce_codec for flat in step.model.trainable)
         self._codecs = [codec for codec in codecs if isinstance(codec, ErrorCodec)]
-        self._every, self._scale = every, step.scaler.scale
+        self._scale = step.scaler.scale
 
     def end_step(self, number: int, overflow: bool, scale: float) -> None:
         if overflow or number % self._every == 0:
@@ -114,6 +131,9 @@ class ErrorFeedback(StepExtension):
         for codec in self._codecs:
             codec.clear()
         self._scale = scale
+
+    def remove(self) -> None:
+        self._codecs = []
 
     def state_bytes(self) -> Mapping[str, int]:
         errors = (codec.error for codec in self._codecs)

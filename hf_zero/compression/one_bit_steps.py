@@ -14,34 +14,53 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_zero.compression.flat_lamb import FlatLamb
 from hf_zero.compression.flat_momentum import LIMIT, FlatMomentum, corrects
 from hf_zero.compression.local_steps import LIMIT_OF_MEANS, LocalSteps
+from hf_zero.config import ZeroConfig
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import logger
 from hf_zero.optim.group_settings import ALL_FROZEN_AT, FROZEN_AT, NORM_RATIO
-from hf_zero.optim.one_bit import OneBit
-from hf_zero.zero.extensions import StepExtension
+from hf_zero.optim.one_bit import as_sent, one_bit_of
+from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.reduce.norm import sums_of_squares
+
+if TYPE_CHECKING:
+    from hf_zero.zero.step.optimizer_step import OptimizerStep
 
 OUTGROWN_EVERY = 10  # steps between checks, because the host waits for the device
 MEASURED = 16  # number of last dense steps that measure the ratio of gradient norms
 
 
-class OneBitSteps(StepExtension):
-    """The steps of an engine some of whose momenta are sent in one bit. ``step``: its
-    :class:`hf_zero.zero.step.optimizer_step.OptimizerStep`.
+class OneBitSteps(Feature):
+    """The steps of an engine some of whose momenta are sent in one bit: the optimizer, or a key
+    beside Adam, switches them on.
     """
 
-    def __init__(self, step: Any, one_bit: OneBit) -> None:
+    def __init__(self, settings: ZeroConfig) -> None:
+        self._settings = settings
+
+    @classmethod
+    def adapt(cls, settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> ZeroConfig:
+        return as_sent(settings, one_bit_of(settings, optimizer))
+
+    @classmethod
+    def is_called(
+        cls, model: nn.Module, settings: ZeroConfig, optimizer: torch.optim.Optimizer | None
+    ) -> bool:
+        return one_bit_of(settings, optimizer) is not None
+
+    def bind(self, step: OptimizerStep) -> None:
         flats, mesh, bound = step.model.flats, step.model.mesh, step.bound
+        one_bit = one_bit_of(self._settings, bound.optimizer)
+        assert one_bit is not None
         self._step = step
         chosen = [flat for flat in flats if flat.trainable and flat.spec.momentum_blocks]
         self._lamb = [FlatLamb(flat, bound) for flat in chosen if one_bit.lamb]
@@ -467,6 +486,11 @@ class OneBitSteps(StepExtension):
             for key, value in notes.items():
                 if value is not None:
                     note(self._bound, key, value)
+
+    def remove(self) -> None:
+        # with the memory of the optimizer that they hold
+        self._lamb, self._chosen = [], []
+        self._step = self._bound = self._local = self._norm = None  # type: ignore[assignment]
 
     def state_bytes(self) -> Mapping[str, int]:
         nbytes = sum(momentum.nbytes() for momentum in self._chosen) + self._local.nbytes()

@@ -1,4 +1,4 @@
-"""The extensions of an engine's step that a configuration or an optimizer asks for. Rows of
+"""What the plan of an engine reads of messages in few bits and of gathers over more meshes. Rows of
 ``config/features.toml`` name these functions; each returns the fields of
 :class:`hf_zero.zero.extensions.Extensions` that it sets, {} if it is off.
 """
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from hf_zero.compression.block_codecs import DEFAULT_BLOCKS, SMALLEST_TENSOR, BlockwiseCodec
-from hf_zero.compression.error_feedback import ErrorCodec, ErrorFeedback
-from hf_zero.compression.one_bit_steps import OneBitSteps
+from hf_zero.compression.error_feedback import ErrorCodec, sends_few_bits
 from hf_zero.compression.secondary_shards import SecondaryShards
 from hf_zero.config import ZeroConfig
 from hf_zero.ops.sign_blocks import SignBlocks
@@ -36,7 +35,7 @@ def few_bits(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dic
         for bits in (4, 8)
     )
     gradients = None
-    if both.bits or zero.quantized_gradients:
+    if sends_few_bits(config):
         gradients = partial(ErrorCodec, four, loco.beta) if loco.on else lambda: four
     # an offloaded update sends its new values uncompressed
     differences = both.bits is not None and not config.offload_optimizer.on
@@ -53,8 +52,7 @@ def few_bits(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dic
         BlockCodec(four.blocks, differences=True) if differences else None,
         block=both.block_size or SMALLEST_TENSOR,
     )
-    steps = (partial(ErrorFeedback, every=loco.every),) if gradients is not None and loco.on else ()
-    return {"codecs": (codec,), "steps": steps, "needs_one_mesh": _in_use(keys)}
+    return {"codecs": (codec,), "needs_one_mesh": _in_use(keys)}
 
 
 def one_bit(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -64,7 +62,6 @@ def one_bit(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dict
         return {}
     return {
         "codecs": (BlockwiseCodec(momentum=SignBlocks(settings.block), block=settings.block),),
-        "steps": (partial(OneBitSteps, one_bit=settings),),
         "needs_one_mesh": ("compressed_communication.bits",),
     }
 

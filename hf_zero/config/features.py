@@ -57,6 +57,7 @@ class FeatureRow:
     early: str = ""
     loads: str = ""
     provides: Mapping[str, str] = field(default_factory=dict)
+    declares: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     excludes: Mapping[str, str] = field(default_factory=dict)
     refuses: tuple[RefusedValue, ...] = ()
@@ -98,6 +99,7 @@ def read(text: str) -> dict[str, FeatureRow]:
             entry.get("early", ""),
             entry.get("loads", ""),
             entry.get("provides", {}),
+            tuple(entry.get("declares", ())),
             tuple(members(entry.get("after", ()))),
             {m: why for other, why in entry.get("excludes", {}).items() for m in members((other,))},
             tuple(

@@ -212,7 +212,8 @@ def resolve(
     )
     for name, values in computed_values(settings.written).items():
         settings = settings.override(values, f"computed: {name}")
-    return Resolved(request, settings, dims, optimizer, checkpoint, FeatureSet.of(settings))
+    features = FeatureSet.of(settings, model, optimizer)
+    return Resolved(request, settings, dims, optimizer, checkpoint, features)
 
 
 def check_features(resolved: Resolved[Any]) -> None:

@@ -374,7 +374,7 @@ class DifficultySampling(Feature):
     def apply(self, engine: TrainingEngine) -> None:
         self._counters = engine.counters
 
-    def end_step(self) -> None:
+    def end_step(self, number: int, overflow: bool, scale: float) -> None:
         if not self._followed:
             raise ConfigError(
                 f"{METRICS} names {', '.join(self.schedules)}, and no loader draws by "

@@ -239,8 +239,8 @@ class StretchedPeriods:
                 "context_parallel_size each rank has only a part of each sequence; leave one of "
                 "them out"
             )
-        compressed = any(flat.spec.reduce_codec is not None for flat in plan.flats)
-        if compressed or plan.extensions.steps:
+        specs = [flat.spec for flat in plan.flats]
+        if any(spec.reduce_codec is not None or spec.momentum_blocks for spec in specs):
             raise ConfigError(
                 f"{EIGENVALUE} takes differences of gradients, which gradients in few bits are too "
                 "coarse for; remove it, or what compresses them"

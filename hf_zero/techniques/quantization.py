@@ -163,7 +163,7 @@ class WeightsInBits(Feature):
                 symmetric = section.type == "symmetric"
                 round_to_levels(value, precision.bits, section.groups, symmetric, noise, share)
 
-    def end_step(self) -> None:
+    def end_step(self, number: int, overflow: bool, scale: float) -> None:
         if self._engine is None:
             return
         self._begin()

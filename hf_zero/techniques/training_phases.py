@@ -262,7 +262,7 @@ class TrainingPhases(Feature):
                 self._counters.global_steps,
             )
 
-    def end_step(self) -> None:
+    def end_step(self, number: int, overflow: bool, scale: float) -> None:
         engine = self._engine() if self._engine is not None else None
         if engine is not None:
             self._warn_of_zero_rate(engine)

@@ -214,7 +214,10 @@ class EngineParts(ModelWrapper):
         config, sharded = self.config, self.sharded_model
         scaler = self._loss_scaler()
         sanity = SanityChecks(mesh.device, self.accumulation, config.precision, mesh.rank)
-        self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
+        self.optimizer_step = OptimizerStep(
+            sharded, self.optimizer, config, scaler, sanity, self.feature_set.hooks
+        )
+        self.feature_set.bind(self.optimizer_step)
         self.updater, self.scaler = self.optimizer_step.updater, scaler
         self.changes.connect(self.updater)
         self.pass_runner = PassRunner(

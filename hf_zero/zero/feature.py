@@ -8,20 +8,26 @@ feature by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.features import FEATURES, check_combination, switched_on
+from hf_zero.config.features import FEATURES, FeatureRow, check_combination, switched_on
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.zero.extensions import loaded
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import Sharding
+from hf_zero.zero.step.hooks_of_features import StepHooks
+
+if TYPE_CHECKING:
+    from hf_zero.zero.step.optimizer_step import OptimizerStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +47,8 @@ class EngineInputs:
 
 class Feature:
     """One feature of one engine. A method does nothing unless a feature overrides it. They are
-    called in this order; ``check`` may be called again, for an engine that is built anew.
+    called in this order; ``check``, ``bind`` and ``apply`` are called again for an engine that is
+    built anew.
     """
 
     name = ""  # of its row
@@ -120,10 +127,16 @@ class Feature:
 
     # ---- on the engine ----
 
+    def bind(self, step: OptimizerStep) -> None:
+        """Prepare the feature's part of the steps that ``step`` makes, of an engine under way."""
+
     def apply(self, engine: Any) -> None:
         """Install the feature on ``engine``, after the engine's own hooks. What depends on the step
         reads ``engine.global_steps``, which a load restores.
         """
+
+    # ---- in a step; ``StepHooks`` has those that a feature overrides. All but the first two may be
+    # collective; ``engine.gradient_norm()`` may call before_reduction and squares in between ----
 
     def prepare_batch(self, batch: object) -> object:
         """Return ``batch`` as the model's forward would change it."""
@@ -132,8 +145,67 @@ class Feature:
     def end_forward(self) -> None:
         """End a forward whose hooks an exception may have bypassed. Idempotent."""
 
-    def end_step(self) -> None:
-        """Act after ``engine.step`` has ended an accumulation window and updated the counters."""
+    def begin_backward(self) -> None:
+        """Prepare a backward, before it takes gradients in."""
+
+    def before_reduction(self, scale: float) -> None:
+        """Prepare the reduction at the end of an accumulation window; a local gradient
+        (:meth:`GradientBuffer.keep_local`) times ``scale`` is this rank's term of the mean.
+        """
+
+    def begin_step(self, must_agree: bool) -> bool:
+        """Begin a step, whose gradients are reduced. Return True if the ranks need not agree in it
+        (a local step); with ``must_agree`` return False.
+        """
+        return False
+
+    def squares(self, local: bool) -> torch.Tensor | None:
+        """Return what the gradients that stay on their rank add to this rank's part of the squared
+        gradient norm: fp64, 0-dim. ``local``: all of it, estimated from this rank's gradients.
+        """
+        return None
+
+    def before_update(self) -> None:
+        """Prepare the optimizer's update; flat buffers that :meth:`update` changes may be excluded
+        from it.
+        """
+
+    def update(self, divisor: torch.Tensor | None) -> Sequence[FlatBuffer]:
+        """Update flat buffers after the optimizer, from gradients to be divided by ``divisor``.
+        Return those whose whole parameters are up to date on all ranks.
+        """
+        return ()
+
+    def end_step(self, number: int, overflow: bool, scale: float) -> None:
+        """Act after ``engine.step`` has ended accumulation window ``number``, counted from 1, and
+        updated the counters. ``overflow``: it was skipped; ``scale``: the loss scale of the next.
+        """
+
+    # ---- between steps: collected in the same way, and collective, but for state_bytes ----
+
+    def synchronize(self) -> None:
+        """Make the weights of all ranks equal, before whole weights are read."""
+
+    def complete_state(self) -> None:
+        """Complete the optimizer's state on the ranks that own it, before it is saved."""
+
+    @contextmanager
+    def counted_state(self) -> Iterator[bool]:
+        """Context in which the counters and tensors of the optimizer's state belong to one step.
+        Yields whether they change again at its exit.
+        """
+        yield False
+
+    def forget(self, scale: float) -> None:
+        """Reset residuals and other state of the former weights: all weights were replaced.
+        ``scale``: the loss scale.
+        """
+
+    def state_bytes(self) -> Mapping[str, int]:
+        """Return the bytes that this rank keeps on the device, by kind: gradients, optimizer."""
+        return {}
+
+    # ---- for scripts and checkpoints ----
 
     def compile(self, backend: str, **options: Any) -> None:
         """Compile what the feature compiles, because a script has called ``engine.compile``."""
@@ -159,24 +231,43 @@ class FeatureSet:
         self.by_name: dict[str, Feature] = dict(by_name or {})
         for name, feature in self.by_name.items():
             feature.name = name
-        self._ending = self._overriding("end_step")
+        self.hooks = StepHooks(
+            **{each.name: tuple(self._overriding(each.name)) for each in fields(StepHooks)}
+        )
+
+    def _overriding(self, name: str) -> Iterator[Callable[..., Any]]:
+        """Yield the method ``name`` of each feature that overrides it."""
+        plain = getattr(Feature, name)
+        for feature in self:
+            if getattr(type(feature), name) is not plain:
+                yield getattr(feature, name)
 
     @classmethod
-    def of(cls, settings: ZeroConfig, kind: str = "") -> FeatureSet:
-        """Return the features that ``settings`` switch on; with ``kind`` those of it
-        alone. Raises ConfigError for settings of one that contradict each other.
+    def of(
+        cls,
+        settings: ZeroConfig,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        kind: str = "",
+    ) -> FeatureSet:
+        """Return the features that ``settings`` switch on, and those without a key that ``model``
+        and ``optimizer`` call for; with ``kind`` those of it alone. Raises ConfigError for settings
+        of one that contradict each other.
         """
         written = settings.written
+
+        def is_on(row: FeatureRow) -> bool:
+            if row.keys or not row.early or model is None:
+                return row.is_on(written)
+            called: bool = loaded(row.early).is_called(model, settings, optimizer)
+            return called
+
         made: dict[str, Feature | None] = {
             name: loaded(row.make)(settings)
             for name, row in FEATURES.items()
-            if row.make and kind in ("", row.kind) and (row.always or row.is_on(written))
+            if row.make and kind in ("", row.kind) and (row.always or is_on(row))
         }
         return cls({name: feature for name, feature in made.items() if feature is not None})
-
-    def _overriding(self, method: str) -> list[Feature]:
-        plain = getattr(Feature, method)
-        return [f for f in self if getattr(type(f), method) is not plain]
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self.by_name.values())
@@ -245,22 +336,13 @@ class FeatureSet:
             loader = feature.follow_loader(loader)
         return loader
 
+    def bind(self, step: OptimizerStep) -> None:
+        for feature in self:
+            feature.bind(step)
+
     def apply(self, engine: Any) -> None:
         for feature in self:
             feature.apply(engine)
-
-    def prepare_batch(self, batch: object) -> object:
-        for feature in self:
-            batch = feature.prepare_batch(batch)
-        return batch
-
-    def end_forward(self) -> None:
-        for feature in self:
-            feature.end_forward()
-
-    def end_step(self) -> None:
-        for feature in self._ending:
-            feature.end_step()
 
     def compile(self, backend: str, **options: Any) -> None:
         for feature in self:

@@ -378,8 +378,8 @@ class PassRunner:
             )
         step, window = self._optimizer_step, self._window
         closes = window.syncs and window.boundary is not False
-        for extension in step.extensions:
-            extension.begin_backward()
+        for begin in step.hooks.begin_backward:
+            begin()
         if step.bound is not None:
             refuse_switched(self._model.flats)
             refuse_pending_update(step.updater, "another backward")
@@ -421,8 +421,8 @@ class PassRunner:
         self._reduce_accumulated()
 
     def _reduce_accumulated(self) -> None:
-        for extension in self._optimizer_step.extensions:
-            extension.before_reduction(self.reducer.local_scale)
+        for prepare in self._optimizer_step.hooks.before_reduction:
+            prepare(self.reducer.local_scale)
         self.reducer.reduce_accumulated()
 
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:

@@ -43,8 +43,8 @@ def bytes_by_tier(
 def held_bytes(engine: ShardedEngine) -> Counter[tuple[str, str]]:
     """Return the bytes by kind and tier."""
     counts: Counter[tuple[str, str]] = Counter()
-    for extension in engine.optimizer_step.extensions:
-        for kind, nbytes in extension.state_bytes().items():
+    for bytes_of_feature in engine.optimizer_step.hooks.state_bytes:
+        for kind, nbytes in bytes_of_feature().items():
             counts[kind, "device"] += nbytes
     for unit in engine.units:
         counts["parameters", "device"] += unit.source.nbytes()

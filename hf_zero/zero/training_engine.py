@@ -72,7 +72,8 @@ class TrainingEngine(EngineParts):
                 # They bypass the post-forward hooks, whose graph would keep the engine alive:
                 # Python's garbage collector sees no cycle through a graph.
                 self.pass_runner.hooks.reset()
-                self.feature_set.end_forward()
+                for end in self.feature_set.hooks.end_forward:
+                    end()
                 raise
 
     def _record_batch(self, args: object, kwargs: object) -> None:
@@ -90,7 +91,9 @@ class TrainingEngine(EngineParts):
         sequences of this step's length. For loops that count labels or compute the loss themselves;
         a forward does it by itself.
         """
-        return self.feature_set.prepare_batch(batch)
+        for prepare in self.feature_set.hooks.prepare_batch:
+            batch = prepare(batch)
+        return batch
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -191,14 +194,15 @@ class TrainingEngine(EngineParts):
     @torch.no_grad()
     def measure_gradient(self) -> torch.Tensor:
         """Return the norm of the gradient for the next step as :meth:`clip_gradient` does, and
-        leave the clipping to the step.
+        leave the clipping to the step. A backward may have updated a part of the model already.
         """
         self._reduce_for_norm()
         step = self.optimizer_step
         return step.measure(self.counters.global_steps).sqrt() / step.scaler.scale
 
     def _reduce_for_norm(self) -> None:
-        self.changes.refuse("clip_grad_norm_")
+        if self.changes.broken:
+            self.changes.refuse("clip_grad_norm_")
         self.pass_runner.reduce_stray_gradients()
         self.pass_runner.refuse_unusable()
         self.pass_runner.reduce_for_step()
@@ -294,8 +298,8 @@ class TrainingEngine(EngineParts):
                 flat.count_change()
         self.sharded_model.refresh(chosen, chosen)
         if flats is None:
-            for extension in self.optimizer_step.extensions:
-                extension.forget(self.scaler.scale)
+            for forget in self.optimizer_step.hooks.forget:
+                forget(self.scaler.scale)
 
     # ---- the parameters that train ----
 
@@ -420,14 +424,16 @@ class TrainingEngine(EngineParts):
         self.pass_runner.reducer.clear()
         if self.optimizer_step.measured is not None or self.optimizer_step.is_clipped:
             self.optimizer_step.forget_gradient()
-        self._end_update(overflow, losses.update_scale(overflow))
+        scaler = losses.update_scale(overflow)
+        self._end_update(overflow, scaler)
         # a scheduler that takes a metric is stepped by the script
         scheduler = self.lr_scheduler
         per_step = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
         if per_step and not overflow:
             scheduler.step()
             self._scheduled = (self.counters.global_steps, getattr(scheduler, "last_epoch", None))
-        self.feature_set.end_step()
+        for end in self.optimizer_step.hooks.end_step:
+            end(self.counters.global_steps, overflow, scaler.scale)
         return failure
 
     def _run_post_hooks(self) -> Exception | None:
@@ -448,8 +454,8 @@ class TrainingEngine(EngineParts):
             self.optimizer_step.bound.run_post_hooks(members)
         except Exception as error:
             failure = error
-        if self.optimizer_step.extensions:
-            return failure  # steps that send few bits: weights differ from the masters on purpose
+        if self.optimizer_step.hooks.update:
+            return failure  # weights that a feature updates may differ from the masters on purpose
         self.take_user_writes()
         trainable = self.sharded_model.trainable
         self.refresh_params([flat for flat in trainable if flat.copies_master])
@@ -497,8 +503,6 @@ class TrainingEngine(EngineParts):
         and log a step that was skipped because of an ``overflow``.
         """
         optimizer_step = self.optimizer_step
-        for extension in optimizer_step.extensions:
-            extension.end_step(self.counters.global_steps + 1, overflow, scaler.scale)
         if self.optimizer is not None:
             self.optimizer.overflow = overflow
         if self.scaler.dynamic:

@@ -23,7 +23,9 @@ BLOCK = 64
 
 def one_bit_steps(engine: Any) -> OneBitSteps:
     """Return the part of ``engine`` that makes its steps in one bit."""
-    return next(e for e in engine.optimizer_step.extensions if isinstance(e, OneBitSteps))
+    steps = engine.feature_set.get("one_bit", OneBitSteps)
+    assert steps is not None
+    return steps
 
 
 def mean_of(part: Tensor) -> Tensor:

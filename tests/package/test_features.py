@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import hf_zero
 from hf_zero.config import ZeroConfig
@@ -23,15 +24,20 @@ from hf_zero.config.features import (
 )
 from hf_zero.config.features import read as read_table
 from hf_zero.config.keys import KEYS
+from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.zero.extensions import extensions_of, loaded
 from hf_zero.zero.feature import Feature, FeatureSet
+from hf_zero.zero.step.hooks_of_features import NO_HOOKS, StepHooks
+from tests.helpers.stacks import on_ranks
 
 DOCS = Path(hf_zero.__file__).parent / "docs"
 # The order in which features with an object are applied to a model and its engine.
 APPLIED = """
 pipeline
 parallel_axes
+compressed_communication
+one_bit
 quantization_aware_training
 float8_training
 fused_modules
@@ -98,6 +104,41 @@ def test_a_feature_that_is_off_has_no_object() -> None:
     assert [*features.by_name] == [*ALWAYS[:-1], "progressive_layer_drop", "measures"]
     assert all(isinstance(each, Feature) and each.name for each in features)
     assert extensions_of(ZeroConfig(stage=3)).codecs == ()
+
+
+class Counting(Feature):
+    """A feature that acts at two points of a step."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def begin_backward(self) -> None:
+        self.calls.append("backward")
+
+    def end_step(self, number: int, overflow: bool, scale: float) -> None:
+        self.calls.append((number, overflow, scale))
+
+
+def test_a_step_calls_the_methods_that_features_override_and_no_others() -> None:
+    counting = Counting()
+    hooks = FeatureSet({"none": Feature(), "counting": counting}).hooks
+    assert hooks == StepHooks(
+        begin_backward=(counting.begin_backward,), end_step=(counting.end_step,)
+    )
+    assert FeatureSet({"none": Feature()}).hooks == NO_HOOKS
+
+    def run(rank: int, model: torch.nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine_plan = Engine.plan(model, ZeroConfig(stage=1).resolve(1), optimizer, extensions_of)
+        engine = Engine(engine_plan, FeatureSet({"counting": counting}))
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+        assert counting.calls == ["backward", (1, False, 1.0), "backward", (2, False, 1.0)]
+        engine.destroy()
+        assert engine.optimizer_step.hooks == NO_HOOKS
+
+    on_ranks(1, run, build=lambda: torch.nn.Linear(2, 2))
 
 
 def test_pairs_that_exclude_each_other_are_named_with_the_reason() -> None:

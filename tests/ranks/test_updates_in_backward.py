@@ -4,6 +4,7 @@ gradients of a few units at a time, and refusals of what would use a model that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
@@ -475,6 +476,7 @@ REFUSED: dict[str, Callable[[Any, str], None]] = {
     r"^zero_grad\(": lambda engine, folder: engine.zero_grad(),
     r"zero_grad\(": lambda engine, folder: engine.optimizer.zero_grad(),
     "gradient clipping": clipped,
+    "clip_grad_norm_": lambda engine, folder: engine.clip_gradient(0.1),
     "optimizer.state.clear": lambda engine, folder: engine.optimizer.state.clear(),
     "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
     "writing head.weight.grad": written,
@@ -521,14 +523,15 @@ def test_what_may_be_read_is_right():
         engine = opened(model, 2, early)
         train(engine, rank, range(2))
         engine.backward(squared(engine, At(2, 0, rank)))
-        norm = engine.optimizer_step.gradient_norm()
+        norms = [engine.optimizer_step.gradient_norm(), float(engine.measure_gradient())]
+        norms.append(float(engine.clip_gradient(math.inf)))
         engine.step()
-        return norm, ended(engine)
+        return [*norms, engine.get_global_grad_norm()], ended(engine)
 
-    (norm, got), (own_norm, want) = (
+    (norms, got), (own_norms, want) = (
         on_ranks(2, run, early, build=build)[0] for early in (True, False)
     )
-    assert norm == own_norm > 0
+    assert norms == own_norms == norms[:1] * 4 and norms[0] > 0
     same(got, want, exact=True)
 
 

@@ -201,8 +201,6 @@ class EngineSteps:
             return None
         if (self._single is not None and not self.due) or not engine.holds_gradients():
             return engine.grad_norm_tensor()
-        if math.isinf(limit) and engine.updates_in_backward:
-            return torch.tensor(engine.gradient_norm(), dtype=torch.float64)  # nothing is clipped
         if not is_open and limit != engine.max_norm:
             return engine.measure_gradient()
         self._clipped.add(engine)

@@ -476,7 +476,7 @@ def _engine(planned: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Eng
     spread_experts(module, settings)
     init_parallel(planned.dims)
     optimizer = _optimizer_for(planned, module)
-    features = FeatureSet.of(settings)
+    features = FeatureSet.of(settings, module, optimizer)
     features.mark(module)
     if isinstance(module, StagedModule):
         check_uncut(settings, module)

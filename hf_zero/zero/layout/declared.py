@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.config.features import FEATURES
 from hf_zero.zero.layout.walk import modules_of, named_modules_of
 
 # Packages that declare by properties, which read no parameter.
-_DECLARING = ("peft", "transformers")
+_DECLARING = frozenset(package for row in FEATURES.values() for package in row.declares)
 _METHODS = (FunctionType, classmethod, staticmethod)
 
 

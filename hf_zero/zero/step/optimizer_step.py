@@ -24,7 +24,6 @@ from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update import StagedCopies, Updater
 from hf_zero.optim.cpu_base import updates_in_host_memory
 from hf_zero.optim.group_settings import plain_settings
-from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.engine_plan import shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
@@ -38,13 +37,15 @@ from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.reduce.norm import UsedParameters, squared_norm
 from hf_zero.zero.sharded_model import ShardedModel
+from hf_zero.zero.step.hooks_of_features import NO_HOOKS, StepHooks
 from hf_zero.zero.step.step_reports import SanityChecks
 
 
 class OptimizerStep:
     """Updates the parameters of ``model`` from their reduced gradients with ``optimizer``.
 
-    ``bound`` is None without one; ``updater`` has the units with offloaded state.
+    ``bound`` is None without one; ``updater`` has the units with offloaded state; ``hooks``: those
+    of the features.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class OptimizerStep:
         config: ZeroConfig,
         scaler: Fp16LossScaler,
         sanity: SanityChecks,
+        hooks: StepHooks,
     ):
         mesh, placement = model.mesh, model.placement
         self.bound: Any = None if optimizer is None else model.bind(optimizer, config)
@@ -99,7 +101,7 @@ class OptimizerStep:
         self._updated_on: streams.Stream | None = None  # the last update in a backward
         self._warned_of_hooks = False  # that run after an update in a backward
         self.is_captured = False  # the update under way is captured in a graph: nothing runs yet
-        self.extensions: Sequence[StepExtension] = [make(self) for make in model.extensions.steps]
+        self.hooks = hooks
 
     @contextmanager
     def _updating_state(self) -> Iterator[None]:
@@ -232,13 +234,13 @@ class OptimizerStep:
     def measure(self, steps_before: int) -> torch.Tensor:
         """Return the sum of squares of the reduced gradient over all ranks, 0-dim, fp64, and agree
         on the parameters that have one (collective): once, as long as no gradient changes. With
-        ``extensions``, whose writers of weights may come between, the step measures again.
+        a feature that acts at the beginning of a step, the step measures again.
         """
         total = self.known_norm()
         if total is None:
             (total,) = self._agree(self._squares(), steps_before)
             self.norm = total.sqrt() / self.scaler.scale
-            if not self.extensions:
+            if not self.hooks.begin_step:
                 self.set_known_norm(total)
         return total
 
@@ -265,12 +267,13 @@ class OptimizerStep:
         """Clip the reduced gradient to norm ``limit`` (infinity: not) for the step, in place of
         ``max_norm``. Return its norm before, without the loss scale (collective).
         """
+        if limit != math.inf:
+            refuse_pending_update(self.updater, "clip_grad_norm_")
         norm = self.measure(steps_before).sqrt() / self.scaler.scale
         if self.clip_divisor is not None:
             norm = norm / self.clip_divisor
         self.is_clipped = True
         if limit != math.inf:
-            refuse_pending_update(self.updater, "clipping the gradient")
             divisor = ((norm + 1e-6) / limit).clamp(min=1.0)
             earlier = self.clip_divisor
             self.clip_divisor = divisor if earlier is None else earlier * divisor
@@ -292,8 +295,8 @@ class OptimizerStep:
         squares = squared_norm(by_weight.pop(1.0), device, self.kernels)
         for weight, gradients in by_weight.items():
             squares = squares + weight * squared_norm(gradients, device, self.kernels)
-        for extension in self.extensions:
-            added = extension.squares(local)
+        for squares_of in self.hooks.squares:
+            added = squares_of(local)
             if added is not None:
                 squares = squares + added
         return squares
@@ -305,8 +308,8 @@ class OptimizerStep:
         assert self.bound is not None
         model, may_skip = self.model, may_overflow or self.refuses_infinite
         local = False
-        for extension in self.extensions:
-            local |= extension.begin_step(must_agree=may_skip)
+        for begin in self.hooks.begin_step:
+            local |= begin(may_skip)
         known = None if self.measured is None else self.known_norm()
         if known is not None:
             total = known
@@ -330,8 +333,8 @@ class OptimizerStep:
         skip_refresh = set[FlatBuffer]()
         # fp32: the optimizer writes the shards that other ranks may be fetching
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
-            for extension in self.extensions:
-                extension.before_update()
+            for prepare in self.hooks.before_update:
+                prepare()
             if self.bound.optimizer._optimizer_step_pre_hooks:
                 self._warn_of_hooks()
             already_updated = (
@@ -346,8 +349,8 @@ class OptimizerStep:
                     steps_before=steps_before,
                     without=already_updated,
                 )
-            for extension in self.extensions:
-                skip_refresh.update(extension.update(divisor))
+            for update_flats in self.hooks.update:
+                skip_refresh.update(update_flats(divisor))
             if self.updater.units or self.updater.backward_update is not None:
                 update = self.updater.backward_update or self.bound.begin(
                     1.0 if divisor is None else float(divisor), steps_before
@@ -375,24 +378,24 @@ class OptimizerStep:
         """Make the weights of all ranks equal, before whole weights are read, if steps do not
         always send their changes (collective).
         """
-        for extension in self.extensions:
-            extension.synchronize()
+        for synchronize in self.hooks.synchronize:
+            synchronize()
 
     def complete_state(self) -> None:
         """Send unsent parts of the state to their owners, before state is saved (collective)."""
-        for extension in self.extensions:
+        for complete in self.hooks.complete_state:
             self.model.schedule.shards.wait_for_copy()
-            extension.complete_state()
+            complete()
 
     @contextmanager
     def counted_state(self) -> Iterator[bool]:
         """Context in which the counters and tensors of the optimizer's state belong to one step,
         for readers other than a save. Yields True if they change again at its exit.
         """
-        if self.extensions:
+        if self.hooks.counted_state:
             self.model.schedule.shards.wait_for_copy()
         with ExitStack() as counted:
-            contexts = [counted.enter_context(part.counted_state()) for part in self.extensions]
+            contexts = [counted.enter_context(context()) for context in self.hooks.counted_state]
             yield any(contexts)
 
     def forget_state(self) -> None:
@@ -483,7 +486,7 @@ class OptimizerStep:
         if self.model.placement.offloads_anything:
             # no copy may outlive the host memory that it reads or fills
             kinds.synchronize(self.model.mesh.device)
-        self.bound, self.extensions = None, ()
+        self.bound, self.hooks = None, NO_HOOKS
         for failure in filter(None, failures):  # the model lacks values of the last step
             raise failure
 

@@ -1,5 +1,6 @@
 """Walks by lists are those of torch."""
 
+import pytest
 from torch import nn
 
 from hf_zero.zero.layout.declared import attribute_of
@@ -53,3 +54,10 @@ def test_an_attribute_is_read_without_running_code_of_the_module() -> None:
     assert attribute_of(computing, "kind") == "computing"
     assert attribute_of(computing, "weight_norm") is None
     assert attribute_of(computing, "missing") is None
+
+
+@pytest.mark.parametrize("package", ["transformers", "peft", "elsewhere"])
+def test_a_property_is_read_of_packages_that_rows_of_features_name(package: str) -> None:
+    body = {"__module__": f"{package}.models", "kind": property(lambda self: "computed")}
+    module = type("Declaring", (nn.Module,), body)()
+    assert attribute_of(module, "kind") == (None if package == "elsewhere" else "computed")
