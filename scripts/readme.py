@@ -223,10 +223,12 @@ def keys() -> dict[Path, str]:
 
 def classes() -> str:
     """Markdown: parameters of the optimizers and schedules that a configuration names."""
+    from hf_zero.config.optimizers import OPTIMIZERS
     from hf_zero.config.sections import SCHEDULERS
     from hf_zero.optim import build
 
-    optimizers = {name: build._resolve(name, {}) for name in build._CLASSES}
+    names = [row.names[0] for row in OPTIMIZERS if row.names]
+    optimizers = {name: build._resolve(name, {}) for name in names}
     schedules = {name: (build.schedule_class(name), {}) for name in SCHEDULERS}
     parts = []
     for title, found in (

@@ -14,10 +14,10 @@ import torch
 
 from hf_zero.checkpoint.manifest import GroupEntry, Manifest, pair_names, strip_wrappers
 from hf_zero.checkpoint.save_plan import class_name
+from hf_zero.config.optimizers import STATE_OF
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, listed, log_rank0
-from hf_zero.optim.bf16_state import COMPENSATION
-from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
+from hf_zero.offload.storage import COMPENSATION
 from hf_zero.optim.segment_table import tensor_state_names
 from hf_zero.optim.state import kept_states
 from hf_zero.zero.layout.sharding import WholeNames, belongs, persistent_buffers
@@ -338,12 +338,7 @@ def _short(class_name: str) -> str:
 
 
 # classes whose state has the format of another class; checkpoints hold moments in fp32
-_FORMATS = {OneBitAdam.__name__: "AdamW", ZeroOneAdam.__name__: "AdamW"} | {
-    f"{paged}{name}{bits}": name
-    for name in ("Adam", "AdamW", "Lion", "SGD")
-    for paged in ("", "Paged")
-    for bits in ("", "8bit", "32bit")
-}
+_FORMATS = {name: kind for kind, names in STATE_OF.items() for name in names}
 
 
 def _kind(class_name: str) -> str:

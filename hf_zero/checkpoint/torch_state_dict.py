@@ -24,7 +24,7 @@ from hf_zero.checkpoint.manifest import MASTER, strip_wrappers
 from hf_zero.checkpoint.tensor_part import Place, TensorPart
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger
-from hf_zero.optim.bf16_state import COMPENSATION
+from hf_zero.offload.storage import COMPENSATION
 from hf_zero.optim.group_settings import NOT_KEPT
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.access.full import whole_of

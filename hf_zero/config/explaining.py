@@ -117,7 +117,7 @@ def explain(reading: ConfigReading, check: Check = refusals) -> list[ExplainRow]
 
 
 def _idle_params(path: str, values: JsonObject) -> str:
-    """Return the parameters of a one-bit optimizer that have no effect, with the reasons, if
+    """Return the parameters of the optimizer that have no effect, with the reasons, if
     ``path`` is theirs.
     """
     if path != "optimizer.params":

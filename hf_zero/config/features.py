@@ -6,10 +6,12 @@ what they do not go with.
 
 from __future__ import annotations
 
+import importlib
 import json
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
 
 TABLE = Path(__file__).with_suffix(".toml")
-ONE_BIT = "one_bit"  # a feature that the name of an optimizer switches on, too
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,13 @@ def read(text: str) -> dict[str, FeatureRow]:
 
 
 FEATURES: Mapping[str, FeatureRow] = read(TABLE.read_text("utf-8"))
+
+
+def loaded(name: str) -> Any:
+    """Return the function or class that a row names as ``module:name``, or the module."""
+    module, _, attribute = name.partition(":")
+    found = importlib.import_module(module)
+    return attrgetter(attribute)(found) if attribute else found
 
 
 def switched_on(values: Mapping[str, object]) -> list[str]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_zero.config.features import ONE_BIT, conflicts, refused_values, switched_on
+from hf_zero.config.features import conflicts, refused_values, switched_on
 from hf_zero.config.files import shown
 from hf_zero.config.keys import KEYS
 from hf_zero.config.offload import BLOCKS, ENABLED, NUMBER
 from hf_zero.config.offload import OFFLOAD as ACTIVATION_OFFLOAD
+from hf_zero.config.optimizers import named
 from hf_zero.config.reading import ConfigReading
 from hf_zero.config.resolving import (
     ACCUMULATION,
@@ -197,11 +198,6 @@ _UNBUILT = {
 
 MULTINODE = "deepspeed_config.deepspeed_multinode_launcher"
 STANDARD = "standard"  # one accelerate launch on each host
-ONE_BIT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
-IDLE_IN_ONE_BIT = {
-    "cuda_aware": "messages travel as the process group sends them",
-    "comm_backend_name": "messages travel over the process group of the engine",
-}
 
 
 def built_name(section: str, kind: object) -> str:
@@ -222,17 +218,18 @@ def built_name(section: str, kind: object) -> str:
 
 
 def idle_params(kind: object, params: Mapping[str, object]) -> dict[str, str]:
-    """Return, by name, the reasons why some of ``params`` have no effect on the one-bit optimizer
-    ``kind``; none for other optimizers.
+    """Return, by name, the reasons why some of ``params`` have no effect on the optimizer
+    ``kind``.
     """
-    if str(kind).lower() not in map(str.lower, ONE_BIT_OPTIMIZERS):
-        return {}
-    return {name: why for name, why in IDLE_IN_ONE_BIT.items() if name in params}
+    row = named(kind)
+    return {} if row is None else {name: why for name, why in row.idle.items() if name in params}
 
 
-def one_bit_conflicts(values: Mapping[str, object]) -> list[str]:
-    """Return what no momentum in one bit goes with in ``values``, by key, with the reasons."""
-    return conflicts(ONE_BIT, switched_on(values), values)
+def conflicts_in(feature: str, values: Mapping[str, object]) -> list[str]:
+    """Return what ``feature``, which an optimizer switches on, does not go with in ``values``, by
+    key, with the reasons.
+    """
+    return conflicts(feature, switched_on(values), values)
 
 
 def launcher_refusal(launcher: object, machines: int | str | None) -> str:
@@ -260,7 +257,8 @@ def refusals(values: Mapping[str, Any]) -> dict[str, str]:
             except (ConfigError, NotBuiltError) as error:
                 reasons[f"{section}.type"] = str(error)
             else:
-                found = one_bit_conflicts(values) if name in ONE_BIT_OPTIMIZERS else []
+                row = named(name) if section == "optimizer" else None
+                found = conflicts_in(row.feature, values) if row is not None and row.feature else []
                 if found:
                     reasons[f"{section}.type"] = f"{name}: {'; '.join(found)}"
     launcher = launcher_refusal(values.get(MULTINODE), values.get("num_machines"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hf_zero.config.optimizers import NAMED
 from hf_zero.config.value_types import (
     BOOLEAN,
     BYTES,
@@ -29,15 +30,8 @@ from hf_zero.config.value_types import (
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
 
-# Names that hf_zero.optim builds: their classes load torch, which no configuration does.
-OPTIMIZERS = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "Adam8bit", "AdamW", "AdamW8bit",
-    "Adamax", "CPUAdagrad",
-    "CPUAdam", "CPULion", "CPUSGD", "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam",
-    "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion", "LARS", "Lamb", "Lion",
-    "Lion8bit", "Muon", "NAdam", "OneBitAdam", "OneBitLamb", "PagedAdamW8bit", "RAdam",
-    "RMSprop", "Rprop", "SGD", "SGD8bit", "ZeroOneAdam",
-)  # fmt: skip
+# Names that hf_zero.optim builds: the classes load torch, which no configuration does.
+OPTIMIZERS = tuple(sorted(NAMED))
 SCHEDULERS = (
     "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR",
     "ExponentialLR", "LRRangeTest", "LinearLR", "MultiStepLR", "OneCycle", "OneCycleLR",

@@ -17,11 +17,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from hf_zero.checkpoint.loader_state import is_stateful
 from hf_zero.config import ZeroConfig
-from hf_zero.config.features import FEATURES
+from hf_zero.config.features import FEATURES, loaded
 from hf_zero.distributed.parallel_groups import readers
 from hf_zero.errors import ConfigError
 from hf_zero.logging import log_rank0, logger
-from hf_zero.zero.extensions import loaded
 
 Collate = Callable[..., object]
 

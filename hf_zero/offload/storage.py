@@ -19,6 +19,7 @@ from hf_zero.device import kinds
 from hf_zero.ops.moment_blocks import BLOCK, Blocks, Moment
 
 SHARD, MASTER = "shard", "master"
+COMPENSATION = "compensation"  # rounding errors of master weights, where they are kept
 SubGroup = tuple[int, int]  # elements [start, stop) of owned
 Allocator = Callable[[int, torch.dtype], torch.Tensor]  # (numel, dtype) -> zeros [numel]
 

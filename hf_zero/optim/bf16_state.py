@@ -28,13 +28,15 @@ import torch
 from torch import Tensor
 
 from hf_zero.config import ZeroConfig
-from hf_zero.offload.storage import MASTER
+from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.offload.storage import COMPENSATION, MASTER
 from hf_zero.ops.stochastic_rounding import round_stochastically
+from hf_zero.optim.elementwise import adopted_class, update_base
 from hf_zero.optim.segments import ParamState, Segment, StateArrays
 from hf_zero.optim.state import is_elementwise
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 
 WIDENED = 1 << 24  # elements; a multiple of the blocks of 8-bit moments
-COMPENSATION = "compensation"  # the state that holds rounding errors of master weights
 _LOW64 = (1 << 64) - 1
 
 
@@ -197,3 +199,40 @@ def key_of(seed: int, parameter: str, state: str, steps_before: int) -> int:
 @cache
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def check_bf16(
+    optimizer: torch.optim.Optimizer, settings: ZeroConfig, in_8_bits: bool, few_bits: bool
+) -> None:
+    """Raise if ``settings`` ask for state in bf16 that the update of ``optimizer`` cannot have.
+
+    Args:
+        in_8_bits: some of its moments are in 8 bits.
+        few_bits: steps send momenta or changes in few bits.
+
+    Raises:
+        UnsupportedOptimizerError: it needs whole tensors, or keeps moments in 8 bits.
+        ConfigError: its steps send few bits.
+    """
+    if Bf16State.of(settings, optimizer) is None:
+        return
+    kind, masters = type(optimizer), "bf16.bf16_master_weights_and_grads"
+    states = "bf16.bf16_optimizer_states"
+    if in_8_bits and settings.bf16.bf16_optimizer_states:
+        raise UnsupportedOptimizerError(
+            f"{kind.__name__} keeps moments in 8 bits, and {states} asks for bf16; remove that "
+            f"key, which {masters} does not need, or use AdamW with it"
+        )
+    base = update_base(adopted_class(kind) or kind)
+    if base is not None and issubclass(base, WholeTensorOptimizer):
+        raise UnsupportedOptimizerError(
+            f"{kind.__name__} needs whole tensors in fp32, which {masters} and {states} do not "
+            "keep; remove these keys, or use an optimizer that updates each element independently "
+            "(AdamW, Lion, SGD)"
+        )
+    if few_bits:
+        raise ConfigError(
+            f"{masters} and {states} do not go with steps that send changes in few bits "
+            "(compressed_communication.bits, one-bit optimizers), which need fp32; remove one of "
+            "them"
+        )

@@ -9,7 +9,7 @@ PyTorch's own default of 0.01 applies only with ``torch_adam: true``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -18,21 +18,16 @@ import torch
 from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LRScheduler
 
+from hf_zero.config.features import loaded
+from hf_zero.config.optimizers import NAMED, OPTIMIZERS
 from hf_zero.config.reading import Mistakes
 from hf_zero.config.refusals import built_name, refusals
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.optim.adafactor import Adafactor
-from hf_zero.optim.adam_lion import Adam, Lion
-from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
-from hf_zero.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
-from hf_zero.optim.muon import Muon, muon_groups
-from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
-from hf_zero.optim.one_bit_lamb import OneBitLamb
+from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.schedules import SCHEDULES
 from hf_zero.optim.segments import current_settings
-from hf_zero.optim.trust_ratio import LARS, Lamb
 
 if TYPE_CHECKING:
     from hf_zero.config import OptimizerConfig, SchedulerConfig
@@ -40,70 +35,8 @@ if TYPE_CHECKING:
 _Class = type[torch.optim.Optimizer]
 _Settings = dict[str, Any]
 
-_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "Adafactor": Adafactor,
-    "Adadelta": torch.optim.Adadelta,
-    "Adagrad": torch.optim.Adagrad,
-    "Adam": torch.optim.Adam,
-    "AdamW": torch.optim.AdamW,
-    "Adamax": torch.optim.Adamax,
-    "ASGD": torch.optim.ASGD,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "RMSprop": torch.optim.RMSprop,
-    "Rprop": torch.optim.Rprop,
-    "SGD": torch.optim.SGD,
-    "Lion": Lion,
-    "Adam8bit": Adam8bit,
-    "AdamW8bit": AdamW8bit,
-    "Lion8bit": Lion8bit,
-    "SGD8bit": SGD8bit,
-    "Lamb": Lamb,
-    "LARS": LARS,
-    "Muon": Muon,
-    "OneBitAdam": OneBitAdam,
-    "OneBitLamb": OneBitLamb,
-    "ZeroOneAdam": ZeroOneAdam,
-    "CPUAdagrad": CPUAdagrad,
-    "CPUAdam": CPUAdam,
-    "CPULion": CPULion,
-    "CPUSGD": CPUSGD,
-}
-_ALIASES = {
-    "FusedAdam": "Adam",
-    "DeepSpeedCPUAdam": "CPUAdam",
-    "FusedLion": "Lion",
-    "FusedLamb": "Lamb",
-    "DeepSpeedCPULion": "CPULion",
-    "DeepSpeedCPUAdagrad": "CPUAdagrad",
-    "PagedAdamW8bit": "AdamW8bit",
-}
-_ADAM_SWITCHES = (
-    "torch_adam",
-    "adam_w_mode",
-    "adamw_mode",
-    "bias_correction",
-    "set_grad_none",
-    "fp32_optimizer_states",
-)
-_SWITCHES = {
-    "Adam": _ADAM_SWITCHES,
-    "AdamW": _ADAM_SWITCHES,
-    "Lion": ("set_grad_none", "fp32_optimizer_states"),
-    "Adagrad": ("fp32_optimizer_states",),
-    "CPUAdam": ("adam_w_mode", "set_grad_none", "fp32_optimizer_states"),
-    "CPULion": ("set_grad_none", "fp32_optimizer_states"),
-    "CPUAdagrad": ("fp32_optimizer_states",),
-}
 # an example value of the expected type for keys whose default is None
-_LIKE = {
-    "adjust_lr_fn": "match_rms_adamw",
-    "lr": 1e-3,
-    "beta1": 0.9,
-    "comm_backend_name": "nccl",
-    "cuda_aware": False,
-    "ns_method": "gram",
-}
+_LIKE = {"lr": 1e-3}
 # names of these settings in Transformers and other libraries
 _OTHER_NAMES = {
     "learning_rate": "lr",
@@ -113,9 +46,6 @@ _OTHER_NAMES = {
     "beta_1": "betas",
     "wd": "weight_decay",
 }
-_MUON_RATES = ("muon_lr", "adam_lr")
-_MUON_METHODS = ("gram", "standard")  # DeepSpeed's ways to compute the same iteration
-_CHOOSES_MOMENTS = ("CPUAdam", "CPULion")
 
 
 def build_optimizer(
@@ -126,7 +56,7 @@ def build_optimizer(
     Args:
         cfg: ``type`` and ``params`` of the configuration's ``optimizer`` section.
         params: as torch.optim takes them. Settings of a group take precedence.
-        model: Muon updates its hidden matrices, if parameters have no tag ``use_muon``.
+        model: of the parameters, for an optimizer that tells them apart by their modules.
 
     Raises:
         ConfigError: a type or parameter that does not exist, an ``"auto"`` left over, a value of
@@ -135,8 +65,8 @@ def build_optimizer(
     """
     name = canonical_name(cfg.type)
     cls, settings = _resolve(name, dict(cfg.params))
-    if cls is Muon:
-        params = muon_groups(params, model, *map(cfg.params.get, _MUON_RATES))
+    if NAMED[name].groups:
+        params = loaded(NAMED[name].groups)(params, model, cfg.params)
     try:
         return cls(params, **settings)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -149,8 +79,7 @@ def canonical_name(kind: str) -> str:
     """Return the class name for ``kind``, such as ``"CPUAdam"`` for ``"deepspeedcpuadam"``; raises
     as :func:`build_optimizer`.
     """
-    name = built_name("optimizer", kind)
-    return _ALIASES.get(name, name)
+    return NAMED[built_name("optimizer", kind)].names[0]
 
 
 def _resolve(
@@ -159,38 +88,36 @@ def _resolve(
     """Return class and settings for the checked parameters ``params``; of the names ``later`` the
     values are not known yet.
     """
-    cls = _CLASSES[name]
+    row = NAMED[name]
+    cls: _Class = loaded(row.cls)
     accepted = {
         key: p.default
         for key, p in inspect.signature(cls.__init__).parameters.items()
-        if key not in ("self", "params")
+        if key not in ("self", "params", *row.per_parameter)
     }
     accepted.pop("decoupled_weight_decay", None)  # spelled adam_w_mode in DeepSpeed's dialect
-    accepted.pop("use_muon", None)  # set per parameter
-    switches = _SWITCHES.get(name, ())
-    numbers = _MUON_RATES if cls is Muon else ()
-    words = ("ns_method",) if cls is Muon else ()
-    keys, mistakes = (*accepted, *switches, *numbers, *words), Mistakes()
+    keys, mistakes = (*accepted, *row.keys), Mistakes()
     for key in (*params, *later):
         with mistakes.collect():
             _check_key(name, key, keys)
     for key, value in params.items():
-        kind = 0.0 if key in numbers else False if key in switches else _LIKE.get(key)
-        default = accepted.get(key)
+        kind, default = row.keys.get(key, _LIKE.get(key)), accepted.get(key)
         if key in keys and (value is not None or default is not None):
             with mistakes.collect():
                 _check_value(name, key, value, kind if default is None else default)
     mistakes.throw()
-    if words and params.get("ns_method", "gram") not in _MUON_METHODS:
-        raise ConfigError(
-            f"optimizer.params.ns_method is {params['ns_method']!r}; write one of "
-            f"{', '.join(_MUON_METHODS)}, or remove it"
-        )
+    for key, choices in row.choices.items():
+        if params.get(key, choices[0]) not in choices:
+            raise ConfigError(
+                f"optimizer.params.{key} is {params[key]!r}; write one of "
+                f"{', '.join(choices)}, or remove it"
+            )
     narrow = not params.get("fp32_optimizer_states", True)
-    if narrow and name not in _CHOOSES_MOMENTS:
+    if narrow and not row.narrow:
+        others = ", ".join(each.names[0] for each in OPTIMIZERS if each.narrow)
         raise NotBuiltError(
             f"optimizer.params.fp32_optimizer_states: false is not built for {name}: states are "
-            f"kept in fp32. Remove it, or use one of {', '.join(_CHOOSES_MOMENTS)}"
+            f"kept in fp32. Remove it, or use one of {others}"
         )
     settings = {
         key: tuple(value) if isinstance(value, list) else value
@@ -199,8 +126,10 @@ def _resolve(
     }
     if narrow:
         settings.setdefault("moments", "bf16")
-    dialect = _DIALECTS.get(name)
-    return dialect(cls, params, settings) if dialect else (cls, settings)
+    resolved: tuple[_Class, _Settings] = (cls, settings)
+    if row.dialect:
+        resolved = loaded(row.dialect)(cls, params, settings)
+    return resolved
 
 
 def _check_key(name: str, key: str, keys: tuple[str, ...]) -> None:
@@ -248,9 +177,10 @@ def _is_number(value: object) -> bool:
     )
 
 
-def _adam(
+def adam(
     cls: _Class, params: Mapping[str, object], settings: _Settings
 ) -> tuple[_Class, _Settings]:
+    """Return class and settings of DeepSpeed's Adam, of the checked parameters ``params``."""
     decoupled = cls is torch.optim.AdamW or params.get(
         "adam_w_mode", params.get("adamw_mode", True)
     )
@@ -263,25 +193,11 @@ def _adam(
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), settings
 
 
-def _cpu_adam(
+def lion(
     cls: _Class, params: Mapping[str, object], settings: _Settings
 ) -> tuple[_Class, _Settings]:
-    return cls, {
-        **settings,
-        "adamw_mode": params.get("adam_w_mode", params.get("adamw_mode", True)),
-    }
-
-
-def _lion(
-    cls: _Class, params: Mapping[str, object], settings: _Settings
-) -> tuple[_Class, _Settings]:
-    # DeepSpeed's defaults; the class has the paper's
+    """Return class and settings with DeepSpeed's defaults of Lion; the class has the paper's."""
     return cls, {"lr": 1e-3, "betas": (0.9, 0.999), **settings}
-
-
-_DIALECTS: dict[
-    str, Callable[[_Class, Mapping[str, object], _Settings], tuple[_Class, _Settings]]
-] = {"Adam": _adam, "AdamW": _adam, "Lion": _lion, "CPUAdam": _cpu_adam, "CPULion": _lion}
 
 
 # ---- schedules ----

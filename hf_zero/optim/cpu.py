@@ -9,6 +9,7 @@ update runs on any device (``eight_bit.py``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -282,6 +283,14 @@ def _anywhere(call: Call) -> bool:
 def _betas(call: Call) -> dict[str, Any]:
     beta1, beta2 = call.group["betas"]
     return {"beta1": float(beta1), "beta2": float(beta2)}
+
+
+def adam_of_dialect(
+    cls: type[CPUAdam], params: Mapping[str, object], settings: dict[str, object]
+) -> tuple[type[CPUAdam], dict[str, object]]:
+    """Return class and settings of the checked parameters ``params`` of a configuration."""
+    mode = params.get("adam_w_mode", params.get("adamw_mode", True))
+    return cls, {**settings, "adamw_mode": mode}
 
 
 def adam(arrays: StateArrays, grad: Tensor, out: Tensor | None, call: Call) -> None:

@@ -21,53 +21,19 @@ from typing import Any
 
 import torch
 
-from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError, UnsupportedOptimizerError
-from hf_zero.optim.adafactor import Adafactor, TorchAdafactor
-from hf_zero.optim.adam_lion import Adam, Lion
-from hf_zero.optim.bf16_state import Bf16State
-from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
-from hf_zero.optim.foreign_eight_bit import FOREIGN_8_BIT, NEAREST, is_of_8_bit_library
-from hf_zero.optim.muon import Muon
+from hf_zero.config.features import loaded
+from hf_zero.config.optimizers import INSTEAD, OPTIMIZERS, WHOLE
+from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.probing import difference
-from hf_zero.optim.trust_ratio import LARS, Lamb
-from hf_zero.optim.whole_tensor import WholeTensorOptimizer, whole_tensor_base
+from hf_zero.optim.whole_tensor import whole_tensor_base
 
-ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-    Adam,
-    Lion,
-    CPUAdam,
-    CPULion,
-    CPUAdagrad,
-    CPUSGD,
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = tuple(
+    loaded(row.cls) for row in OPTIMIZERS if row.update == "elementwise"
 )
-
-# Classes whose update needs sums over whole tensors, which ranks add up, or whole matrices.
-WHOLE_TENSOR: tuple[type[WholeTensorOptimizer], ...] = (Adafactor, Lamb, LARS, Muon)
-
-# The reason why a class needs whole tensors; keyed by name, because most of these are in libraries
-# that may not be installed.
-_WHOLE_TENSOR = {
-    "LBFGS": "it takes dot products over all parameters and calls a closure several times a step",
-    "SparseAdam": "it needs sparse gradients, and shards hold dense ones",
-    "Lamb": "it scales each update by the norm of the whole parameter, as hf_zero.optim.Lamb",
-    "FusedLamb": "it scales each update by the norm of the whole parameter, as hf_zero.optim.Lamb",
-    "LARS": "it scales each update by the norm of the whole parameter, as hf_zero.optim.LARS",
-    "Shampoo": "it preconditions with factors of each whole matrix",
-    "SOAP": "it preconditions with factors of each whole matrix",
-    "GaLoreAdamW": "it projects the gradient of each whole matrix",
-}
+# Classes whose first step sets the momentum to the gradient.
+BEGIN_WITH_GRADIENT: tuple[type[torch.optim.Optimizer], ...] = tuple(
+    loaded(row.cls) for row in OPTIMIZERS if row.begins_with_gradient
+)
 _UPDATE_METHODS = ("step", "_init_group", "update")
 
 
@@ -128,10 +94,7 @@ def check(
     if update_base(adopted_class(cls) or cls) is not None or vouched_for(cls, allowed):
         return ""
     listed = next((base for base in cls.__mro__ if base in ELEMENTWISE), None)
-    reason = next(
-        (_WHOLE_TENSOR[base.__name__] for base in cls.__mro__ if base.__name__ in _WHOLE_TENSOR),
-        None,
-    )
+    reason = next((WHOLE[base.__name__] for base in cls.__mro__ if base.__name__ in WHOLE), None)
     if reason is not None:
         why = f"its update needs whole-tensor numbers: {reason}, which is wrong on a shard"
     elif untested:
@@ -153,11 +116,12 @@ def check(
             "hf-zero does not know whether its update needs whole-tensor numbers (norms, row "
             "means), which are wrong on a shard"
         )
-    if is_of_8_bit_library(cls):
-        raise UnsupportedOptimizerError(
-            f"optimizer {cls.__name__} cannot run on sharded parameters: {NEAREST}"
-        )
-    names = ", ".join(sorted({base.__name__ for base in (*ELEMENTWISE, *WHOLE_TENSOR)}))
+    for package, remedy in INSTEAD.items():
+        if any(base.__module__.startswith(package) for base in cls.__mro__):
+            raise UnsupportedOptimizerError(
+                f"optimizer {cls.__name__} cannot run on sharded parameters: {remedy}"
+            )
+    names = ", ".join(sorted({row.class_name for row in OPTIMIZERS if row.update}))
     raise UnsupportedOptimizerError(
         f"optimizer {cls.__name__} cannot run on sharded parameters: {why}. Use one of {names}; "
         "or, if every element of its "
@@ -174,53 +138,7 @@ def updates_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     return elementwise_base(adopted_class(kind) or kind) is not None
 
 
-def check_bf16(
-    optimizer: torch.optim.Optimizer, settings: ZeroConfig, in_8_bits: bool, few_bits: bool
-) -> None:
-    """Raise if ``settings`` ask for state in bf16 that the update of ``optimizer`` cannot have.
-
-    Args:
-        in_8_bits: some of its moments are in 8 bits.
-        few_bits: steps send momenta or changes in few bits.
-
-    Raises:
-        UnsupportedOptimizerError: it needs whole tensors, or keeps moments in 8 bits.
-        ConfigError: its steps send few bits.
-    """
-    if Bf16State.of(settings, optimizer) is None:
-        return
-    kind, masters = type(optimizer), "bf16.bf16_master_weights_and_grads"
-    states = "bf16.bf16_optimizer_states"
-    if in_8_bits and settings.bf16.bf16_optimizer_states:
-        raise UnsupportedOptimizerError(
-            f"{kind.__name__} keeps moments in 8 bits, and {states} asks for bf16; remove that "
-            f"key, which {masters} does not need, or use AdamW with it"
-        )
-    base = update_base(adopted_class(kind) or kind)
-    if base is not None and issubclass(base, WholeTensorOptimizer):
-        raise UnsupportedOptimizerError(
-            f"{kind.__name__} needs whole tensors in fp32, which {masters} and {states} do not "
-            "keep; remove these keys, or use an optimizer that updates each element independently "
-            "(AdamW, Lion, SGD)"
-        )
-    if few_bits:
-        raise ConfigError(
-            f"{masters} and {states} do not go with steps that send changes in few bits "
-            "(compressed_communication.bits, one-bit optimizers), which need fp32; remove one of "
-            "them"
-        )
-
-
-# Classes whose first step sets the momentum to the gradient.
-BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
-
-# keyed by module and name: transformers may not be installed
-OURS: dict[str, Any] = {
-    **FOREIGN_8_BIT,
-    "torch.optim.Muon": Muon,
-    "torch.optim.Adafactor": TorchAdafactor,
-    "transformers.optimization.Adafactor": Adafactor,
-}
+_ADOPTING = {name: row for row in OPTIMIZERS for name in row.adopts}
 _made: dict[Any, Any] = {}
 _CONVERTED_METHODS = ("step", "_init_group", "_get_lr", "_rms", "_approx_sq_grad", "_get_options")
 
@@ -233,8 +151,11 @@ def adopted_class(cls: Any) -> Any:
     """Return the subclass of ``cls`` that makes its update over shards, or None if ``cls`` is
     unknown or overrides the update.
     """
-    listed = next((base for base in cls.__mro__ if _name(base) in OURS), None)
-    if listed is None or issubclass(cls, OURS[_name(listed)]):
+    listed = next((base for base in cls.__mro__ if _name(base) in _ADOPTING), None)
+    if listed is None:
+        return None
+    ours = loaded(_ADOPTING[_name(listed)].cls)
+    if issubclass(cls, ours):
         return None
     for name in _CONVERTED_METHODS:
         own, its = getattr(cls, name, None), getattr(listed, name, None)
@@ -244,7 +165,6 @@ def adopted_class(cls: Any) -> Any:
             return None
     if cls in _made:
         return _made[cls]
-    ours = OURS[_name(listed)]
     subclass = _made[cls] = type(
         cls.__name__, (ours, cls), {"__module__": cls.__module__, "ADOPTED": cls}
     )

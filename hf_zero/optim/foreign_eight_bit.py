@@ -155,33 +155,3 @@ class TorchaoAdam8bit(_FromTorchao, Adam8bit):
     """torchao's Adam8bit."""
 
     SETTINGS = {**_ADAM, "decoupled_weight_decay": False}
-
-
-_BITSANDBYTES: dict[str, tuple[type[CPUOptimizer], tuple[str, ...]]] = {
-    "adam": (BitsandbytesAdamW, ("Adam", "PagedAdam")),
-    "adamw": (BitsandbytesAdamW, ("AdamW", "PagedAdamW")),
-    "lion": (BitsandbytesLion, ("Lion", "PagedLion")),
-    "sgd": (BitsandbytesSGD, ("SGD",)),
-}
-# keyed by module and name: the libraries may not be installed
-FOREIGN_8_BIT: dict[str, Any] = {
-    f"bitsandbytes.optim.{module}.{name}{bits}": ours
-    for module, (ours, names) in _BITSANDBYTES.items()
-    for name in names
-    for bits in ("", "8bit", "32bit")
-} | {
-    f"{module}.{name}": ours
-    for module in ("torchao.optim.adam", "torchao.prototype.low_bit_optim.adam")
-    for name, ours in (("AdamW8bit", TorchaoAdamW8bit), ("Adam8bit", TorchaoAdam8bit))
-}
-
-NEAREST = (
-    "of 8-bit optimizers, shards keep the states of bitsandbytes' Adam, AdamW, Lion and SGD and of "
-    "torchao's Adam8bit and AdamW8bit: use one of them"
-)
-LIBRARIES = ("bitsandbytes.optim", "torchao.optim", "torchao.prototype.low_bit_optim")
-
-
-def is_of_8_bit_library(cls: type) -> bool:
-    """Return whether ``cls`` is a class of bitsandbytes' or torchao's optimizers, or a subclass."""
-    return any(base.__module__.startswith(LIBRARIES) for base in cls.__mro__)

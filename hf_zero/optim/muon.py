@@ -234,6 +234,13 @@ def muon_groups(
     return split_groups
 
 
+def groups_of_dialect(
+    params: Any, model: torch.nn.Module | None, given: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return :func:`muon_groups` with the rates of ``given``, the parameters of a configuration."""
+    return muon_groups(params, model, given.get("muon_lr"), given.get("adam_lr"))
+
+
 def hidden_matrices(model: torch.nn.Module) -> set[Tensor]:
     """Return the matrices of ``model`` outside its embeddings and output embeddings."""
     modules = list(model.modules())

@@ -17,19 +17,21 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.refusals import IDLE_IN_ONE_BIT, one_bit_conflicts
+from hf_zero.config.optimizers import NAMED
+from hf_zero.config.refusals import conflicts_in
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.ops.sign_blocks import BLOCKS
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.elementwise import elementwise_base
-from hf_zero.optim.whole_tensor import TensorSumOptimizer
+from hf_zero.optim.tensor_sums import TensorSumOptimizer
 
 BITS = "compressed_communication.bits"
 _ADAM = (torch.optim.Adam, Adam)
 _BLOCK = 2048
-_IDLE = IDLE_IN_ONE_BIT | {
-    "exp_avg_mask": "what never had a gradient is divided by what is usual in its tensor instead"
+_IDLE = {
+    **NAMED["OneBitAdam"].idle,
+    "exp_avg_mask": "what never had a gradient is divided by what is usual in its tensor instead",
 }
 
 
@@ -285,7 +287,7 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
         for key, on in rounds.items()
     }
     wrong = [
-        *one_bit_conflicts(config.written),
+        *conflicts_in("one_bit", config.written),
         *(f"{key}: {why}" for key, why in reasons.items() if why),
     ]
     for group in optimizer.param_groups:

@@ -11,41 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hf_zero.device.pinned import upload
 from hf_zero.optim.segments import Segment
-from hf_zero.optim.whole_tensor import TensorPlace, Tensors, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import ShardRanks, TensorPlace, Tensors, WholeTensorOptimizer
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
-
-T = TypeVar("T")
-
-
-class ShardRanks:
-    """The ranks that share the flat buffers, a shard each; by itself, one rank that owns all."""
-
-    rank, size = 0, 1
-
-    def add_up(self, sums: Tensor) -> Tensor:
-        """Return ``sums`` added up over the ranks (collective)."""
-        return sums
-
-    def exchange(
-        self, sent: Tensor, sizes: Sequence[int], counts: Sequence[int]
-    ) -> Sequence[Tensor]:
-        """Send ``sizes[rank]`` elements of ``sent`` to each rank, and return ``counts[rank]``
-        elements from each (collective).
-        """
-        return [sent]
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Return ``value`` of each rank (collective over all ranks)."""
-        return [value]
 
 
 class ShardedTensors(Tensors):

@@ -16,7 +16,8 @@ from hf_zero.errors import ConfigError
 from hf_zero.ops.flat_reference import sums_of_squares
 from hf_zero.ops.lamb import LambSettings, apply_, measure_
 from hf_zero.optim.segments import ParamGroup
-from hf_zero.optim.whole_tensor import Parts, TensorSumOptimizer
+from hf_zero.optim.tensor_sums import TensorSumOptimizer
+from hf_zero.optim.whole_tensor import Parts
 
 
 class Lamb(TensorSumOptimizer):

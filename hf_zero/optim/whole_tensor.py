@@ -14,7 +14,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops.flat_reference import divided
 from hf_zero.optim.segments import ParamGroup, ParamState
 
+T = TypeVar("T")
 WHOLE_TENSOR_STATE = "factors"
 """The entry of a parameter's state for state of its whole tensor, neither per-element nor scalar:
 tensors by name, replicated in each part. Checkpoints and state dicts have this word."""
@@ -124,6 +125,28 @@ class Tensors:
         return [
             transform(value) if value.ndim == 2 else torch.zeros_like(value) for value in values
         ]
+
+
+class ShardRanks:
+    """The ranks that share the flat buffers, a shard each; by itself, one rank that owns all."""
+
+    rank, size = 0, 1
+
+    def add_up(self, sums: Tensor) -> Tensor:
+        """Return ``sums`` added up over the ranks (collective)."""
+        return sums
+
+    def exchange(
+        self, sent: Tensor, sizes: Sequence[int], counts: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """Send ``sizes[rank]`` elements of ``sent`` to each rank, and return ``counts[rank]``
+        elements from each (collective).
+        """
+        return [sent]
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return ``value`` of each rank (collective over all ranks)."""
+        return [value]
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
@@ -252,42 +275,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 tensor_state.append(state.setdefault(WHOLE_TENSOR_STATE, {}))
         parts.tensor_state = tensor_state
         return parts
-
-
-class TensorSumOptimizer(WholeTensorOptimizer):
-    """An optimizer whose step has two halves, with sums over whole tensors between them."""
-
-    SUMS: int
-    """Number of sums of the first half for each tensor."""
-
-    @staticmethod
-    @abstractmethod
-    def measure(group: ParamGroup, parts: Parts) -> Tensor:
-        """Run the first half of a step of ``group``: update its moments and return the sums [parts,
-        SUMS], in 64 bits, that are added up over whole tensors.
-        """
-
-    @classmethod
-    def prepare(cls, group: ParamGroup, parts: Parts, at: int) -> Sequence[Tensor]:
-        return list(cls.measure(group, parts))
-
-    def combine(
-        self,
-        at: int,
-        groups: Sequence[ParamGroup],
-        parts: Sequence[Sequence[Tensor]],
-        prepared: Sequence[Sequence[Tensor]],
-    ) -> Sequence[Sequence[Tensor]]:
-        rows = [row for of in prepared for row in of]
-        sums = (
-            torch.stack([row.to(rows[0].device) for row in rows])
-            if rows
-            else torch.zeros(0, self.SUMS, dtype=torch.float64)
-        )
-        totals, by_group = self.tensors.totals(parts, sums)
-        self.norms = [total.sqrt() for total in by_group]
-        norms = totals.sqrt().split([len(of) for of in parts])
-        return [norm.to(of[0].device) if of else norm for norm, of in zip(norms, parts)]
 
 
 def moments_by_group(optimizer: torch.optim.Optimizer | None) -> list[tuple[str, ...]]:

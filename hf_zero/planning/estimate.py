@@ -25,8 +25,8 @@ from hf_zero.device.free_memory import FreeBytes
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.logging import JsonObject
+from hf_zero.optim.bf16_state import check_bf16
 from hf_zero.optim.build import build_optimizer
-from hf_zero.optim.elementwise import check_bf16
 from hf_zero.optim.one_bit import as_sent, one_bit_at_one
 from hf_zero.parallel.planned_cuts import planned_cuts, planned_dims
 from hf_zero.parallel.sequence.division import CONTEXT, Division

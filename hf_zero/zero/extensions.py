@@ -4,17 +4,15 @@ the functions that these rows name.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.features import FEATURES
+from hf_zero.config.features import FEATURES, loaded
 from hf_zero.zero.layout.engine_plan import PlannedExtensions
 from hf_zero.zero.layout.unit import ShardGather, Unit
 
@@ -41,13 +39,6 @@ def extensions_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None = 
             for name, value in loaded(row.extends)(config, optimizer).items():
                 values[name] = values.get(name, ()) + value if name in joined else value
     return Extensions(**values)
-
-
-def loaded(name: str) -> Any:
-    """Return the function or class that a row names as ``module:name``, or the module."""
-    module, _, attribute = name.partition(":")
-    found = importlib.import_module(module)
-    return attrgetter(attribute)(found) if attribute else found
 
 
 @cache

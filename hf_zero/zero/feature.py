@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.features import FEATURES, FeatureRow, check_combination, switched_on
+from hf_zero.config.features import FEATURES, FeatureRow, check_combination, loaded, switched_on
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.zero.extensions import loaded
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import Sharding

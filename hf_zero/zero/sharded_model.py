@@ -19,15 +19,14 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.placement import Placement
 from hf_zero.ops import native
-from hf_zero.optim.bf16_state import Bf16State
+from hf_zero.optim.bf16_state import Bf16State, check_bf16
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.cpu_base import refuse_on_device
-from hf_zero.optim.elementwise import check, check_bf16
+from hf_zero.optim.elementwise import check
 from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.probing import switches_weights
-from hf_zero.optim.sharded_tensors import ShardRanks
 from hf_zero.optim.state import collect
-from hf_zero.optim.whole_tensor import WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
 from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.gather.model_patches import ModelPatches
 from hf_zero.zero.gather.schedule import Schedule

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hf_zero.offload.storage import MASTER
-from hf_zero.optim.bf16_state import COMPENSATION
+from hf_zero.offload.storage import COMPENSATION, MASTER
 from hf_zero.optim.bound_optimizer import ParameterScalars
 from hf_zero.optim.segment_table import TensorsByParameter
 from hf_zero.optim.segments import FetchedArrays, ParamState

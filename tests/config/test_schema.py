@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig, sections
 from hf_zero.config.keys import KEYS
+from hf_zero.config.optimizers import NAMED
 from hf_zero.config.schema import json_schema
 from hf_zero.errors import ConfigError
 from hf_zero.optim import build
@@ -43,7 +44,7 @@ def test_the_schema_the_tables_and_the_drawing_are_those_of_the_script(readme: A
 
 
 def test_the_names_in_the_schema_are_those_that_are_built() -> None:
-    assert {*sections.OPTIMIZERS} == {*build._CLASSES, *build._ALIASES}
+    assert {*sections.OPTIMIZERS} == {*NAMED}
     torchs = {*sections.SCHEDULERS} - {*build.SCHEDULES}
     assert {*build.SCHEDULES} < {*sections.SCHEDULERS}
     assert all(hasattr(build.torch_schedules, name) for name in torchs)

@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_zero"
 # The modules of the core, by folder; "*": all of the folder but those after the dash.
 CORE = {
     "": "__init__ engine errors initialize logging",
-    "config": "__init__ explaining features files keys reading refusals resolving schema sections "
-    "settings spelling value_types variables zero_config",
+    "config": "__init__ explaining features files keys optimizers reading refusals resolving "
+    "schema sections settings spelling value_types variables zero_config",
     "device": "*",
     "distributed": "* - fake_world host_transfers stage_messages torchrun two_hops",
     "zero": "*",
@@ -31,7 +31,7 @@ CORE = {
     "zero.reduce": "*",
     "zero.step": "* - captured_step",
     "optim": "__init__ adam_lion bound_optimizer build elementwise fused group_settings own_step "
-    "probing schedules segment_table segments snapshots state",
+    "probing schedules segment_table segments snapshots state whole_tensor",
     "offload": "__init__ placement storage",
     "ops": "__init__ dispatch file_locks flat_optimizers flat_reference flat_tiles host_memory "
     "native operators reference",
@@ -46,7 +46,7 @@ CORE = {
 DOORS = ("hf_zero", "hf_zero.checkpoint", "hf_zero.optim")
 
 # Exactly: imports of a module outside by a module of the core. Write a lower number where it falls.
-LEAVING = 95
+LEAVING = 71
 # At most: lines of code of the core, and of the package.
 LINES, ALL_LINES = 33_600, 93_000
 

@@ -18,6 +18,7 @@ from hf_zero.config.features import (
     TABLE,
     check_combination,
     conflicts,
+    loaded,
     reason,
     refused_values,
     switched_on,
@@ -26,7 +27,7 @@ from hf_zero.config.features import read as read_table
 from hf_zero.config.keys import KEYS
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
-from hf_zero.zero.extensions import extensions_of, loaded
+from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import Feature, FeatureSet
 from hf_zero.zero.step.hooks_of_features import NO_HOOKS, StepHooks
 from tests.helpers.stacks import on_ranks

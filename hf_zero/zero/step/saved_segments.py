@@ -18,9 +18,9 @@ from torch import nn
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.bound_optimizer import ParameterScalars
 from hf_zero.optim.segment_table import TensorsByParameter
-from hf_zero.optim.sharded_tensors import ShardRanks
 from hf_zero.optim.snapshots import KEY, layout_of
 from hf_zero.optim.state import is_elementwise, is_scalar
+from hf_zero.optim.whole_tensor import ShardRanks
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.state_entries import StateEntry, StateSource, names_by_kind
