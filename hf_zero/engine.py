@@ -37,11 +37,11 @@ from hf_zero.techniques.schedules import set_custom_schedule
 from hf_zero.zero.access.full import GatheredParameters, safe_get_full_fp32_param
 from hf_zero.zero.access.weight_stream import BareNames, Names, WeightStream
 from hf_zero.zero.extensions import provided
+from hf_zero.zero.gather.shared_shards import SharedShards
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.layout.precision import COMPUTE
-from hf_zero.zero.layout.unit import SharedShards
 from hf_zero.zero.training_engine import TrainingEngine
 
 SAVE_FAILED = STOP - 1  # minus the number of the save: the event announced to all ranks

@@ -51,10 +51,10 @@ from hf_zero.device.process_settings import ProcessSetting
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.zero.gather.model_patches import Attached, Override
+from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.attributes import kept_in_attributes
 from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.tree import transformed
-from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.walk import named_modules_of
 from hf_zero.zero.layout.wrap import find_units
 

@@ -36,8 +36,8 @@ from hf_zero.logging import logger
 from hf_zero.ops.host_memory import HostArena
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.wrap import repeated_blocks
 
 _BACKENDS = {

@@ -12,8 +12,8 @@ from enum import Enum
 
 import torch
 
+from hf_zero.zero.gather.gather_source import GatherRequest, GatherSource
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.unit import GatherRequest, ShardGather, Unit
 
 
 class Kept(Enum):
@@ -24,36 +24,35 @@ class Kept(Enum):
     YES = "yes"
 
 
-class SecondaryShards(ShardGather):
-    """The gathers of ``unit``: over all ranks in a forward, within the node in its backward.
+class SecondaryShards(GatherSource):
+    """The gathers of a unit with the sharded ``flats``, ``label`` in messages: over all ranks in a
+    forward, within the node in its backward.
 
     ``shards``: by flat buffer, this rank's part of the values of the last forward, [padded / ranks
     of a node], compute dtype.
     """
 
-    keeps_values = True
-
-    def __init__(self, unit: Unit):
-        super().__init__(unit)
+    def __init__(self, flats: Sequence[FlatBuffer], label: str):
+        self._flats, self._label = list(flats), label
         self.shards: dict[FlatBuffer, torch.Tensor] = {}
         # May still be COMING where the gather was not waited for; :meth:`Unit.launch_gather`
         # finishes it before it asks again, so ranks choose alike.
         self._kept = Kept.NO
 
-    def requests(self, exact: bool, backward: bool) -> Sequence[GatherRequest]:
-        node = self.unit.sharded_flats[0].mesh.node
+    def request(self, exact: bool, backward: bool) -> GatherRequest | None:
+        node = self._flats[0].mesh.node
         if backward and self._kept is Kept.YES and node is not None:
-            pairs = [(flat.full, self.shards[flat]) for flat in self.unit.sharded_flats]
+            pairs = [(flat.full, self.shards[flat]) for flat in self._flats]
             # no codec: the values kept are decoded ones
-            return [GatherRequest(node, f"{self.unit.label} in a node", pairs)]
+            return GatherRequest(node, f"{self._label} in a node", pairs)
         self._kept = Kept.NO if exact or node is None else Kept.COMING
-        return super().requests(exact, backward)
+        return None
 
     def keep(self) -> None:
         if self._kept is not Kept.COMING:
             return
         with torch.inference_mode(False), torch.no_grad():
-            for flat in self.unit.sharded_flats:
+            for flat in self._flats:
                 node = flat.mesh.node
                 assert node is not None
                 numel = flat.layout.padded // node.size

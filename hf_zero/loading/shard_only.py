@@ -11,10 +11,10 @@ from hf_zero.engine import Engine
 from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.layout.attributes import register_attached
-from hf_zero.zero.layout.materialize import check_alike
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
 from hf_zero.zero.layout.walk import parameters_with
+from hf_zero.zero.materialize import check_alike
 from hf_zero.zero.transaction import restore_on_rollback, transaction
 
 

@@ -38,8 +38,8 @@ from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update_gathers import Gather, UpdateGathers
 
 if TYPE_CHECKING:
+    from hf_zero.zero.gather.unit import Unit
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
-    from hf_zero.zero.layout.unit import Unit
 
 
 class Updater:
@@ -244,7 +244,7 @@ class Updater:
                     streams.current_stream(self._device).wait_event(copied)
                 if self._gathers is not None and gather is not None:
                     self._gathers.wait(gather)
-                updated.record_gather_stream()
+                updated.streams.record_gather()
             if self._pending.pop(updated, None) is not None:
                 _end(updated, copied)
 

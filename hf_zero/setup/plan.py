@@ -35,11 +35,11 @@ from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import EngineInputs, FeatureSet, early
 from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
 from hf_zero.zero.layout.staged import StagedModel
 from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of, parameters_with
 from hf_zero.zero.layout.wrap import mark_configured
+from hf_zero.zero.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes
 from hf_zero.zero.transaction import (

@@ -28,7 +28,7 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.gather.model_patches import Attached, outside_graphs
-from hf_zero.zero.layout.unit import OutermostForward
+from hf_zero.zero.gather.unit import OutermostForward
 from hf_zero.zero.layout.wrap import described, find_blocks, repeated_blocks
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class DrawsForBlocks(Feature, ABC, Generic[Drawn]):
         self._engine = engine
         self._calls = BlockCalls(blocks, self._call)
         self._awaited = AwaitedCalls(engine.module, chosen, self._refuse_uncalled)
-        engine.pass_runner.hooks.left_out_by.append(self._draw)
+        engine.pass_runner.hooks.left_out.sources.append(self._draw)
 
     def _call(
         self, block: nn.Module, run: Call, args: tuple[object, ...], kwargs: dict[str, object]
@@ -322,5 +322,5 @@ class DrawsForBlocks(Feature, ABC, Generic[Drawn]):
         if self._calls is not None and self._awaited is not None:
             self._calls.remove()
             self._awaited.clear()
-            self._engine.pass_runner.hooks.left_out_by.remove(self._draw)
+            self._engine.pass_runner.hooks.left_out.sources.remove(self._draw)
         self._calls, self._awaited, self._engine = None, None, None

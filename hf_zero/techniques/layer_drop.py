@@ -23,7 +23,7 @@ Recomputation in a backward reuses the decisions of its forward. Blocks that a s
 directly, outside a forward of a larger module, are kept.
 
 [Note: skipped units]
-Units whose blocks all ranks skip are neither gathered nor reduced (``Hooks.left_out_by``), and
+Units whose blocks all ranks skip are neither gathered nor reduced (``Hooks.left_out``), and
 their parameters have no gradient in that micro-batch; if no micro-batch of a step has used them,
 the step leaves their weights and optimizer state unchanged.
 
@@ -56,8 +56,8 @@ from hf_zero.techniques.blocks import (
 )
 from hf_zero.techniques.schedules import Decay
 from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.gather.unit import OutermostForward
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.unit import OutermostForward
 from hf_zero.zero.layout.wrap import described
 
 if TYPE_CHECKING:

@@ -39,8 +39,8 @@ from hf_zero.techniques.schedules import Growth
 from hf_zero.techniques.sequence_length import DECODER_TOKENS, NOT_TEXT, TOKENS
 from hf_zero.techniques.token_cut import TokenCut
 from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.gather.unit import OutermostForward
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.unit import OutermostForward
 from hf_zero.zero.layout.wrap import described
 
 if TYPE_CHECKING:

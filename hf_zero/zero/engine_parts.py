@@ -26,7 +26,7 @@ from hf_zero.zero.gather.model_patches import Override, refuse_foreign_step
 from hf_zero.zero.layout import planner
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.materialize import make_mesh
+from hf_zero.zero.materialize import make_mesh
 from hf_zero.zero.pass_runner import AccumulationWindow, Counters, PassRunner
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, limit_native_threads, retire_flats

@@ -4,7 +4,7 @@ the functions that these rows name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -13,17 +13,18 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.features import FEATURES, loaded
+from hf_zero.zero.gather.gather_source import GatherSource
 from hf_zero.zero.layout.engine_plan import PlannedExtensions
-from hf_zero.zero.layout.unit import ShardGather, Unit
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 
 @dataclass(frozen=True)
 class Extensions(PlannedExtensions):
     """The extensions of one engine: those that its plan reads, and ``gathers``, which makes the
-    source of the gathers of a unit.
+    source of the gathers of a unit, of its sharded flat buffers and its label.
     """
 
-    gathers: Callable[[Unit], ShardGather] = ShardGather
+    gathers: Callable[[Sequence[FlatBuffer], str], GatherSource] | None = None
 
 
 def extensions_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None = None) -> Extensions:

@@ -21,9 +21,10 @@ from hf_zero.errors import (
     UnusedParameterError,
 )
 from hf_zero.logging import listed
-from hf_zero.zero.gather.backward_tracker import BackwardTracker
-from hf_zero.zero.gather.hooks import Hooks
+from hf_zero.zero.backward_tracker import BackwardTracker
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
+from hf_zero.zero.gather.unit import unit_of
+from hf_zero.zero.hooks import Hooks
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.reduce.losses import Fp16LossScaler, LossScaling, Scaling
@@ -428,7 +429,7 @@ class PassRunner:
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Set the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
         updater = self._optimizer_step.updater
-        if self._optimizer_step.was_updated_in_backward(flat.unit):
+        if self._optimizer_step.was_updated_in_backward(unit_of(flat)):
             refuse_pending_update(updater, f"writing {name}.grad")
         self._window.asked = True
         self.reducer.wait_for_offload()

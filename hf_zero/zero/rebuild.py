@@ -26,12 +26,13 @@ from hf_zero.optim.bound_optimizer import ParameterScalars
 from hf_zero.optim.elementwise import adopt
 from hf_zero.optim.segment_table import TensorsByParameter
 from hf_zero.zero.access.full import join_parts
+from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.layout.walk import named_modules_of
+from hf_zero.zero.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
 from hf_zero.zero.step.optimizer_step import refuse_pending_update
@@ -71,7 +72,9 @@ def refuse_now(engine: EngineParts, what: str, loads: bool = False) -> None:
             f"{what} comes between a backward and the step that uses its gradients; call it after "
             "the step that ends the accumulation window, or zero_grad() before it"
         )
-    pinned = [unit.name or "the root" for unit in engine.units if unit.sharded_flats and unit.pins]
+    pinned = [
+        unit.name or "the root" for unit in engine.units if unit.sharded_flats and unit.guard.pins
+    ]
     if pinned:
         raise PartitionError(
             f"{what} inside GatheredParameters of {listed(pinned, 3)}; call it after that context"
@@ -228,7 +231,7 @@ def rebuild(
 def _values(engine: EngineParts, parameter: nn.Parameter) -> torch.Tensor:
     """Return the whole values of ``parameter``, which the model has lost (collective)."""
     flat = owner_of(parameter)
-    with engine.sharded_model.gathered(flat.unit) if flat.sharded else nullcontext():
+    with engine.sharded_model.gathered(unit_of(flat)) if flat.sharded else nullcontext():
         return parameter.detach().clone()
 
 

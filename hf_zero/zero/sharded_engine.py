@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
     from hf_zero.distributed.mesh import Mesh
     from hf_zero.optim.bound_optimizer import BoundOptimizer
+    from hf_zero.zero.gather.unit import Unit
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
-    from hf_zero.zero.layout.unit import Unit
     from hf_zero.zero.sharded_model import ShardedModel
     from hf_zero.zero.step.optimizer_step import OptimizerStep
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -30,19 +29,18 @@ from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
 from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.gather.model_patches import ModelPatches
 from hf_zero.zero.gather.schedule import Schedule
+from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
-from hf_zero.zero.layout.materialize import check_parameters, check_statistics, materialize
 from hf_zero.zero.layout.outside import check_outside
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.parameter_codec import agreements, report
-from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.walk import modules_of
 from hf_zero.zero.layout.wrap import packed_elements
+from hf_zero.zero.materialize import check_parameters, check_statistics, materialize
 from hf_zero.zero.reduce.reductions import packs
 
-_unit = attrgetter("unit")
 T = TypeVar("T")
 # Whether steps on the host, too, return before the gathers of updated parameters are done: gloo's
 # threads would compete with the computation for its cores.
@@ -53,7 +51,7 @@ class ShardedModel:
     """The units of ``plan`` on ``mesh``, built by the constructor (collective).
 
     Raises PartitionError for parameters that cannot be laid out, the errors of
-    :func:`hf_zero.zero.layout.materialize.materialize`, and UnsupportedOptimizerError for an
+    :func:`hf_zero.zero.materialize.materialize`, and UnsupportedOptimizerError for an
     optimizer that flat shards cannot run; the model is then unchanged.
     """
 
@@ -81,7 +79,8 @@ class ShardedModel:
         self.modules = weakref.WeakSet(modules_of(plan.model))
         self.extensions: Extensions = plan.extensions
         for unit in self.units:
-            unit.source = self.extensions.gathers(unit)
+            if self.extensions.gathers is not None and unit.sharded_flats:
+                unit.source = self.extensions.gathers(unit.sharded_flats, unit.label)
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]
         report(self.flats, plan.wire_dtype)
@@ -127,9 +126,9 @@ class ShardedModel:
                 flat.optimizer_shard.wait_for_copy()
 
     def forget_streams(self) -> None:
-        """Forget the streams on which units have run, as :meth:`Unit.forget_streams` does."""
+        """Forget the streams on which units have run, as :meth:`UnitStreams.forget` does."""
         for unit in self.units:
-            unit.forget_streams()
+            unit.streams.forget()
 
     def refresh(
         self,
@@ -182,12 +181,12 @@ class ShardedModel:
             for handle in handles:
                 handle.wait()
         resident = frozenset(self.schedule.resident)
-        for unit in dict.fromkeys(map(_unit, chosen)):
+        for unit in dict.fromkeys(map(unit_of, chosen)):
             if unit.index in resident:
                 # it stays whole across the step on every rank, but its values are old
-                for agree in () if unit.pins else self.schedule.before_rounding:
+                for agree in () if unit.guard.pins else self.schedule.before_rounding:
                     agree()
-                unit.launch_gather(exact=unit.pins > 0)
+                unit.launch_gather(exact=unit.guard.pins > 0)
                 unit.finish_gather()
             else:
                 # A graph that this rank has not dropped yet keeps it gathered with the old values;
@@ -220,7 +219,8 @@ class ShardedModel:
         for flat in self.flats:
             flat.retire()
         for unit in self.units:
-            unit.source.free()
+            if unit.source is not None:
+                unit.source.free()
 
     def bind(self, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> BoundOptimizer:
         """Return ``optimizer`` bound to this rank's segments, with its state where the placement
@@ -272,7 +272,7 @@ class UpdatedGather:
             # a script orders its streams after the one of the step
             self._stream.wait_stream(current)
         for flat in self._flats:
-            flat.unit.record_gather_stream()
+            unit_of(flat).streams.record_gather()
             flat.end_update(None)
 
 

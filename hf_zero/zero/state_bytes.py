@@ -47,7 +47,8 @@ def held_bytes(engine: ShardedEngine) -> Counter[tuple[str, str]]:
         for kind, nbytes in bytes_of_feature().items():
             counts[kind, "device"] += nbytes
     for unit in engine.units:
-        counts["parameters", "device"] += unit.source.nbytes()
+        if unit.source is not None:
+            counts["parameters", "device"] += unit.source.nbytes()
     counted: set[int] = set()
     for kind, tensor in tensors_on_device(engine):
         if kind != GATHERED and tensor.numel() and tensor.data_ptr() not in counted:

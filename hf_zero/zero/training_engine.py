@@ -18,10 +18,10 @@ from hf_zero.logging import listed, logger
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
 from hf_zero.zero.engine_parts import EngineParts
+from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE, refuse_mixed_dtypes
 from hf_zero.zero.layout.tree import map_tensors
-from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.rebuild import groups_over, rebuild, unfrozen
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.step.optimizer_step import failed_write, refuse_pending_update
@@ -57,7 +57,7 @@ class TrainingEngine(EngineParts):
             self._record_batch(args, kwargs)
         with self.measures.forward(self, args, kwargs):
             try:
-                run: Callable[..., object] = self.module
+                run: Callable[..., object] = self.sharded_model.module
                 if self.pass_runner.step_runner is not None:
                     run = self.pass_runner.step_runner.forward
                 if not self.config.torch_autocast.enabled:
@@ -79,7 +79,12 @@ class TrainingEngine(EngineParts):
     def _record_batch(self, args: object, kwargs: object) -> None:
         """Record the first batch of each of the first steps, to be compared with other ranks'."""
         batches = self.optimizer_step.usage.batches
-        if batches.awaits_batch and self.module.training and torch.is_grad_enabled():
+        if (
+            batches.active
+            and batches.awaits_batch
+            and self.module.training
+            and torch.is_grad_enabled()
+        ):
             batches.record((args, kwargs))
 
     def batch_of(self, args: object, kwargs: object) -> object:
@@ -271,19 +276,19 @@ class TrainingEngine(EngineParts):
 
     # ---- parameters ----
 
-    def gather_on_use(self, unit: Unit) -> bool:
-        """Gather ``unit`` for a read of a released parameter if a forward of this engine is under
-        way; return whether it did.
+    def gather_on_use(self, flat: FlatBuffer) -> bool:
+        """Gather the unit of ``flat`` for a read of a released parameter if a forward of this
+        engine is under way; return whether it did.
         """
-        return self.pass_runner.hooks.gather_on_use(unit)
+        return self.pass_runner.hooks.gather_on_use(unit_of(flat))
 
-    def gathered(self, unit: Unit) -> AbstractContextManager[None]:
-        """Return a context in which ``unit`` is whole (collective)."""
-        return self.sharded_model.gathered(unit)
+    def gathered(self, flat: FlatBuffer) -> AbstractContextManager[None]:
+        """Return a context in which ``flat`` is whole (collective)."""
+        return self.sharded_model.gathered(unit_of(flat))
 
-    def keep_for_backward(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
-        """Keep ``unit`` gathered for ``node``'s backward, recorded inside GatheredParameters."""
-        self.pass_runner.hooks.keep_for_backward(unit, node)
+    def keep_for_backward(self, flat: FlatBuffer, node: torch.autograd.graph.Node) -> None:
+        """Keep ``flat`` gathered for ``node``'s backward, recorded inside GatheredParameters."""
+        self.pass_runner.hooks.keep_for_backward(unit_of(flat), node)
 
     def take_user_writes(self) -> None:
         """Copy a script's writes to whole parameters into shards and master weights."""

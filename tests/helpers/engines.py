@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from hf_zero.zero.access import full as gathered
+from hf_zero.zero.gather.unit import GatherState, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import name_of, owner_of
-from hf_zero.zero.layout.unit import GatherState
 from tests.helpers.models import ROWS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Job, Plan, Session, Trace, merge, train
@@ -122,7 +122,7 @@ def full_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def _masters(flat: FlatBuffer) -> torch.Tensor:
-    flat.unit.take_user_writes()
+    unit_of(flat).take_user_writes()
     master = flat.optimizer_shard.master
     assert master is not None
     return master.float()

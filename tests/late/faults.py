@@ -29,7 +29,7 @@ import hf_zero  # isort: skip
 from hf_zero.activations import host_copies as transfers  # isort: skip
 from torch.distributed.pipelining import schedules  # isort: skip
 from hf_zero.zero.gather import schedule  # isort: skip
-from hf_zero.zero.layout import unit  # isort: skip
+from hf_zero.zero.gather import unit, unit_streams  # isort: skip
 from hf_zero.checkpoint import file_writer  # isort: skip
 from hf_zero.checkpoint.memory import saving  # isort: skip
 from hf_zero.distributed import collectives, world_group  # isort: skip
@@ -279,7 +279,7 @@ FAULTS: dict[str, Fault] = {
             replaced(unit.streams, "record_use", _nothing), COPIES),
         "the second stream of a unit does not wait for its gather": (
             "stage 3, branches on two streams in a unit",
-            left_out("wait", "unit.py record_compute_stream"), COPIES),
+            left_out("wait", "unit_streams.py record_compute"), COPIES),
         "the forward does not wait for parameters of other ranks": (
             "stage 2", left_out("wait", "sharded_model.py _finish"), COPIES),
         "a message is sent while another stream fills it": (
@@ -287,15 +287,15 @@ FAULTS: dict[str, Fault] = {
             left_out("wait", "reductions.py flush"), COPIES),
         "another stream of a unit does not wait for its update": (
             "stage 2, optimizer on the host, branches on two streams in a unit",
-            left_out("wait", "unit.py record_compute_stream"), COPIES),
+            left_out("wait", "unit_streams.py record_compute"), COPIES),
         "a gradient of another stream is given back while it is read": (
             "stage 3, branches on two streams in a unit",
-            replaced(unit, "raw_grads", _none), COPIES),
+            replaced(unit_streams, "raw_grads", _none), COPIES),
         "gradients of another stream are reduced before they are complete": (
-            IN_A_UNIT, left_out("wait", "unit.py await_gradients"), COPIES),
+            IN_A_UNIT, left_out("wait", "unit_streams.py wait_for_gradients"), COPIES),
         "the second stream of a unit does not wait for parameters of other ranks": (
             "stage 2, branches on two streams in a unit",
-            replaced(unit.Unit, "record_gather_stream", _nothing), COPIES),
+            replaced(unit_streams.UnitStreams, "record_gather", _nothing), COPIES),
         "the copy of a gradient is over before it begins": (
             HOST_ONCE, unrecorded("gradient_offload.py send"), COPIES),
         "a gradient is given back under its copy": (
@@ -324,9 +324,9 @@ FAULTS: dict[str, Fault] = {
         "another stream than its own waits for the copy of an activation": (
             TWO_STREAMS_AWAY, replaced(transfers.Streams, "leave", _leaves_here), COPIES),
         "shards are served before they are written": (
-            ALONE, left_out("wait", "unit.py read"), COPIES),
+            ALONE, left_out("wait", "shared_shards.py read"), COPIES),
         "the write of shards is over before it begins": (
-            ALONE, unrecorded("unit.py writing"), COPIES),
+            ALONE, unrecorded("shared_shards.py writing"), COPIES),
         "shards are served under the copy of their update": (
             "stage 3, optimizer on the host, read by one rank between steps",
             left_out("synchronize", "training_state.py synchronize_update"), COPIES),

@@ -88,7 +88,7 @@ def test_the_core_is_there() -> None:
         if name != "-"
     }
     assert named <= set(SOURCES), sorted(named - set(SOURCES))
-    assert "hf_zero.zero.layout.unit" in modules and "hf_zero.engine" in modules
+    assert "hf_zero.zero.gather.unit" in modules and "hf_zero.engine" in modules
     assert "hf_zero.techniques.layer_drop" not in modules and "hf_zero.cli.app" not in modules
 
 

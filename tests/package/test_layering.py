@@ -25,7 +25,7 @@ LAYERS = {
     for layer, names in {
         0: "hf_zero config device errors logging distributed",
         1: "offload ops launch",
-        2: "zero.layout zero.reduce optim",
+        2: "zero.layout zero.gather zero.reduce optim",
         3: "compression zero checkpoint loading measures planning activations parallel techniques "
         "engine",
         4: "_autoload integrations deepspeed setup initialize parity",
@@ -35,7 +35,7 @@ LAYERS = {
 }
 # Of these packages none imports one that stands after it.
 ORDER = (
-    "distributed zero.layout zero.reduce zero.gather zero compression "
+    "distributed zero.layout zero.gather zero.reduce zero compression "
     "measures.metrics_file checkpoint activations parallel techniques measures engine setup "
     "initialize parity"
 )
@@ -193,11 +193,11 @@ def test_the_facade_names_nothing_that_comes_after_it() -> None:
 
 # A module of hf_zero, and a wrong import in it: the last word is the offender.
 WRONG = """
-zero.layout.unit: from hf_zero.zero.training_engine import Engine => hf_zero.zero.training_engine
+zero.gather.unit: from hf_zero.zero.training_engine import Engine => hf_zero.zero.training_engine
 zero.training_engine: def f(): from hf_zero import cli => hf_zero.cli
-zero.gather.hooks: from ...integrations import accelerate => hf_zero.integrations
-zero.gather.hooks: import torch.distributed as dist => torch.distributed
-zero.gather.hooks: from torch import distributed => torch.distributed
+zero.hooks: from ..integrations import accelerate => hf_zero.integrations
+zero.hooks: import torch.distributed as dist => torch.distributed
+zero.hooks: from torch import distributed => torch.distributed
 checkpoint.tensor_part: from torch.distributed import checkpoint, isend => torch.distributed.isend
 checkpoint.tensor_part: import torch.distributed.tensor => torch.distributed.tensor
 cli.smoke: import torch; torch.distributed.barrier() => torch.distributed

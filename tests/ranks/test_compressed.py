@@ -156,7 +156,9 @@ def test_a_write_inside_gathered_parameters_keeps_the_rest_exact(rank, model):
     before[0, 0] = 3.0
     assert torch.equal(before, after)
     engine.step()
-    with engine.gathered(engine.units[1]):  # a unit that is pinned across a step is exact
+    with engine.sharded_model.gathered(
+        engine.units[1]
+    ):  # a unit that is pinned across a step is exact
         run_steps(engine, rank, [2])
         for flat in engine.units[1].sharded_flats:
             assert torch.equal(flat.full, flat.whole_from_shards())

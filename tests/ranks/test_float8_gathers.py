@@ -15,6 +15,7 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.techniques.float8_weights import FLOAT8, LARGEST, Float8Weights, is_float8, scales_of
+from hf_zero.zero.gather.shared_shards import shard_bytes_of
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
@@ -263,7 +264,7 @@ def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
     unit.finish_gather()
     gathered = [flat.views[name].clone() for flat in unit.sharded_flats for name in flat.parameters]
     unit.release()
-    chunks = engine.mesh.all_gather_object(unit.shard_bytes_to_serve())
+    chunks = engine.mesh.all_gather_object(shard_bytes_of(unit))
     unit.gather_from({other: data for other, data in enumerate(chunks) if other != rank})
     filled = [flat.views[name] for flat in unit.sharded_flats for name in flat.parameters]
     assert all(map(torch.equal, filled, gathered))

@@ -194,7 +194,7 @@ def test_a_context_that_cannot_begin_pins_nothing(rank, model):
         hf_zero.GatheredParameters(model.parameters()),
     ):
         pass
-    assert not any(unit.pins for unit in engine.units), refused
+    assert not any(unit.guard.pins for unit in engine.units), refused
     assert_released(model.blocks[1].up.weight)
     run_steps(engine, rank, [3, 4])
     with hf_zero.GatheredParameters(model.blocks[2].up.weight):
@@ -214,7 +214,7 @@ def test_a_context_over_two_engines_one_of_which_refuses_it_pins_nothing(rank, m
         hf_zero.GatheredParameters([*model.parameters(), *other.parameters()], modifier_rank=0),
     ):
         pass
-    assert not any(unit.pins for each in (engine, second) for unit in each.units), refused
+    assert not any(unit.guard.pins for each in (engine, second) for unit in each.units), refused
     assert_released(model.blocks[1].up.weight)
     second.step()
     for each in (engine, second):

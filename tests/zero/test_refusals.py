@@ -25,9 +25,9 @@ from hf_zero.errors import (
     ReleasedParameterError,
 )
 from hf_zero.zero.layout.initial_values import pending
-from hf_zero.zero.layout.materialize import check_parameters
 from hf_zero.zero.layout.parameter import ReleasedParameter
 from hf_zero.zero.layout.wrap import find_units
+from hf_zero.zero.materialize import check_parameters
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import STAGES, config_of, start, still_gathered

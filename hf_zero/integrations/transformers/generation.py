@@ -25,6 +25,7 @@ from hf_zero.engine import Engine
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.parallel.tensor.model import model_record
 from hf_zero.zero.access.full import summon_full_params
+from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.sharding import dims_of_parts
 
@@ -95,9 +96,11 @@ def _fits(model: nn.Module, engine: Engine) -> bool:
     Collective: all ranks get the same answer.
     """
     units = {
-        flat.unit for flat in map(owner_of, model.parameters()) if flat is not None and flat.sharded
+        unit_of(flat)
+        for flat in map(owner_of, model.parameters())
+        if flat is not None and flat.sharded
     }
-    missing = [unit for unit in units if not unit.pins]
+    missing = [unit for unit in units if not unit.guard.pins]
     if not missing:
         return True
     limit = engine.config.zero.max_live_parameters

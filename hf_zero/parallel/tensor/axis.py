@@ -42,6 +42,7 @@ from torch.nn import functional as F
 from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.errors import PartitionError
 from hf_zero.ops.operators import GradientContext
+from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.parameter import owner_of
 
 STRETCH = 64 << 20  # bytes of joined tensors per all-gather
@@ -369,9 +370,9 @@ def of_one_unit(
     return WeightGradients(weights) if weights else None
 
 
-def _unit(parameter: nn.Parameter) -> object:
+def _unit(parameter: nn.Parameter) -> Unit | None:
     flat = owner_of(parameter)
-    return None if flat is None else flat.unit
+    return None if flat is None else unit_of(flat)
 
 
 def _unknown() -> None:

@@ -19,6 +19,7 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.logging import listed, logger
 from hf_zero.optim.state import step_dtype
+from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LEFT_SHARDED, name_of, owner_of
 from hf_zero.zero.layout.sharding import sharding_of
@@ -101,7 +102,9 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         flats = [flat for flat in map(owner_of, self._params) if flat is not None]
-        units = {flat.unit: _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.index)}
+        units = {
+            unit_of(flat): _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.index)
+        }
         if self._modifier is not None:
             for engine in dict.fromkeys(units.values()):
                 engine.changes.refuse_pending_update("GatheredParameters with a modifier_rank")
@@ -110,7 +113,7 @@ class GatheredParameters:
         with ExitStack() as entered:
             for unit, engine in units.items():
                 watched = unit.guard.watched
-                entered.enter_context(engine.gathered(unit))
+                entered.enter_context(engine.sharded_model.gathered(unit))
                 entered.callback(engine.schedule.shards.end_asking)
                 if not watched:
                     unit.take_user_writes()  # writes of a forward, not of this context
@@ -354,7 +357,7 @@ def write_master(flat: FlatBuffer, put: Callable[[torch.Tensor], None]) -> None:
     """Let ``put`` change this rank's master weights of ``flat``, and renew the working weights from
     them (collective).
     """
-    flat.unit.take_user_writes()
+    unit_of(flat).take_user_writes()
     engine, master = _engine_of(flat), flat.optimizer_shard.master
     assert master is not None
     with engine.schedule.shards.writing():
@@ -386,7 +389,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     flat = owner_of(param)
     if flat is None:
         return param.detach().float()
-    flat.unit.take_user_writes()
+    unit_of(flat).take_user_writes()
     master = flat.optimizer_shard.master
     if master is None:
         return None

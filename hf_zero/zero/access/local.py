@@ -26,6 +26,7 @@ from hf_zero.zero.access.full import (
     write_master,
     write_state,
 )
+from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import name_of, owner_of
 
@@ -62,7 +63,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     flat = _reads(param, "safe_get_local_fp32_param")
     if flat is None:
         return None
-    flat.unit.take_user_writes()
+    unit_of(flat).take_user_writes()
     master = flat.optimizer_shard.master
     assert master is not None
     part = _part(flat, param, master)

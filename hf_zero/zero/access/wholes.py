@@ -19,6 +19,7 @@ import torch
 from hf_zero.device import streams
 from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.errors import PartitionError
+from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import WholeNames
 
@@ -120,7 +121,7 @@ def _complete_updates(engine: ShardedEngine, flats: Sequence[FlatBuffer]) -> Non
             "model after destroy(gather=True)"
         )
     engine.optimizer_step.synchronize()
-    for unit in dict.fromkeys(flat.unit for flat in flats):
+    for unit in dict.fromkeys(map(unit_of, flats)):
         unit.wait_for_update()
         unit.take_user_writes()
 

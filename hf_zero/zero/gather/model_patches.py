@@ -20,11 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
+from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.attributes import is_attached, names_of_parts, of_parts, weights_of_parts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of, owner_of
 from hf_zero.zero.layout.sharding import join_parts, sharding_of, take_own_part
-from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.walk import modules_of
 
 _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
@@ -165,7 +165,7 @@ class ModelPatches:
             owned = {
                 name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)
             }
-            touched = {owner_of(p).unit for p in owned.values()} | (
+            touched = {unit_of(owner_of(p)) for p in owned.values()} | (
                 {wraps[module]} if module in wraps else set()
             )
             if not touched:

@@ -23,18 +23,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import nn
 
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.zero.gather.shared_shards import SharedShards
+from hf_zero.zero.gather.unit import GatherState, Unit
 from hf_zero.zero.layout.compute_copy import ChangedValues
-from hf_zero.zero.layout.unit import GatherState, SharedShards, Unit
-from hf_zero.zero.reduce.reduction_order import merged, positions_in_plan
 
 GATHER, END_OF_PASS = 1, 0
-_pins, _nbytes = attrgetter("pins"), attrgetter("nbytes")
+_pins, _nbytes = attrgetter("guard.pins"), attrgetter("nbytes")
 MAX_PREFETCHED_UNITS = 2  # beside the limit in bytes of the configuration
+T = TypeVar("T")
 
 
 class ReductionsUnderWay(Protocol):
@@ -139,7 +140,7 @@ class Schedule:
         """
         resident = []
         for unit in self._sharded:
-            if unit.pins or unit in self._kept_units:
+            if unit.guard.pins or unit in self._kept_units:
                 resident.append(unit.index)
         return tuple(resident)
 
@@ -167,7 +168,7 @@ class Schedule:
             self._kept_units = []
             self._release_unused()
             for unit in self._sharded:
-                if unit.source.keeps_values:
+                if unit.source is not None:
                     unit.source.forget()
         key = (*kind, self.resident)
         self._pass = Pass(key, backward, self._plans.get(key), left_out)
@@ -321,8 +322,32 @@ class Schedule:
                 if not other.in_use:
                     other.release()
             self._to_release = []
+        under_way = self._pass
+        plan = None if under_way is None else under_way.plan
         if unit.state is GatherState.RELEASED:
-            self._acquire(unit)
+            if (
+                under_way is not None
+                and plan
+                and unit in plan[under_way.cursor :]
+                and unit not in under_way.left_out
+            ):
+                # planned: issue the gathers of the plan up to this one
+                if self._ahead:
+                    self._skip(self._ahead)
+                    self._ahead = []
+                self.issue_through(plan.index(unit, under_way.cursor))
+                under_way.cursor += 1
+                unit.launch_gather(backward=under_way.backward)
+            elif under_way is not None and plan is not None and unit.needs_no_peer:
+                # this rank holds all of it
+                unit.launch_gather(backward=under_way.backward)
+            elif plan is not None and self._mesh.consensus is not None:
+                # outside the plan
+                self.shards.fetch(unit)
+            else:
+                # recording, or no pass: agree on gathers until this unit is the one chosen
+                while unit.state is GatherState.RELEASED:
+                    self._agree_on_gather(GATHER, unit)
         unit.finish_gather()
         if self.computed.on and not for_script:
             self.computed.use(unit.flats, not self._in_backward)
@@ -332,11 +357,33 @@ class Schedule:
             if at:  # units gathered before it are not needed, or not in this order
                 self._skip(self._ahead[:at])
             del self._ahead[: at + 1]
-        self._prefetch()
+        if under_way is None or plan is None:
+            return
+        # prefetch: read shards from files, and launch the next gathers of the plan
+        for later in plan[under_way.cursor : under_way.cursor + self._reads_ahead]:
+            if later.state is GatherState.RELEASED and later not in under_way.left_out:
+                for flat in later.sharded_flats:
+                    flat.prefetch()
+        if not self._ahead_bytes:
+            return
+        waiting = sum(map(_nbytes, self._ahead))
+        while under_way.cursor < len(plan) and len(self._ahead) < MAX_PREFETCHED_UNITS:
+            later = plan[under_way.cursor]
+            if later in under_way.left_out:
+                under_way.cursor += 1
+                continue
+            if later.state is not GatherState.RELEASED or (
+                self._ahead and waiting + later.nbytes > self._ahead_bytes
+            ):
+                return
+            under_way.cursor += 1
+            later.launch_gather(backward=under_way.backward)
+            self._ahead.append(later)
+            waiting += later.nbytes
 
     def release_later(self, unit: Unit) -> None:
-        """Mark ``unit`` as unused: it is released when the next unit is needed."""
-        if unit.sharded_flats and not unit.forwards.in_forward and not unit.forwards.in_backward:
+        """Mark the sharded ``unit`` as unused: it is released when the next unit is needed."""
+        if not unit.forwards.in_forward and not unit.forwards.in_backward:
             unit.guard.module_ended()
             if not unit.in_use and unit not in self._to_release:
                 self._to_release.append(unit)
@@ -348,15 +395,15 @@ class Schedule:
         self.abort_broken_backward()
         gathered = unit.sharded_flats and unit.state is not GatherState.RELEASED
         current = unit in self._kept_units and not unit.is_rounded
-        if self._pass is None and not unit.pins and gathered and not current:
+        if self._pass is None and not unit.guard.pins and gathered and not current:
             # It is gathered only on this rank (by a graph that is still alive, say): the other
             # ranks need this one to join their gather. Or its values are rounded.
             self._agree_on_gather(GATHER, unit)
         self.ensure_gathered(unit, for_script=True)
-        unit.pins += 1
+        unit.guard.pins += 1
 
     def unpin(self, unit: Unit) -> None:
-        unit.pins -= 1
+        unit.guard.pins -= 1
         if unit.sharded_flats and not unit.in_use:
             unit.release()
 
@@ -388,29 +435,6 @@ class Schedule:
         finally:
             gathers.end_asking()
         return replies == [(0, value), (0, -value)]
-
-    def _acquire(self, unit: Unit) -> None:
-        under_way = self._pass
-        plan = under_way.plan if under_way is not None else None
-        coming = () if under_way is None or plan is None else plan[under_way.cursor :]
-        if under_way is not None and plan and unit in coming and unit not in under_way.left_out:
-            # planned: issue the gathers of the plan up to this one
-            if self._ahead:
-                self._skip(self._ahead)
-                self._ahead = []
-            self.issue_through(plan.index(unit, under_way.cursor))
-            under_way.cursor += 1
-            unit.launch_gather(backward=under_way.backward)
-        elif under_way is not None and plan is not None and unit.needs_no_peer:
-            # this rank holds all of it
-            unit.launch_gather(backward=under_way.backward)
-        elif plan is not None and self._mesh.consensus is not None:
-            # outside the plan
-            self.shards.fetch(unit)
-        else:
-            # recording, or no pass: agree on gathers until this unit is the one chosen
-            while unit.state is GatherState.RELEASED:
-                self._agree_on_gather(GATHER, unit)
 
     def _skip(self, units: Sequence[Unit]) -> None:
         """Record prefetched units that were not needed at their turn."""
@@ -472,32 +496,6 @@ class Schedule:
             else "end of the pass"
         )
 
-    def _prefetch(self) -> None:
-        under_way = self._pass
-        if under_way is None or under_way.plan is None:
-            return
-        plan, cursor = under_way.plan, under_way.cursor
-        for unit in plan[cursor : cursor + self._reads_ahead]:
-            if unit.state is GatherState.RELEASED and unit not in under_way.left_out:
-                for flat in unit.sharded_flats:
-                    flat.prefetch()
-        if not self._ahead_bytes:
-            return
-        waiting = sum(map(_nbytes, self._ahead))
-        while under_way.cursor < len(plan) and len(self._ahead) < MAX_PREFETCHED_UNITS:
-            unit = plan[under_way.cursor]
-            if unit in under_way.left_out:
-                under_way.cursor += 1
-                continue
-            if unit.state is not GatherState.RELEASED or (
-                self._ahead and waiting + unit.nbytes > self._ahead_bytes
-            ):
-                return
-            under_way.cursor += 1
-            unit.launch_gather(backward=under_way.backward)
-            self._ahead.append(unit)
-            waiting += unit.nbytes
-
     def _release_unused(self) -> None:
         for unit in self._sharded:
             if (
@@ -507,3 +505,31 @@ class Schedule:
             ):
                 unit.release()
         self._to_release, self._ahead, self.gathered_for_others = [], [], []
+
+
+def merged(orders: Sequence[Sequence[T]]) -> list[T]:
+    """Return the first of ``orders`` with the items that only a later one holds, each right after
+    its predecessor in that order.
+    """
+    result = list(orders[0])
+    members = set(result)
+    for order in orders[1:]:
+        position = 0  # after what precedes, or at the start
+        for unit in order:
+            if unit in members:
+                position = len(result) - result[::-1].index(unit)
+            else:
+                result.insert(position, unit)
+                members.add(unit)
+                position += 1
+    return result
+
+
+def positions_in_plan(record: Sequence[T], plan: Sequence[T]) -> list[int]:
+    """Return the number of gathers of ``plan`` issued after the first 0, 1, 2... of ``record``,
+    which is a subsequence of it.
+    """
+    positions = [0]
+    for index in record:
+        positions.append(plan.index(index, positions[-1]) + 1)
+    return positions

@@ -77,7 +77,7 @@ class WeightTransform:
         flat = self._flat
         flat.take_user_writes()
         if flat.sharded:
-            if flat.unit.pins:
+            if flat.guard.pins:
                 with torch.inference_mode(False), torch.no_grad():
                     self._other = flat.full.clone()
             self._change_in_place()

@@ -45,7 +45,7 @@ from hf_zero.zero.layout.compute_copy import Change, WeightTransform
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
-from hf_zero.zero.layout.parameter_views import ParameterViews, UserWrites
+from hf_zero.zero.layout.parameter_views import ParameterGuard, ParameterViews, UserWrites
 from hf_zero.zero.layout.training_state import (
     ChangeCount,
     GradientBuffer,
@@ -114,7 +114,10 @@ class FlatBuffer:
         self.retired = False  # its engine has been destroyed
         # changes of the values, other than updates of steps; also where this rank owns none of them
         self.other_changes = 0
-        self.unit: Any  # the Unit it belongs to, whose module imports this one
+        # the unit that gathers it (``unit_of`` in gather/unit.py), and what the flat buffers of the
+        # unit share
+        self.unit: object
+        self.guard: ParameterGuard
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # storage of the parameter shard
@@ -125,9 +128,9 @@ class FlatBuffer:
     def __repr__(self) -> str:
         return f"FlatBuffer({self.key}, {self.layout.numel} elements, owned {self.owned})"
 
-    def join(self, unit: Any) -> None:
+    def join(self, unit: object, guard: ParameterGuard) -> None:
         """Set the unit that gathers and releases this flat buffer."""
-        self.unit = unit
+        self.unit, self.guard = unit, guard
 
     @property
     def engine(self) -> Callable[[], Any | None]:
@@ -334,7 +337,7 @@ class FlatBuffer:
         values = ""
         if self.computing is not None and self.computing.under_way:
             values = self.computing.values
-        elif self.sharded and self.spec.gather_codec is not None and not self.unit.exact:
+        elif self.sharded and self.spec.gather_codec is not None and not self.guard.exact:
             values = f"weights sent in {self.spec.gather_codec}"
         if values:
             self.user_writes.accept()
@@ -376,7 +379,7 @@ class FlatBuffer:
         if view is None or self.retired:
             return False
         if (value.shape, value.dtype, value.device) != (view.shape, view.dtype, view.device):
-            if self.raw or (self.sharded and (self.unit.guard.watched or not self.trainable)):
+            if self.raw or (self.sharded and (self.guard.watched or not self.trainable)):
                 return False  # a release drops what a pass changes of sharded ones
             if self.trainable or value.shape != view.shape or value.is_meta:
                 raise PartitionError(

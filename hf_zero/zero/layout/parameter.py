@@ -380,13 +380,13 @@ class WatchedParameter(LiveParameter):
                 if isinstance(p, WatchedParameter)
             }:
                 for node in nodes:
-                    flat.engine().keep_for_backward(flat.unit, node)
+                    flat.engine().keep_for_backward(flat, node)
                 if any(
                     tensor.untyped_storage()._cdata == flat.full.untyped_storage()._cdata
                     for tensor in results
                     if type(tensor) is torch.Tensor
                 ):
-                    flat.unit.mark_aliased()
+                    flat.guard.mark_aliased()
         return answer
 
 
@@ -479,7 +479,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return _without_values(torch.Tensor.detach(self), flat, name_of(self))
         engine = flat.live_engine
-        if engine is not None and engine.gather_on_use(flat.unit):
+        if engine is not None and engine.gather_on_use(flat):
             return func(*args, **kwargs)
         if name in CONVERSIONS and self is args[0]:
             probe = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -487,7 +487,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
                 return self
         # adapters read the weights they are made for, on all ranks
         if engine is not None and engine.shard_only:
-            with engine.gathered(flat.unit):
+            with engine.gathered(flat):
                 return func(*args, **kwargs)
         raise _refuse(name_of(self), name, flat)
 
@@ -500,7 +500,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         if engine is None or not engine.shard_only:
             raise _refuse(name_of(self), "deepcopy", flat)
         dtype = self.dtype  # after a cast it differs from the dtype of the values
-        with engine.gathered(flat.unit):
+        with engine.gathered(flat):
             copied = OwnedParameter.__deepcopy__(self, memo)  # its class is another one now
         if copied.dtype != dtype:
             copied.data = copied.data.to(dtype)

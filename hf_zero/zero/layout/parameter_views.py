@@ -180,12 +180,16 @@ def forget(parameter: nn.Parameter) -> None:
 
 
 class ParameterGuard:
-    """The classes of the ``members`` of a gathered unit: ``LiveParameter`` while their own module
-    runs, else ``WatchedParameter``, which records graphs and views taken of them.
+    """The gathered values of a unit, as its flat buffers and its parameters see them, and the
+    classes of its ``members``: ``LiveParameter`` while their own module runs, else
+    ``WatchedParameter``, which records graphs and views taken of them.
     """
 
     def __init__(self, modules: Sequence[nn.Module], members: Sequence[nn.Parameter]):
         self._members = list(members)
+        self.pins = 0  # scripts that keep the values gathered
+        self.exact = True  # the last gather was for uncompressed and unchanged values
+        self.aliased = False  # views of the values may be alive
         # With several modules: the parameters of each, and the modules that are running or ran
         # last.
         owned = set(map(id, self._members))
@@ -235,10 +239,16 @@ class ParameterGuard:
     def unwatch(self) -> None:
         self._watchers -= 1
 
+    def mark_aliased(self) -> None:
+        """Record that views of the gathered values exist (``p.detach()``, ``p.t()``): their storage
+        must not be freed.
+        """
+        self.aliased = True
+
     def released(self) -> None:
-        """Record the release: no parameter is live or watched any more."""
+        """Record the release: no parameter is live, watched or viewed any more."""
         self._bare.clear()
-        self._watches = False
+        self._watches = self.aliased = False
 
 
 def _become(

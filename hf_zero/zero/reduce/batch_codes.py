@@ -33,6 +33,7 @@ class BatchCodes:
         self._ranks, self._rank, self._device = mesh.dims.world, mesh.rank, mesh.device
         data_parallel = mesh.dims.data == mesh.dims.world
         self._left = STEPS if data_parallel and self._ranks > 1 else 0  # messages with a code
+        self.active = self._left > 0  # until the first steps have been compared
         self._batches_left = self._left  # to compute codes of
         self._code: int | None = None  # of the first batch of the step
         self._sums: list[torch.Tensor] = []  # of the messages that were sent
@@ -89,9 +90,11 @@ class BatchCodes:
         """
         self._left -= 1
         self._code = None
-        if sums.is_meta or self._rank:  # of a simulation
+        if not (sums.is_meta or self._rank):  # of a simulation
+            self._sums.append(sums)
+        self.active = bool(self._left or self._sums)
+        if not self._sums:
             return
-        self._sums.append(sums)
         if not self._left and not kinds.is_synchronous(self._device):
             on_host = pinned.empty(STEPS * 2, torch.float64).view(STEPS, 2)
             on_host.copy_(torch.stack(self._sums), non_blocking=True)
@@ -102,7 +105,7 @@ class BatchCodes:
         if not self._sums or (self._copied is not None and not self._copied.query()):
             return
         equal = all(are_equal(sums, self._ranks) for sums in self._sums)
-        self._sums, self._copied = [], None
+        self._sums, self._copied, self.active = [], None, False
         if equal:
             logger.warning(
                 "all %d ranks have trained on the same batches in the first %d steps, so that "

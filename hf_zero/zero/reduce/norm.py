@@ -39,9 +39,9 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.ops import dispatch, host
 from hf_zero.ops.flat_tiles import RUNS, squared_norms
+from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.training_state import GradientBuffer, GradState
-from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.batch_codes import BatchCodes
 from hf_zero.zero.reduce.settings_check import SettingsCheck
 
@@ -198,7 +198,8 @@ class UsedParameters:
             if complete and not any(map(_idle, self._flats))
             else self._message(self._flats, [flat.gradient.used for flat in self._flats])
         )
-        batch = None if graphs.capturing() else self.batches.numbers()
+        batches = self.batches if self.batches.active and not graphs.capturing() else None
+        batch = None if batches is None else batches.numbers()
         codes = self._codes if batch is None else torch.cat([batch, self._codes])
         if sums.size > 1:
             both = torch.cat([numbers, words, codes])

@@ -20,11 +20,11 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logging import listed
 from hf_zero.offload.gradient_offload import GradientOffload
+from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import any_raw_grad, drop_raw_grads
 from hf_zero.zero.layout.stage_policy import StagePolicy
 from hf_zero.zero.layout.training_state import GradientMemory
-from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import IdleParameters, UsedParameters, zero_left_out
 from hf_zero.zero.reduce.reduction_order import (
@@ -453,8 +453,8 @@ class Reducer:
         """
         settings = self._settings
         if self._reduces_every_backward:
-            if unit.streams:
-                unit.await_gradients()
+            if unit.streams.computing:
+                unit.streams.wait_for_gradients()
         else:
             self.progress.observed.has_gradients |= self._intake.accumulate(unit, settings)
         # the update of the unit may begin once its gradients are reduced
@@ -502,7 +502,7 @@ class Reducer:
         """Begin the update of ``flat`` once its gradients are reduced; offloaded flat buffers of a
         unit are updated together.
         """
-        progress, unit = self.progress, flat.unit
+        progress, unit = self.progress, unit_of(flat)
         progress.reduced.add(flat)
         together = unit.offloaded_flats if flat.optimizer_shard.offloaded else [flat]
         if (

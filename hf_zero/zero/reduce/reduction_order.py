@@ -30,42 +30,11 @@ and in the first backward of each kind.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
-from typing import TypeVar
 
-from hf_zero.zero.layout.unit import OutermostForward, Unit, UnitCall
-
-T = TypeVar("T")
-
-
-def merged(orders: Sequence[Sequence[T]]) -> list[T]:
-    """Return the first of ``orders`` with the items that only a later one holds, each right after
-    its predecessor in that order.
-    """
-    result = list(orders[0])
-    members = set(result)
-    for order in orders[1:]:
-        position = 0  # after what precedes, or at the start
-        for unit in order:
-            if unit in members:
-                position = len(result) - result[::-1].index(unit)
-            else:
-                result.insert(position, unit)
-                members.add(unit)
-                position += 1
-    return result
-
-
-def positions_in_plan(record: Sequence[T], plan: Sequence[T]) -> list[int]:
-    """Return the number of gathers of ``plan`` issued after the first 0, 1, 2... of ``record``,
-    which is a subsequence of it.
-    """
-    positions = [0]
-    for index in record:
-        positions.append(plan.index(index, positions[-1]) + 1)
-    return positions
+from hf_zero.zero.gather.schedule import merged
+from hf_zero.zero.gather.unit import OutermostForward, Unit, UnitCall
 
 
 @dataclass
@@ -168,11 +137,9 @@ class RemainingForwards:
     """The forwards that the backward under way may still reach."""
 
     def __init__(self) -> None:
-        # counts the times at which this rank enters and leaves forwards
-        self.tick: Callable[[], int] = count(1).__next__
         self._tick = NOT_BEGUN  # calls entered at this tick or later have ended their backward
         # calls in backward without marks, whose end no hook reports
-        self._unmarked: list[UnitCall] = []
+        self.unmarked: list[UnitCall] = []
         # stand-in for forwards recomputed in this backward
         self.recomputation: OutermostForward | None = None
         self.reruns_seen = False  # a checkpoint has run a backward inside a backward
@@ -180,16 +147,11 @@ class RemainingForwards:
     def begin(self, recomputation: OutermostForward) -> None:
         """Begin a backward."""
         self._tick, self.recomputation = NOT_BEGUN, recomputation
-        self._unmarked.clear()
+        self.unmarked.clear()
 
     def end(self) -> None:
         self._tick, self.recomputation = NOT_BEGUN, None
-        self._unmarked.clear()
-
-    def starts(self, call: UnitCall) -> None:
-        """Begin the backward of ``call``."""
-        if not call.marked:
-            self._unmarked.append(call)
+        self.unmarked.clear()
 
     def advance_to(self, tick: int) -> Sequence[Unit]:
         """Advance the backward to ``tick``; return units of unmarked calls that end by then."""
@@ -198,9 +160,9 @@ class RemainingForwards:
         self._tick = tick
         units = list[Unit]()
         over, unmarked = list[UnitCall](), list[UnitCall]()
-        for call in self._unmarked:
+        for call in self.unmarked:
             (over if call.began >= tick else unmarked).append(call)
-        self._unmarked = unmarked
+        self.unmarked = unmarked
         for call in over:
             if not self.awaits_calls(call.unit):
                 units.append(call.unit)

@@ -28,10 +28,10 @@ from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import log_rank0
 from hf_zero.offload.gradient_offload import GradientOffload
+from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.zero.layout.training_state import GradState
-from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import sums_of_squares
 
@@ -84,6 +84,8 @@ class Reductions:
         before_wait: Callable[[], None],
     ):
         self._mesh = mesh
+        # whose streams fill messages; None on the host
+        self._device = None if kinds.is_synchronous(mesh.device) else mesh.device
         self._intake = intake
         self._buffers = buffers
         self._offload = offload
@@ -98,7 +100,7 @@ class Reductions:
         self._joint = False
         self._on_reduced: Callable[[FlatBuffer], None] | None = None
         self.sent = 0  # messages in this backward
-        if not kinds.is_synchronous(mesh.device):
+        if self._device is not None:
             minus_zero(mesh.device)  # before streams that do not wait for each other read it
 
     def begin(self, joint: bool, on_reduced: Callable[[FlatBuffer], None] | None) -> None:
@@ -141,8 +143,7 @@ class Reductions:
             elements = flat.layout.padded
             if not self._pack.fits(elements, wire.dtype, flat.mesh):
                 self.flush()
-            device = flat.unit.device_of_streams
-            stream = None if device is None else streams.current_stream(device)
+            stream = None if self._device is None else streams.current_stream(self._device)
             self.waiting.append(_Reduction(flat, wire, scale, acquired, stream))
             self._pack.add(elements, wire.dtype, flat.mesh)
             return
@@ -329,8 +330,8 @@ class GradientIntake:
 
     def accumulate(self, unit: Unit, settings: BackwardSettings) -> bool:
         """Add this backward's gradients to those of the window; return whether there were any."""
-        if unit.streams:
-            unit.await_gradients()
+        if unit.streams.computing:
+            unit.streams.wait_for_gradients()
         has_gradients = False
         factor = self.scaling.before(settings.weight) * settings.unscale
         for flat in unit.trainable_flats:

@@ -67,7 +67,7 @@ class SettingsCheck:
         """Take the ``sums`` [2] of the numbers over all ranks, which are complete once ``handle``
         has been waited for. Raises RankMismatchError, on all ranks, for different settings.
         """
-        if sums.is_meta or graphs.capturing():
+        if sums.is_meta or (not self._on_host and graphs.capturing()):
             return
         if handle is not None:
             self._unread = sums, handle
@@ -82,7 +82,7 @@ class SettingsCheck:
 
     def look(self) -> None:
         """Compare the sums of earlier steps that have come. Raises as :meth:`receive`."""
-        if graphs.capturing():
+        if not self._on_host and graphs.capturing():
             return
         if self._copied is not None and self._copied.query():
             assert self._copy is not None

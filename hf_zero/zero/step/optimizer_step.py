@@ -24,6 +24,7 @@ from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update import StagedCopies, Updater
 from hf_zero.optim.cpu_base import updates_in_host_memory
 from hf_zero.optim.group_settings import plain_settings
+from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.engine_plan import shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
@@ -33,7 +34,6 @@ from hf_zero.zero.layout.training_state import (
     GradState,
     OptimizerShard,
 )
-from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.reduce.norm import UsedParameters, squared_norm
 from hf_zero.zero.sharded_model import ShardedModel
@@ -135,14 +135,14 @@ class OptimizerStep:
 
         Their gradients must be complete, and nothing may prevent the step any more.
         """
-        unit, updater = flats[0].unit, self.updater
+        unit, updater = unit_of(flats[0]), self.updater
         if updater.backward_update is None:
             self.bound.check_groups()
         if not flats[0].optimizer_shard.offloaded:
             self.model.schedule.shards.wait_for_copy()
-        if unit.device_of_streams is not None:
+        if unit.streams.device is not None:
             # another branch of the model: updates share the counters of the optimizer
-            current = streams.current_stream(unit.device_of_streams)
+            current = streams.current_stream(unit.streams.device)
             streams.wait_for([self._updated_on or current], current)
             self._updated_on = current
         unit.take_user_writes()

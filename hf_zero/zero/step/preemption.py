@@ -24,7 +24,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import log_rank0
 from hf_zero.ops import native
-from hf_zero.zero.layout.unit import SharedShards
+from hf_zero.zero.gather.shared_shards import SharedShards
 
 if TYPE_CHECKING:
     from types import FrameType

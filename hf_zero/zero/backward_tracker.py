@@ -14,25 +14,17 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
-from torch import nn
-from torch.autograd.graph import Node
 
 from hf_zero.device import spans
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
-from hf_zero.zero.layout.unit import OutermostForward, Unit, UnitCall
+from hf_zero.zero.gather.unit import OutermostForward, Unit, UnitCall
 from hf_zero.zero.reduce.reducer import Reducer
 
 # up to this number, forwards of one kind before a backward select its plan; more share one
 FORWARDS_TOLD_APART = 4
 
 graph_task = torch._C._current_graph_task_id  # number of the backward that this thread runs, or -1
-
-
-def keep_for_backward(unit: Unit, root: OutermostForward) -> None:
-    """Keep ``unit`` gathered for the backward of ``root``, which reads it where no hook is."""
-    root.reads.add(unit)
-    unit.forwards.read_by.add(root)
 
 
 class BackwardTracker:
@@ -113,35 +105,8 @@ class BackwardTracker:
 
     # ---- the backward of a call ----
 
-    def pre_backward(
-        self, call: UnitCall, module: nn.Module, marks: Sequence[Node], grads: object
-    ) -> None:
-        """Begin the backward of ``call``: the hook on its outputs, which ``module`` has returned.
-
-        ``marks``: autograd nodes of the marks on its inputs. ``grads`` is unused: this is also a
-        prehook of an autograd node.
-        """
-        self.enter()
-        if call not in call.unit.forwards.in_backward:
-            self._start(call, marks)
-        elif not call.unit.sharded_flats:
-            # Another output of the call. Its unit is whole, and was made ready at the first one; a
-            # sharded one may need its gather, and its guard off for ``module``.
-            return
-        self._schedule.ensure_gathered(call.unit, module)
-        if call.unit.device_of_streams is not None:
-            call.unit.record_compute_stream()
-        if spans.blocks:
-            spans.ended(call)
-            spans.began(call, "backward", call.unit.name_of(module))
-
-    def _start(self, call: UnitCall, marks: Sequence[Node]) -> None:
-        if torch.is_grad_enabled() and call.unit.sharded_flats:
-            raise PartitionError(
-                "create_graph=True at stage 3: the second backward would read weights of "
-                f"{call.unit.label} that the first has released; "
-                "use stage 2 for losses with gradients of gradients"
-            )
+    def begin_call(self, call: UnitCall) -> None:
+        """Begin the backward of ``call``, and that of its outermost forward with the first one."""
         root = call.root
         if root is not self.current_root and root is not self.remaining.recomputation:
             if self._left_out or root.left_out:
@@ -152,27 +117,22 @@ class BackwardTracker:
         # at other outputs since.
         if not root.of_whole_model or root not in self._roots_reached:
             self.reach_root(root)
-        self._advance_to(call, call.ended_at)
-        call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
-        call.unit.forwards.in_backward.add(call)
-        self.remaining.starts(call)
 
-    def post_backward(self, call: UnitCall, *_: object) -> None:
-        """End the backward of ``call``: the hook on its inputs."""
-        self.enter()
+    def add_unmarked(self, call: UnitCall) -> None:
+        """Register ``call``, whose backward has begun, as one whose end no hook reports."""
+        self.remaining.unmarked.append(call)
+
+    def end_call(self, call: UnitCall) -> None:
+        """End the backward of ``call``: the gradients of its unit are complete unless another call
+        of it is pending, or a checkpoint may rerun it.
+        """
         unit, remaining = call.unit, self.remaining
-        if spans.blocks:
-            spans.ended(call)
-        unit.forwards.pending.discard(call)
-        unit.forwards.in_backward.discard(call)
-        self._schedule.release_later(unit)
         if len(self.tasks) > 1 and call.root is remaining.recomputation:
             remaining.reruns_seen = True
             unit.forwards.expected_reruns = max(0, unit.forwards.expected_reruns - 1)
             unit.forwards.seen_reruns += 1
         if not remaining.awaits_calls(unit) and not remaining.awaits_reruns(unit, False):
             self._reducer.mark_complete(unit)
-        self._advance_to(call, call.began)
 
     def reach_root(self, root: OutermostForward, grads: object = None) -> None:
         """Gather the units that the backward of ``root`` reads, also for a second backward over its
@@ -215,8 +175,10 @@ class BackwardTracker:
             self._left_out -= units
             self._reducer.restore_left_out(units)
 
-    def _advance_to(self, call: UnitCall, tick: int) -> None:
-        """Advance the backward to ``tick`` and reduce the units that are complete by then."""
+    def advance_to(self, call: UnitCall, tick: int) -> None:
+        """Advance the backward, which is in ``call``, to ``tick``: every forward of its graph that
+        began later is done. Reduce the units that are complete by then.
+        """
         if len(self.tasks) == 1 and call.root is not self.remaining.recomputation:
             if self._first:
                 self._first = False

@@ -24,6 +24,7 @@ from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.group_settings import plain_settings
+from hf_zero.zero.gather.unit import GatherState, Unit
 from hf_zero.zero.layout import attributes
 from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
@@ -39,7 +40,6 @@ from hf_zero.zero.layout.initial_values import (
 from hf_zero.zero.layout.parameter import name_of, owner_of
 from hf_zero.zero.layout.precision import CASTABLE
 from hf_zero.zero.layout.sharding import sharding_of
-from hf_zero.zero.layout.unit import GatherState, Unit
 from hf_zero.zero.layout.walk import modules_of, named_modules_of
 from hf_zero.zero.layout.wrap import UnitSpec
 
@@ -99,7 +99,13 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
         flats_of.setdefault(id(planned.unit), []).append(flat)
     flats = engine_flats.flats
     units = [
-        Unit(index, unit.name, dict(zip(unit.paths, unit.modules)), flats_of.get(id(unit), []))
+        Unit(
+            index,
+            unit.name,
+            dict(zip(unit.paths, unit.modules)),
+            flats_of.get(id(unit), []),
+            device,
+        )
         for index, unit in enumerate(plan.units)
     ]
     memory = FlatMemory(plan, flats, placement, device)
