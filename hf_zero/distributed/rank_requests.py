@@ -31,6 +31,7 @@ from hf_zero.distributed.store import (
     RollCall,
     StoreWait,
     leaving,
+    new_client,
     next_pause,
     publish_closed,
     ring,
@@ -341,14 +342,13 @@ class ShardFetches:
         ``epoch`` writes; the thread calls ``begin`` first.
         """
         if self.serving.thread is None:
-            store = self._store.clone() if hasattr(self._store, "clone") else self._store
             self.serving.thread = threading.Thread(
                 target=_serve,
                 # ``serving``, so that the thread is awaited at exit though the engine is gone
                 args=(
                     self.serving,
                     weakref.ref(self),
-                    store,
+                    self._store,
                     self._rank,
                     weakref.WeakMethod(read),
                     begin,
@@ -515,6 +515,10 @@ def _serve(
     read: weakref.WeakMethod[Callable[[int, int], bytes]],
     begin: Callable[[], None],
 ) -> None:
+    try:
+        store = new_client(store)
+    except RuntimeError:
+        return  # the store is gone: the job is over
     bell = Bell(store, rank)
     try:
         begin()

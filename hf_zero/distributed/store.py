@@ -62,7 +62,7 @@ class TimeoutStore:
     def __init__(
         self, store: dist.Store, seconds: float = TIMEOUT_SECONDS, patience: float | None = None
     ):
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store = store
         self._seconds, self._patience = seconds, seconds if patience is None else patience
         # seconds without an answer, and the end of the last call; the time for which this process
         # was stopped itself is left out
@@ -152,10 +152,22 @@ class _Call:
         self.error: RuntimeError | None = None
 
 
-def _answer(store: object, calls: queue.SimpleQueue[_Call | None]) -> None:
+def new_client(store: dist.Store) -> dist.Store:
+    """Return a client of ``store`` with a connection of its own; ``store`` if that kind has none.
+
+    Call it on the thread that uses the client: torch retries the connection for as long as the
+    process group's timeout, half an hour, where the host of the store has ended.
+    """
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def _answer(store: dist.Store, calls: queue.SimpleQueue[_Call | None]) -> None:
+    client: dist.Store | None = None
     while (call := calls.get()) is not None:
         try:
-            call.answer = getattr(store, call.name)(*call.args)
+            if client is None:
+                client = new_client(store)
+            call.answer = getattr(client, call.name)(*call.args)
         except RuntimeError as error:
             call.error = error
         call.done.set()
@@ -239,17 +251,17 @@ class Bell:
     def __init__(self, store: dist.Store, rank: int):
         self._key, self._ending = _bell(rank), False
         self.rung = threading.Event()
-        client = store.clone() if hasattr(store, "clone") else store
         self._thread = threading.Thread(
-            target=self._listen, args=(client,), name="hf_zero-bell", daemon=True
+            target=self._listen, args=(store,), name="hf_zero-bell", daemon=True
         )
         self._thread.start()
 
     def _listen(self, store: dist.Store) -> None:
         try:
+            client = new_client(store)
             while not self._ending:
-                store.wait([self._key], FOREVER)
-                store.delete_key(self._key)
+                client.wait([self._key], FOREVER)
+                client.delete_key(self._key)
                 self.rung.set()
         except RuntimeError:
             self.rung.set()  # the store is gone, as its reader will find

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,18 @@ def test_a_store_whose_process_was_stopped_is_asked_again() -> None:
             lost.check(["a"])
         assert raised.type is error
         time.sleep(0.05)
+
+
+def test_a_host_that_ended_before_the_connection_does_not_block_its_client() -> None:
+    """torch retries a connection for as long as its timeout; the rank waits on a thread for it."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=15))
+    del host
+    store = TimeoutStore(client, 0.05)
+    with pytest.raises(RuntimeError, match=r"has not answered for 0\.05 s"):
+        store.add("a", 1)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        store.add("a", 1)
 
 
 class Locking:
