@@ -27,8 +27,7 @@ from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, in_units, listed, log_rank0
-from hf_zero.optim.bound_optimizer import ParameterScalars
-from hf_zero.optim.segment_table import TensorsByParameter
+from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
 from hf_zero.zero.layout.sharding import persistent_buffers
 from hf_zero.zero.state_entries import StateEntry, StateSource, transfer
 

@@ -154,6 +154,10 @@ class Blocks:
         )
         return out
 
+    def __getitem__(self, span: slice) -> Blocks:
+        """Return :meth:`narrow` of elements ``[span.start, span.stop)``."""
+        return self.narrow(span.start, span.stop - span.start)
+
     def narrow(self, start: int, length: int) -> Blocks:
         """Return a view of elements [start, start + length), which must begin at a block and end at
         one or at the end.

@@ -30,6 +30,7 @@ from hf_zero.optim.own_step import OwnStep
 from hf_zero.optim.segment_table import (
     GroupReport,
     GroupScalars,
+    ParameterScalars,
     SegmentTable,
     WholeTensorState,
     changes_of,
@@ -43,9 +44,6 @@ from hf_zero.zero.layout.flat_layout import Slot
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
-
-ParameterScalars = dict[str, float] | None
-"""The scalar states of one parameter; None: it has made no step."""
 
 
 class BoundOptimizer:
@@ -346,9 +344,9 @@ class BoundOptimizer:
         for flat in flats:
             unused |= flat.gradient.unused
         if unused:
-            left_out = table.leave_out([s for s in segments if s.parts], unused)
+            table.part_unused(segments, unused)
             segments = table.stepped if of_step is None else of_step()
-            segments = [segment for segment in segments if segment not in left_out]
+            segments = [s for s in segments if not (s.parts and unused.issuperset(s.names))]
         if not segments and not hooks:
             return set()
         if fused.ready and fused.takes(table.stepped if hooks else segments):
@@ -380,23 +378,20 @@ class BoundOptimizer:
         """Advance the step counters of ``flat`` and return its segments with their counts. Segments
         of unused parameters are left out of both.
         """
-        left_out = (
-            self._table.leave_out(self._table.offloaded.segments(flat), flat.gradient.unused)
-            if flat.gradient.unused
-            else ()
-        )
-        counted = {}
-        for segment in self._table.offloaded.segments(flat):
-            if segment in left_out:
-                continue
-            self._table.offloaded.renew_removed(segment)
-            self._table.offloaded.take_assigned(segment)
+        table, unused = self._table, flat.gradient.unused
+        if unused:
+            table.part_unused(table.offloaded.segments(flat), unused)
+        segments = [s for s in table.offloaded.segments(flat) if not unused.issuperset(s.names)]
+        for segment in segments:
+            table.offloaded.renew_removed(segment)
+        table.offloaded.adopt(segments)
+        first, counted = table.offloaded.take_unbegun(segments), {}
+        for segment in segments:
             count = self.optimizer.state[segment.tensor].get("step")
             if count is not None and rules[segment.group] is not None:
                 count += 1
             step = 0 if count is None else int(count)
-            is_first_step = self._table.offloaded.take_unstepped(segment)
-            counted[segment] = Counted(step, is_first_step, self.tensor_state.of(segment))
+            counted[segment] = Counted(step, segment in first, self.tensor_state.of(segment))
         return counted
 
     def move_to_device(self, moved: Mapping[str, Callable[[], None]]) -> None:
@@ -405,9 +400,9 @@ class BoundOptimizer:
         weights and gradient memory.
         """
         flats = {flat.key: flat for flat in self._flats}
-        scalars, overrides = self.scalars(), self.overrides()
-        tensor_state = self.tensor_state.by_parameter()
-        unstepped = self._table.offloaded.unstepped_names()
+        scalars, shared = self.group_scalars.of_parameters(), self.scalars()
+        tensor_state, diverged = self.tensor_state.by_parameter(), self._table.diverged
+        unbegun = {*self._entries.unbegun}
         # states already on the device are cut anew together with those that move there
         tensors_by_key = {
             flat.key: self.tensors(flat)
@@ -418,11 +413,13 @@ class BoundOptimizer:
             move()
         groups = {segment.group for segment in self._table.segments}
         self._table.bind(self._flats, self.group_of, groups)
-        self._table.offloaded.keep_unstepped(unstepped)
         for key, tensors in tensors_by_key.items():
             for name, tensor in tensors.items():
                 self.load_tensor(flats[key], name, tensor)
-        self.load_scalars(scalars, overrides)
+        self.group_scalars.load(scalars, shared, diverged)
+        on_device = self._table.device.all_segments
+        without = [segment.rows for segment in on_device if not self._entries.of(segment)]
+        self._entries.unbegun = unbegun.union(*without)
         self.tensor_state.load(tensor_state)
 
     # ---- state, per flat and per group ----
@@ -443,7 +440,7 @@ class BoundOptimizer:
         """Return by parameter the names of the per-element states that exist on this rank."""
         names: dict[str, set[str]] = {}
         for segment in self._table.segments:
-            kinds = self._entries.elementwise(segment).keys() | self._entries.blocks(segment).keys()
+            kinds = self._entries.elementwise(segment).keys()
             for name in segment.names if segment.parts and kinds else ():
                 if name in self.group_of:
                     names.setdefault(name, set()).update(kinds)
@@ -497,13 +494,7 @@ class BoundOptimizer:
             values, at = tensor[start - first : part.stop - first], part.offset + start - part.start
             group = segment.group
             keeps = entry is not None or name in self._entries.initial(group, masters(flat))
-            if not (keeps or self._entries.is_switched_off(group, name)):
-                continue
-            if isinstance(entry, Blocks):
-                entry.put(at, values)
-            elif entry is not None and not flat.offloaded:
-                _copy(entry[at : at + values.numel()], values)
-            elif keeps or bool(values.any()):
+            if keeps or (self._entries.is_switched_off(group, name) and bool(values.any())):
                 self._table.state_of(segment).put(segment, name, at, values)
 
     def create_offloaded(self, flat: OptimizerShard) -> bool:
@@ -524,24 +515,9 @@ class BoundOptimizer:
         self.group_scalars.note_load([])
         self._table.offloaded.wait()
         dict.clear(self.optimizer.state)
+        self._table.unite()
         self.drop_state()
-        self._table.diverged = set()
         self._table.offloaded.renew_all()
-
-    def load_scalars(
-        self,
-        scalars: Sequence[Mapping[str, float]],
-        overrides: Sequence[Mapping[str, Mapping[str, float]]] = (),
-    ) -> None:
-        """Load the results of :meth:`scalars` and of :meth:`overrides`, which may name parameters
-        of any rank; create state that does not exist yet.
-
-        Raises:
-            UnsupportedOptimizerError: another number of groups, or a scalar that a group does not
-                keep.
-        """
-        self._same_groups(scalars, "step counts")
-        self.group_scalars.load(scalars, overrides)
 
     def by_parameter(
         self,
@@ -576,19 +552,14 @@ class BoundOptimizer:
 
         Raises UnsupportedOptimizerError for a scalar that a group does not keep.
         """
-        of_groups: list[dict[str, ParameterScalars]] = [{} for _ in self.groups]
+        of_groups: list[list[ParameterScalars]] = [[] for _ in self.groups]
         for name, group in self.group_of.items():
-            of_groups[group][name] = scalars.get(name)
-        shared = [_most_common(group.values()) for group in of_groups]
-        overrides = [
-            {name: own or {} for name, own in group.items() if own != common}
-            for group, common in zip(of_groups, shared)
-        ]
-        unstepped = [all(own is None for own in group.values()) for group in of_groups]
-        self.load_scalars(shared, overrides)
-        self._table.diverged = set(diverged) | {
-            group for group, differing in enumerate(overrides) if differing and not unstepped[group]
+            of_groups[group].append(scalars.get(name))
+        differing = {
+            group for group, own in enumerate(of_groups) if any(each != own[0] for each in own)
         }
+        shared = [_most_common(own) for own in of_groups]
+        self.group_scalars.load(scalars, shared, differing | {*diverged})
 
     def hyperparameters(self) -> list[ParamGroup]:
         """Return per group the settings that a checkpoint keeps, as JSON-able values (see

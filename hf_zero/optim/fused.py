@@ -175,7 +175,7 @@ class FusedStep:
         return [
             settings,
             self._steps,
-            *(array for region in self._device.regions for array in region.arrays.values()),
+            *self._device.all_arrays,
             *(launch.tiles.table for launch in tables.launches),
             *(segment.tensor for segment in segments),
             *(part.flat.gradient.shard for part in parts if part.flat.gradient.shard is not None),

@@ -29,13 +29,12 @@ from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
 from hf_zero.optim.segments import (
     FetchedArrays,
     ParamGroup,
-    ParamState,
     Regions,
     Segment,
     StateArrays,
     offloaded_region,
 )
-from hf_zero.optim.state import SegmentStateAccess
+from hf_zero.optim.state import InitialValues, SegmentStateAccess
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 if TYPE_CHECKING:
@@ -115,33 +114,15 @@ class OffloadedState(Regions):
         self._base = base
         self._moments = moments
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
-        self._unstepped: set[Segment] = set()  # not stepped yet
-        # (flat buffer, state name) of the arrays that did not exist when segments were cut
-        self._made: set[tuple[str, str]] = set()
 
     def cut(self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> None:
-        """Cut ``flats``, whose state is offloaded, into bound segments."""
-        self._made.clear()
-        self._unstepped = set()
+        """Cut ``flats``, whose state is offloaded, into regions."""
         self.set_regions(offloaded_region(flat, group_of) for flat in flats)
-        for segment in self.all_segments:
-            self.bind(segment)
-
-    def replace(self, pieces: Mapping[Segment, Sequence[Segment]]) -> None:
-        super().replace(pieces)
-        for segment, segment_pieces in pieces.items():
-            if segment in self._unstepped:
-                self._unstepped.discard(segment)
-                self._unstepped.update(segment_pieces)
 
     @staticmethod
-    def _entry(segment: Segment, name: str) -> Tensor:
+    def view(segment: Segment, name: str) -> Tensor:
+        """Return the entry of state ``name`` of ``segment``."""
         return segment.parts[0].flat.storage.entry(name)[segment.start : segment.stop]
-
-    def bind(self, segment: Segment) -> None:
-        """Give ``segment`` a tensor as a placeholder of its master weights."""
-        entry = self._entry(segment, MASTER).data
-        segment.tensor = torch.nn.Parameter(entry, requires_grad=False)
 
     def wait(self) -> None:
         """Wait until no update is running."""
@@ -150,34 +131,21 @@ class OffloadedState(Regions):
 
     # ---- first steps ----
 
-    def take_unstepped(self, segment: Segment) -> bool:
-        """Return whether ``segment`` makes its first step now, and clear its mark. SGD with
-        momentum 0 and an existing buffer keeps the mark: its first step with momentum sets the
-        buffer to the gradient.
+    def take_unbegun(self, segments: Sequence[Segment]) -> set[Segment]:
+        """Return those of ``segments`` that make their first step now, and note that they have
+        begun. SGD with momentum 0 and an existing buffer has not: its first step with momentum
+        sets the buffer to the gradient.
         """
-        is_first_step = segment in self._unstepped
-        off = not self._entries.groups[segment.group].get("momentum")
-        if not (off and self._base in BEGIN_WITH_GRADIENT and self._entries.of(segment)):
-            self._unstepped.discard(segment)
-        return is_first_step
-
-    def is_unstepped(self, segment: Segment) -> bool:
-        """Return whether ``segment`` was not stepped yet."""
-        return segment in self._unstepped
-
-    def mark_stepped(self, segment: Segment) -> None:
-        """Record that ``segment`` has state from after a step."""
-        self._unstepped.discard(segment)
-
-    def unstepped_names(self) -> frozenset[str]:
-        """Return the parameters with elements that were not stepped yet."""
-        return frozenset[str]().union(*(segment.names for segment in self._unstepped))
-
-    def keep_unstepped(self, names: frozenset[str]) -> None:
-        """Unmark the unstepped segments that hold none of the parameters ``names``."""
-        self._unstepped = {
-            segment for segment in self._unstepped if not names.isdisjoint(segment.names)
-        }
+        entries = self._entries
+        first = {segment for segment in segments if entries.is_unbegun(segment)}
+        entries.begun(
+            segment
+            for segment in first
+            if self._base not in BEGIN_WITH_GRADIENT
+            or entries.groups[segment.group].get("momentum")
+            or not entries.of(segment)
+        )
+        return first
 
     # ---- rules and formats ----
 
@@ -206,33 +174,44 @@ class OffloadedState(Regions):
 
     def create_all(self) -> None:
         """Create the state of every segment, see :meth:`create`."""
+        first = self._entries.initial_values(decoded=True)
         for segment in self.all_segments:
-            self.create(segment)
+            self.create(segment, first)
 
-    def create(self, segment: Segment) -> None:
-        """Create the initial state of ``segment``, if it has none."""
+    def create(self, segment: Segment, first: InitialValues | None = None) -> None:
+        """Create the entries of ``segment`` before its first step, if it has none, and arrays that
+        do not exist yet; ``first``: initial values.
+        """
         if self._entries.of(segment):
             return
-        storage = segment.parts[0].flat.storage
-        for name, value in self._initial_state(segment).items():
+        flat, first = segment.parts[0].flat, first or self._entries.initial_values(decoded=True)
+        for name, value in first(segment.group, _like(segment)).items():
+            entry: object = state.copied(value)
             if state.is_elementwise(name, value, (1,)):
-                key = segment.parts[0].flat.key, name
-                if name not in storage.names():
-                    storage.add(name, self._format(name, value.dtype, segment))
-                    self._made.add(key)
-                if key in self._made and bool(value):  # initial values may differ between groups
-                    self._fill(segment, name, value)
-                value = self._entry(segment, name)
-            self._entries.optimizer.state[segment.tensor][name] = value
-        self._unstepped.add(segment)
+                if name not in flat.storage.names():
+                    flat.storage.add(name, self._format(name, value.dtype, segment))
+                    for other in self.segments(flat):  # initial values may differ between groups
+                        self._write_first(other, first, name)
+                entry = self.view(segment, name)
+            self._entries.optimizer.state[segment.tensor][name] = entry
+        self._entries.unbegun |= segment.rows
 
-    def _initial_state(self, segment: Segment) -> ParamState:
-        like = torch.zeros(1, dtype=segment.tensor.dtype)
-        return self._entries.initial(segment.group, like, decoded=True)
+    def _write_first(self, segment: Segment, first: InitialValues, *names: str) -> None:
+        """Write the values before the first step other than 0 into states of ``segment`` that
+        exist; ``names``: into these.
+        """
+        entries = self._entries.of(segment)
+        for name, value in first(segment.group, _like(segment)).items():
+            if not bool(value) or (names and name not in names):
+                continue
+            if name in segment.parts[0].flat.storage.names():
+                self._fill(segment, name, value)
+            elif name in entries:
+                self._entries.optimizer.state[segment.tensor][name] = state.copied(value)
 
     def is_initial(self, segment: Segment) -> bool:
         """Return whether ``segment`` has its initial state: it was not stepped yet."""
-        return self.is_unstepped(segment) and bool(self._entries.of(segment))
+        return self._entries.is_unbegun(segment) and bool(self._entries.of(segment))
 
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
@@ -248,15 +227,20 @@ class OffloadedState(Regions):
 
     def renew_removed(self, segment: Segment) -> None:
         """Reset ``segment`` if a script has removed its entry of ``optimizer.state``."""
-        if self._entries.optimizer.state.get(segment.tensor) or segment in self._unstepped:
+        live = self._entries.optimizer.state
+        if live.get(segment.tensor) or self._entries.is_unbegun(segment):
             return
         if self.arrays(segment.parts[0].flat).dtypes.keys() - {MASTER}:
             self._renew(segment)
 
-    def take_assigned(self, segment: Segment) -> None:
+    def adopt(self, segments: Iterable[Segment]) -> None:
         """Store the arrays that a script has assigned to entries of ``optimizer.state``. Raises
         PartitionError for one of another shape.
         """
+        for segment in segments:
+            self._adopt(segment)
+
+    def _adopt(self, segment: Segment) -> None:
         entries = dict.get(self._entries.optimizer.state, segment.tensor) or {}
         storage = segment.parts[0].flat.storage
         for name in entries.keys() & set(storage.names()):
@@ -274,14 +258,14 @@ class OffloadedState(Regions):
             if value.stride() != (0,) and value.data_ptr() != own.data_ptr():
                 segment.parts[0].flat.writing().store(name, segment.start, value)
                 entries[name] = own
-                self.mark_stepped(segment)
+                self._entries.begun([segment])
 
     def _renew(self, segment: Segment) -> None:
-        storage = segment.parts[0].flat.storage
-        for name, value in self._initial_state(segment).items():
-            if name in storage.names():
+        first = self._entries.initial_values(decoded=True)
+        for name, value in first(segment.group, _like(segment)).items():
+            if name in segment.parts[0].flat.storage.names():
                 self._fill(segment, name, value)
-        self.create(segment)
+        self.create(segment, first)
 
     @staticmethod
     def _fill(segment: Segment, name: str, value: Tensor) -> None:
@@ -293,20 +277,10 @@ class OffloadedState(Regions):
         """Renew the initial state of segments that were not stepped yet: ASGD's and Rprop's
         contains the learning rate, which a schedule or a load may have changed since.
         """
-        first_values: dict[tuple[int, torch.dtype], ParamState] = {}
-        for segment in self._unstepped:
-            key = segment.group, segment.tensor.dtype
-            if key not in first_values:
-                begun = self._initial_state(segment).items()
-                first_values[key] = {name: value for name, value in begun if bool(value)}
-            if not first_values[key]:
-                continue
-            storage, live = segment.parts[0].flat.writing(), self._entries.optimizer.state
-            for name, value in first_values[key].items():
-                if name in storage.names():
-                    self._fill(segment, name, value)
-                elif name in live[segment.tensor]:
-                    live[segment.tensor][name] = state.copied(value)
+        first = self._entries.initial_values(decoded=True)
+        for segment in self.all_segments if self._entries.unbegun else ():
+            if self._entries.is_unbegun(segment):
+                self._write_first(segment, first)
 
     def start_momentum(self) -> None:
         """Create momenta as torch's SGD does in the step after momentum was switched on."""
@@ -327,12 +301,11 @@ class OffloadedState(Regions):
         ``flat.owned``, that holds values; they may be copies.
         """
         storage = flat.reading()
-        for segment in self.segments(flat):
-            self.take_assigned(segment)
+        segments = self.segments(flat)
+        self.adopt(segments)
         # a momentum that the first step will set holds no values yet
-        begins = self._base in BEGIN_WITH_GRADIENT and self._unstepped.issuperset(
-            self.segments(flat)
-        )
+        unbegun = map(self._entries.is_unbegun, segments)
+        begins = self._base in BEGIN_WITH_GRADIENT and all(unbegun)
         names = [MASTER] if begins else storage.names()
         return FetchedArrays({name: storage.dtype(name) for name in names}, storage.fetch)
 
@@ -341,7 +314,7 @@ class OffloadedState(Regions):
         flat.writing().store(name, first, tensor)
         last = first + tensor.numel()
         if name != MASTER:
-            self._unstepped -= {s for s in self.segments(flat) if s.start < last and first < s.stop}
+            self._entries.begun(segment for segment, _ in self.parts(flat, first, last))
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
@@ -350,9 +323,9 @@ class OffloadedState(Regions):
             storage.add(name, StorageFormat(values.dtype))
         live = self._entries.optimizer.state[segment.tensor]
         if name not in live:
-            live[name] = self._entry(segment, name)
+            live[name] = self.view(segment, name)
         storage.store(name, segment.start + at, values)
-        self.mark_stepped(segment)
+        self._entries.begun([segment])
 
     def packed(self, packed: StateDict, segments: Iterable[Segment]) -> StateDict:
         """Return the optimizer's own state dict ``packed`` over ``segments``, in the order of its
@@ -372,7 +345,7 @@ class OffloadedState(Regions):
             for segment in region.segments:
                 index = index_of[segment]
                 entry = entries.pop(index, {})
-                if segment in self._unstepped or not entry:
+                if self._entries.is_unbegun(segment) or not entry:
                     continue
                 entries[index] = {
                     name: arrays[name][segment.start : segment.stop]
@@ -381,6 +354,10 @@ class OffloadedState(Regions):
                     for name, value in entry.items()
                 }
         return {**packed, "state": entries}
+
+
+def _like(segment: Segment) -> Tensor:
+    return torch.zeros(1, dtype=segment.tensor.dtype)
 
 
 def _has_no_special_mode(group: ParamGroup) -> bool:

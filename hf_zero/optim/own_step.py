@@ -145,7 +145,7 @@ class OwnStep:
         else:
             run(optimizer)
         if by_step:
-            self._device.adopt(by_step)
+            self._device.adopt(by_step, by_step=True)
         return all(stepped)
 
     def update(
@@ -166,11 +166,11 @@ class OwnStep:
             in_kernel = self._takes_scale(found_inf)
             if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
                 return False
-            by_step = self._device.begin(segments) if self._device.unbegun else ()
+            by_step = self._device.begin(segments)
             gradients = [*map(Segment.gradient, segments)]
             self._over(segments, gradients, grad_scale, found_inf, in_kernel, step or self.step)
             if by_step:
-                self._device.adopt(by_step)
+                self._device.adopt(by_step, by_step=True)
         finally:
             for group in unfused:
                 group["fused"] = True

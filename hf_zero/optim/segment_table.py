@@ -1,6 +1,6 @@
-"""The segments that an optimizer steps: cut from the flat buffers, assigned to its groups, and
-split where the step counts of parameters diverge; the scalars that a group shares, its settings in
-a checkpoint, and the state of whole tensors.
+"""The segments that an optimizer steps, cut from the flat buffers where the kinds of parameters
+change, and assigned to its groups; the scalars of parameters and groups, and the state of whole
+tensors.
 
 State of a whole tensor (the factors of Adafactor's second moment) is replicated: every segment of
 the tensor, on every rank that has a part of it, keeps all of it with equal values.
@@ -8,14 +8,8 @@ the tensor, on every rank that has a part of it, keeps all of it with equal valu
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Collection,
-    Hashable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from bisect import bisect_right
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -33,9 +27,9 @@ from hf_zero.optim.segments import (
     CopiedMaster,
     GroupGradients,
     GroupMember,
+    MemoryRegion,
     Segment,
     SegmentPart,
-    StateArrays,
     masters,
 )
 from hf_zero.optim.sharded_tensors import extent_of
@@ -46,7 +40,7 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
 
 
-changes_of = attrgetter("_version")
+changes_of, _start_of = attrgetter("_version"), attrgetter("start")
 
 
 class SegmentTable:
@@ -64,7 +58,7 @@ class SegmentTable:
         gradients: GroupGradients,
         copied: Collection[str] = (),
     ) -> None:
-        self._optimizer = entries.optimizer
+        self._optimizer, self._entries = entries.optimizer, entries
         self.gradients = gradients
         self._copied = copied
         self._base = base
@@ -91,6 +85,9 @@ class SegmentTable:
         self.offloaded_stand_ins: list[Segment] = []
         self.excluded_names: frozenset[str] = frozenset()
         self.excluded: list[Segment] = []  # their segments, which other code updates
+        # by parameter; those with different numbers may have different scalars
+        self._histories: dict[str, int] = {}
+        self._region_of: dict[str, MemoryRegion] = {}  # by parameter
         # optimizer groups whose parameters have made different numbers of steps on any rank, as
         # far as this rank knows: it left parameters out of a step, or loaded their step counts
         self.diverged: set[int] = set()
@@ -104,57 +101,108 @@ class SegmentTable:
         on_device = [flat for flat in flats if not flat.offloaded]
         away = [flat for flat in flats if flat.offloaded]
         self._fused.reset(masters(on_device[0]).device if on_device else None)
+        self.device.names_in_8_bits = self.offloaded.names_in_8_bits = self.names_in_8_bits
         self.device.set_regions(cuts.cut(on_device, group_of))
         self.offloaded.cut(away, group_of)
-        segments = self.device.all_segments + self.offloaded.all_segments
+        spans = [span for region in self._regions for span in region.spans]
         self.stand_ins = []
-        for group in sorted(groups - {segment.group for segment in segments}):
-            stand_in = Segment(group, 0, 1, [])
+        for group in sorted(groups - {span.group for span in spans}):
+            region = MemoryRegion([], 1)
+            stand_in = Segment(region, group, 0, 1, [])
+            region.spans = region.segments = [stand_in]
             beside = on_device if self._adds_up else [] if away else flats
             zero = masters(beside[0]).new_zeros(1) if beside else torch.zeros(1)
             stand_in.tensor = torch.nn.Parameter(zero, requires_grad=False)
             self.stand_ins.append(stand_in)
-        self.segments = segments + self.stand_ins
-        self.offloaded.names_in_8_bits = self.names_in_8_bits
         self.offloaded_stand_ins = self.stand_ins if away and not self._adds_up else []
-        self.diverged = set()
-        dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
-        self._list()
-        self._divide_by_format(segments, flats)
-        if self._widens:
-            self._divide_by_length()
-        if self._adds_up:  # each segment must be a part of one tensor
-            self.divide(segments, lambda name: name)
-        for live in self._optimizer.param_groups:
-            choose_fused(self._base, live)
-        self.device.allocate(self.stand_ins, self.names_in_8_bits)
-        self.offloaded.create_all()
-
-    def _divide_by_format(
-        self, segments: Iterable[Segment], flats: Sequence[OptimizerShard]
-    ) -> None:
-        """Split ``segments`` where parameters with moments in 8 bits begin and end, and between
-        flat buffers, which are aligned to blocks each by itself.
-        """
         if self.names_in_8_bits:
+            # flat buffers are aligned to blocks each by itself
             formats = {
                 slot.name: flat.key
                 for flat in flats
                 for slot in flat.layout.slots
                 if slot.name in self.names_in_8_bits
             }
-            self.divide(segments, formats.get)
+            for region in self._regions:
+                divided = [cuts.divide(span, formats.get) for span in region.spans]
+                region.spans = [piece for pieces in divided for _, piece in pieces]
         if isinstance(self._optimizer, CPUOptimizer):
             self._optimizer.segment_format = self._format_of
+        dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
+        self.diverged, self._histories = set(), {}
+        self._region_of = {name: span.region for span in spans for name in span.names}
+        self._cut(self._regions)
+        self._list()
+        for live in self._optimizer.param_groups:
+            choose_fused(self._base, live)
+        self.device.allocate(self.stand_ins)
+        self.offloaded.create_all()
 
-    def _divide_by_length(self) -> None:
-        """Split the segments on the device that are longer than a batch of widened ones."""
-        longest, pieces = bf16_state.WIDENED, {}
-        for segment in self.segments:
-            if segment.parts and not segment.offloaded:
-                positions = range(longest, segment.stop - segment.start, longest)
-                pieces[segment] = cuts.split(segment, positions)
-        self.replace(pieces)
+    @property
+    def _regions(self) -> list[MemoryRegion]:
+        return self.device.regions + self.offloaded.regions
+
+    # ---- cuts ----
+
+    def unite(self) -> None:
+        """Cut the segments anew: none has state, and no parameter has been left out of a step."""
+        self.diverged, self._histories = set(), {}
+        self._recut(self._regions)
+
+    def part(self, names: Iterable[str]) -> None:
+        """Let no segment hold both some of ``names`` and other parameters from now on."""
+        last, numbers = max(self._histories.values(), default=0), dict[int, int]()
+        concerned = sorted(self._region_of.keys() & names)
+        for name in concerned:
+            former = self._histories.get(name, 0)
+            self._histories[name] = numbers.setdefault(former, last + 1 + len(numbers))
+        self._recut(dict.fromkeys(self._region_of[name] for name in concerned))
+
+    def join(self, kind_of: Mapping[str, Hashable]) -> None:
+        """Let segments hold all parameters of one kind, in place of those of one history."""
+        numbers: dict[Hashable, int] = {}
+        self._histories = {
+            name: numbers.setdefault(kind, len(numbers)) for name, kind in kind_of.items()
+        }
+        self._recut(self._regions)
+
+    def _recut(self, regions: Iterable[MemoryRegion]) -> None:
+        if self._cut(regions):
+            self._fused.divide()
+            self._list()
+
+    def _cut(self, regions: Iterable[MemoryRegion]) -> bool:
+        """Cut the spans of ``regions`` into segments of parameters with one history; return whether
+        any segment is new. Those with the same elements as before stay; others get views of the
+        same states.
+        """
+        changed = False
+        for region in regions:
+            former = region.segments
+            by_place = {(segment.start, segment.stop): segment for segment in former}
+            pieces = [piece for span in region.spans for piece in self._pieces(span)]
+            region.segments = [by_place.pop((s.start, s.stop), s) for s in pieces]
+            new = set(region.segments).difference(former)
+            changed = changed or bool(new)
+            for segment in by_place.values():
+                self.state_of(segment).adopt([segment])
+            for segment in region.segments:
+                if segment in new:
+                    segment.bind()
+                    if former:
+                        at = bisect_right(former, segment.start, key=_start_of) - 1
+                        self._entries.carry(former[at], segment, self.state_of(segment).view)
+            for segment in by_place.values():
+                dict.pop(self._optimizer.state, segment.tensor, None)
+        return changed
+
+    def _pieces(self, span: Segment) -> Iterator[Segment]:
+        """Yield ``span``, cut; on the device, each piece is short enough to be widened."""
+        by_name = self._adds_up  # each segment must be a part of one tensor
+        history = self._histories
+        for _, piece in cuts.divide(span, lambda name: name if by_name else history.get(name, 0)):
+            longest = bf16_state.WIDENED if self._widens and not span.offloaded else span.stop
+            yield from cuts.split(piece, range(longest, piece.stop - piece.start, longest))
 
     def _format_of(self, tensor: Tensor) -> str:
         """Return the format of the moments of the segment ``tensor``."""
@@ -163,6 +211,8 @@ class SegmentTable:
 
     def _list(self) -> None:
         """Write the current segments into the optimizer's groups and rebuild the lists by kind."""
+        segments = self.device.all_segments + self.offloaded.all_segments
+        self.segments = segments + self.stand_ins
         self.stepped = [segment for segment in self.segments if not segment.offloaded]
         if self.offloaded_stand_ins:
             self.stepped = [segment for segment in self.stepped if segment.parts]
@@ -210,40 +260,8 @@ class SegmentTable:
     def is_unstepped(self, segment: Segment) -> bool:
         """Return whether ``segment`` was never stepped."""
         if segment.offloaded:
-            return self.offloaded.is_unstepped(segment)
+            return self._entries.is_unbegun(segment)
         return segment.tensor not in self._optimizer.state
-
-    def divide(
-        self, segments: Iterable[Segment], kind_of: Callable[[str], Hashable]
-    ) -> dict[Segment, list[tuple[Hashable, Segment]]]:
-        """Split ``segments``, with their state, wherever a parameter of another kind begins; return
-        the pieces of each, with their kinds.
-        """
-        divided = {segment: cuts.divide(segment, kind_of) for segment in segments}
-        self.replace({segment: [piece for _, piece in parts] for segment, parts in divided.items()})
-        return divided
-
-    def replace(self, pieces: Mapping[Segment, list[Segment]]) -> None:
-        """Replace segments by the pieces they were cut into, with their state."""
-        changed = {segment: parts for segment, parts in pieces.items() if len(parts) > 1}
-        if changed:
-            self._fused.divide()
-        for segment, parts in changed.items():
-            entries: StateArrays = self._optimizer.state.pop(segment.tensor, {})
-            for piece in parts:
-                self.state_of(piece).bind(piece)
-                start = piece.start - segment.start
-                if entries:
-                    self._optimizer.state[piece.tensor] = state.narrowed(
-                        entries, segment.tensor.shape, start, start + piece.tensor.numel()
-                    )
-        if changed:
-            self.segments = [
-                piece for segment in self.segments for piece in changed.get(segment, [segment])
-            ]
-            self._list()
-            self.device.replace(changed)
-            self.offloaded.replace(changed)
 
     def exclude(self, names: frozenset[str]) -> None:
         """Leave the parameters ``names`` to other code (hf_zero/compression): from now on only
@@ -252,7 +270,7 @@ class SegmentTable:
         if names == self.excluded_names:
             return
         self.excluded_names = names
-        self.divide([s for s in self.segments if s.parts], names.__contains__)
+        self.part(names)
         self._list()
         # each needs a counter of its own from now on
         for segment in self.excluded:
@@ -271,19 +289,17 @@ class SegmentTable:
         for segment in self.excluded:
             self._optimizer.state[segment.tensor]["step"] += 1
 
-    def leave_out(self, segments: Iterable[Segment], unused: frozenset[str]) -> set[Segment]:
-        """Return the segments of ``unused`` parameters among ``segments``, split so that they hold
-        no others.
-        """
+    def part_unused(self, segments: Iterable[Segment], unused: frozenset[str]) -> None:
+        """Cut ``segments`` such that none holds both ``unused`` parameters and others."""
         concerned = [segment for segment in segments if not unused.isdisjoint(segment.names)]
-        left_out = {segment for segment in concerned if unused.issuperset(segment.names)}
-        mixed = [segment for segment in concerned if segment not in left_out]
         self.diverged |= {segment.group for segment in concerned}
-        for parts in self.divide(mixed, unused.__contains__).values():
-            left_out |= {piece for is_unused, piece in parts if is_unused}
-        return left_out
+        mixed = [segment.names for segment in concerned if not unused.issuperset(segment.names)]
+        if mixed:
+            self.part(unused & frozenset[str]().union(*mixed))
 
 
+ParameterScalars = dict[str, float] | None
+"""The scalar states of one parameter; None: it has made no step."""
 GroupReport = tuple[dict[str, float], dict[str, dict[str, float]]]
 """The scalars of a group on one rank, and the differing scalars of its parameters by name."""
 
@@ -341,63 +357,64 @@ class GroupScalars:
                     out[segment.group] |= dict.fromkeys(segment.names, scalars)
         return out
 
-    def note_load(
-        self,
-        scalars: Sequence[Mapping[str, float]],
-        overrides: Sequence[Mapping[str, Mapping[str, float]]] = (),
-    ) -> None:
+    def note_load(self, scalars: Iterable[Mapping[str, float]]) -> None:
         """Record that state with these scalars, equal on all ranks, has replaced the former."""
-        entries = [*scalars, *(own for group in overrides for own in group.values())]
         self.loads += 1
         self._table.exclude(frozenset())  # the loaded state may lack theirs
-        self.loaded_steps = int(max((entry.get("step", 0) for entry in entries), default=0))
+        self.loaded_steps = int(max((entry.get("step", 0) for entry in scalars), default=0))
+
+    def of_parameters(self) -> dict[str, ParameterScalars]:
+        """Return the scalars of each parameter with elements on this rank."""
+        return {
+            name: None if self._table.is_unstepped(segment) else self._entries.scalars(segment)
+            for segment in self._table.segments
+            for name in segment.names
+        }
 
     def load(
         self,
-        scalars: Sequence[Mapping[str, float]],
-        overrides: Sequence[Mapping[str, Mapping[str, float]]],
+        scalars: Mapping[str, ParameterScalars],
+        shared: Sequence[Mapping[str, float]],
+        diverged: set[int],
     ) -> None:
-        """Load the results of :meth:`scalars` and of :meth:`overrides`, which may name parameters
-        of any rank; create state that does not exist yet.
+        """Load the scalars of parameters, which may be of any rank; one that is missing there
+        begins without state. Create state that does not exist yet. ``shared``, by group: those of
+        stand-ins; ``diverged``: as of :class:`SegmentTable`.
         """
-        self.note_load(scalars, overrides)
-        by_name = {name: values for group in overrides for name, values in group.items()}
-        if by_name:
-            scalars_of = {name: tuple(sorted(values.items())) for name, values in by_name.items()}
-            concerned = [
-                segment
-                for segment in self._table.segments
-                if segment.parts and not segment.names.isdisjoint(by_name)
-            ]
-            self._table.diverged |= {index for index, group in enumerate(overrides) if group}
-            self._table.separate_counters()
-            self._table.divide(concerned, scalars_of.get)
-        for segment in self._table.segments:
-            values = (
-                by_name.get(min(segment.names), scalars[segment.group])
-                if by_name and segment.parts
-                else scalars[segment.group]
-            )
-            if not values:
-                if not segment.parts or (by_name and min(segment.names) in by_name):
-                    self._table.state_of(segment).unstep(segment)
+        table, entries = self._table, self._entries
+        self.note_load([*shared, *(own for own in scalars.values() if own)])
+        table.separate_counters()
+        kinds = dict[str, Hashable]()
+        for segment in table.segments:
+            existing = frozenset(entries.of(segment))
+            for name in segment.names:
+                own = scalars.get(name)
+                kinds[name] = existing, None if own is None else tuple(sorted(own.items()))
+        table.join(kinds)
+        table.diverged = diverged
+        for segment in table.segments:
+            store = table.state_of(segment)
+            values = scalars.get(min(segment.names)) if segment.parts else shared[segment.group]
+            if values is None or not (values or segment.parts):
+                store.unstep(segment)
                 continue
-            store = self._table.state_of(segment)
+            if not values:
+                continue
             store.create(segment)
-            if store is self._table.offloaded and values.get("step", 1):
-                self._table.offloaded.mark_stepped(segment)
-            saved_state = self._entries.of(segment)
+            if values.get("step", 1):
+                entries.begun([segment])
+            saved_state = entries.of(segment)
             for name, scalar in values.items():
                 if name not in saved_state:
                     raise UnsupportedOptimizerError(
-                        f"optimizer {type(self._entries.optimizer).__name__} keeps no number "
+                        f"optimizer {type(entries.optimizer).__name__} keeps no number "
                         f"{name!r} in group {segment.group}; the state was saved by "
                         "another optimizer. Use the same one, or load without optimizer states."
                     )
                 if isinstance(saved_state[name], Tensor):
                     saved_state[name].fill_(scalar)
                 else:
-                    self._entries.optimizer.state[segment.tensor][name] = state.scalar_like(
+                    entries.optimizer.state[segment.tensor][name] = state.scalar_like(
                         saved_state[name], scalar
                     )
 

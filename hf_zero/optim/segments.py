@@ -2,10 +2,10 @@
 views only; ``segment_table.py`` keeps the current ones.
 
 The owned range of every flat buffer is cut into runs of one group. Runs that are adjacent in memory
-and share a group become one *segment*, the tensor that the optimizer sees. Flat buffers that share
-a segment form a *region*, a contiguous stretch of memory with places counted from its first
-element; state tensors of a region are kept together, so that a flat buffer's slice of them is one
-view.
+and share a group become one *span*. Flat buffers that share a span form a *region*, a contiguous
+stretch of memory with places counted from its first element, over which each state is one array.
+*Segments*, the tensors that the optimizer steps, are pieces of spans. They hold no state: its
+entries for a segment are views of these arrays, wherever spans are cut.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import PartitionError
+from hf_zero.offload.storage import MASTER
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 if TYPE_CHECKING:
@@ -161,8 +162,9 @@ class CopiedMaster(GroupMember):
 
 @dataclass(eq=False)
 class Segment:
-    """One tensor of one group. ``start`` and ``stop`` are its place in its region."""
+    """One tensor of one group. ``start`` and ``stop`` are its place in ``region``."""
 
+    region: MemoryRegion
     group: int
     start: int
     stop: int
@@ -190,6 +192,11 @@ class Segment:
         return frozenset(name for part in self.parts for name, _ in part.parameters())
 
     @cached_property
+    def rows(self) -> frozenset[str | int]:
+        """Its rows in tables by parameter: its parameters, or the group of a stand-in."""
+        return self.names or frozenset({self.group})
+
+    @cached_property
     def part_of(self) -> dict[str, SegmentPart]:
         """Its part of each flat buffer, by key."""
         return {part.flat.key: part for part in self.parts}
@@ -204,11 +211,16 @@ class Segment:
         self.stop += stop - start
 
     def bind(self) -> None:
-        """Create the leaf tensor over the masters of the parts: one view, as they are adjacent."""
-        first = masters(self.parts[0].flat)
-        view = first.as_strided(
-            (self.stop - self.start,), (1,), first.storage_offset() + self.parts[0].start
-        )
+        """Create the leaf tensor over the masters of the parts: one view, as they are adjacent; a
+        placeholder where their storage has no memory.
+        """
+        if self.offloaded:
+            view = self.parts[0].flat.storage.entry(MASTER)[self.start : self.stop]
+        else:
+            first = masters(self.parts[0].flat)
+            view = first.as_strided(
+                (self.stop - self.start,), (1,), first.storage_offset() + self.parts[0].start
+            )
         # .data: steps and scripts alone are in its count of changes
         self.tensor = torch.nn.Parameter(view.data, requires_grad=False)
 
@@ -246,17 +258,32 @@ class Segment:
 
 @dataclass(eq=False)
 class MemoryRegion:
-    """Flat buffers connected by segments, each with the place of its first owned element.
+    """Flat buffers connected by spans, each with the place of its first owned element; none of a
+    stand-in.
 
-    ``arrays``: state on the device by name, [numel] each, of which segments have slices;
-    ``in_blocks``: some of it is in blocks of 8 bits, and kept by segment.
+    ``spans``: its elements by group and format; ``segments``: the pieces of these that are stepped;
+    ``arrays``: state on the device by name, [numel]; moments by span if some are in blocks.
     """
 
     flats: list[tuple[OptimizerShard, int]]
-    segments: list[Segment]
     numel: int
-    arrays: dict[str, Tensor] = field(default_factory=dict)
-    in_blocks: bool = False
+    spans: list[Segment] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    arrays: dict[str, Any] = field(default_factory=dict)
+
+    def moments(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+        """Yield state ``name`` of elements ``[start, stop)`` on the device in pieces, each with its
+        place.
+        """
+        array = self.arrays[name]
+        if isinstance(array, Tensor):
+            yield 0, array[start:stop]
+            return
+        at = max(0, bisect_right(self.spans, start, key=_start_of) - 1)
+        for span, moment in zip(self.spans[at:], array[at:]):
+            first, last = max(span.start, start), min(span.stop, stop)
+            if first < last:
+                yield first - start, moment[first - span.start : last - span.start]
 
 
 class Regions:
@@ -295,13 +322,6 @@ class Regions:
     def segments(self, flat: OptimizerShard) -> list[Segment]:
         """Return the segments of ``flat``, in order."""
         return [segment for segment, _ in self.parts(flat)]
-
-    def replace(self, pieces: Mapping[Segment, Sequence[Segment]]) -> None:
-        """Replace segments by their ``pieces``."""
-        for region in self.regions:
-            region.segments = [
-                piece for segment in region.segments for piece in pieces.get(segment, [segment])
-            ]
 
 
 _start_of, _stop_of = attrgetter("start"), attrgetter("stop")
@@ -378,8 +398,8 @@ def group_runs(
 
 
 def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[Hashable, Segment]]:
-    """Split ``segment`` wherever a parameter of another kind begins; return (kind, segment) in
-    order, not bound yet.
+    """Cut ``segment`` wherever a parameter of another kind begins; return (kind, piece) in order,
+    not bound yet.
 
     Padding joins the piece before it. A segment of one kind is returned itself.
     """
@@ -406,9 +426,8 @@ def split(segment: Segment, places: Sequence[int]) -> list[Segment]:
         return [segment]
     pieces = []
     for start, stop in pairwise([0, *places, segment.stop - segment.start]):
-        piece = Segment(
-            segment.group, segment.start + start, segment.start + stop, [], segment.sub_group
-        )
+        first, last = segment.start + start, segment.start + stop
+        piece = Segment(segment.region, segment.group, first, last, [], segment.sub_group)
         for part in segment.parts:
             first, last = max(start, part.offset), min(stop, part.offset + part.stop - part.start)
             if first < last:
@@ -434,21 +453,20 @@ def sub_groups(
 
 def offloaded_region(flat: OptimizerShard, group_of: Mapping[str, int]) -> MemoryRegion:
     """Return the region of a flat buffer with offloaded states: each of their sub-groups is a
-    segment, bound by the storage.
+    span.
     """
-    region = MemoryRegion([(flat, 0)], [], flat.owned[1] - flat.owned[0])
+    region = MemoryRegion([(flat, 0)], flat.owned[1] - flat.owned[0])
     for run in group_runs(flat.layout, flat.owned, group_of):
         for sub_group, (start, stop) in enumerate(flat.storage.sub_groups):
             if run.group is not None and run.start <= start < run.stop:
-                region.segments.append(
-                    Segment(run.group, start, stop, [SegmentPart(flat, start, stop, 0)], sub_group)
-                )
+                part = SegmentPart(flat, start, stop, 0)
+                region.spans.append(Segment(region, run.group, start, stop, [part], sub_group))
     return region
 
 
 def cut(flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> list[MemoryRegion]:
-    """Return the regions of ``flats`` on this rank, in the order of memory, with their segments
-    bound to the masters.
+    """Return the regions of ``flats`` on this rank, in the order of memory, with a span for each
+    run of one group.
     """
     storages: dict[int, int] = {}
     for flat in flats:
@@ -478,7 +496,7 @@ def cut(flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> list[Me
             and _touch(before.gradient.shard, flat.gradient.shard)
         )
         if not joined:
-            regions.append(MemoryRegion([], [], 0))
+            regions.append(MemoryRegion([], 0))
         region = regions[-1]
         base = region.numel
         region.flats.append((flat, base))
@@ -486,19 +504,11 @@ def cut(flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> list[Me
             if run.group is None:
                 continue
             if joined and index == 0:
-                region.segments[-1].extend(flat, run.start, run.stop)
+                region.spans[-1].extend(flat, run.start, run.stop)
             else:
-                region.segments.append(
-                    Segment(
-                        run.group,
-                        base + run.start,
-                        base + run.stop,
-                        [SegmentPart(flat, run.start, run.stop, 0)],
-                    )
-                )
+                part = SegmentPart(flat, run.start, run.stop, 0)
+                start, stop = base + run.start, base + run.stop
+                region.spans.append(Segment(region, run.group, start, stop, [part]))
         region.numel = base + runs[-1].stop
         before, last = flat, runs[-1]
-    for region in regions:
-        for segment in region.segments:
-            segment.bind()
     return regions

@@ -6,19 +6,20 @@ device, slices of arrays in which each state of a flat buffer is one view.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_zero.device import kinds
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.offload.storage import MASTER
+from hf_zero.offload.storage import MASTER, decoded
 from hf_zero.ops.flat_tiles import PHASE
-from hf_zero.ops.moment_blocks import Blocks
+from hf_zero.ops.moment_blocks import Blocks, Moment
 from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.segments import (
@@ -28,7 +29,6 @@ from hf_zero.optim.segments import (
     ParamState,
     Regions,
     Segment,
-    SegmentPart,
     StateArrays,
     current_settings,
     masters,
@@ -45,6 +45,8 @@ MADE_BY_CONSTRUCTORS = (torch.optim.Adagrad,)
 
 InitialValues = Callable[[int, Tensor], ParamState]
 """Initial state of a parameter of a group, like a tensor."""
+View = Callable[["Segment", str], object]
+"""Memory of a state of a segment."""
 
 
 def is_scalar(name: str, value: object, shape: Sequence[int]) -> bool:
@@ -74,7 +76,9 @@ def without_none(state: StateArrays) -> ParamState:
     return {name: value for name, value in state.items() if value is not None}
 
 
-def refuse_unknown(optimizer: torch.optim.Optimizer, name: str, value: object, where: str) -> None:
+def refuse_unknown(
+    optimizer: torch.optim.Optimizer, name: str, value: object, where: str
+) -> NoReturn:
     what = (
         f"a tensor of shape {tuple(value.shape)}"
         if isinstance(value, Tensor)
@@ -183,21 +187,6 @@ def scalar_like(value: Any, number: float) -> Any:
     return type(value)(number)
 
 
-def narrowed(
-    entries: StateArrays, shape: Sequence[int], start: int, stop: int
-) -> dict[str, object]:
-    """Return the state of elements ``[start, stop)`` of a parameter of ``shape`` with ``entries``:
-    views of tensors, copies of numbers.
-    """
-
-    def part(name: str, value: Any) -> object:
-        if isinstance(value, Blocks):
-            return value.narrow(start, stop - start)
-        return value[start:stop] if is_elementwise(name, value, shape) else copied(value)
-
-    return {name: part(name, value) for name, value in entries.items()}
-
-
 def copied(value: Any) -> Any:
     """Return a copy of ``value``, a number or the state of a whole tensor."""
     if isinstance(value, Mapping):
@@ -281,56 +270,52 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
     wait: Callable[[], None] | None = None
     restart: Callable[[], None] | None = None
 
-    def _refuse(self, key: object) -> None:
+    def _look(self, *keys: object) -> None:
+        """Refuse a parameter among ``keys``, and wait."""
         if self.refuse is not None:
-            self.refuse(key)
-
-    def _wait(self) -> None:
+            for key in keys:
+                self.refuse(key)
         if self.wait is not None:
             self.wait()
 
     def __getitem__(self, key: object) -> dict[str, object]:
-        self._wait()
+        self._look()
         return super().__getitem__(key)
 
     def __iter__(self) -> Iterator[object]:
-        self._wait()
+        self._look()
         return super().__iter__()
 
     def items(self) -> Any:
-        self._wait()
+        self._look()
         return super().items()
 
     def values(self) -> Any:
-        self._wait()
+        self._look()
         return super().values()
 
     def keys(self) -> Any:
-        self._wait()
+        self._look()
         return super().keys()
 
     def __len__(self) -> int:
-        self._wait()
+        self._look()
         return super().__len__()
 
     def __contains__(self, key: object) -> bool:
-        self._refuse(key)
-        self._wait()
+        self._look(key)
         return super().__contains__(key)
 
     def __setitem__(self, key: object, state: dict[str, object]) -> None:
-        self._refuse(key)
-        self._wait()
+        self._look(key)
         super().__setitem__(key, state)
 
     def __delitem__(self, key: object) -> None:
-        self._refuse(key)
-        self._wait()
+        self._look(key)
         super().__delitem__(key)
 
     def setdefault(self, key: object, default: Any = None) -> Any:
-        self._refuse(key)
-        self._wait()
+        self._look(key)
         return super().setdefault(key, default)
 
     def update(self, *states: Any, **named: Any) -> None:
@@ -338,12 +323,11 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
             self[key] = state
 
     def pop(self, key: object, *default: object) -> Any:
-        self._refuse(key)
-        self._wait()
+        self._look(key)
         return super().pop(key, *default)
 
     def popitem(self) -> tuple[object, dict[str, object]]:
-        self._wait()
+        self._look()
         return super().popitem()
 
     def clear(self) -> None:
@@ -353,12 +337,11 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
             super().clear()
 
     def __missing__(self, key: object) -> dict[str, object]:
-        self._refuse(key)
+        self._look(key)
         return super().__missing__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        self._refuse(key)
-        self._wait()
+        self._look(key)
         return super().get(key, default)
 
 
@@ -372,10 +355,15 @@ class NarrowStates(Protocol):
 
 
 class SegmentStateAccess:
-    """Access to the entries of ``optimizer.state`` by segment."""
+    """Access to the entries of ``optimizer.state`` by segment.
+
+    ``unbegun``: the rows (:attr:`Segment.rows`) of which the next step is the first, or the first
+    with a momentum. In every tier, state of others is after a step, written or loaded.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, bf16: NarrowStates | None = None) -> None:
         self.optimizer, self.bf16 = optimizer, bf16
+        self.unbegun: set[str | int] = set()
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -388,14 +376,35 @@ class SegmentStateAccess:
         # an engine's states wait for the update under way at each look: one look is enough
         return without_none(dict.__getitem__(states, tensor)) if tensor in states else {}
 
-    def elementwise(self, segment: Segment) -> dict[str, Tensor]:
-        """Return the per-element states of ``segment`` that are tensors."""
+    def elementwise(self, segment: Segment) -> dict[str, Moment]:
+        """Return the per-element states of ``segment``."""
         shape = segment.tensor.shape
         return {
             name: value
             for name, value in self.of(segment).items()
-            if is_elementwise(name, value, shape)
+            if isinstance(value, Blocks) or is_elementwise(name, value, shape)
         }
+
+    def carry(self, former: Segment, segment: Segment, view: View) -> None:
+        """Create the entries of ``segment``, cut from the same span as ``former``: views of the
+        same states, and copies of its scalars.
+        """
+        own = self.elementwise(former)
+        entries = {
+            name: view(segment, name) if name in own else copied(value)
+            for name, value in self.of(former).items()
+        }
+        if entries:
+            self.optimizer.state[segment.tensor] = entries
+
+    def begun(self, segments: Iterable[Segment]) -> None:
+        """Note that ``segments`` have begun."""
+        for segment in segments if self.unbegun else ():
+            self.unbegun -= segment.rows
+
+    def is_unbegun(self, segment: Segment) -> bool:
+        """Return whether the next step of ``segment`` is its first."""
+        return not self.unbegun.isdisjoint(segment.rows)
 
     def scalars(self, segment: Segment) -> dict[str, float]:
         """Return the scalar states of ``segment``."""
@@ -427,23 +436,6 @@ class SegmentStateAccess:
 
         return values
 
-    def blocks(self, segment: Segment) -> dict[str, Blocks]:
-        """Return the states of ``segment`` that are in 8 bits."""
-        return {
-            name: value for name, value in self.of(segment).items() if isinstance(value, Blocks)
-        }
-
-    def created(self, segment: Segment, name: str, value: Tensor) -> Tensor | Blocks:
-        """Return the per-element state ``name`` of ``segment`` before its first step, which is
-        ``value`` for each element, in the format in which the optimizer keeps it.
-        """
-        optimizer = self.optimizer
-        if isinstance(optimizer, CPUOptimizer) and name in optimizer.moment_names:
-            group = self.groups[segment.group]
-            if optimizer.format_of(group, segment.tensor) == "dynamic8":
-                return optimizer.new_moment(group, name, segment.tensor)
-        return value.expand(segment.tensor.shape).clone()
-
     def some_group_keeps(self, name: str, like: Tensor) -> bool:
         """Return whether a group keeps a state ``name`` for a parameter like ``like``, or would
         with a momentum.
@@ -462,9 +454,9 @@ class SegmentStateAccess:
 
 class DeviceState(Regions):
     """The state of segments on the device: one array for each region (``segments.py``) and name of
-    state, allocated when the optimizer is bound. ``optimizer.state`` has slices of them, from the
-    first step of a segment on. State in blocks of 8 bits is kept by segment instead, with all of
-    its region.
+    state, allocated when the optimizer is bound. ``optimizer.state`` has views of them, from the
+    first step of a segment on. In a region with state in blocks of 8 bits, an array is in pieces,
+    one for each span, that are allocated by the first step.
 
     ``base``: the optimizer's class among those with a known update; ``begins_with_gradient``:
     whether its first step sets the momentum to the gradient.
@@ -479,31 +471,33 @@ class DeviceState(Regions):
         self._by_constructor = isinstance(entries.optimizer, MADE_BY_CONSTRUCTORS)
         self._is_known = base is not None or self._by_constructor
         self._begins_with_gradient = begins_with_gradient
-        # segments that have not begun: their next step is the first, or the first with a momentum
-        self.unbegun: set[Segment] = set()
         self._stand_ins: Sequence[Segment] = ()
+        self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.allocations = 0  # number of arrays allocated so far: they are then at other places
 
-    def allocate(self, stand_ins: Sequence[Segment], names_in_8_bits: frozenset[str]) -> None:
-        """Allocate the state of new regions and ``stand_ins``. ``names_in_8_bits``: parameters with
-        moments in 8 bits.
-        """
+    def allocate(self, stand_ins: Sequence[Segment]) -> None:
+        """Allocate the state of new regions and ``stand_ins``."""
         self._stand_ins = stand_ins
-        for region in self.regions if names_in_8_bits else ():
-            in_fp32 = (names_in_8_bits.isdisjoint(segment.names) for segment in region.segments)
-            region.in_blocks = not all(in_fp32)
         self.renew()
+
+    def _is_coded(self, segment: Segment) -> bool:
+        return not self.names_in_8_bits.isdisjoint(segment.names)
+
+    def _is_in_blocks(self, region: MemoryRegion) -> bool:
+        return bool(self.names_in_8_bits) and any(map(self._is_coded, region.spans))
 
     def renew(self) -> None:
         """Allocate the arrays of all regions whose state is known before the first step; no segment
         has state. The former arrays stay in state dicts that a script keeps.
         """
-        self.unbegun = {*self.all_segments, *self._stand_ins}
+        segments = [*self.all_segments, *self._stand_ins]
+        self._entries.unbegun |= set[str | int]().union(*(segment.rows for segment in segments))
         first = self._entries.initial_values()
         dtypes: dict[str, dict[MemoryRegion, torch.dtype]] = {}
-        for region in self.regions:
+        for region in (segment.region for segment in segments):
             region.arrays.clear()
-            if region.in_blocks or not self._is_known:
+        for region in self.regions:
+            if self._is_in_blocks(region) or not self._is_known:
                 continue
             for group in dict.fromkeys(segment.group for segment in region.segments):
                 for name, value in first(group, region.segments[0].tensor).items():
@@ -531,22 +525,23 @@ class DeviceState(Regions):
                 total += region.numel
             whole = torch.zeros(total, dtype=dtype, device=begin.tensor.device)
             for region, place in places.items():
-                region.arrays[name] = whole[place : place + region.numel]
+                array = region.arrays[name] = whole[place : place + region.numel]
                 for segment in region.segments:
                     if name not in self._entries.of(segment):
                         value = first(segment.group, segment.tensor).get(name)
                         if value is not None and bool(value):
-                            region.arrays[name][segment.start : segment.stop] = value
+                            array[segment.start : segment.stop] = value
 
-    def bind(self, segment: Segment) -> None:
-        """Give ``segment``, cut out of another one, its tensor."""
-        segment.bind()
-
-    def replace(self, pieces: Mapping[Segment, Sequence[Segment]]) -> None:
-        super().replace(pieces)
-        for segment in self.unbegun & pieces.keys():
-            self.unbegun.remove(segment)
-            self.unbegun.update(pieces[segment])
+    def _pieces(self, region: MemoryRegion, name: str, dtype: torch.dtype) -> list[Moment]:
+        """Return state ``name`` of each span of ``region``, in the format of its moments."""
+        optimizer, device = self._entries.optimizer, region.segments[0].tensor.device
+        moments = optimizer.moment_names if isinstance(optimizer, CPUOptimizer) else {}
+        return [
+            Blocks.zeros(span.stop - span.start, moments[name], True, device)
+            if name in moments and self._is_coded(span)
+            else torch.zeros(span.stop - span.start, dtype=dtype, device=device)
+            for span in region.spans
+        ]
 
     # ---- the first step ----
 
@@ -554,108 +549,145 @@ class DeviceState(Regions):
         """Create the state of those of ``segments`` that make their first step now. Return those
         whose state only the step itself can create, which :meth:`adopt` takes afterwards.
         """
+        if not self._entries.unbegun:
+            return []
         by_step: list[Segment] = []
         first, groups = self._entries.initial_values(), self._entries.groups
         # a hook before the step may yet change the rate, on which initial values can depend
         hooked = self._entries.optimizer._optimizer_step_pre_hooks and self._entries.bf16 is None
         known = self._by_constructor or (self._is_known and not hooked)
-        for segment in segments:
-            if segment not in self.unbegun:
-                continue
-            group = groups[segment.group]
-            if self._begins_with_gradient and not group["momentum"]:
-                continue
-            self.unbegun.discard(segment)
-            damps = self._begins_with_gradient and group["dampening"]
+        waits = self._begins_with_gradient
+        new = [
+            segment
+            for segment in segments
+            if self._entries.is_unbegun(segment)
+            and not (waits and not groups[segment.group]["momentum"])
+        ]
+        for segment in new:
+            damps = self._begins_with_gradient and groups[segment.group]["dampening"]
             if not known or damps or self._entries.of(segment):
                 by_step.append(segment)
                 continue
             self.create(segment, first)
             if self._begins_with_gradient:  # -0.0 plus a gradient is that gradient, a -0.0 too
                 for value in self._entries.elementwise(segment).values():
-                    value.fill_(-0.0)
+                    if isinstance(value, Tensor):
+                        value.fill_(-0.0)
+        self._entries.begun(new)
         return by_step
 
     def create(self, segment: Segment, first: InitialValues | None = None) -> None:
         """Create the initial state of ``segment``, if it has none; ``first``: initial values."""
         if self._entries.of(segment):
             return
-        live = self._entries.optimizer.state[segment.tensor]
         first = first or self._entries.initial_values()
+        if not self._entries.is_unbegun(segment):  # a script has removed it
+            self._move([*segment.region.arrays], first)
+        live = self._entries.optimizer.state[segment.tensor]
         for name, value in first(segment.group, segment.tensor).items():
-            if not is_elementwise(name, value, (1,)):
-                live[name] = copied(value)
-            elif not segment.parts or self._region(segment).in_blocks:
-                live[name] = self._entries.created(segment, name, value)
+            if is_elementwise(name, value, (1,)):
+                live[name] = self._view(segment, name, value.dtype, first)
+                _set(live[name], value)
             else:
-                live[name] = self._slice(segment, name, value.dtype, first).copy_(value)
+                live[name] = copied(value)
 
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
-        self.unbegun.add(segment)
-        if self._entries.optimizer.state.pop(segment.tensor, None) and segment.parts:
-            for array in self._region(segment).arrays.values():
-                array[segment.start : segment.stop].zero_()
+        self._entries.unbegun |= segment.rows
+        if self._entries.optimizer.state.pop(segment.tensor, None):
+            for name in segment.region.arrays:
+                _set(self.view(segment, name), 0.0)
 
-    def _region(self, segment: Segment) -> MemoryRegion:
-        return self._region_of[segment.parts[0].flat.key][0]
-
-    def _slice(
+    def _view(
         self, segment: Segment, name: str, dtype: torch.dtype, first: InitialValues
-    ) -> Tensor:
+    ) -> Moment:
         """Return the memory of state ``name`` of ``segment``; allocate the array if it is new."""
-        region = self._region(segment)
+        region = segment.region
         if name not in region.arrays:
-            self._allocate(name, {region: dtype}, first)
-        return region.arrays[name][segment.start : segment.stop]
+            if self._is_in_blocks(region):
+                region.arrays[name] = self._pieces(region, name, dtype)
+            else:
+                self._allocate(name, {region: dtype}, first)
+        return self.view(segment, name)
+
+    @staticmethod
+    def view(segment: Segment, name: str) -> Moment:
+        """Return the entry of state ``name`` of ``segment``."""
+        [(_, moment)] = segment.region.moments(name, segment.start, segment.stop)
+        return moment
+
+    def _move(self, names: Iterable[str], first: InitialValues) -> None:
+        """Move the states ``names`` into new memory: the former stays as it is, in state dicts that
+        a script keeps.
+        """
+        live = self._entries.optimizer.state
+        for name in names:
+            former = {r: r.arrays[name] for r in self.regions if name in r.arrays}
+            own = [
+                segment
+                for region in former
+                for segment in region.segments
+                for value in [self._entries.of(segment).get(name)]
+                if value is not None and _address(value) == _address(self.view(segment, name))
+            ]
+            whole = {r: array.dtype for r, array in former.items() if isinstance(array, Tensor)}
+            self._allocate(name, whole, first)
+            for region, array in former.items():
+                if region in whole:
+                    region.arrays[name].copy_(array)
+                else:
+                    region.arrays[name] = deepcopy(array)
+            for segment in own:
+                live[segment.tensor][name] = self.view(segment, name)
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
         live = self._entries.optimizer.state[segment.tensor]
         if name not in live:
             dtype = step_dtype(segment.tensor.dtype)
-            live[name] = (
-                torch.zeros_like(segment.tensor, dtype=dtype)
-                if not segment.parts or self._region(segment).in_blocks
-                else self._slice(segment, name, dtype, self._entries.initial_values()).zero_()
-            )
+            live[name] = self._view(segment, name, dtype, self._entries.initial_values())
+            _set(live[name], 0.0)
         if isinstance(live[name], Blocks):
             live[name].put(at, values)
             return
         live[name][at : at + values.numel()].copy_(values)
 
-    def adopt(self, segments: Iterable[Segment]) -> None:
-        """Move tensors in ``optimizer.state`` that are not in the arrays there: a first step has
-        created them, or a script has assigned them.
+    def adopt(self, segments: Iterable[Segment], by_step: bool = False) -> None:
+        """Move tensors in ``optimizer.state`` that are not in the arrays there: a script has
+        assigned them, or, ``by_step``, a first step has created them.
 
         Raises UnsupportedOptimizerError for state that is neither per element nor a scalar.
         """
-        first = self._entries.initial_values()
+        first, live = self._entries.initial_values(), self._entries.optimizer.state
+        others = list[tuple[Segment, str, Moment]]()
         for segment in segments:
-            shape, entries = segment.tensor.shape, self._entries.of(segment)
-            for name, value in entries.items():
-                if not (
-                    is_scalar(name, value, shape)
-                    or is_elementwise(name, value, shape)
-                    or isinstance(value, Mapping)
-                    or (isinstance(value, Blocks) and value.dynamic)
-                ):
+            shape = segment.tensor.shape
+            for name, value in self._entries.of(segment).items():
+                if isinstance(value, Blocks) and value.dynamic:
+                    dtype = torch.float32
+                elif is_elementwise(name, value, shape):
+                    dtype = value.dtype
+                elif is_scalar(name, value, shape) or isinstance(value, Mapping):
+                    continue
+                else:
                     key = segment.parts[0].flat.key if segment.parts else "no parameter"
                     what = f"a segment of {key!r}"
                     refuse_unknown(self._entries.optimizer, name, value, what)
-            if not segment.parts or self._region(segment).in_blocks:
-                continue
-            for name, value in entries.items():
-                if is_elementwise(name, value, shape):
-                    own = self._slice(segment, name, value.dtype, first)
-                    if value.data_ptr() != own.data_ptr():
-                        own.copy_(value)
-                        self._entries.optimizer.state[segment.tensor][name] = own
-
-    def _is_kept(self, segment: Segment, name: str, value: object) -> bool:
-        return isinstance(value, Blocks) or is_elementwise(name, value, segment.tensor.shape)
+                if _address(value) != _address(self._view(segment, name, dtype, first)):
+                    others.append((segment, name, value))
+        if not by_step:
+            self._move(dict.fromkeys(name for _, name, _ in others), first)
+        for segment, name, value in others:
+            own = live[segment.tensor][name] = self.view(segment, name)
+            _set(own, value)
 
     # ---- arrays of flat buffers ----
+
+    @property
+    def all_arrays(self) -> list[Tensor]:
+        """The arrays of all regions that are not in pieces."""
+        arrays = [array for region in self.regions for array in region.arrays.values()]
+        return [array for array in arrays if isinstance(array, Tensor)]
 
     def arrays(self, flat: OptimizerShard) -> Mapping[str, Tensor]:
         """Return the master weights and each per-element state of ``flat`` that has begun, 1-D over
@@ -666,66 +698,50 @@ class DeviceState(Regions):
         if not parts:
             return arrays
         self.adopt(segment for segment, _ in parts)
-        region, base = self._region_of[flat.key]
-        if region.in_blocks:
-            dtypes = {MASTER: arrays[MASTER].dtype} | self._dtypes(parts)
-            states = self._states(parts, dtypes)  # now: a save decodes on a thread of its own
-
-            def read(name: str) -> Tensor:
-                if name in arrays:
-                    return arrays[name]
-                return _decoded(name, states, torch.zeros_like(arrays[MASTER], dtype=dtypes[name]))
-
-            return FetchedArrays(dtypes, read)
-        numel = flat.owned[1] - flat.owned[0]
-        for segment, _ in parts:
-            for name in self._entries.elementwise(segment):
-                if name not in arrays:
-                    arrays[name] = region.arrays[name][base : base + numel]
-        return arrays
-
-    def _dtypes(self, parts: Sequence[tuple[Segment, SegmentPart]]) -> dict[str, torch.dtype]:
-        """Return the dtypes of the per-element states of ``parts`` by name; of blocks, decoded."""
-        return {
-            name: torch.float32 if isinstance(value, Blocks) else value.dtype
-            for segment, _ in parts
-            for name, value in sorted(self._entries.of(segment).items())
-            if self._is_kept(segment, name, value)
+        begun = (name for segment, _ in parts for name in self._entries.elementwise(segment))
+        # now: a save decodes on a thread of its own
+        pieces = {name: self._moments_of(flat, name) for name in dict.fromkeys(begun)}
+        views = {
+            name: moment
+            for name, of in pieces.items()
+            for _, moment in of
+            if isinstance(moment, Tensor) and moment.shape == arrays[MASTER].shape
+        }
+        if views.keys() == pieces.keys():
+            return arrays | views
+        dtypes = {MASTER: arrays[MASTER].dtype} | {
+            name: torch.float32 if isinstance(of[0][1], Blocks) else of[0][1].dtype
+            for name, of in sorted(pieces.items())
         }
 
-    def _states(
-        self, parts: Sequence[tuple[Segment, SegmentPart]], names: Collection[str]
-    ) -> list[tuple[SegmentPart, ParamState, ParamState]]:
-        """Return each of ``parts`` with the state of its segment, and with its initial state if it
-        lacks some of ``names``.
-        """
-        first = self._entries.initial_values()
-        states = []
-        for segment, part in parts:
-            of = self._entries.of(segment)
-            lacks = any(name != MASTER and name not in of for name in names)
-            states.append((part, of, first(segment.group, segment.tensor) if lacks else {}))
-        return states
+        def read(name: str) -> Tensor:
+            if name == MASTER:
+                return arrays[name]
+            out = torch.zeros_like(arrays[MASTER], dtype=dtypes[name])
+            for at, moment in pieces[name]:
+                values = decoded(moment)
+                out[at : at + values.numel()] = values
+            return out
+
+        return FetchedArrays(dtypes, read)
+
+    def _moments_of(self, flat: OptimizerShard, name: str) -> list[tuple[int, Moment]]:
+        region, base = self._region_of[flat.key]
+        return [*region.moments(name, base, base + flat.owned[1] - flat.owned[0])]
 
     def memory(self, flat: OptimizerShard) -> list[Tensor]:
         """Return the tensors that hold the per-element states of ``flat``."""
         parts = self.parts(flat)
         if not parts:
             return []
-        region, base = self._region_of[flat.key]
-        if not region.in_blocks:
-            self.adopt(segment for segment, _ in parts)
-            numel = flat.owned[1] - flat.owned[0]
-            return [array[base : base + numel] for array in region.arrays.values()]
-        tensors: list[Tensor] = []
-        for segment, part in parts:
-            numel = part.stop - part.start
-            for name, value in self._entries.of(segment).items():
-                if isinstance(value, Blocks):
-                    blocks = value.narrow(part.offset, numel)
-                    tensors += [blocks.codes, blocks.scales]
-                elif self._is_kept(segment, name, value):
-                    tensors.append(value[part.offset : part.offset + numel])
+        self.adopt(segment for segment, _ in parts)
+        names = self._region_of[flat.key][0].arrays
+        tensors = list[Tensor]()
+        for _, moment in (piece for name in names for piece in self._moments_of(flat, name)):
+            if isinstance(moment, Blocks):
+                tensors += moment.codes, moment.scales
+            else:
+                tensors.append(moment)
         return tensors
 
     def address(self, flat: OptimizerShard, name: str) -> int:
@@ -739,17 +755,20 @@ class DeviceState(Regions):
         return 0
 
 
-def _decoded(
-    name: str, states: Sequence[tuple[SegmentPart, StateArrays, StateArrays]], out: Tensor
-) -> Tensor:
-    """Return ``out`` [owned], filled with the state ``name`` of the parts in ``states``."""
-    for part, of, first in states:
-        value, target = of.get(name), out[part.start : part.stop]
-        at, stop = part.offset, part.offset + part.stop - part.start
-        if isinstance(value, Blocks):
-            target.copy_(value.narrow(at, stop - at).decode())
-        elif value is not None:
-            target.copy_(value[at:stop])
-        else:
-            target[:] = first.get(name, 0.0)
-    return out
+def _address(moment: Moment) -> int:
+    return (moment.codes if isinstance(moment, Blocks) else moment).data_ptr()
+
+
+def _set(moment: Moment, values: Moment | float) -> None:
+    """Overwrite ``moment`` with ``values``, of its shape, or one for all elements: 0 in blocks."""
+    if isinstance(moment, Tensor):
+        moment[:] = values.decode() if isinstance(values, Blocks) else values
+        return
+    if isinstance(values, Tensor) and values.numel() == moment.numel > 1:
+        moment.encode(values)
+        return
+    if not isinstance(values, Blocks):
+        device = moment.codes.device
+        values = Blocks.zeros(moment.numel, moment.signed, moment.dynamic, device)
+    moment.codes.copy_(values.codes)
+    moment.scales.copy_(values.scales)

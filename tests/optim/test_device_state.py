@@ -128,7 +128,56 @@ def test_tensors_that_a_script_assigns_are_moved_in():
     assert all((values == 0.25).all() for values in it.of("exp_avg").values())
     it.step()
     it.assert_equal()
-    assert places == {tensor.data_ptr() for flat in it.flats for tensor in it.bound.memory(flat)}
+    assert len(places) == len({*it.bound.memory(it.flats[0]), *it.bound.memory(it.flats[1])})
+
+
+def delete(optimizer, name):
+    for parameter in [*optimizer.state]:
+        del optimizer.state[parameter]
+
+
+def assign(optimizer, name):
+    for entry in optimizer.state.values():
+        entry[name] = torch.full_like(entry[name], 0.25)
+
+
+@pytest.mark.parametrize("change", [delete, assign])
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_entries_that_a_script_removes_or_assigns_leave_earlier_state_dicts(make, change):
+    it = Pair(make)
+    name = "exp_avg" if make is adamw else "momentum_buffer"
+    it.step(unused=("b.weight",))
+    kept = [entry[name] for entry in it.optimizer.state_dict()["state"].values()]
+    values = [tensor.clone() for tensor in kept]
+    for optimizer in (it.plain, it.optimizer):
+        change(optimizer, name)
+    for unused in ((), ("a.bias",)):
+        it.step(unused=unused)
+        it.assert_equal()
+    for tensor, before in zip(kept, values, strict=True):
+        assert torch.equal(tensor, before) and before.any()
+
+
+def test_a_load_joins_what_it_gives_equal_counts():
+    """Segments follow from the counts of parameters, and not from cuts before."""
+    it = Pair(adamw)
+    whole = len(it.bound.segments)
+    it.step()
+    for unused in (("b.weight",), ("a.bias",)):
+        it.step(unused=unused)
+    assert len(it.bound.segments) > whole
+    before = [{name: of.clone() for name, of in arrays.items()} for arrays in it.arrays()]
+    it.bound.load_by_parameter({key: {"step": 5.0} for key in SHAPES}, ())
+    assert len(it.bound.segments) == whole and it.bound.overrides() == [{}]
+    for arrays, former in zip(it.arrays(), before):
+        assert all(torch.equal(arrays[name], of) for name, of in former.items())
+    for state in it.plain.state.values():
+        state["step"].fill_(5.0)
+    it.step()
+    it.assert_equal()
+    it.step(unused=("b.weight",))
+    it.bound.forget()
+    assert len(it.bound.segments) == whole
 
 
 def test_a_load_through_a_view_reaches_parameters_that_have_not_begun():

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.optim.bound_optimizer import ParameterScalars
-from hf_zero.optim.segment_table import TensorsByParameter
+from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
 from hf_zero.optim.snapshots import KEY, layout_of
 from hf_zero.optim.state import is_elementwise, is_scalar
 from hf_zero.optim.whole_tensor import ShardRanks
