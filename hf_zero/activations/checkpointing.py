@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hf_zero.config import ActivationCheckpointing
+from hf_zero.config.activations import ActivationCheckpointing
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger

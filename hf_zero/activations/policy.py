@@ -29,7 +29,8 @@ from hf_zero.activations.checkpointing import Checkpoints, blocks_to_checkpoint
 from hf_zero.activations.compile import CompiledBlocks, check_compilation
 from hf_zero.activations.host_copies import Slabs, Streams
 from hf_zero.activations.offload import Offload
-from hf_zero.config import ActivationOffload, ZeroConfig
+from hf_zero.config import ZeroConfig
+from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
 from hf_zero.device import kinds
 from hf_zero.device.process_settings import ProcessSetting
 from hf_zero.logging import logger
@@ -86,7 +87,9 @@ class ActivationPatches(Feature):
         # whether parameters keep their memory for the life of the engine
         self._fixed_addresses = not plan.policy.shards_parameters
         check_compilation(self._config.compile, plan.model, self._fixed_addresses)
-        self._blocks = blocks_to_checkpoint(plan.model, self._config.activation_checkpointing)
+        self._blocks = blocks_to_checkpoint(
+            plan.model, self._config.section_of(ActivationCheckpointing)
+        )
 
     def apply(self, engine: Any) -> None:
         model, units, device = engine.module, engine.units, engine.device
@@ -134,17 +137,17 @@ class Activations:
         self._model = weakref.ref(model)
         self._units = units
         self._always, self._with_checkpoints = (
-            config.activation_offload.enabled,
-            config.activation_checkpointing.cpu_checkpointing,
+            config.section_of(ActivationOffload).enabled,
+            config.section_of(ActivationCheckpointing).cpu_checkpointing,
         )
         self._tells = tells
         self._removable: list[RemovableHandle] = []
         self.checkpoints = Checkpoints(
-            model, blocks, config.activation_checkpointing, device, tells
+            model, blocks, config.section_of(ActivationCheckpointing), device, tells
         )
         self.offload: Offload | None = None
         if self._always or self._with_checkpoints:
-            self.offload = offload_of(device, config.activation_offload)
+            self.offload = offload_of(device, config.section_of(ActivationOffload))
             if self.offload is None and tells:
                 logger.info(
                     "activations are not offloaded: the model trains on the CPU, in its memory"

@@ -1,14 +1,7 @@
 """The configuration of a ZeRO engine: strict, frozen, with the source of each value."""
 
 from hf_zero.config.explaining import ExplainRow
-from hf_zero.config.offload import (
-    ActivationCheckpointing,
-    ActivationOffload,
-    AioSection,
-    OffloadOptimizer,
-    OffloadParam,
-    TiledMlpSection,
-)
+from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.sections import (
     Bf16Section,
     CheckpointSection,
@@ -21,13 +14,10 @@ from hf_zero.config.sections import (
     SchedulerConfig,
     ZeroSection,
 )
-from hf_zero.config.techniques import LayerDropSection, TokenDropSection
 from hf_zero.config.zero_config import PRESETS, ZeroConfig
 
 __all__ = [
     "PRESETS",
-    "ActivationCheckpointing",
-    "ActivationOffload",
     "AioSection",
     "Bf16Section",
     "CheckpointSection",
@@ -36,14 +26,11 @@ __all__ = [
     "ExplainRow",
     "Fp16Section",
     "LaunchSection",
-    "LayerDropSection",
     "MemorySection",
     "OffloadOptimizer",
     "OffloadParam",
     "OptimizerConfig",
     "SchedulerConfig",
-    "TiledMlpSection",
-    "TokenDropSection",
     "ZeroConfig",
     "ZeroSection",
 ]

@@ -1,146 +1,28 @@
 """The table of features: what switches each of them on, the order in which they are applied, and
 what they do not go with.
-
-``features.toml`` is the one place that knows all features; the core reads it, and imports none.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import tomllib
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from operator import attrgetter
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection, Mapping
 
+from hf_zero.config.feature_rows import FEATURES, FeatureRow
 from hf_zero.config.keys import KEYS
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
 
-TABLE = Path(__file__).with_suffix(".toml")
 
-
-@dataclass(frozen=True)
-class RefusedValue:
-    """Values of ``key`` that a feature does not go with: those in ``refused``, or all that are not
-    in ``allowed``.
-    """
-
-    key: str
-    why: str
-    refused: tuple[object, ...] = ()
-    allowed: tuple[object, ...] = ()
-
-    def applies(self, value: object) -> bool:
-        return value not in self.allowed if self.allowed else value in self.refused
-
-
-@dataclass(frozen=True)
-class FeatureRow:
-    """One feature; ``features.toml`` explains its fields. ``excludes``: why it does not go with
-    others, by their names.
-    """
-
-    name: str
-    words: str
-    page: str
-    kind: str = ""
-    keys: tuple[str, ...] = ()
-    off: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    always: bool = False
-    content: bool = False
-    trains: bool = False
-    make: str = ""
-    extends: str = ""
-    sets: Mapping[str, object] = field(default_factory=dict)
-    early: str = ""
-    loads: str = ""
-    provides: Mapping[str, str] = field(default_factory=dict)
-    declares: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    excludes: Mapping[str, str] = field(default_factory=dict)
-    refuses: tuple[RefusedValue, ...] = ()
-
-    def is_on(self, values: Mapping[str, object]) -> bool:
-        """Return whether ``values``, by key, switch the feature on."""
-        if any(_value(values, key) in refused for key, refused in self.off.items()):
-            return False
-        return any(_value(values, key) != KEYS[key].default for key in self.keys)
-
-
-def read(text: str) -> dict[str, FeatureRow]:
-    """Return the rows of ``features.toml`` by name, in the order in which they are applied: that of
-    the file, but each after what its ``after`` names.
-    """
-    tables: Mapping[str, Mapping[str, Any]] = tomllib.loads(text)
-    kinds: dict[str, list[str]] = {}
-    for name, entry in tables.items():
-        kinds.setdefault(entry.get("kind", ""), []).append(name)
-
-    def members(names: Collection[str]) -> Iterator[str]:
-        for name in names:
-            yield from (name,) if name in tables else kinds[name]
-
-    rows = {
-        name: FeatureRow(
-            name,
-            entry["words"],
-            entry["page"],
-            entry.get("kind", ""),
-            tuple(entry.get("keys", ())),
-            {key: tuple(values) for key, values in entry.get("off", {}).items()},
-            entry.get("always", False),
-            entry.get("content", False),
-            entry.get("trains", False),
-            entry.get("make", ""),
-            entry.get("extends", ""),
-            entry.get("sets", {}),
-            entry.get("early", ""),
-            entry.get("loads", ""),
-            entry.get("provides", {}),
-            tuple(entry.get("declares", ())),
-            tuple(members(entry.get("after", ()))),
-            {m: why for other, why in entry.get("excludes", {}).items() for m in members((other,))},
-            tuple(
-                RefusedValue(
-                    given["key"],
-                    given["why"],
-                    tuple(given.get("is", ())),
-                    tuple(given.get("not", ())),
-                )
-                for given in entry.get("refuses", ())
-            ),
-        )
-        for name, entry in tables.items()
-    }
-    ordered: dict[str, FeatureRow] = {}
-
-    def place(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, f"features stand after each other: {' > '.join((*path, name))}"
-        for earlier in rows[name].after:
-            place(earlier, (*path, name))
-        ordered.setdefault(name, rows[name])
-
-    for name in rows:
-        place(name, ())
-    return ordered
-
-
-FEATURES: Mapping[str, FeatureRow] = read(TABLE.read_text("utf-8"))
-
-
-def loaded(name: str) -> Any:
-    """Return the function or class that a row names as ``module:name``, or the module."""
-    module, _, attribute = name.partition(":")
-    found = importlib.import_module(module)
-    return attrgetter(attribute)(found) if attribute else found
+def is_on(row: FeatureRow, values: Mapping[str, object]) -> bool:
+    """Return whether ``values``, by key, switch the feature of ``row`` on."""
+    if any(_value(values, key) in refused for key, refused in row.off.items()):
+        return False
+    return any(_value(values, key) != KEYS[key].default for key in row.keys)
 
 
 def switched_on(values: Mapping[str, object]) -> list[str]:
     """Return the names of the features that ``values``, by key, switch on."""
-    return [name for name, row in FEATURES.items() if row.is_on(values)]
+    return [name for name, row in FEATURES.items() if is_on(row, values)]
 
 
 def computed_values(values: Mapping[str, object]) -> dict[str, JsonObject]:

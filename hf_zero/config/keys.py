@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from hf_zero.config.feature_rows import SECTIONS as OF_FEATURES
 from hf_zero.config.files import value_at
 from hf_zero.config.offload import OFFLOAD_ALIASES
 from hf_zero.config.sections import TENSOR_ALIASES
 from hf_zero.config.settings import Settings
-from hf_zero.config.techniques import CURRICULUM, ROUTING, SAMPLING, SPELLINGS, TOKEN_DROP
 from hf_zero.config.value_types import (
     BOOLEAN,
     COUNT,
@@ -157,13 +157,10 @@ ALIASES: dict[str, str] = {
     },
     "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
-    "data_sampling": SAMPLING,
-    "data_routing": ROUTING,
-    "random_ltd": TOKEN_DROP,
-    "metric_curricula": CURRICULUM,
+    **{each.FIELD: each.PATH for each in OF_FEATURES if each.FIELD != each.PATH},
     **spellings(Settings),
     **OFFLOAD_ALIASES,
-    **SPELLINGS,
+    **{name: path for each in OF_FEATURES for name, path in each.SPELLINGS.items()},
     **TENSOR_ALIASES,
     "checkpoint.writer.decoupled": "checkpoint.async_save",
     "memory_checkpoints": "checkpoint.memory",

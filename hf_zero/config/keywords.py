@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 if TYPE_CHECKING:
     import torch
 
-    from hf_zero.config import offload, sections, techniques
+    from hf_zero.config import activations, offload, sections, techniques
 
     Dtype: TypeAlias = (
         Literal[
@@ -135,8 +135,6 @@ class Keywords(TypedDict, total=False):
     """
     pre_layer_norm: bool | None
     """move the norms of BERT-like models before attention and MLP, for training from scratch"""
-    progressive_layer_drop: techniques.LayerDropSection | Mapping[str, object] | None
-    """The section ``progressive_layer_drop``."""
     compile: sections.CompileSection | Mapping[str, object] | Literal[False, "blocks"] | None
     """The section ``compile``."""
     attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math"] | None
@@ -157,36 +155,6 @@ class Keywords(TypedDict, total=False):
     """The section ``checkpoint``."""
     memory_checkpoints: sections.MemorySection | Mapping[str, object] | None
     """The section ``checkpoint.memory``."""
-    activation_checkpointing: offload.ActivationCheckpointing | Mapping[str, object] | None
-    """The section ``activation_checkpointing``."""
-    activation_offload: offload.ActivationOffload | Mapping[str, object] | bool | None
-    """The section ``activation_offload``."""
-    tiled_mlp: offload.TiledMlpSection | Mapping[str, object] | None
-    """The section ``tiled_mlp``."""
-    curriculum_learning: techniques.CurriculumSection | Mapping[str, object] | None
-    """The section ``curriculum_learning``."""
-    data_efficiency: techniques.DataEfficiency | Mapping[str, object] | None
-    """The section ``data_efficiency``."""
-    data_routing: techniques.DataRouting | Mapping[str, object] | None
-    """The section ``data_efficiency.data_routing``."""
-    random_ltd: techniques.TokenDropSection | Mapping[str, object] | None
-    """The section ``data_efficiency.data_routing.random_ltd``."""
-    data_sampling: techniques.DataSampling | Mapping[str, object] | None
-    """The section ``data_efficiency.data_sampling``."""
-    metric_curricula: techniques.MetricCurricula | Mapping[str, object] | None
-    """The section ``data_efficiency.data_sampling.curriculum_learning``."""
-    quantize_training: techniques.QuantizeTraining | Mapping[str, object] | None
-    """The section ``quantize_training``."""
-    eigenvalue: techniques.EigenvalueSection | Mapping[str, object] | None
-    """The section ``quantize_training.eigenvalue``."""
-    compression_weights: techniques.WeightQuantization | Mapping[str, object] | None
-    """The section ``compression_training.weight_quantization``."""
-    quantization_aware_training: techniques.QuantizationAware | Mapping[str, object] | None
-    """The section ``quantization_aware_training``."""
-    float8_training: techniques.Float8Training | Mapping[str, object] | None
-    """The section ``float8_training``."""
-    training_phases: techniques.TrainingPhasesSection | Mapping[str, object] | None
-    """The section ``training_phases``."""
     wall_clock_breakdown: bool | None
     """log the milliseconds of forward, backward and step, one step later"""
     steps_per_print: float | None
@@ -220,5 +188,37 @@ class Keywords(TypedDict, total=False):
     """the level of hf-zero's log; null keeps the level that HF_ZERO_LOG_LEVEL sets"""
     dataloader_drop_last: bool | None
     """drop the last batch of training_data if it is incomplete"""
+    quantization_aware_training: techniques.QuantizationAware | Mapping[str, object] | None
+    """The section ``quantization_aware_training``."""
+    float8_training: techniques.Float8Training | Mapping[str, object] | None
+    """The section ``float8_training``."""
+    activation_checkpointing: activations.ActivationCheckpointing | Mapping[str, object] | None
+    """The section ``activation_checkpointing``."""
+    activation_offload: activations.ActivationOffload | Mapping[str, object] | bool | None
+    """The section ``activation_offload``."""
+    curriculum_learning: techniques.CurriculumSection | Mapping[str, object] | None
+    """The section ``curriculum_learning``."""
+    data_efficiency: techniques.DataEfficiency | Mapping[str, object] | None
+    """The section ``data_efficiency``."""
+    data_sampling: techniques.DataSampling | Mapping[str, object] | None
+    """The section ``data_efficiency.data_sampling``."""
+    metric_curricula: techniques.MetricCurricula | Mapping[str, object] | None
+    """The section ``data_efficiency.data_sampling.curriculum_learning``."""
+    training_phases: techniques.TrainingPhasesSection | Mapping[str, object] | None
+    """The section ``training_phases``."""
+    quantize_training: techniques.QuantizeTraining | Mapping[str, object] | None
+    """The section ``quantize_training``."""
+    eigenvalue: techniques.EigenvalueSection | Mapping[str, object] | None
+    """The section ``quantize_training.eigenvalue``."""
+    compression_weights: techniques.WeightQuantization | Mapping[str, object] | None
+    """The section ``compression_training.weight_quantization``."""
+    progressive_layer_drop: techniques.LayerDropSection | Mapping[str, object] | None
+    """The section ``progressive_layer_drop``."""
+    data_routing: techniques.DataRouting | Mapping[str, object] | None
+    """The section ``data_efficiency.data_routing``."""
+    random_ltd: techniques.TokenDropSection | Mapping[str, object] | None
+    """The section ``data_efficiency.data_routing.random_ltd``."""
+    tiled_mlp: activations.TiledMlpSection | Mapping[str, object] | None
+    """The section ``tiled_mlp``."""
     prefetch_bucket_size: float | None
     """number of elements to gather ahead of their use [elements]"""

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hf_zero.config.feature_rows import SECTIONS
 from hf_zero.config.features import conflicts, refused_values, switched_on
 from hf_zero.config.files import shown
 from hf_zero.config.keys import KEYS
-from hf_zero.config.offload import BLOCKS, ENABLED, NUMBER
-from hf_zero.config.offload import OFFLOAD as ACTIVATION_OFFLOAD
 from hf_zero.config.optimizers import named
 from hf_zero.config.reading import ConfigReading
 from hf_zero.config.resolving import (
@@ -39,7 +38,8 @@ def complete(reading: ConfigReading) -> None:
     """Derive, in place, the values that follow from other written keys."""
     _complete_timeouts(reading)
     _complete_offload(reading)
-    _complete_activations(reading)
+    for section in SECTIONS:
+        section.complete(reading)
 
 
 def check_reading(reading: ConfigReading) -> None:
@@ -75,7 +75,8 @@ def check_reading(reading: ConfigReading) -> None:
         )
     _check_timeouts(reading)
     _check_offload(reading)
-    _check_activations(reading)
+    for section in SECTIONS:
+        section.check_reading(reading)
     if mistakes and reading.refusals is not None:
         refused = reading.refusals(reading.given())
         mistakes += [ConfigError(f"{sources[path]}: {why}") for path, why in refused.items()]
@@ -148,27 +149,6 @@ def _check_offload(reading: ConfigReading) -> None:
             f"{MOMENTS} = {shown(values.get(MOMENTS), sources[MOMENTS])} ({sources[MOMENTS]}) "
             f"contradicts {BF16_STATES} = {shown(True, sources[BF16_STATES])} "
             f"({sources[BF16_STATES]}); remove one of them"
-        )
-
-
-def _complete_activations(reading: ConfigReading) -> None:
-    """Enable activation offload, in place, if its section has a key, but not ``enabled``."""
-    if ENABLED in reading.filled:
-        reading.discard(ENABLED)
-    below = f"{ACTIVATION_OFFLOAD}."
-    written = next((path for path in reading.values if path.startswith(below)), None)
-    if written is not None and ENABLED not in reading.values:
-        reading.fill(ENABLED, True, f"computed: {written} is written")
-
-
-def _check_activations(reading: ConfigReading) -> None:
-    """Record in ``reading`` an error if ``blocks`` and ``number_checkpoints`` disagree."""
-    values, sources = reading.values, reading.sources
-    blocks, number = values.get(BLOCKS), values.get(NUMBER)
-    if isinstance(blocks, int) and not isinstance(blocks, bool) and number and number != blocks:
-        reading.mistakes.add(
-            f"{BLOCKS} = {blocks} ({sources[BLOCKS]}) contradicts {NUMBER} = {number} "
-            f"({sources[NUMBER]}): both say how many blocks are checkpointed; remove one of them"
         )
 
 

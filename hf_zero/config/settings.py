@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from typing import TYPE_CHECKING
 
-from hf_zero.config.offload import (
-    ActivationCheckpointing,
-    ActivationOffload,
-    AioSection,
-    OffloadOptimizer,
-    OffloadParam,
-    TiledMlpSection,
-)
+from hf_zero.config.feature_rows import SECTIONS
+from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.sections import (
     EXPERT_PARALLEL,
     TENSOR,
@@ -39,34 +34,6 @@ from hf_zero.config.sections import (
     WandbSection,
     ZeroSection,
 )
-from hf_zero.config.techniques import (
-    CURRICULUM,
-    CURRICULUM_LEARNING,
-    EFFICIENCY,
-    EIGENVALUE,
-    FLOAT8,
-    LAYER_DROP,
-    PHASES,
-    QAT,
-    QUANTIZE,
-    ROUTING,
-    SAMPLING,
-    TOKEN_DROP,
-    WEIGHTS,
-    CurriculumSection,
-    DataEfficiency,
-    DataRouting,
-    DataSampling,
-    EigenvalueSection,
-    Float8Training,
-    LayerDropSection,
-    MetricCurricula,
-    QuantizationAware,
-    QuantizeTraining,
-    TokenDropSection,
-    TrainingPhasesSection,
-    WeightQuantization,
-)
 from hf_zero.config.value_types import (
     BOOLEAN,
     COUNT,
@@ -91,7 +58,7 @@ LONGEST_WAIT = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CoreSettings:
     """The values of a configuration; see :class:`hf_zero.config.ZeroConfig`."""
 
     stage: int = key(integer(0, 3), 0, name="zero_optimization.stage", required=True)
@@ -136,7 +103,6 @@ class Settings:
     kernels: str | tuple[str, ...] = key(KERNELS, "off")
     sparse_attention: JsonObject | None = key(SECTION, None, hash=False)
     pre_layer_norm: bool = key(BOOLEAN, False)
-    progressive_layer_drop: LayerDropSection = section(LAYER_DROP, LayerDropSection)
     compile: CompileSection = section("compile", CompileSection)
     attention_backend: str = key(choice(*ATTENTION_BACKENDS), "auto")
     offload_optimizer: OffloadOptimizer = section(
@@ -146,23 +112,6 @@ class Settings:
     aio: AioSection = section("aio", AioSection)
     checkpoint: CheckpointSection = section("checkpoint", CheckpointSection)
     memory_checkpoints: MemorySection = section("checkpoint.memory", MemorySection)
-    activation_checkpointing: ActivationCheckpointing = section(
-        "activation_checkpointing", ActivationCheckpointing
-    )
-    activation_offload: ActivationOffload = section("activation_offload", ActivationOffload)
-    tiled_mlp: TiledMlpSection = section("tiled_mlp", TiledMlpSection)
-    curriculum_learning: CurriculumSection = section(CURRICULUM_LEARNING, CurriculumSection)
-    data_efficiency: DataEfficiency = section(EFFICIENCY, DataEfficiency)
-    data_routing: DataRouting = section(ROUTING, DataRouting)
-    random_ltd: TokenDropSection = section(TOKEN_DROP, TokenDropSection)
-    data_sampling: DataSampling = section(SAMPLING, DataSampling)
-    metric_curricula: MetricCurricula = section(CURRICULUM, MetricCurricula)
-    quantize_training: QuantizeTraining = section(QUANTIZE, QuantizeTraining)
-    eigenvalue: EigenvalueSection = section(EIGENVALUE, EigenvalueSection)
-    compression_weights: WeightQuantization = section(WEIGHTS, WeightQuantization)
-    quantization_aware_training: QuantizationAware = section(QAT, QuantizationAware)
-    float8_training: Float8Training = section(FLOAT8, Float8Training)
-    training_phases: TrainingPhasesSection = section(PHASES, TrainingPhasesSection)
     wall_clock_breakdown: bool = key(BOOLEAN, False)
     steps_per_print: float | None = key(INTERVAL, None, unit="steps")
     memory_breakdown: bool = key(BOOLEAN, False)
@@ -177,3 +126,15 @@ class Settings:
     flops_profiler: FlopsProfilerSection = section("flops_profiler", FlopsProfilerSection)
     log_level: str | None = key(choice("debug", "info", "warning", "error", "critical"), None)
     dataloader_drop_last: bool = key(BOOLEAN, False)
+
+
+if TYPE_CHECKING:
+    Settings = CoreSettings
+else:
+    Settings = make_dataclass(
+        "Settings",
+        [(each.FIELD, each, section(each.PATH, each)) for each in SECTIONS],
+        bases=(CoreSettings,),
+        frozen=True,
+        kw_only=True,
+    )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from hf_zero.config.feature_rows import FeatureSection
 from hf_zero.config.value_types import (
     BOOLEAN,
     COUNT,
@@ -51,8 +52,10 @@ _LAYERS_KEPT = without(f"{LAYER_DROP}.enabled")
 
 
 @dataclass(frozen=True)
-class CurriculumSection:
+class CurriculumSection(FeatureSection):
     """DeepSpeed's section of a single schedule: sequences are truncated to a growing length."""
+
+    FIELD, PATH = "curriculum_learning", CURRICULUM_LEARNING
 
     enabled: bool = key(BOOLEAN, False)
     curriculum_type: str = key(choice("seqlen"), "seqlen", idle=_LEGACY_OFF)
@@ -63,16 +66,20 @@ class CurriculumSection:
 
 
 @dataclass(frozen=True)
-class DataEfficiency:
+class DataEfficiency(FeatureSection):
     """Master switch of data sampling and routing; ``enabled`` None: their own switches decide."""
+
+    FIELD, PATH = "data_efficiency", EFFICIENCY
 
     enabled: bool | None = key(BOOLEAN, None)
     seed: int = key(COUNT, 1234)
 
 
 @dataclass(frozen=True)
-class DataSampling:
+class DataSampling(FeatureSection):
     """The master switch of curricula; ``enabled`` None: their own switches decide."""
+
+    FIELD, PATH = "data_sampling", SAMPLING
 
     enabled: bool | None = key(BOOLEAN, None)
     num_epochs: int | None = key(integer(1))
@@ -81,8 +88,10 @@ class DataSampling:
 
 
 @dataclass(frozen=True)
-class MetricCurricula:
+class MetricCurricula(FeatureSection):
     """Schedules of difficulty by metric."""
+
+    FIELD, PATH = "metric_curricula", CURRICULUM
 
     enabled: bool = key(BOOLEAN, False)
     data_cluster_path: str | None = key(TEXT)
@@ -103,17 +112,21 @@ LAYERS = ValueType(
 
 
 @dataclass(frozen=True)
-class DataRouting:
+class DataRouting(FeatureSection):
     """The master switch of token dropping; ``enabled`` None: its own switch decides."""
+
+    FIELD, PATH = "data_routing", ROUTING
 
     enabled: bool | None = key(BOOLEAN, None)
 
 
 @dataclass(frozen=True)
-class TokenDropSection:
+class TokenDropSection(FeatureSection):
     """Random layerwise token dropping (arXiv 2211.11586): blocks read a random part of the tokens,
     which grows during training; see :mod:`hf_zero.techniques.token_drop`.
     """
+
+    FIELD, PATH = "random_ltd", TOKEN_DROP
 
     enabled: bool = key(BOOLEAN, False)
     total_layer_num: int | None = _tokens(integer(1), None, unit="blocks")
@@ -138,10 +151,12 @@ class TokenDropSection:
 
 
 @dataclass(frozen=True)
-class LayerDropSection:
+class LayerDropSection(FeatureSection):
     """Progressive layer dropping (arXiv 2010.13369): training skips random blocks, deeper ones more
     often and more of them as it proceeds; see :mod:`hf_zero.techniques.layer_drop`.
     """
+
+    FIELD, PATH = "progressive_layer_drop", LAYER_DROP
 
     enabled: bool = key(BOOLEAN, False)
     theta: float = key(SHARE, 0.5, idle=_LAYERS_KEPT)
@@ -187,8 +202,10 @@ def _idle_off(values: Mapping[str, object]) -> str:
 
 
 @dataclass(frozen=True)
-class TrainingPhasesSection:
+class TrainingPhasesSection(FeatureSection):
     """Changes at given steps of one run; off without ``phases`` and ``rampup_batch_size``."""
+
+    FIELD, PATH = "training_phases", PHASES
 
     phases: list[JsonObject] | None = key(PHASE_LIST, None, hash=False)
     rampup_batch_size: list[int] | None = key(RAMPUP, None, hash=False)
@@ -212,10 +229,20 @@ _weights = partial(key, idle=without(f"{WEIGHTS}.shared_parameters.enabled"))
 
 
 @dataclass(frozen=True)
-class QuantizeTraining:
+class QuantizeTraining(FeatureSection):
     """Mixture of quantization (MoQ): blocks compute with weights whose number of bits decreases
     during training.
     """
+
+    FIELD, PATH = "quantize_training", QUANTIZE
+    # of DeepSpeed's code, beside those of its tutorial
+    SPELLINGS = {
+        f"{QUANTIZE}.quantize-algo": f"{QUANTIZE}.quantize_algo",
+        f"{QUANTIZE}.quantize_algo.q_type": f"{QUANTIZE}.quantize_type",
+        f"{QUANTIZE}.quantize_algo.quantize_type": f"{QUANTIZE}.quantize_type",
+        f"{QUANTIZE}.quantize_algo.rounding": f"{QUANTIZE}.quantize_rounding",
+        f"{QUANTIZE}.quantize_algo.quantize_rounding": f"{QUANTIZE}.quantize_rounding",
+    }
 
     enabled: bool = key(BOOLEAN, False)
     start_bits: int = _moq(integer(2, 16), 16, name="quantize_bits.start_bits", unit="bits")
@@ -234,8 +261,10 @@ class QuantizeTraining:
 
 
 @dataclass(frozen=True)
-class EigenvalueSection:
+class EigenvalueSection(FeatureSection):
     """Eigenvalue schedule: the largest eigenvalue of a layer's Hessian stretches its periods."""
+
+    FIELD, PATH = "eigenvalue", EIGENVALUE
 
     enabled: bool = _moq(BOOLEAN, False)
     verbose: bool = _eigenvalue(BOOLEAN, False)
@@ -248,8 +277,10 @@ class EigenvalueSection:
 
 
 @dataclass(frozen=True)
-class WeightQuantization:
+class WeightQuantization(FeatureSection):
     """``compression_training.weight_quantization``: groups of modules, each with its own bits."""
+
+    FIELD, PATH = "compression_weights", WEIGHTS
 
     enabled: bool = key(BOOLEAN, False, name="shared_parameters.enabled")
     in_forward: bool = _weights(BOOLEAN, False, name="shared_parameters.quantize_weight_in_forward")
@@ -269,8 +300,10 @@ class WeightQuantization:
 
 
 @dataclass(frozen=True)
-class QuantizationAware:
+class QuantizationAware(FeatureSection):
     """Quantization-aware training by torchao: linear layers of blocks simulate quantization."""
+
+    FIELD, PATH = "quantization_aware_training", QAT
 
     config: str | None = key(choice(*AWARE), None)
     group_size: int = key(
@@ -284,8 +317,10 @@ class QuantizationAware:
 
 
 @dataclass(frozen=True)
-class Float8Training:
+class Float8Training(FeatureSection):
     """Float8 training by torchao: linear layers of blocks compute in float8."""
+
+    FIELD, PATH = "float8_training", FLOAT8
 
     recipe: str | None = key(choice("tensorwise", "rowwise", "rowwise_with_gw_hp"), None)
     emulate: bool = key(
@@ -294,15 +329,3 @@ class Float8Training:
         idle=lambda values: "" if values.get(f"{FLOAT8}.recipe") else f"{FLOAT8}.recipe is null",
     )
     gather_weights: bool = key(BOOLEAN, False)
-
-
-# Spellings of DeepSpeed's code, mapped to those of its tutorial.
-SPELLINGS: dict[str, str] = {
-    f"{QUANTIZE}.quantize-algo": f"{QUANTIZE}.quantize_algo",
-    f"{QUANTIZE}.quantize_algo.q_type": f"{QUANTIZE}.quantize_type",
-    f"{QUANTIZE}.quantize_algo.quantize_type": f"{QUANTIZE}.quantize_type",
-    f"{QUANTIZE}.quantize_algo.rounding": f"{QUANTIZE}.quantize_rounding",
-    f"{QUANTIZE}.quantize_algo.quantize_rounding": f"{QUANTIZE}.quantize_rounding",
-    "eigenvalue": EIGENVALUE,
-    "compression_weights": WEIGHTS,
-}

@@ -12,11 +12,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 from hf_zero.config import explaining, kernels, resolving
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, read_any
 from hf_zero.config.explaining import ExplainRow, Unset
+from hf_zero.config.feature_rows import FeatureSection
 from hf_zero.config.files import SourcedDict, load_file, load_text
 from hf_zero.config.keys import ANSWERS, KEYS, is_experimental
 from hf_zero.config.offload import OffloadOptimizer, OffloadParam
@@ -31,6 +32,7 @@ from hf_zero.errors import ConfigError
 if TYPE_CHECKING:
     from hf_zero.config.keywords import Keywords
 
+S = TypeVar("S", bound=FeatureSection)
 AllowAuto = bool | Literal["alone"]
 
 PRESETS: dict[str, int] = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -229,6 +231,11 @@ class ZeroConfig(Settings):
         for name, value in {"stage": stage, **sections, "_reading": reading}.items():
             object.__setattr__(copied, name, value)
         return copied
+
+    def section_of(self, made_of: type[S]) -> S:
+        """Return the section ``made_of`` of a feature: its defaults, where no row names it."""
+        section: S = getattr(self, made_of.FIELD, made_of())
+        return section
 
     def check_stage(self) -> None:
         """Raise ConfigError for compressed or hierarchical collectives that the stage lacks."""

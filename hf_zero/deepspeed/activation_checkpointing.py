@@ -15,6 +15,7 @@ from hf_zero.activations import checkpointing as recompute
 from hf_zero.activations.offload import Offload
 from hf_zero.activations.policy import offload_of
 from hf_zero.config import ZeroConfig
+from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
 from hf_zero.deepspeed.accelerator import get_accelerator
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import check_mpu
@@ -61,7 +62,7 @@ def configure(
         if deepspeed_config is None
         else ZeroConfig.coerce(deepspeed_config, allow_auto=True, foreign=True)
     )
-    section, device = config.activation_checkpointing, process_group.default_device()
+    section, device = config.section_of(ActivationCheckpointing), process_group.default_device()
     profiles = section.profile if profile is None else profile
     waits = section.synchronize if synchronize is None else synchronize
     if _settings.offload is not None:
@@ -96,7 +97,7 @@ def checkpoint(function: Callable[..., object], *args: object, **kwargs: object)
     """Run ``function(*args, **kwargs)`` and recompute it in backward."""
     if _settings.in_cpu and _settings.offload is None:
         _settings.offload = offload_of(
-            process_group.default_device(), _settings.config.activation_offload
+            process_group.default_device(), _settings.config.section_of(ActivationOffload)
         )
     offload = contextlib.nullcontext() if _settings.offload is None else _settings.offload.part()
     with offload:

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.offload import NUMBER
+from hf_zero.config.activations import NUMBER, ActivationCheckpointing
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.deepspeed.modules import refuse
 from hf_zero.deepspeed.optimizers import name_made
@@ -108,7 +108,7 @@ def _without_checkpoints(model: object, config: ZeroConfig) -> ZeroConfig:
     """Return ``config`` without a number of checkpoints that ``model`` has no blocks for:
     DeepSpeed only configures ``deepspeed.checkpointing`` by it.
     """
-    section = config.activation_checkpointing
+    section = config.section_of(ActivationCheckpointing)
     if section.blocks is not None or not section.number or not isinstance(model, torch.nn.Module):
         return config
     if repeated_blocks(model):

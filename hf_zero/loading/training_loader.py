@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from hf_zero.checkpoint.loader_state import is_stateful
 from hf_zero.config import ZeroConfig
-from hf_zero.config.features import FEATURES, loaded
+from hf_zero.config.feature_rows import FEATURES, loaded
+from hf_zero.config.features import is_on
 from hf_zero.distributed.parallel_groups import readers
 from hf_zero.errors import ConfigError
 from hf_zero.logging import log_rank0, logger
@@ -205,7 +206,7 @@ def _drawn_by_features(data: Any, config: ZeroConfig) -> Mapping[str, Any] | Non
     Raises ConfigError for data of which it can choose none.
     """
     for row in FEATURES.values():
-        if row.loads and row.is_on(config.written):
+        if row.loads and is_on(row, config.written):
             options: Mapping[str, Any] | None = loaded(row.loads)(data, config)
             if options is not None:
                 return options

@@ -18,7 +18,7 @@ import torch
 from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LRScheduler
 
-from hf_zero.config.features import loaded
+from hf_zero.config.feature_rows import loaded
 from hf_zero.config.optimizers import NAMED, OPTIMIZERS
 from hf_zero.config.reading import Mistakes
 from hf_zero.config.refusals import built_name, refusals

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.config.features import loaded
+from hf_zero.config.feature_rows import loaded
 from hf_zero.config.optimizers import INSTEAD, OPTIMIZERS, WHOLE
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.probing import difference

@@ -19,6 +19,7 @@ from torch.optim.optimizer import ParamsT
 from hf_zero.config import ZeroConfig
 from hf_zero.config.optimizers import NAMED
 from hf_zero.config.refusals import conflicts_in
+from hf_zero.config.techniques import QuantizeTraining, WeightQuantization
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.ops.sign_blocks import BLOCKS
@@ -279,8 +280,8 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
 def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> None:
     local = isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1
     rounds = {
-        "quantize_training": config.quantize_training.enabled,
-        "compression_training": config.compression_weights.enabled,
+        "quantize_training": config.section_of(QuantizeTraining).enabled,
+        "compression_training": config.section_of(WeightQuantization).enabled,
     }
     reasons = {
         key: local and on and "forwards compute with weights of the rank; set local_step_clipper: 1"

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.activations.checkpointing import Checkpoints, blocks_to_checkpoint
-from hf_zero.config import ActivationCheckpointing, TiledMlpSection, ZeroConfig
+from hf_zero.config import ZeroConfig
+from hf_zero.config.activations import ActivationCheckpointing, TiledMlpSection
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.fused import sequence_attention
@@ -50,7 +51,9 @@ class ActivationSettings:
     @classmethod
     def from_config(cls, config: ZeroConfig) -> ActivationSettings:
         kernels = () if isinstance(config.kernels, str) else config.kernels
-        return cls(config.activation_checkpointing, kernels, config.tiled_mlp)
+        return cls(
+            config.section_of(ActivationCheckpointing), kernels, config.section_of(TiledMlpSection)
+        )
 
     def variants(self) -> Iterator[tuple[str, ActivationSettings, dict[str, object]]]:
         """Yield this and settings that save more and more memory, cheapest first, each as

@@ -34,6 +34,7 @@ import torch
 from hf_zero.checkpoint.memory.folders import SLOTS, bases, is_in_memory
 from hf_zero.checkpoint.save_plan import stored_width
 from hf_zero.compression.error_feedback import ErrorCodec
+from hf_zero.config.techniques import QuantizeTraining, WeightQuantization
 from hf_zero.config.variables import local_world_size
 from hf_zero.device import kinds
 from hf_zero.offload.nvme import pool_size
@@ -227,10 +228,10 @@ def _rounded(flat: FlatPlan, plan: EnginePlan) -> int:
     """Return the upper bound on the bytes of the second buffer, of the weights that modules compute
     with, of a flat buffer that is whole between passes.
     """
-    in_blocks = plan.settings.quantize_training.enabled
+    in_blocks = plan.settings.section_of(QuantizeTraining).enabled
     if flat.spec.sharded or not flat.spec.trainable:
         return 0
-    if not in_blocks and not plan.settings.compression_weights.enabled:
+    if not in_blocks and not plan.settings.section_of(WeightQuantization).enabled:
         return 0
     names = names_in_blocks(plan.model) if in_blocks else flat.parameters
     rounded = any(len(slot.shape) > 1 and slot.name in names for slot in flat.spec.layout.slots)

@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, IterableDataset, Sampler
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.spelling import did_you_mean
-from hf_zero.config.techniques import LENGTHS, METRICS, SAMPLING
+from hf_zero.config.techniques import LENGTHS, METRICS, SAMPLING, DataEfficiency, DataSampling
 from hf_zero.distributed.parallel_groups import dims_in_effect, readers
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.difficulty_index import (
@@ -456,7 +456,7 @@ def sampled_metrics(config: ZeroConfig) -> dict[str, dict[str, object]]:
 
 def from_config(config: ZeroConfig) -> DifficultySampling | None:
     metrics = sampled_metrics(config)
-    return DifficultySampling(metrics, config.data_efficiency.seed) if metrics else None
+    return DifficultySampling(metrics, config.section_of(DataEfficiency).seed) if metrics else None
 
 
 def follow(features: FeatureSet, sampler: object) -> None:
@@ -499,6 +499,6 @@ def loader_options(data: Any, config: ZeroConfig) -> Mapping[str, Any] | None:
     return {
         "data_sampler": sampler,
         "batch_sampler": RankBatches(sampler, micro, ranks, turn * (ranks // sequence) + group),
-        "num_workers": config.data_sampling.num_workers,
-        "pin_memory": config.data_sampling.pin_memory,
+        "num_workers": config.section_of(DataSampling).num_workers,
+        "pin_memory": config.section_of(DataSampling).pin_memory,
     }

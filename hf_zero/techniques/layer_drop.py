@@ -42,7 +42,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hf_zero.config import LayerDropSection, ZeroConfig
+from hf_zero.config import ZeroConfig
+from hf_zero.config.techniques import LayerDropSection
 from hf_zero.errors import ConfigError
 from hf_zero.ops import philox
 from hf_zero.techniques.blocks import (
@@ -104,7 +105,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
     @classmethod
     def from_config(cls, config: ZeroConfig) -> LayerDrop | None:
         """Return the technique configured in ``config``, or None."""
-        section = config.progressive_layer_drop
+        section = config.section_of(LayerDropSection)
         return cls(section, config.seed or 0) if section.enabled else None
 
     @property

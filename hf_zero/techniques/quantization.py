@@ -22,6 +22,7 @@ from hf_zero.config.techniques import (
     COMPRESSION,
     EIGENVALUE,
     QUANTIZE,
+    EigenvalueSection,
     QuantizeTraining,
     WeightQuantization,
 )
@@ -211,9 +212,9 @@ def _rounded(
 
 def from_quantize_training(config: ZeroConfig) -> WeightsInBits | None:
     """Return MoQ for the weights of blocks if ``config`` enables it, else None."""
-    section = config.quantize_training
+    section = config.section_of(QuantizeTraining)
     if not section.enabled:
-        if config.eigenvalue.enabled:
+        if config.section_of(EigenvalueSection).enabled:
             raise ConfigError(
                 f"{EIGENVALUE}.enabled asks for the eigenvalues that set the pace of {QUANTIZE}, "
                 f"which is off; write {QUANTIZE}.enabled: true, or remove the section"
@@ -222,8 +223,8 @@ def from_quantize_training(config: ZeroConfig) -> WeightsInBits | None:
     schedule = BitSchedule(QUANTIZE, section.start_bits, section.target_bits, section.period)
     _check(schedule)
     stretched = None
-    if config.eigenvalue.enabled:
-        stretched = StretchedPeriods(config.eigenvalue, schedule)
+    if config.section_of(EigenvalueSection).enabled:
+        stretched = StretchedPeriods(config.section_of(EigenvalueSection), schedule)
     nothing = (
         f"{QUANTIZE} quantizes the weights of blocks, and this model has no block with a weight "
         "that trains; write compression_training.weight_quantization, which names modules"
@@ -239,7 +240,7 @@ def from_quantize_training(config: ZeroConfig) -> WeightsInBits | None:
 
 def from_weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
     """Return ``compression_training.weight_quantization`` if ``config`` enables it, else None."""
-    section = config.compression_weights
+    section = config.section_of(WeightQuantization)
     if not section.enabled:
         return None
     path = f"{COMPRESSION}.weight_quantization.different_groups"
@@ -248,7 +249,7 @@ def from_weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
             f'{path} is empty; write for each group {{"params": {{"start_bits": 16, '
             '"target_bits": 8, "quantization_period": 50}, "modules": ["*"]}'
         )
-    if config.quantize_training.enabled:
+    if config.section_of(QuantizeTraining).enabled:
         raise ConfigError(
             f"{QUANTIZE} and {COMPRESSION}.weight_quantization both quantize weights; keep one"
         )

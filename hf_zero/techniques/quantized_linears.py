@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.techniques import FLOAT8, QAT, QuantizationAware
+from hf_zero.config.techniques import FLOAT8, QAT, Float8Training, QuantizationAware
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
@@ -31,7 +31,7 @@ class QuantizationAwareLinears(Feature):
     """Linear layers in blocks that simulate the quantization they are trained for."""
 
     def __init__(self, settings: ZeroConfig):
-        self._section = settings.quantization_aware_training
+        self._section = settings.section_of(QuantizationAware)
 
     def check_inputs(self, inputs: EngineInputs) -> None:
         """Raise ConfigError without torchao, for a model without such layers, and for sizes that
@@ -55,7 +55,7 @@ class Float8Linears(Feature):
     """Linear layers in blocks that multiply in float8, some with weights gathered in float8."""
 
     def __init__(self, settings: ZeroConfig):
-        self._section = settings.float8_training
+        self._section = settings.section_of(Float8Training)
 
     def check_inputs(self, inputs: EngineInputs) -> None:
         """Raise ConfigError without torchao, for a model without such layers, and for a device

@@ -20,7 +20,15 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.techniques import CURRICULUM_LEARNING, LENGTHS, METRICS
+from hf_zero.config.techniques import (
+    CURRICULUM_LEARNING,
+    LENGTHS,
+    METRICS,
+    CurriculumSection,
+    DataEfficiency,
+    DataSampling,
+    MetricCurricula,
+)
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.schedules import DifficultySchedule
 from hf_zero.zero.feature import Feature
@@ -327,10 +335,10 @@ def metrics_of(config: ZeroConfig) -> dict[str, dict[str, object]]:
     """Return the settings of each active metric; none if a switch is off. Raises ConfigError for a
     metric without settings.
     """
-    switches = (config.data_efficiency.enabled, config.data_sampling.enabled)
-    if not config.metric_curricula.enabled or False in switches:
+    switches = (config.section_of(DataEfficiency).enabled, config.section_of(DataSampling).enabled)
+    if not config.section_of(MetricCurricula).enabled or False in switches:
         return {}
-    metrics = dict(config.metric_curricula.curriculum_metrics or {})
+    metrics = dict(config.section_of(MetricCurricula).curriculum_metrics or {})
     for name, settings in metrics.items():
         if not isinstance(settings, Mapping):
             raise ConfigError(
@@ -346,7 +354,7 @@ def from_config(config: ZeroConfig) -> CurriculumLearning | None:
     """
     metrics = metrics_of(config)
     lengths = [name for name in metrics if name in LENGTHS]
-    if config.curriculum_learning.enabled:
+    if config.section_of(CurriculumSection).enabled:
         lengths.append(CURRICULUM_LEARNING)
     if len(lengths) > 1:
         raise ConfigError(
@@ -355,7 +363,7 @@ def from_config(config: ZeroConfig) -> CurriculumLearning | None:
     if not lengths:
         return None
     if lengths == [CURRICULUM_LEARNING]:
-        return CurriculumLearning(asdict(config.curriculum_learning), CURRICULUM_LEARNING)
+        return CurriculumLearning(asdict(config.section_of(CurriculumSection)), CURRICULUM_LEARNING)
     name = lengths[0]
     if metrics[name].get("difficulty_type", "value") != "value":
         raise ConfigError(

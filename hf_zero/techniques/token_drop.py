@@ -21,9 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_zero.config import TokenDropSection, ZeroConfig
+from hf_zero.config import ZeroConfig
 from hf_zero.config.spelling import did_you_mean
-from hf_zero.config.techniques import MASK, ORDERS, SCHEDULE, TOKEN_DROP
+from hf_zero.config.techniques import (
+    MASK,
+    ORDERS,
+    SCHEDULE,
+    TOKEN_DROP,
+    DataEfficiency,
+    DataRouting,
+    TokenDropSection,
+)
 from hf_zero.errors import ConfigError
 from hf_zero.ops import philox
 from hf_zero.techniques.blocks import (
@@ -111,8 +119,8 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
         """Return the technique configured in ``config``, or None. Raises ConfigError for missing or
         contradictory keys.
         """
-        section = config.random_ltd
-        outer = (config.data_efficiency.enabled, config.data_routing.enabled)
+        section = config.section_of(TokenDropSection)
+        outer = (config.section_of(DataEfficiency).enabled, config.section_of(DataRouting).enabled)
         if not section.enabled or False in outer:
             return None
         for name in ("min_value", "max_value", "require_steps", "seq_per_step"):
@@ -132,7 +140,7 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
                 f"{TOKEN_DROP}.random_ltd_layer_id = {list(chosen)} names a block twice; name each "
                 "once"
             )
-        return cls(section, config.data_efficiency.seed)
+        return cls(section, config.section_of(DataEfficiency).seed)
 
     def check(self, plan: EnginePlan) -> None:
         """Raise ConfigError for a model without blocks, or without the chosen ones."""

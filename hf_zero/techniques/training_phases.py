@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import MICRO, TOTAL
 from hf_zero.config.spelling import did_you_mean
-from hf_zero.config.techniques import METRICS, PHASES
+from hf_zero.config.techniques import METRICS, PHASES, TrainingPhasesSection
 from hf_zero.config.value_types import COUNT, integer, number
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
@@ -120,7 +120,7 @@ class TrainingPhases(Feature):
     """The phases of one engine. All of it is a function of ``global_steps``."""
 
     def __init__(self, config: ZeroConfig):
-        section = config.training_phases
+        section = config.section_of(TrainingPhasesSection)
         self.phases = [
             Phase.read(phase, f"{PHASES}.phases[{at}]")
             for at, phase in enumerate(section.phases or [{}])
@@ -304,7 +304,7 @@ def from_config(config: ZeroConfig) -> TrainingPhases | None:
     truncates too, or of which ranks have parts, and for steps of several sizes beside samples
     chosen by difficulty.
     """
-    section = config.training_phases
+    section = config.section_of(TrainingPhasesSection)
     if section.phases is None and section.rampup_batch_size is None:
         return None
     phases = TrainingPhases(config)

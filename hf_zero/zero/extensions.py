@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.features import FEATURES, loaded
+from hf_zero.config.feature_rows import FEATURES, loaded
+from hf_zero.config.features import is_on
 from hf_zero.zero.gather.gather_source import GatherSource
 from hf_zero.zero.layout.engine_plan import PlannedExtensions
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -36,7 +37,7 @@ def extensions_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None = 
     values: dict[str, Any] = {}
     joined = {field.name for field in fields(Extensions) if field.default == ()}
     for row in FEATURES.values():
-        if row.extends and (row.is_on(config.written) or not row.keys):
+        if row.extends and (is_on(row, config.written) or not row.keys):
             for name, value in loaded(row.extends)(config, optimizer).items():
                 values[name] = values.get(name, ()) + value if name in joined else value
     return Extensions(**values)

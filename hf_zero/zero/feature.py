@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.features import FEATURES, FeatureRow, check_combination, loaded, switched_on
+from hf_zero.config.feature_rows import FEATURES, FeatureRow, loaded
+from hf_zero.config.features import check_combination, is_on, switched_on
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -255,16 +256,16 @@ class FeatureSet:
         """
         written = settings.written
 
-        def is_on(row: FeatureRow) -> bool:
+        def is_called(row: FeatureRow) -> bool:
             if row.keys or not row.early or model is None:
-                return row.is_on(written)
+                return is_on(row, written)
             called: bool = loaded(row.early).is_called(model, settings, optimizer)
             return called
 
         made: dict[str, Feature | None] = {
             name: loaded(row.make)(settings)
             for name, row in FEATURES.items()
-            if row.make and kind in ("", row.kind) and (row.always or is_on(row))
+            if row.make and kind in ("", row.kind) and (row.always or is_called(row))
         }
         return cls({name: feature for name, feature in made.items() if feature is not None})
 

@@ -18,7 +18,7 @@ import hf_zero
 from hf_zero.activations.host_copies import Streams
 from hf_zero.activations.offload import Offload
 from hf_zero.activations.policy import offload_of
-from hf_zero.config import ActivationOffload
+from hf_zero.config.activations import ActivationOffload
 from hf_zero.deepspeed import activation_checkpointing
 from tests.helpers.models import seeded
 

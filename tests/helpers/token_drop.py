@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.config import TokenDropSection
+from hf_zero.config.techniques import TokenDropSection
 from hf_zero.techniques.token_drop import sample, tokens_read
 from hf_zero.zero.layout.tree import is_cache
 from tests.helpers.layer_drop import FAMILIES, LayerDropJob

@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_zero"
 # The modules of the core, by folder; "*": all of the folder but those after the dash.
 CORE = {
     "": "__init__ engine errors initialize logging",
-    "config": "__init__ explaining features files keys optimizers reading refusals resolving "
-    "schema sections settings spelling value_types variables zero_config",
+    "config": "__init__ explaining feature_rows features files keys offload optimizers reading "
+    "refusals resolving schema sections settings spelling value_types variables zero_config",
     "device": "*",
     "distributed": "* - fake_world host_transfers stage_messages torchrun two_hops",
     "zero": "*",
@@ -46,7 +46,7 @@ CORE = {
 DOORS = ("hf_zero", "hf_zero.checkpoint", "hf_zero.optim")
 
 # Exactly: imports of a module outside by a module of the core. Write a lower number where it falls.
-LEAVING = 71
+LEAVING = 63
 # At most: lines of code of the core, and of the package.
 LINES, ALL_LINES = 33_600, 93_000
 

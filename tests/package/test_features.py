@@ -13,17 +13,15 @@ import torch
 
 import hf_zero
 from hf_zero.config import ZeroConfig
+from hf_zero.config.feature_rows import FEATURES, TABLE, loaded
+from hf_zero.config.feature_rows import read as read_table
 from hf_zero.config.features import (
-    FEATURES,
-    TABLE,
     check_combination,
     conflicts,
-    loaded,
     reason,
     refused_values,
     switched_on,
 )
-from hf_zero.config.features import read as read_table
 from hf_zero.config.keys import KEYS
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError

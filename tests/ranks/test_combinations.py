@@ -17,7 +17,8 @@ import torch
 import hf_zero
 from hf_zero.activations import policy as activations
 from hf_zero.config import ZeroConfig
-from hf_zero.config.features import FEATURES, RefusedValue, reason
+from hf_zero.config.feature_rows import FEATURES, RefusedValue
+from hf_zero.config.features import reason
 from hf_zero.errors import ConfigError
 from hf_zero.zero.feature import FeatureSet
 from tests.helpers.capabilities import ROWS, SMALL

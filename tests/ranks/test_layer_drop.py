@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.config import TokenDropSection, ZeroConfig
+from hf_zero.config import ZeroConfig
+from hf_zero.config.techniques import TokenDropSection
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.token_drop import tokens_read

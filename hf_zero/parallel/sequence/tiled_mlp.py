@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.activations.checkpointing import repeatable
-from hf_zero.config import TiledMlpSection, ZeroConfig
+from hf_zero.config import ZeroConfig
+from hf_zero.config.activations import TiledMlpSection
 from hf_zero.errors import ConfigError
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.gather.model_patches import Attached, Override
@@ -42,7 +43,8 @@ class TiledMlps(Feature):
     @classmethod
     def from_config(cls, config: ZeroConfig) -> TiledMlps | None:
         """Return the technique if ``config`` enables it, else None."""
-        return cls(config.tiled_mlp) if config.tiled_mlp.enabled else None
+        section = config.section_of(TiledMlpSection)
+        return cls(section) if section.enabled else None
 
     def check(self, plan: EnginePlan) -> None:
         """Raise ConfigError for a model without MLPs in its blocks."""

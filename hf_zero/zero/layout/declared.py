@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.config.features import FEATURES
+from hf_zero.config.feature_rows import FEATURES
 from hf_zero.zero.layout.walk import modules_of, named_modules_of
 
 # Packages that declare by properties, which read no parameter.

@@ -1,0 +1,155 @@
+"""The rows of the table of features, without a look at the keys that switch them on.
+
+``features.toml`` is the one place that knows all features; the core reads it, and imports none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ClassVar
+
+TABLE = Path(__file__).with_name("features.toml")
+
+
+@dataclass(frozen=True)
+class RefusedValue:
+    """Values of ``key`` that a feature does not go with: those in ``refused``, or all that are not
+    in ``allowed``.
+    """
+
+    key: str
+    why: str
+    refused: tuple[object, ...] = ()
+    allowed: tuple[object, ...] = ()
+
+    def applies(self, value: object) -> bool:
+        return value not in self.allowed if self.allowed else value in self.refused
+
+
+@dataclass(frozen=True)
+class FeatureRow:
+    """One feature; ``features.toml`` explains its fields. ``excludes``: why it does not go with
+    others, by their names.
+    """
+
+    name: str
+    words: str
+    page: str
+    kind: str = ""
+    keys: tuple[str, ...] = ()
+    off: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    always: bool = False
+    content: bool = False
+    trains: bool = False
+    make: str = ""
+    extends: str = ""
+    sets: Mapping[str, object] = field(default_factory=dict)
+    early: str = ""
+    loads: str = ""
+    provides: Mapping[str, str] = field(default_factory=dict)
+    declares: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    refuses: tuple[RefusedValue, ...] = ()
+
+
+def read(text: str) -> dict[str, FeatureRow]:
+    """Return the rows of ``features.toml`` by name, in the order in which they are applied: that of
+    the file, but each after what its ``after`` names.
+    """
+    tables: Mapping[str, Mapping[str, Any]] = tomllib.loads(text)
+    kinds: dict[str, list[str]] = {}
+    for name, entry in tables.items():
+        kinds.setdefault(entry.get("kind", ""), []).append(name)
+
+    def members(names: Collection[str]) -> Iterator[str]:
+        for name in names:
+            yield from (name,) if name in tables else kinds[name]
+
+    rows = {
+        name: FeatureRow(
+            name,
+            entry["words"],
+            entry["page"],
+            entry.get("kind", ""),
+            tuple(entry.get("keys", ())),
+            {key: tuple(values) for key, values in entry.get("off", {}).items()},
+            entry.get("always", False),
+            entry.get("content", False),
+            entry.get("trains", False),
+            entry.get("make", ""),
+            entry.get("extends", ""),
+            entry.get("sets", {}),
+            entry.get("early", ""),
+            entry.get("loads", ""),
+            entry.get("provides", {}),
+            tuple(entry.get("declares", ())),
+            tuple(entry.get("sections", ())),
+            tuple(members(entry.get("after", ()))),
+            {m: why for other, why in entry.get("excludes", {}).items() for m in members((other,))},
+            tuple(
+                RefusedValue(
+                    given["key"],
+                    given["why"],
+                    tuple(given.get("is", ())),
+                    tuple(given.get("not", ())),
+                )
+                for given in entry.get("refuses", ())
+            ),
+        )
+        for name, entry in tables.items()
+    }
+    ordered: dict[str, FeatureRow] = {}
+
+    def place(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"features stand after each other: {' > '.join((*path, name))}"
+        for earlier in rows[name].after:
+            place(earlier, (*path, name))
+        ordered.setdefault(name, rows[name])
+
+    for name in rows:
+        place(name, ())
+    return ordered
+
+
+FEATURES: Mapping[str, FeatureRow] = read(TABLE.read_text("utf-8"))
+
+
+def loaded(name: str) -> Any:
+    """Return the function or class that a row names as ``module:name``, or the module."""
+    module, _, attribute = name.partition(":")
+    found = importlib.import_module(module)
+    return attrgetter(attribute)(found) if attribute else found
+
+
+class FeatureSection:
+    """A section of keys of a feature: a frozen dataclass whose fields declare them, in a module
+    that imports ``hf_zero.config`` alone; a row of the table names it.
+    """
+
+    FIELD: ClassVar[str]
+    """Its name as a keyword of ``ZeroConfig``."""
+    PATH: ClassVar[str]
+    """Its path in a configuration."""
+    SPELLINGS: ClassVar[Mapping[str, str]] = {}
+    """Other spellings of its keys, and their paths."""
+
+    @classmethod
+    def complete(cls, reading: Any) -> None:
+        """Derive, in place, values of ``reading``, a ``ConfigReading``, from other written keys."""
+
+    @classmethod
+    def check_reading(cls, reading: Any) -> None:
+        """Record contradictions between the values of ``reading``."""
+
+
+SECTIONS: tuple[type[FeatureSection], ...] = tuple(
+    loaded(name) for row in FEATURES.values() for name in row.sections
+)
+"""The sections of all features."""
