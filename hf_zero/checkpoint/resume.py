@@ -20,6 +20,7 @@ from hf_zero.checkpoint.reader import recognize
 from hf_zero.checkpoint.save_plan import parallel_sizes
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, decide_on_rank_0, place_of
 from hf_zero.config import ZeroConfig
+from hf_zero.config.memory import MemorySection
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.world_group import get_world_group
@@ -174,7 +175,7 @@ def find_resumed(
             f"resume={resume!r} is neither a folder nor {LATEST!r}; write resume={LATEST!r}"
         )
     folder = config.checkpoint.folder if resume == LATEST else os.fspath(resume)
-    in_memory = bool(config.memory_checkpoints.every)
+    in_memory = bool(config.section_of(MemorySection).every)
     if not folder and not in_memory:
         raise ConfigError(
             f"resume={LATEST!r} takes the newest checkpoint of the run's folder, and none is "

@@ -16,6 +16,7 @@ import typer
 
 from hf_zero.cli.options import Job, Ranks, expanded, refuse, section
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
+from hf_zero.config.memory import MemorySection
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject, counted, parse_rate, parse_size, rate_in_units
 
@@ -152,7 +153,7 @@ def estimate(
     if link and job.pp > 1:
         refuse({"--link": link}, "it is not known of pipelines; leave it or --pp out")
     config = ZeroConfig.coerce(job.config, allow_auto=True) if job.config else None
-    if config is None or not config.memory_checkpoints.every:
+    if config is None or not config.section_of(MemorySection).every:
         why = "it describes a machine for --fit, or for checkpoint.memory; leave it out"
         refuse({"--ranks-per-host": ranks_per_host}, why)
     options = job.options() | {"config": config}

@@ -13,8 +13,8 @@ import typer
 
 from hf_zero.cli.options import expanded, one_of, preset
 from hf_zero.cli.printing import AsJson, print_json
+from hf_zero.config.feature_rows import SECRETS
 from hf_zero.config.launched import LAUNCHED_BY, OWN, WRITTEN
-from hf_zero.config.sections import SECRETS
 from hf_zero.config.variables import warn_once
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.launch.front import carry_out

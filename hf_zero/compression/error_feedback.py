@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.messages import LocoSection
 from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
 from hf_zero.zero.feature import Feature
 
@@ -111,7 +112,7 @@ class ErrorFeedback(Feature):
     @classmethod
     def from_config(cls, settings: ZeroConfig) -> ErrorFeedback | None:
         """Return the error feedback that ``settings`` ask for; None: none."""
-        loco = settings.zeropp_loco_param
+        loco = settings.section_of(LocoSection)
         return cls(loco.every) if loco.on and sends_few_bits(settings) else None
 
     def bind(self, step: OptimizerStep) -> None:

@@ -57,7 +57,7 @@ class ActivationCheckpointing(FeatureSection):
     end of each; ``synchronize`` does so without the log.
     """
 
-    FIELD = PATH = CHECKPOINTING
+    FIELD = SECTION_PATH = CHECKPOINTING
 
     blocks: bool | int | Literal["selective"] | None = key(
         ValueType("true, false, a number of blocks, or 'selective'", _blocks, _BLOCKS_SCHEMA),
@@ -102,7 +102,7 @@ class TiledMlpSection(FeatureSection):
     tile in the backward; see :mod:`hf_zero.parallel.sequence.tiled_mlp`.
     """
 
-    FIELD = PATH = "tiled_mlp"
+    FIELD = SECTION_PATH = "tiled_mlp"
 
     enabled: bool = key(BOOLEAN, False)
     shards: int | None = key(integer(1), None, unit="stretches", idle=without("tiled_mlp.enabled"))
@@ -118,7 +118,7 @@ class ActivationOffload(FeatureSection):
     ends stay there. ``pin_memory`` None pins host memory where there is a GPU.
     """
 
-    FIELD = PATH = OFFLOAD
+    FIELD = SECTION_PATH = OFFLOAD
 
     enabled: bool = key(BOOLEAN, False)
     min_bytes: int = key(COUNT, 1 << 20, idle=_idle_offload, unit="bytes")

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
+from hf_zero.config.feature_rows import SECRETS
 from hf_zero.config.files import DICT, FILES, SourcedDict, flattened, is_written
 from hf_zero.config.keys import KEYS
 from hf_zero.config.reading import AUTO, ConfigReading
 from hf_zero.config.refusals import Check, idle_params, refusals
-from hf_zero.config.sections import SECRETS
 from hf_zero.config.value_types import Status
 from hf_zero.logging import JsonObject, aligned
 

@@ -135,10 +135,13 @@ class FeatureSection:
 
     FIELD: ClassVar[str]
     """Its name as a keyword of ``ZeroConfig``."""
-    PATH: ClassVar[str]
+    SECTION_PATH: ClassVar[str]
     """Its path in a configuration."""
     SPELLINGS: ClassVar[Mapping[str, str]] = {}
     """Other spellings of its keys, and their paths."""
+
+    SECRETS: ClassVar[tuple[str, ...]] = ()
+    """Keys of it whose values are not shown."""
 
     @classmethod
     def complete(cls, reading: Any) -> None:
@@ -153,3 +156,6 @@ SECTIONS: tuple[type[FeatureSection], ...] = tuple(
     loaded(name) for row in FEATURES.values() for name in row.sections
 )
 """The sections of all features."""
+
+SECRETS = frozenset(path for section in SECTIONS for path in section.SECRETS)
+"""Keys whose values are not shown."""

@@ -156,14 +156,12 @@ ALIASES: dict[str, str] = {
         for name in _STAGE3_FIELDS.split()
     },
     "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "zeropp_loco_param": "zero_optimization.zeropp_loco_param",
-    **{each.FIELD: each.PATH for each in OF_FEATURES if each.FIELD != each.PATH},
+    **{each.FIELD: each.SECTION_PATH for each in OF_FEATURES if each.FIELD != each.SECTION_PATH},
     **spellings(Settings),
     **OFFLOAD_ALIASES,
     **{name: path for each in OF_FEATURES for name, path in each.SPELLINGS.items()},
     **TENSOR_ALIASES,
     "checkpoint.writer.decoupled": "checkpoint.async_save",
-    "memory_checkpoints": "checkpoint.memory",
     "flops_profiler.step": "flops_profiler.profile_step",
 }
 

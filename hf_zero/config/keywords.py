@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 if TYPE_CHECKING:
     import torch
 
-    from hf_zero.config import activations, offload, sections, techniques
+    from hf_zero.config import (
+        activations,
+        measures,
+        memory,
+        messages,
+        offload,
+        sections,
+        techniques,
+    )
 
     Dtype: TypeAlias = (
         Literal[
@@ -50,8 +58,6 @@ class Keywords(TypedDict, total=False):
     """the largest global norm of the gradients, to which a step clips them; 0 disables clipping"""
     zero: sections.ZeroSection | Mapping[str, object] | None
     """The section ``zero_optimization``."""
-    zeropp_loco_param: sections.LocoSection | Mapping[str, object] | None
-    """The section ``zero_optimization.zeropp_loco_param``."""
     fp16: sections.Fp16Section | Mapping[str, object] | bool | None
     """The section ``fp16``."""
     bf16: sections.Bf16Section | Mapping[str, object] | bool | None
@@ -153,8 +159,6 @@ class Keywords(TypedDict, total=False):
     """The section ``aio``."""
     checkpoint: sections.CheckpointSection | Mapping[str, object] | None
     """The section ``checkpoint``."""
-    memory_checkpoints: sections.MemorySection | Mapping[str, object] | None
-    """The section ``checkpoint.memory``."""
     wall_clock_breakdown: bool | None
     """log the milliseconds of forward, backward and step, one step later"""
     steps_per_print: float | None
@@ -168,26 +172,12 @@ class Keywords(TypedDict, total=False):
     """log the bytes of state by kind and tier, the bytes of the allocator, and the free memory"""
     dump_state: bool | None
     """log units, flat buffers and optimizer groups when the engine has been created"""
-    metrics: sections.MetricsSection | Mapping[str, object] | None
-    """The section ``metrics``."""
-    trace: sections.TraceSection | Mapping[str, object] | None
-    """The section ``trace``."""
-    tensorboard: sections.TensorBoardSection | Mapping[str, object] | None
-    """The section ``tensorboard``."""
-    wandb: sections.WandbSection | Mapping[str, object] | None
-    """The section ``wandb``."""
-    comet: sections.CometSection | Mapping[str, object] | None
-    """The section ``comet``."""
-    csv_monitor: sections.CsvSection | Mapping[str, object] | None
-    """The section ``csv_monitor``."""
-    comms_logger: sections.CommsLoggerSection | Mapping[str, object] | None
-    """The section ``comms_logger``."""
-    flops_profiler: sections.FlopsProfilerSection | Mapping[str, object] | None
-    """The section ``flops_profiler``."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None
     """the level of hf-zero's log; null keeps the level that HF_ZERO_LOG_LEVEL sets"""
     dataloader_drop_last: bool | None
     """drop the last batch of training_data if it is incomplete"""
+    zeropp_loco_param: messages.LocoSection | Mapping[str, object] | None
+    """The section ``zero_optimization.zeropp_loco_param``."""
     quantization_aware_training: techniques.QuantizationAware | Mapping[str, object] | None
     """The section ``quantization_aware_training``."""
     float8_training: techniques.Float8Training | Mapping[str, object] | None
@@ -220,5 +210,23 @@ class Keywords(TypedDict, total=False):
     """The section ``data_efficiency.data_routing.random_ltd``."""
     tiled_mlp: activations.TiledMlpSection | Mapping[str, object] | None
     """The section ``tiled_mlp``."""
+    memory_checkpoints: memory.MemorySection | Mapping[str, object] | None
+    """The section ``checkpoint.memory``."""
+    comms_logger: measures.CommsLoggerSection | Mapping[str, object] | None
+    """The section ``comms_logger``."""
+    flops_profiler: measures.FlopsProfilerSection | Mapping[str, object] | None
+    """The section ``flops_profiler``."""
+    metrics: measures.MetricsSection | Mapping[str, object] | None
+    """The section ``metrics``."""
+    trace: measures.TraceSection | Mapping[str, object] | None
+    """The section ``trace``."""
+    tensorboard: measures.TensorBoardSection | Mapping[str, object] | None
+    """The section ``tensorboard``."""
+    wandb: measures.WandbSection | Mapping[str, object] | None
+    """The section ``wandb``."""
+    comet: measures.CometSection | Mapping[str, object] | None
+    """The section ``comet``."""
+    csv_monitor: measures.CsvSection | Mapping[str, object] | None
+    """The section ``csv_monitor``."""
     prefetch_bucket_size: float | None
     """number of elements to gather ahead of their use [elements]"""

@@ -13,12 +13,9 @@ from hf_zero.config.value_types import (
     BYTES,
     COUNT,
     DTYPE,
-    NAMES,
-    PATH,
     SECTION,
     SIZE,
     TEXT,
-    ValueType,
     choice,
     integer,
     key,
@@ -37,10 +34,6 @@ SCHEDULERS = (
     "ExponentialLR", "LRRangeTest", "LinearLR", "MultiStepLR", "OneCycle", "OneCycleLR",
     "PolynomialLR", "StepLR", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
 )  # fmt: skip
-
-SECRETS = frozenset(("comet.api_key",))
-"""Keys whose values are not shown."""
-
 
 UPDATE_IN_BACKWARD = "zero_optimization.update_in_backward"
 
@@ -118,28 +111,6 @@ class ZeroSection:
     module_granularity_threshold: int | None = key(
         SIZE, None, name="stage3_module_granularity_threshold", unit="elements"
     )
-
-
-@dataclass(frozen=True)
-class LocoSection:
-    """LoCo error feedback for quantized gradients; off if both fields are None."""
-
-    err_beta: float | None = key(number(0, 1), None)
-    reset_steps: int | None = key(integer(1), None, name="reset_T", unit="steps")
-
-    @property
-    def on(self) -> bool:
-        """Return whether quantization errors are kept."""
-        return self.err_beta is not None or self.reset_steps is not None
-
-    @property
-    def beta(self) -> float:
-        return 0.8 if self.err_beta is None else self.err_beta
-
-    @property
-    def every(self) -> int:
-        """The number of steps between two resets of the errors."""
-        return self.reset_steps or 1024
 
 
 @dataclass(frozen=True)
@@ -246,23 +217,6 @@ class CheckpointSection:
     save_on_signal: bool = key(BOOLEAN, True)
 
 
-def _without_memory(values: Mapping[str, object]) -> str:
-    return "" if values.get("checkpoint.memory.every") else "checkpoint.memory.every is not set"
-
-
-@dataclass(frozen=True)
-class MemorySection:
-    """Checkpoints in the memory of hosts. ``every`` None: none are made; ``limit`` in bytes on a
-    host; ``folder`` None: a tmpfs, else a local folder.
-    """
-
-    every: int | None = key(integer(1), None, unit="steps")
-    copies: int = key(integer(1), 2, unit="hosts", idle=_without_memory)
-    limit: int | None = key(BYTES, None, unit="bytes", idle=_without_memory)
-    folder: str | None = key(PATH, None, idle=_without_memory)
-    job: str | None = key(TEXT, None, idle=_without_memory)
-
-
 _UNCOMPILED = without("compile.blocks")
 
 
@@ -358,120 +312,3 @@ class PipelineSection:
                 "one of them, or remove the key"
             )
         return self.schedule
-
-
-JOB = "DeepSpeedJobName"
-MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
-
-
-def _folder(value: object) -> str:
-    if (not isinstance(value, str) and not hasattr(value, "__fspath__")) or "\0" in str(value):
-        raise ValueError(value)
-    return str(value)
-
-
-FOLDER = ValueType("a path, or an empty string", _folder, {"type": "string"})
-
-
-_WITHOUT_METRICS = without("metrics.enabled")
-
-
-@dataclass(frozen=True)
-class MetricsSection:
-    """The figures of each step: a file of JSON lines, and the trackers of the script."""
-
-    enabled: bool = key(BOOLEAN, False)
-    path: str | None = key(PATH, None, idle=_WITHOUT_METRICS)
-    rotate_bytes: int = key(integer(1), 64 << 20, unit="bytes", idle=_WITHOUT_METRICS)
-    peak_tflops: float | None = key(number(above=0), None)
-    flops_per_token: float | None = key(number(above=0), None)
-
-
-_WITHOUT_TRACE = without("trace.enabled")
-
-
-@dataclass(frozen=True)
-class TraceSection:
-    """A trace of a few steps, of all ranks in one file."""
-
-    enabled: bool = key(BOOLEAN, False)
-    first: int = key(integer(1), 5, unit="steps", idle=_WITHOUT_TRACE)
-    steps: int = key(integer(1), 2, unit="steps", idle=_WITHOUT_TRACE)
-    path: str = key(FOLDER, "", idle=_WITHOUT_TRACE)
-
-
-_WITHOUT_LOG = without("comms_logger.enabled")
-
-
-@dataclass(frozen=True)
-class CommsLoggerSection:
-    """Settings of the log of collectives."""
-
-    enabled: bool = key(BOOLEAN, False)
-    verbose: bool = key(BOOLEAN, False, idle=_WITHOUT_LOG)
-    prof_all: bool = key(BOOLEAN, True, idle=_WITHOUT_LOG)
-    debug: bool | None = key(BOOLEAN)
-    prof_ops: tuple[str, ...] = key(NAMES, (), idle=_WITHOUT_LOG)
-
-
-_WITHOUT_PROFILE = without("flops_profiler.enabled")
-
-
-@dataclass(frozen=True)
-class FlopsProfilerSection:
-    """The profiled step, and the contents of the report."""
-
-    enabled: bool = key(BOOLEAN, False)
-    profile_step: int = key(integer(-1), 1, unit="steps", idle=_WITHOUT_PROFILE)
-    module_depth: int = key(integer(-1), -1, idle=_WITHOUT_PROFILE)
-    top_modules: int = key(COUNT, 1, idle=_WITHOUT_PROFILE)
-    detailed: bool = key(BOOLEAN, True, idle=_WITHOUT_PROFILE)
-    output_file: str | None = key(PATH, None, idle=_WITHOUT_PROFILE)
-    recompute_fwd_factor: float | None = key(number(0))
-
-
-_tensorboard, _csv = without("tensorboard.enabled"), without("csv_monitor.enabled")
-_wandb, _comet = without("wandb.enabled"), without("comet.enabled")
-
-
-@dataclass(frozen=True)
-class TensorBoardSection:
-    """Event files of TensorBoard; requires its package."""
-
-    enabled: bool = key(BOOLEAN, False)
-    output_path: str = key(FOLDER, "", idle=_tensorboard)
-    job_name: str = key(TEXT, JOB, idle=_tensorboard)
-
-
-@dataclass(frozen=True)
-class CsvSection:
-    """One CSV file for each metric."""
-
-    enabled: bool = key(BOOLEAN, False)
-    output_path: str = key(FOLDER, "", idle=_csv)
-    job_name: str = key(TEXT, JOB, idle=_csv)
-
-
-@dataclass(frozen=True)
-class WandbSection:
-    """Weights & Biases; requires its package."""
-
-    enabled: bool = key(BOOLEAN, False)
-    group: str | None = key(TEXT, None, idle=_wandb)
-    team: str | None = key(TEXT, None, idle=_wandb)
-    project: str = key(TEXT, "deepspeed", idle=_wandb)
-
-
-@dataclass(frozen=True)
-class CometSection:
-    """Comet; requires its package. Fields that are None are read from Comet's own settings."""
-
-    enabled: bool = key(BOOLEAN, False)
-    samples_log_interval: int = key(integer(1), 100, unit="samples", idle=_comet)
-    project: str | None = key(TEXT, None, idle=_comet)
-    workspace: str | None = key(TEXT, None, idle=_comet)
-    api_key: str | None = key(TEXT, None, idle=_comet, repr=False)
-    experiment_name: str | None = key(TEXT, None, idle=_comet)
-    experiment_key: str | None = key(TEXT, None, idle=_comet)
-    online: bool | None = key(BOOLEAN, None, idle=_comet)
-    mode: str | None = key(TEXT, None, idle=_comet)

@@ -13,25 +13,15 @@ from hf_zero.config.sections import (
     AutocastSection,
     Bf16Section,
     CheckpointSection,
-    CometSection,
-    CommsLoggerSection,
     CompileSection,
     CompressedCommunication,
-    CsvSection,
     ExpertParallelSection,
-    FlopsProfilerSection,
     Fp16Section,
-    LocoSection,
-    MemorySection,
-    MetricsSection,
     NcclSection,
     OptimizerConfig,
     PipelineSection,
     SchedulerConfig,
-    TensorBoardSection,
     TensorParallelSection,
-    TraceSection,
-    WandbSection,
     ZeroSection,
 )
 from hf_zero.config.value_types import (
@@ -69,7 +59,6 @@ class CoreSettings:
     elasticity: JsonObject | None = key(SECTION, None, hash=False)
     gradient_clipping: float = key(number(0), 0.0)
     zero: ZeroSection = section("zero_optimization", ZeroSection)
-    zeropp_loco_param: LocoSection = section("zero_optimization.zeropp_loco_param", LocoSection)
     fp16: Fp16Section = section("fp16", Fp16Section)
     bf16: Bf16Section = section("bf16", Bf16Section)
     torch_autocast: AutocastSection = section("torch_autocast", AutocastSection)
@@ -111,19 +100,10 @@ class CoreSettings:
     offload_param: OffloadParam = section("zero_optimization.offload_param", OffloadParam)
     aio: AioSection = section("aio", AioSection)
     checkpoint: CheckpointSection = section("checkpoint", CheckpointSection)
-    memory_checkpoints: MemorySection = section("checkpoint.memory", MemorySection)
     wall_clock_breakdown: bool = key(BOOLEAN, False)
     steps_per_print: float | None = key(INTERVAL, None, unit="steps")
     memory_breakdown: bool = key(BOOLEAN, False)
     dump_state: bool = key(BOOLEAN, False)
-    metrics: MetricsSection = section("metrics", MetricsSection)
-    trace: TraceSection = section("trace", TraceSection)
-    tensorboard: TensorBoardSection = section("tensorboard", TensorBoardSection)
-    wandb: WandbSection = section("wandb", WandbSection)
-    comet: CometSection = section("comet", CometSection)
-    csv_monitor: CsvSection = section("csv_monitor", CsvSection)
-    comms_logger: CommsLoggerSection = section("comms_logger", CommsLoggerSection)
-    flops_profiler: FlopsProfilerSection = section("flops_profiler", FlopsProfilerSection)
     log_level: str | None = key(choice("debug", "info", "warning", "error", "critical"), None)
     dataloader_drop_last: bool = key(BOOLEAN, False)
 
@@ -133,7 +113,7 @@ if TYPE_CHECKING:
 else:
     Settings = make_dataclass(
         "Settings",
-        [(each.FIELD, each, section(each.PATH, each)) for each in SECTIONS],
+        [(each.FIELD, each, section(each.SECTION_PATH, each)) for each in SECTIONS],
         bases=(CoreSettings,),
         frozen=True,
         kw_only=True,

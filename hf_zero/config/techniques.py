@@ -55,7 +55,7 @@ _LAYERS_KEPT = without(f"{LAYER_DROP}.enabled")
 class CurriculumSection(FeatureSection):
     """DeepSpeed's section of a single schedule: sequences are truncated to a growing length."""
 
-    FIELD, PATH = "curriculum_learning", CURRICULUM_LEARNING
+    FIELD, SECTION_PATH = "curriculum_learning", CURRICULUM_LEARNING
 
     enabled: bool = key(BOOLEAN, False)
     curriculum_type: str = key(choice("seqlen"), "seqlen", idle=_LEGACY_OFF)
@@ -69,7 +69,7 @@ class CurriculumSection(FeatureSection):
 class DataEfficiency(FeatureSection):
     """Master switch of data sampling and routing; ``enabled`` None: their own switches decide."""
 
-    FIELD, PATH = "data_efficiency", EFFICIENCY
+    FIELD, SECTION_PATH = "data_efficiency", EFFICIENCY
 
     enabled: bool | None = key(BOOLEAN, None)
     seed: int = key(COUNT, 1234)
@@ -79,7 +79,7 @@ class DataEfficiency(FeatureSection):
 class DataSampling(FeatureSection):
     """The master switch of curricula; ``enabled`` None: their own switches decide."""
 
-    FIELD, PATH = "data_sampling", SAMPLING
+    FIELD, SECTION_PATH = "data_sampling", SAMPLING
 
     enabled: bool | None = key(BOOLEAN, None)
     num_epochs: int | None = key(integer(1))
@@ -91,7 +91,7 @@ class DataSampling(FeatureSection):
 class MetricCurricula(FeatureSection):
     """Schedules of difficulty by metric."""
 
-    FIELD, PATH = "metric_curricula", CURRICULUM
+    FIELD, SECTION_PATH = "metric_curricula", CURRICULUM
 
     enabled: bool = key(BOOLEAN, False)
     data_cluster_path: str | None = key(TEXT)
@@ -115,7 +115,7 @@ LAYERS = ValueType(
 class DataRouting(FeatureSection):
     """The master switch of token dropping; ``enabled`` None: its own switch decides."""
 
-    FIELD, PATH = "data_routing", ROUTING
+    FIELD, SECTION_PATH = "data_routing", ROUTING
 
     enabled: bool | None = key(BOOLEAN, None)
 
@@ -126,7 +126,7 @@ class TokenDropSection(FeatureSection):
     which grows during training; see :mod:`hf_zero.techniques.token_drop`.
     """
 
-    FIELD, PATH = "random_ltd", TOKEN_DROP
+    FIELD, SECTION_PATH = "random_ltd", TOKEN_DROP
 
     enabled: bool = key(BOOLEAN, False)
     total_layer_num: int | None = _tokens(integer(1), None, unit="blocks")
@@ -156,7 +156,7 @@ class LayerDropSection(FeatureSection):
     often and more of them as it proceeds; see :mod:`hf_zero.techniques.layer_drop`.
     """
 
-    FIELD, PATH = "progressive_layer_drop", LAYER_DROP
+    FIELD, SECTION_PATH = "progressive_layer_drop", LAYER_DROP
 
     enabled: bool = key(BOOLEAN, False)
     theta: float = key(SHARE, 0.5, idle=_LAYERS_KEPT)
@@ -205,7 +205,7 @@ def _idle_off(values: Mapping[str, object]) -> str:
 class TrainingPhasesSection(FeatureSection):
     """Changes at given steps of one run; off without ``phases`` and ``rampup_batch_size``."""
 
-    FIELD, PATH = "training_phases", PHASES
+    FIELD, SECTION_PATH = "training_phases", PHASES
 
     phases: list[JsonObject] | None = key(PHASE_LIST, None, hash=False)
     rampup_batch_size: list[int] | None = key(RAMPUP, None, hash=False)
@@ -234,7 +234,7 @@ class QuantizeTraining(FeatureSection):
     during training.
     """
 
-    FIELD, PATH = "quantize_training", QUANTIZE
+    FIELD, SECTION_PATH = "quantize_training", QUANTIZE
     # of DeepSpeed's code, beside those of its tutorial
     SPELLINGS = {
         f"{QUANTIZE}.quantize-algo": f"{QUANTIZE}.quantize_algo",
@@ -264,7 +264,7 @@ class QuantizeTraining(FeatureSection):
 class EigenvalueSection(FeatureSection):
     """Eigenvalue schedule: the largest eigenvalue of a layer's Hessian stretches its periods."""
 
-    FIELD, PATH = "eigenvalue", EIGENVALUE
+    FIELD, SECTION_PATH = "eigenvalue", EIGENVALUE
 
     enabled: bool = _moq(BOOLEAN, False)
     verbose: bool = _eigenvalue(BOOLEAN, False)
@@ -280,7 +280,7 @@ class EigenvalueSection(FeatureSection):
 class WeightQuantization(FeatureSection):
     """``compression_training.weight_quantization``: groups of modules, each with its own bits."""
 
-    FIELD, PATH = "compression_weights", WEIGHTS
+    FIELD, SECTION_PATH = "compression_weights", WEIGHTS
 
     enabled: bool = key(BOOLEAN, False, name="shared_parameters.enabled")
     in_forward: bool = _weights(BOOLEAN, False, name="shared_parameters.quantize_weight_in_forward")
@@ -303,7 +303,7 @@ class WeightQuantization(FeatureSection):
 class QuantizationAware(FeatureSection):
     """Quantization-aware training by torchao: linear layers of blocks simulate quantization."""
 
-    FIELD, PATH = "quantization_aware_training", QAT
+    FIELD, SECTION_PATH = "quantization_aware_training", QAT
 
     config: str | None = key(choice(*AWARE), None)
     group_size: int = key(
@@ -320,7 +320,7 @@ class QuantizationAware(FeatureSection):
 class Float8Training(FeatureSection):
     """Float8 training by torchao: linear layers of blocks compute in float8."""
 
-    FIELD, PATH = "float8_training", FLOAT8
+    FIELD, SECTION_PATH = "float8_training", FLOAT8
 
     recipe: str | None = key(choice("tensorwise", "rowwise", "rowwise_with_gw_hp"), None)
     emulate: bool = key(

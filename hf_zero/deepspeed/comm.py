@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.measures import CommsLoggerSection
 from hf_zero.device import kinds
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.rendezvous import announce
@@ -195,7 +196,8 @@ def configure(
     """
     if deepspeed_config is not None:
         config = getattr(deepspeed_config, "zero_config_native", deepspeed_config)
-        comms_logger.take(ZeroConfig.coerce(config, foreign=True).comms_logger)
+        settings = ZeroConfig.coerce(config, foreign=True)
+        comms_logger.take(settings.section_of(CommsLoggerSection))
     for name, value in (
         ("enabled", enabled),
         ("prof_all", prof_all),

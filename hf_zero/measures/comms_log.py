@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.config.sections import CommsLoggerSection
+from hf_zero.config.measures import CommsLoggerSection
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import ConfigError

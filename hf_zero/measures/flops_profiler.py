@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-from hf_zero.config.sections import FlopsProfilerSection
+from hf_zero.config.measures import FlopsProfilerSection
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.measures.flop_formulas import formulas

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.sections import CometSection, CsvSection, TensorBoardSection, WandbSection
+from hf_zero.config.measures import CometSection, CsvSection, TensorBoardSection, WandbSection
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
@@ -38,7 +38,12 @@ class DeepSpeedMonitorConfig:
     @classmethod
     def from_config(cls, config: ZeroConfig) -> DeepSpeedMonitorConfig:
         """Return the sections of a whole configuration."""
-        return cls(config.tensorboard, config.wandb, config.comet, config.csv_monitor)
+        return cls(
+            config.section_of(TensorBoardSection),
+            config.section_of(WandbSection),
+            config.section_of(CometSection),
+            config.section_of(CsvSection),
+        )
 
     @property
     def enabled(self) -> bool:

@@ -15,7 +15,12 @@ import torch
 
 from hf_zero.checkpoint.storage import local_path
 from hf_zero.config import ZeroConfig
-from hf_zero.config.sections import MONITORS
+from hf_zero.config.measures import (
+    CommsLoggerSection,
+    FlopsProfilerSection,
+    MetricsSection,
+    TraceSection,
+)
 from hf_zero.device import spans
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import CheckpointError
@@ -93,12 +98,12 @@ def measures_of(engine: TrainingEngine, plan: EnginePlan) -> StepMeasures[Traini
         config.wall_clock_breakdown,
         config.memory_breakdown,
         config.dump_state,
-        config.metrics.enabled,
-        config.trace.enabled,
-        config.comms_logger.enabled,
-        config.flops_profiler.enabled,
+        config.section_of(MetricsSection).enabled,
+        config.section_of(TraceSection).enabled,
+        config.section_of(CommsLoggerSection).enabled,
+        config.section_of(FlopsProfilerSection).enabled,
         line.every or line.by_time,
-        *(getattr(config, name).enabled for name in MONITORS),
+        DeepSpeedMonitorConfig.from_config(config).enabled,
     )
     return EngineMeasures(engine, plan) if any(needed) else MeasuresOnDemand()
 
@@ -128,21 +133,29 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         with raise_on_all_ranks("open its monitors") if monitors.enabled else spans.NOTHING:
             self.monitor = MonitorMaster(monitors)
         self._memory = config.memory_breakdown
-        self._logs_collectives = config.comms_logger.enabled
+        self._logs_collectives = config.section_of(CommsLoggerSection).enabled
         self.file: MetricsFile | None = None
         self._resumed: str | None = None  # the folder of the run that a load continues
         self._has_warned = False  # of a folder in an object store
-        self._shows = config.metrics.enabled
+        self._shows = config.section_of(MetricsSection).enabled
         self._warnings: WarningRecords | None = None
-        header = run_header(engine, plan) if config.metrics.enabled and plan is not None else None
+        header = (
+            run_header(engine, plan)
+            if config.section_of(MetricsSection).enabled and plan is not None
+            else None
+        )
         # an engine without an optimizer, such as TRL's reference model, takes no steps
         steps = plan is None or plan.optimizer is not None
-        if config.metrics.enabled and rank == 0 and steps:
+        if config.section_of(MetricsSection).enabled and rank == 0 and steps:
             self._open_file(engine, header, opened)
-        folder = config.metrics.path or config.checkpoint.folder
+        folder = config.section_of(MetricsSection).path or config.checkpoint.folder
         if folder is not None:
             self.keep_in(folder)
-        counts_samples = config.metrics.enabled or self.monitor.enabled or self._logs_collectives
+        counts_samples = (
+            config.section_of(MetricsSection).enabled
+            or self.monitor.enabled
+            or self._logs_collectives
+        )
         dims = [*engine.mesh.mesh_dims, *engine.mesh.parallel_mesh_dims]
         self.counts = EngineCollectives(dims, device) if counts_samples else None
         if self.counts is not None:
@@ -153,20 +166,22 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         if not self._alone or self._line.by_time:
             self._figures = StepFigures(
                 engine,
-                config.metrics,
+                config.section_of(MetricsSection),
                 self.counts,
                 lambda number: counts_samples or self._line.is_due(number),
                 self._report,
                 self._alone,
             )
         if self.counts is not None and self._logs_collectives:
-            comms_logger.take(config.comms_logger)
+            comms_logger.take(config.section_of(CommsLoggerSection))
             comms_logger.engines.add(self.counts)
         self.profile: StepProfile | None = None
-        if config.flops_profiler.enabled:
-            self.profile = StepProfile(engine, config.flops_profiler)
+        if config.section_of(FlopsProfilerSection).enabled:
+            self.profile = StepProfile(engine, config.section_of(FlopsProfilerSection))
         self._trace: StepTrace | None = None
-        self._due = config.trace if config.trace.enabled else None
+        self._due = (
+            config.section_of(TraceSection) if config.section_of(TraceSection).enabled else None
+        )
         if config.dump_state and rank == 0:
             logger.info("state of the engine:\n%s", layout(engine))
         self._trace_when_due(engine)
@@ -174,7 +189,7 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
     def _open_file(
         self, engine: TrainingEngine, header: JsonObject | None, opened: ExitStack
     ) -> None:
-        self.file = MetricsFile(engine.config.metrics.rotate_bytes, header)
+        self.file = MetricsFile(engine.config.section_of(MetricsSection).rotate_bytes, header)
         self._warnings = WarningRecords(self.file)
         opened.callback(self._warnings.close)
         # at destroy(), when nothing refers to the engine any more, or as the process ends

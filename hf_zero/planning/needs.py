@@ -34,6 +34,7 @@ import torch
 from hf_zero.checkpoint.memory.folders import SLOTS, bases, is_in_memory
 from hf_zero.checkpoint.save_plan import stored_width
 from hf_zero.compression.error_feedback import ErrorCodec
+from hf_zero.config.memory import MemorySection
 from hf_zero.config.techniques import QuantizeTraining, WeightQuantization
 from hf_zero.config.variables import local_world_size
 from hf_zero.device import kinds
@@ -143,7 +144,7 @@ def memory_checkpoints(plan: EnginePlan) -> int:
     generations, with copies on as many hosts as there are to be, without buffers; 0 where they are
     off, or in a folder on a disk.
     """
-    settings = plan.settings.memory_checkpoints
+    settings = plan.settings.section_of(MemorySection)
     if not settings.every or not is_in_memory(bases(settings.folder)[0]):
         return 0
     local_ranks = local_world_size(plan.dims.world)

@@ -29,6 +29,7 @@ from hf_zero.config import ZeroConfig, variables
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.migrating import migrate
+from hf_zero.config.optimizers import OPTIMIZERS
 from hf_zero.config.training_file import KEYS as TRAINING_KEYS
 from hf_zero.config.training_file import read_training_file
 from hf_zero.deepspeed.engine import DeepSpeedEngine
@@ -372,6 +373,7 @@ def ours() -> set[str]:
     for value in (*exported, *methods):
         if callable(value):
             found |= {*inspect.signature(value).parameters}
+    found |= {key for row in OPTIMIZERS for key in row.keys}
     return found | {name for _, name in strings}
 
 

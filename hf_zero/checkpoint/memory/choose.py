@@ -31,6 +31,7 @@ from hf_zero.checkpoint.storage import (
 )
 from hf_zero.checkpoint.tensorfile import Hash, algorithm_of, bytes_view, hash_of_file
 from hf_zero.config import ZeroConfig
+from hf_zero.config.memory import MemorySection
 from hf_zero.distributed import process_group
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
@@ -116,11 +117,11 @@ def newest_in_memory(
     Its folder has everything but the rank files, which ``engine.load_checkpoint(directory, tag)``
     adds. A copy of each file has been compared with its hash.
     """
-    if not config.memory_checkpoints.every:
+    if not config.section_of(MemorySection).every:
         return None
     ranks, rank = get_world_group(), process_group.get_rank()
     on_disk, damage = _on_disk_or_damage(ranks, rank, directory, tag)
-    where = saving.next_folders(config.memory_checkpoints, ranks, rank)
+    where = saving.next_folders(config.section_of(MemorySection), ranks, rank)
     able = _generations(where, ranks, on_disk, directory, run)
     tried = (taking.take() for taking in able if taking.save_id not in skipped)
     checkpoint = next(filter(None, tried), None)

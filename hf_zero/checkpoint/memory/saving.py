@@ -50,7 +50,7 @@ from hf_zero.checkpoint.save_plan import (
 from hf_zero.checkpoint.save_sharded import config_files
 from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, place_of, remove_tree
 from hf_zero.checkpoint.tensorfile import FileHasher, bytes_view
-from hf_zero.config.sections import MemorySection
+from hf_zero.config.memory import MemorySection
 from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.distributed.rank_hosts import host_name
 from hf_zero.errors import CheckpointError, HfZeroError
@@ -94,7 +94,7 @@ class MemoryCheckpoints(ClaimedFolders):
     _writer: AsyncSaver | None = None  # of saves on disk, beside the training
 
     def __init__(self, engine: TrainingEngine, plan: EnginePlan, number: int | None = None) -> None:
-        settings, mesh = engine.config.memory_checkpoints, engine.mesh
+        settings, mesh = engine.config.section_of(MemorySection), engine.mesh
         assert settings.every is not None
         self.every, self.saved_by_trainer = settings.every, False
         self.has_stepped = False  # a load without a tag then means the folder that it names
@@ -146,7 +146,7 @@ class MemoryCheckpoints(ClaimedFolders):
         ``before``, those of the engine before it was built again; None if its configuration has
         none. Raises CheckpointError on all ranks if a host has no room.
         """
-        if not engine.config.memory_checkpoints.every:
+        if not engine.config.section_of(MemorySection).every:
             return None
         return cls(engine, plan, None if before is None else before.number)
 

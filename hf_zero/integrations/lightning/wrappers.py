@@ -17,6 +17,7 @@ from hf_zero.checkpoint.memory import newest
 from hf_zero.checkpoint.save_job import after_commit
 from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.config import ZeroConfig
+from hf_zero.config.memory import MemorySection
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations import finder
@@ -367,7 +368,7 @@ def _saves_into_memory(strategy: Strategy) -> bool:
     if not isinstance(strategy, StrategyMethods):  # resume_from_memory knows these alone
         return False
     settings = ZeroConfig.coerce(strategy.zero_config or {}, allow_auto=True, foreign=True)
-    return bool(settings.memory_checkpoints.every)
+    return bool(settings.section_of(MemorySection).every)
 
 
 def _beside(parent: Path, extension: str) -> list[Path]:
