@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_zero.errors import PartitionError
@@ -19,6 +20,15 @@ def refuse_wrapper(
     """
     _refuse_trained(type(self).__name__, (module,))
     return original(self, module, *args, **kwargs)
+
+
+def refuse_forward(original: Original, self: nn.Module, *args: Any, **kwargs: Any) -> object:
+    """Wraps the forwards of DDP and DataParallel, which a script may have put around the model
+    before ``initialize``. Raises as :func:`refuse_wrapper` does, unless gradients are off.
+    """
+    if torch.is_grad_enabled():
+        _refuse_trained(type(self).__name__, (self,))
+    return original(self, *args, **kwargs)
 
 
 def refuse_fully_shard(
@@ -43,6 +53,6 @@ def _refuse_trained(wrapper: str, modules: tuple[nn.Module, ...]) -> None:
         if engine is not None and engine.bound is not None and parameter.requires_grad:
             raise PartitionError(
                 f"{wrapper} around a model that an engine trains would reduce its gradients a "
-                "second time, beside the engine's reduction; remove this call, and call what "
+                "second time, beside the engine's reduction; remove it, and call what "
                 "hf_zero.initialize, or accelerator.prepare, has returned"
             )

@@ -22,7 +22,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "FullyShardedDataParallel": FullyShardedDataParallel,
     "fully_shard": fully_shard,
 }
-REFUSED = "around a model that an engine trains .* remove this call, and call what hf_zero"
+REFUSED = "around a model that an engine trains .* remove it, and call what hf_zero"
 
 
 @pytest.fixture
@@ -59,6 +59,24 @@ def test_a_wrapper_refuses_what_an_engine_trains(name: str) -> None:
     engine.backward(engine(x).square().mean())  # nothing of the wrapper is left
     engine.step()
     assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.usefixtures("group")
+@in_one_item(("DistributedDataParallel", "DataParallel"))
+def test_a_wrapper_that_is_older_than_the_engine_trains_nothing(name: str) -> None:
+    """A script wraps its model, initializes the bare one, and calls the wrapper."""
+    model, x = layers(), torch.ones(3, 8)
+    wrapped = WRAPPERS[name](model)
+    engine = trained(model)
+    with pytest.raises(PartitionError, match=f"{name} {REFUSED}"):
+        wrapped(x)
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(x), engine(x))
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    engine.destroy()
+    wrapped(x).square().mean().backward()
+    assert model[0].weight.grad is not None
 
 
 @in_one_item((0, 1, 2, 3))
