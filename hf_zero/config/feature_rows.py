@@ -70,7 +70,8 @@ def read(text: str) -> dict[str, FeatureRow]:
 
     def members(names: Collection[str]) -> Iterator[str]:
         for name in names:
-            yield from (name,) if name in tables else kinds[name]
+            # a feature whose row is removed is none that others stand after or exclude
+            yield from (name,) if name in tables else kinds.get(name, ())
 
     rows = {
         name: FeatureRow(

@@ -17,7 +17,7 @@ def is_on(row: FeatureRow, values: Mapping[str, object]) -> bool:
     """Return whether ``values``, by key, switch the feature of ``row`` on."""
     if any(_value(values, key) in refused for key, refused in row.off.items()):
         return False
-    return any(_value(values, key) != KEYS[key].default for key in row.keys)
+    return any(_value(values, key) != _default(key) for key in row.keys)
 
 
 def switched_on(values: Mapping[str, object]) -> list[str]:
@@ -81,7 +81,12 @@ def refused_values(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def _value(values: Mapping[str, object], key: str) -> object:
-    return values.get(key, KEYS[key].default)
+    return values.get(key, _default(key))
+
+
+def _default(key: str) -> object:
+    """Return the default of ``key``; None for that of a feature whose row is removed."""
+    return KEYS[key].default if key in KEYS else None
 
 
 def combinations() -> str:

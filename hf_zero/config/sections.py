@@ -217,6 +217,7 @@ class CheckpointSection:
     save_on_signal: bool = key(BOOLEAN, True)
 
 
+CAPTURE = "compile.capture"
 _UNCOMPILED = without("compile.blocks")
 
 

@@ -22,6 +22,7 @@ from typing import Literal
 from hf_zero.config import OffloadOptimizer, OffloadParam
 from hf_zero.config.features import conflicts, switched_on
 from hf_zero.config.offload import Moments
+from hf_zero.config.sections import CAPTURE
 from hf_zero.device.free_memory import FreeBytes
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject, in_units
@@ -30,7 +31,6 @@ from hf_zero.planning.narrow_state import NarrowState
 from hf_zero.planning.needs import NamedBytes, Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.planner import replan
-from hf_zero.zero.step.captured_step import KEY as CAPTURE
 
 # usable share of a host's free memory: page tables, loaders and the allocator need some too
 RAM_SHARE = 0.96

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.sections import CAPTURE as KEY
 from hf_zero.device import graphs
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
@@ -22,7 +23,7 @@ from hf_zero.optim.own_step import is_own
 from hf_zero.zero.feature import EngineInputs, Feature
 from hf_zero.zero.gather.model_patches import hooks_of
 from hf_zero.zero.layout.declared import attribute_of
-from hf_zero.zero.step.captured_step import KEY, CapturedStep
+from hf_zero.zero.step.captured_step import CapturedStep
 
 
 class CapturedSteps(Feature):

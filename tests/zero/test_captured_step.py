@@ -14,13 +14,13 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.config.feature_rows import FEATURES
 from hf_zero.config.features import check_combination, reason
+from hf_zero.config.sections import CAPTURE as KEY
 from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.ops import dispatch
 from hf_zero.setup.captured_steps import check_capture
 from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.layout.tree import form_of
-from hf_zero.zero.step.captured_step import KEY
 
 CAPTURE: dict[str, Any] = {"kernels": ["optimizer"], "compile": {"capture": "step"}}
 HOST = {"device": "cpu"}

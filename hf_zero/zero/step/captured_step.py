@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_zero.config.sections import CAPTURE as KEY
 from hf_zero.device import graphs, kinds
 from hf_zero.device.graphs import Graph, Graphs
 from hf_zero.errors import PartitionError
@@ -45,7 +46,6 @@ from hf_zero.zero.step.step_reports import StepWindow
 _requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
 _version = attrgetter("_version")
 WARM_UP = 3  # steps before the first capture
-KEY = "compile.capture"
 
 
 class CapturedBackward(Protocol):
