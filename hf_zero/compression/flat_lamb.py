@@ -44,8 +44,8 @@ class FlatLamb(FlatMomentum):
 
     def freeze(self) -> None:
         self.state(FRESH).copy_(self.state(VARIANCE))
-        for factors in self._bound.tensor_state.by_parameter().values():
-            factors.pop(FACTOR, None)
+        tensor_state = self._bound.tensor_state
+        tensor_state.put(FACTOR, dict.fromkeys(tensor_state.names))
 
     def _denominators_of(self, group: ParamGroup, variance: Tensor, step: int) -> Tensor:
         """Return sqrt(v) + eps, or sqrt(v + eps), uncorrected: LAMB corrects its step size."""
@@ -83,10 +83,11 @@ class FlatLamb(FlatMomentum):
 
     def store_scales(self) -> None:
         """Write f of each tensor into the optimizer's state, before a save."""
-        stored, factors = self._bound.tensor_state.by_parameter(), self._scales[1].cpu()
-        for index, slot in enumerate(self._slots):
-            if slot.name in stored:
-                stored[slot.name][FACTOR] = factors[index : index + 1].clone()
+        tensor_state, factors = self._bound.tensor_state, self._scales[1].cpu()
+        stored = tensor_state.by_parameter()
+        names = [slot.name for slot in self._slots]
+        by_name = dict(zip(names, factors.split(1)))
+        tensor_state.put(FACTOR, {name: by_name[name] for name in names if name in stored})
 
     # ---- a step ----
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
 from hf_zero.optim.segments import ParamGroup, ParamState
-from hf_zero.optim.whole_tensor import WHOLE_TENSOR_STATE, Parts, TensorPlace, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import Parts, TensorPlace, WholeTensorOptimizer
 
 
 class Rectangle(NamedTuple):
@@ -331,7 +331,6 @@ class Adafactor(FactoredOptimizer):
     @classmethod
     def adopt_state(cls, state: ParamState) -> None:
         state.pop("RMS", None)
-        _adopt_factors(state, cls.TENSOR_STATE_NAMES)
 
     @classmethod
     def added_to_squares(cls, group: ParamGroup) -> float:
@@ -382,7 +381,6 @@ class TorchAdafactor(FactoredOptimizer):
         for name, dim in (("row_var", -1), ("col_var", -2)):
             if name in state:
                 state[name] = state[name].squeeze(dim)
-        _adopt_factors(state, cls.TENSOR_STATE_NAMES)
 
     @classmethod
     def decay(cls, group: ParamGroup, step: int) -> float:
@@ -416,9 +414,3 @@ class TorchAdafactor(FactoredOptimizer):
             weight.mul_(1 - rate * group["weight_decay"])
         alpha = rms.clamp(min=group["eps"][1]) * min(rate, step**-0.5)
         weight.sub_(update.mul_(alpha / (rms_of_update / group["d"]).clamp(min=1.0)))
-
-
-def _adopt_factors(state: ParamState, names: tuple[str, ...]) -> None:
-    """Move the entries ``names`` of a parameter's ``state`` into entry ``WHOLE_TENSOR_STATE``."""
-    if state:
-        state[WHOLE_TENSOR_STATE] = {name: state.pop(name) for name in names if name in state}

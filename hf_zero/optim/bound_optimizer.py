@@ -619,7 +619,8 @@ class BoundOptimizer:
         state. A step may change it, too.
         """
         entries = dict.values(self.optimizer.state)  # without the wait for an update under way
-        values = [value for entry in entries for value in entry.values()]
+        # a list: an update on another thread may add entries
+        values = [value for entry in entries for value in list(entry.values())]
         codes = [value.codes if isinstance(value, Blocks) else value for value in values]
         tensors = [value for value in codes if torch.is_tensor(value)]
         versions = tuple((id(tensor), tensor._version) for tensor in tensors)

@@ -34,7 +34,7 @@ from hf_zero.optim.segments import (
 )
 from hf_zero.optim.sharded_tensors import extent_of
 from hf_zero.optim.state import DeviceState, SegmentStateAccess
-from hf_zero.optim.whole_tensor import WHOLE_TENSOR_STATE, WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer, tensor_state_names
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
@@ -423,11 +423,6 @@ class GroupScalars:
 TensorsByParameter = Mapping[str, Mapping[str, Tensor]]
 
 
-def tensor_state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of the state of whole tensors that ``optimizer`` may keep."""
-    return optimizer.TENSOR_STATE_NAMES if isinstance(optimizer, WholeTensorOptimizer) else ()
-
-
 class WholeTensorState:
     """The state of whole tensors of one optimizer, as Adafactor's factors and LAMB's ratios."""
 
@@ -437,14 +432,10 @@ class WholeTensorState:
         self.known = tensor_state_names(entries.optimizer)
 
     def of(self, segment: Segment) -> dict[str, Tensor]:
-        """Return the live state of the whole tensor of ``segment``, which must have been stepped or
-        be stepped now.
+        """Return the live entries of ``segment``, which must have been stepped or be stepped now,
+        with the state of its whole tensor; empty if there can be none.
         """
-        if not self.known:
-            return {}
-        live = self._entries.optimizer.state[segment.tensor]
-        tensor_state: dict[str, Tensor] = live.setdefault(WHOLE_TENSOR_STATE, {})
-        return tensor_state
+        return self._entries.optimizer.state[segment.tensor] if self.known else {}
 
     def by_parameter(self, firsts: bool = False) -> dict[str, dict[str, Tensor]]:
         """Return the state by parameter; ``firsts``: only if this rank has its first element."""
@@ -452,7 +443,8 @@ class WholeTensorState:
         for segment in self._table.segments if self.known else ():
             start, stop = extent_of(segment) if segment.parts else (0, 0)
             if start < stop and not (firsts and start):
-                tensor_state = self._entries.of(segment).get(WHOLE_TENSOR_STATE)
+                entries = self._entries.of(segment)
+                tensor_state = {name: entries[name] for name in self.known if name in entries}
                 if tensor_state:
                     by_name[min(segment.names)] = tensor_state
         return by_name
@@ -462,14 +454,24 @@ class WholeTensorState:
         state of whole tensors of all others.
         """
         for segment in self._table.segments if self.known else ():
-            entries = self._entries.of(segment)
-            if segment.parts and entries:
-                tensor_state = state.copied(saved.get(min(segment.names), {}))
-                entry = self._entries.optimizer.state[segment.tensor]
-                entry[WHOLE_TENSOR_STATE] = {
-                    name: tensor.to(segment.tensor.device, segment.tensor.dtype)
-                    for name, tensor in tensor_state.items()
-                }
+            if segment.parts and self._entries.of(segment):
+                entries = self._entries.optimizer.state[segment.tensor]
+                for name in self.known:
+                    entries.pop(name, None)
+                for name, tensor in saved.get(min(segment.names), {}).items():
+                    like = segment.tensor
+                    entries[name] = tensor.to(like.device, like.dtype, copy=True)
+
+    def put(self, name: str, values: Mapping[str, Tensor | None]) -> None:
+        """Set the state ``name`` of parameters to ``values``, or remove it where that is None."""
+        for segment in self._table.segments:
+            if segment.parts and min(segment.names) in values and self._entries.of(segment):
+                value = values[min(segment.names)]
+                entries = self._entries.optimizer.state[segment.tensor]
+                if value is None:
+                    entries.pop(name, None)
+                else:
+                    entries[name] = value.clone()
 
     @property
     def names(self) -> list[str]:

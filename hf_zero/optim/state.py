@@ -33,6 +33,7 @@ from hf_zero.optim.segments import (
     current_settings,
     masters,
 )
+from hf_zero.optim.whole_tensor import tensor_state_names
 from hf_zero.zero.layout.flat_layout import Slot
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def initial_state(
     twin, probe = _stepped_twin(optimizer, group, like)
     state = without_none(twin.state[probe])
     for name, value in [*state.items()]:
-        if isinstance(value, Mapping):  # of the whole tensor: created by the first step
+        if name in tensor_state_names(optimizer):  # created by the first step
             del state[name]
         elif is_scalar(name, value, probe.shape):
             start = float(group["lr"]) if name == "eta" else _SCALARS.get(name, float(value))
@@ -189,8 +190,6 @@ def scalar_like(value: Any, number: float) -> Any:
 
 def copied(value: Any) -> Any:
     """Return a copy of ``value``, a number or the state of a whole tensor."""
-    if isinstance(value, Mapping):
-        return {name: copied(item) for name, item in value.items()}
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -245,8 +244,8 @@ def collect(
         for key, value in state.items():
             if isinstance(value, Blocks):
                 per_element[key] = value.decode()
-            elif isinstance(value, Mapping):
-                carried.tensor_state[name] = dict(value)
+            elif key in tensor_state_names(optimizer):
+                carried.tensor_state.setdefault(name, {})[key] = value
             elif is_scalar(key, value, shape):
                 scalars[key] = float(value)
             elif is_elementwise(key, value, shape):
@@ -363,6 +362,7 @@ class SegmentStateAccess:
 
     def __init__(self, optimizer: torch.optim.Optimizer, bf16: NarrowStates | None = None) -> None:
         self.optimizer, self.bf16 = optimizer, bf16
+        self._of_wholes = tensor_state_names(optimizer)
         self.unbegun: set[str | int] = set()
 
     @property
@@ -382,7 +382,8 @@ class SegmentStateAccess:
         return {
             name: value
             for name, value in self.of(segment).items()
-            if isinstance(value, Blocks) or is_elementwise(name, value, shape)
+            if isinstance(value, Blocks)
+            or (is_elementwise(name, value, shape) and name not in self._of_wholes)
         }
 
     def carry(self, former: Segment, segment: Segment, view: View) -> None:
@@ -412,7 +413,7 @@ class SegmentStateAccess:
         return {
             name: float(value)
             for name, value in self.of(segment).items()
-            if is_scalar(name, value, shape)
+            if is_scalar(name, value, shape) and name not in self._of_wholes
         }
 
     def initial(self, group: int, like: Tensor, decoded: bool = False) -> ParamState:
@@ -660,15 +661,16 @@ class DeviceState(Regions):
         """
         first, live = self._entries.initial_values(), self._entries.optimizer.state
         others = list[tuple[Segment, str, Moment]]()
+        of_wholes = tensor_state_names(self._entries.optimizer)
         for segment in segments:
             shape = segment.tensor.shape
             for name, value in self._entries.of(segment).items():
                 if isinstance(value, Blocks) and value.dynamic:
                     dtype = torch.float32
+                elif is_scalar(name, value, shape) or name in of_wholes:
+                    continue
                 elif is_elementwise(name, value, shape):
                     dtype = value.dtype
-                elif is_scalar(name, value, shape) or isinstance(value, Mapping):
-                    continue
                 else:
                     key = segment.parts[0].flat.key if segment.parts else "no parameter"
                     what = f"a segment of {key!r}"

@@ -24,7 +24,6 @@ from hf_zero.ops.flat_reference import divided
 from hf_zero.optim.segments import ParamGroup, ParamState
 
 T = TypeVar("T")
-WHOLE_TENSOR_STATE = "factors"
 """The entry of a parameter's state for state of its whole tensor, neither per-element nor scalar:
 tensors by name, replicated in each part. Checkpoints and state dicts have this word."""
 
@@ -45,7 +44,8 @@ class Parts:
         ``divisor``.
     moments: a list for each of the optimizer's ``MOMENTS``.
     steps: the number of each part's step, from 1 on.
-    tensor_state: the state of each part's whole tensor, by name; empty before the first step.
+    tensor_state: the entries of each part, with the state of its whole tensor from the first step
+        on.
     places: the place of each part in its tensor.
     kernels: the configuration's ``kernels``.
     results: the combined result of each round, for each part.
@@ -159,7 +159,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     ROUNDS = 1
     """Number of times that parts prepare something that is combined."""
     TENSOR_STATE_NAMES: tuple[str, ...] = ()
-    """Names of the tensors that a parameter may have in :data:`WHOLE_TENSOR_STATE`."""
+    """Names of the state that a parameter may have for its whole tensor."""
     ADOPTED_SETTINGS: Mapping[str, object] = {}
     """Settings of groups that a class of the same update elsewhere does not have."""
 
@@ -242,6 +242,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self.update([self._with_gradients(group) for group in self.param_groups])
         return loss
 
+    def __setstate__(self, state: ParamState) -> None:
+        super().__setstate__(state)
+        for entries in self.state.values():
+            entries.update(entries.pop("factors", {}))  # up to release 0.2
+
     def _with_gradients(self, group: ParamGroup) -> Parts:
         names = self.moments_of(group)
         parts = Parts([], [], [[] for _ in names], [], kernels=self.tensors.kernels)
@@ -272,9 +277,14 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             for name, moment in zip(names, parts.moments):
                 moment.append(state[name])
             if self.TENSOR_STATE_NAMES:
-                tensor_state.append(state.setdefault(WHOLE_TENSOR_STATE, {}))
+                tensor_state.append(state)
         parts.tensor_state = tensor_state
         return parts
+
+
+def tensor_state_names(optimizer: object) -> tuple[str, ...]:
+    """Return the names of the state of whole tensors that ``optimizer`` may keep."""
+    return optimizer.TENSOR_STATE_NAMES if isinstance(optimizer, WholeTensorOptimizer) else ()
 
 
 def moments_by_group(optimizer: torch.optim.Optimizer | None) -> list[tuple[str, ...]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import hf_zero
 from hf_zero.errors import OffloadError
@@ -66,6 +67,36 @@ def test_it_begins_anew(name: str, remove: Any, device: str, tmp_path: Path) -> 
         engine.step()
     for ours, theirs in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    engine.destroy()
+
+
+def scale(optimizer: torch.optim.Optimizer) -> None:
+    for entries in optimizer.state.values():
+        for name, value in entries.items():
+            if name != "step" and isinstance(value, torch.Tensor):
+                value.mul_(4)
+
+
+@pytest.mark.parametrize("beta1", [None, 0.9])
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_a_script_writes_to_the_factors_of_whole_tensors(device: str, beta1: float | None) -> None:
+    """They are entries as others are, and not in a dictionary that such a script passes over."""
+    plain, model = build(), build()
+    settings = {"lr": 1e-2, "relative_step": False, "scale_parameter": False, "beta1": beta1}
+    torchs = transformers.Adafactor(plain.parameters(), **settings)
+    given = transformers.Adafactor(model.parameters(), **settings)
+    engine = started(model, given, {"device": device})
+    for number, rows in enumerate(ROWS):
+        if number == 3:
+            scale(torchs)
+            scale(engine.optimizer)
+        plain(rows).square().mean().backward()
+        torchs.step()
+        torchs.zero_grad()
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+        for ours, theirs in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
     engine.destroy()
 
 

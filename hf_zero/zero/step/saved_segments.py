@@ -19,7 +19,7 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
 from hf_zero.optim.snapshots import KEY, layout_of
 from hf_zero.optim.state import is_elementwise, is_scalar
-from hf_zero.optim.whole_tensor import ShardRanks
+from hf_zero.optim.whole_tensor import ShardRanks, tensor_state_names
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.state_entries import StateEntry, StateSource, names_by_kind
@@ -62,6 +62,7 @@ class SavedSegments(StateSource):
     def __init__(self, packed: Mapping[str, Any], engine: ShardedEngine):
         bound, flats = engine.bound, engine.sharded_model.trainable
         self._kind = type(engine.optimizer).__name__
+        self._of_wholes = tensor_state_names(engine.optimizer)
         self._state: Mapping[Any, Any] = packed["state"]
         self.diverged = packed[KEY]["parted"]
         self._own = WholeNames(engine.module).own_of(bound.group_of)
@@ -107,8 +108,10 @@ class SavedSegments(StateSource):
             numel = sum(stop - start for _, start, stop in places)
             scalars, kinds, tensor_state = dict[str, float](), set[str](), dict[str, torch.Tensor]()
             for key, value in state.items():
-                if isinstance(value, Mapping):
-                    tensor_state = {name: tensor.cpu().clone() for name, tensor in value.items()}
+                if isinstance(value, Mapping):  # up to release 0.2
+                    tensor_state |= {name: tensor.cpu().clone() for name, tensor in value.items()}
+                elif key in self._of_wholes:
+                    tensor_state[key] = value.cpu().clone()
                 elif is_elementwise(key, value, (numel or 1,)):
                     kinds.add(key)
                 elif is_scalar(key, value, (numel or 1,)):
