@@ -16,13 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.config import ZeroConfig
 from hf_zero.zero.feature import FeatureSet
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.parameter import HOLDER, holder_of_whole, owner_of
 from hf_zero.zero.step.step_reports import StepMeasures
 
 if TYPE_CHECKING:
     from hf_zero.engine import Engine
-
-HOLDER = "_hf_zero_holder"  # attribute of a parameter that no flat buffer holds: its engine, weakly
 
 
 class EngineProtocol(Protocol):
@@ -129,12 +127,9 @@ def holder_of(parameters: Iterable[torch.Tensor]) -> EngineProtocol | None:
     """Return the engine that has the first of ``parameters`` that an engine has."""
     for parameter in parameters:
         flat = owner_of(parameter)
-        holder = vars(parameter).get(HOLDER)
-        engine: EngineProtocol | None = None
-        if flat is not None:
-            engine = flat.live_engine
-        elif holder is not None:
-            engine = holder()
+        engine: EngineProtocol | None = (
+            holder_of_whole(parameter) if flat is None else flat.live_engine
+        )
         if engine is not None:
             return engine
     return None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hf_zero.parity.comparison import Difference, RunRecord, same_inputs
 
-REPEATS = 1e-2  # relative: a loss that differs by more between two runs of torch is no rounding
+# of a script in a traceback, and at the end of an error of hf-zero without one
+FRAME = r'File ".*NAME", line (\d+)|^ +at .*NAME:(\d+)$'
+# of the loss and of the gradient norm of the first step, relative, by whether one run is in full
+# precision: where both differ by more between two runs of torch, something is drawn anew
+REPEATS = {False: (1e-3, 1e-3), True: (0.1, 0.05)}
 OF_ENGINE = (
     "none of the usual causes in a script fits: this looks like a fault of hf-zero. Run again with "
     "--json, and attach the result and `hf-zero doctor --json` to an issue"
@@ -46,15 +51,30 @@ def cause_of(
                 "what it writes from a generator by rank; write the same on all ranks, in "
                 "hf_zero.GatheredParameters(..., modifier_rank=0)"
             )
-    lines = [*lines_that_read_gradients(script)] if script is not None else []
-    if lines:
-        where = f"{script.name if script else ''}, line {', '.join(map(str, lines[:3]))}"
-        return (
-            f"the script uses gradients itself ({where}): ZeRO keeps them in shards, and .grad of "
-            "a parameter is None; read and write them with hf_zero.safe_get_full_grad and "
-            "safe_set_full_grad, and clip with gradient_clipping of the configuration"
-        )
+    if script is not None and (lines := [*lines_that_read_gradients(script)]):
+        return _of_gradients(script, lines)
     return OF_ENGINE
+
+
+def _of_gradients(script: Path, lines: list[int]) -> str:
+    where = f"{script.name}, line {', '.join(map(str, lines[:3]))}"
+    return (
+        f"the script uses gradients itself ({where}): ZeRO keeps them in shards, and .grad of "
+        "a parameter is not available; read and write them with hf_zero.safe_get_full_grad and "
+        "safe_set_full_grad, and clip with gradient_clipping of the configuration"
+    )
+
+
+def cause_of_failure(text: str, script: Path) -> str | None:
+    """Return the usual cause that fits the error in ``text`` of a run that has failed where the
+    reference trained; None if none does.
+    """
+    name = re.escape(script.name)
+    frames = {
+        one or other for one, other in re.findall(FRAME.replace("NAME", name), text, re.MULTILINE)
+    }
+    lines = [line for line in lines_that_read_gradients(script) if str(line) in frames]
+    return _of_gradients(script, lines) if lines else None
 
 
 def cause_of_resume(
@@ -81,17 +101,28 @@ def cause_of_resume(
 
 
 def not_repeated(reference: RunRecord, measured: RunRecord | None) -> bool:
-    """Return whether the first losses of two runs of the reference differ by more than rounding."""
+    """Return whether two runs of the reference differ by more than rounding: in the batches, or in
+    the loss and the gradient norm of the first step.
+    """
     if measured is None:
         return False
+    # a model in full precision may generate other tokens
+    of_losses, of_norms = REPEATS[reference.mixed]
+    if same_inputs(reference, measured, 1 if reference.mixed else reference.last_step) is not None:
+        return not reference.mixed
     for key, theirs in reference.steps.items():
         if key[1] != 1 or key not in measured.steps:
             continue
         for mine, other in zip(measured.steps[key], theirs):
-            pairs = zip(mine["losses"], other["losses"])
-            if any(abs(a - b) > REPEATS * abs(b) for a, b in pairs):
+            losses = zip(mine["losses"], other["losses"])
+            norms = [(mine["norm"], other["norm"])] if other["norm"] is not None else []
+            if _apart(losses, of_losses) and _apart(norms, of_norms):
                 return True
     return False
+
+
+def _apart(pairs: Iterable[tuple[float, float]], relative: float) -> bool:
+    return any(abs(a - b) > relative * abs(b) for a, b in pairs)
 
 
 def lines_that_read_gradients(script: Path) -> Iterator[int]:
@@ -101,9 +132,15 @@ def lines_that_read_gradients(script: Path) -> Iterator[int]:
     except (OSError, SyntaxError, UnicodeDecodeError):
         return
     names = ("grad", "clip_grad_norm_", "clip_grad_value_")
+    # torch.autograd.grad returns others than those of the step
+    called = {
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "grad"
+    }
     found = {
         node.lineno
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in names
+        if isinstance(node, ast.Attribute) and node.attr in names and id(node) not in called
     }
     yield from sorted(found)

@@ -16,7 +16,8 @@ from torch import nn
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
-from hf_zero.errors import ConfigError
+from hf_zero.engine import Engine
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations.engine_protocol import HOLDER, EngineProtocol, hold
 from hf_zero.parity.reference import DTYPES, Reference
 from hf_zero.zero.feature import FeatureSet
@@ -41,7 +42,6 @@ class DrivenReference(Reference):
         groups = [] if optimizer is None else optimizer.param_groups
         # the norm before a clipping by the script, in place of which the step does not clip
         self._unclipped_norm: torch.Tensor | None = None
-        self._backwards = 0  # whose gradients the next step uses
         super().__init__(module, optimizer, config)
         self.group_parameters: list[list[nn.Parameter]] = [[*group["params"]] for group in groups]
         self.feature_set = FeatureSet()
@@ -65,23 +65,22 @@ class DrivenReference(Reference):
     def holds_gradients(self) -> bool:
         return self._backwards > 0
 
-    def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
-    ) -> torch.Tensor:
-        answer = super().backward(loss, retain_graph, scale_wrt_gas)
-        self._backwards += 1
-        return answer
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._backwards, self._unclipped_norm = 0, None
+        self._unclipped_norm = None
 
     def set_batches(self, micro: int, accumulation_steps: int) -> None:
         self.config = self.config_with_batches(micro, accumulation_steps)
         self.accumulation_steps = accumulation_steps
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        self.set_batches(micro_batch_size, self.accumulation_steps)
+
     def trust_loader(self) -> None:
         """Do nothing: the reference compares no batches."""
+
+    def rebuild_if_unfrozen(self, loads: bool = False) -> None:
+        """Do nothing: what is unfrozen has a gradient from the next backward on."""
 
     def config_with_batches(self, micro: int, accumulation_steps: int) -> ZeroConfig:
         total = micro * accumulation_steps * self.world_size
@@ -92,11 +91,11 @@ class DrivenReference(Reference):
 
     def measure_gradient(self) -> torch.Tensor:
         self._finish_gradients()
-        present = [parameter.grad for parameter in self._updated() if parameter.grad is not None]
-        return nn.utils.get_total_norm(present) / self.scaler.scale
+        return nn.utils.get_total_norm(self._gradients()) / self.scaler.scale
 
-    def _updated(self) -> list[torch.Tensor]:
-        return [self.masters.get(parameter, parameter) for parameter in self.trained]
+    def _gradients(self) -> list[torch.Tensor]:
+        grads = [self.updated(parameter).grad for parameter in self.trained]
+        return [gradient for gradient in grads if gradient is not None]
 
     def gradient_norm(self) -> float:
         return float(self.measure_gradient())
@@ -106,7 +105,8 @@ class DrivenReference(Reference):
         if self._unclipped_norm is None:
             self._unclipped_norm = norm
         if not math.isinf(limit):
-            nn.utils.clip_grads_with_norm_(self._updated(), limit, norm)
+            updated = [self.updated(parameter) for parameter in self.trained]
+            nn.utils.clip_grads_with_norm_(updated, limit, norm)
         return norm
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -119,6 +119,85 @@ class DrivenReference(Reference):
             self.max_norm = limit
         if norm is not None:
             self._norm = norm
+
+    # ---- whole values of a parameter ----
+
+    def updated(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what the optimizer updates in place of ``parameter``: its master weights in 16
+        bits.
+        """
+        known: Mapping[Any, torch.Tensor] = self.masters
+        return known.get(parameter, parameter)
+
+    @torch.no_grad()
+    def full_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of ``parameter`` between a backward and its step: averaged, without
+        the loss scale.
+        """
+        self._finish_gradients()
+        if not self._gradients() or not any(parameter is trained for trained in self.trained):
+            return None
+        updated = self.updated(parameter)
+        gradient = torch.zeros_like(updated) if updated.grad is None else updated.grad
+        return gradient / self.scaler.scale
+
+    @torch.no_grad()
+    def set_full_gradient(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        self._finish_gradients()
+        updated = self.updated(parameter)
+        updated.grad = (value * self.scaler.scale).to(updated.dtype)
+
+    def full_optimizer_state(self, parameter: torch.Tensor, kind: str) -> torch.Tensor:
+        """Return the state ``kind`` of ``parameter``. Raises PartitionError if there is none."""
+        states: Mapping[Any, Any] = {} if self.optimizer is None else self.optimizer.state
+        known = states.get(self.updated(parameter), {})
+        if kind not in known:
+            raise PartitionError(
+                f"the optimizer keeps no state {kind!r} for a parameter of shape "
+                f"{tuple(parameter.shape)}; it keeps {sorted(known)} (empty before the first step)"
+            )
+        value: torch.Tensor = known[kind]
+        return value
+
+    @torch.no_grad()
+    def consolidated(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            value = self.updated(parameter) if dtype is torch.float32 else parameter
+            yield name, value.detach().to("cpu", dtype or parameter.dtype, copy=True)
+
+    # ---- measures and techniques, which it has not ----
+
+    def state_bytes(self) -> dict[str, int]:
+        states = [] if self.optimizer is None else self.optimizer.state.values()
+        optimizer = [v for of in states for v in of.values() if isinstance(v, torch.Tensor)]
+        return {
+            "parameters": sum(parameter.nbytes for parameter in self.module.parameters()),
+            "gradients": sum(gradient.nbytes for gradient in self._gradients()),
+            "optimizer": sum(value.nbytes for value in (*optimizer, *self.masters.values())),
+        }
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        return {"device": sum(self.state_bytes().values()), "ram": 0, "disk": 0}
+
+    def trace(self, steps: int = 1, folder: str = "") -> None:
+        """Do nothing: a trace of the reference shows nothing of the engine."""
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: object) -> None:
+        """Do nothing: both runs are without a curriculum."""
+
+    def set_data_post_process_func(self, post_process_func: object) -> None:
+        """Do nothing: both runs choose no samples by difficulty."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if not hasattr(Engine, name):
+                raise
+            raise AttributeError(
+                f"hf-zero parity does not compare a script that uses engine.{name}, which nothing "
+                "in torch corresponds to: leave it out for the comparison"
+            ) from error
 
     # ---- weights, groups, removal ----
 

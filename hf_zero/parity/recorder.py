@@ -20,7 +20,7 @@ from hf_zero.logging import JsonObject, logger
 from hf_zero.parity.fewer_layers import blocks_before
 from hf_zero.parity.observed import Observed
 from hf_zero.parity.reference import Reference
-from hf_zero.parity.sketch import sketch
+from hf_zero.parity.sketch import CHUNK, PRODUCTS, added, sketch
 from hf_zero.zero.layout.tree import tensors_in
 from hf_zero.zero.state_entries import MASTER, EngineState, StateEntry
 
@@ -56,7 +56,7 @@ class StepRecorder:
         self._taken: list[int] = []
         self._skipped: list[int] = []
         self._losses: list[float] = []
-        self._inputs: list[int] = []
+        self._inputs: list[list[float]] = []
         self._evaluations: list[float] = []
         self._nested = 0
         self._after_step: tuple[int, Callable[[], object]] = (-1, lambda: None)
@@ -127,12 +127,12 @@ class StepRecorder:
         self._after_step = step, act
 
     def note_inputs(self, inputs: object) -> None:
-        """Note a checksum of the batch of a forward that trains."""
+        """Note the fingerprint of the batch of a forward that trains."""
         step, act = self._after_step
         if max(self._taken, default=0) == step:
             self._after_step = -1, act
             act()
-        self._inputs.append(checksum(inputs))
+        self._inputs.append(fingerprint(inputs))
 
     def note_evaluation(self, outputs: object) -> None:
         """Note one number of the outputs of a forward without gradients: the loss, or a norm."""
@@ -239,13 +239,19 @@ def _of_reference(engine: Reference, frozen: bool) -> JsonObject:
     return {"masters": masters, "whole": whole}
 
 
-def checksum(value: object) -> int:
-    """Return a checksum of the tensors in ``value``."""
-    total = 0
-    for tensor in tensors_in(value):
+def fingerprint(value: object) -> list[float]:
+    """Return a checksum of the integers among the tensors in ``value``, and a sketch of the first
+    floating-point numbers of each: inputs that another model has computed differ by rounding.
+    """
+    total, sketches = 0, [[0.0] * (1 + PRODUCTS)]
+    for number, tensor in enumerate(tensors_in(value)):
+        if tensor.is_floating_point():
+            values = tensor.detach().reshape(-1)[:CHUNK]
+            sketches.append(sketch(values, f"input {number}"))
+            continue
         array = tensor.detach().to("cpu").contiguous().view(-1)
         total = zlib.crc32(array.view(torch.uint8).numpy().tobytes(), total)
-    return total
+    return [total, *added(sketches)]
 
 
 def saved_engine(folder: Path, index: int) -> str:

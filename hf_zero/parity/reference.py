@@ -67,6 +67,9 @@ class Reference(nn.Module):
         self._in_backward = False  # of a loss that was passed to :meth:`backward`
         self._weighted = False  # fp32: gradients carry the weight of their micro-batch
         self._averaged = False  # gradients are those of all ranks
+        self._backwards = 0  # calls of :meth:`backward` whose gradients the next step uses
+        self._counted = 0  # of them, those that a step has counted
+        self._versions: list[int | None] = []  # of gradients that a step has counted
         # by parameter: its gradient on this rank that is not averaged yet, in 16-bit training
         self._local: dict[nn.Parameter, torch.Tensor] = {}
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
@@ -80,6 +83,7 @@ class Reference(nn.Module):
             process_group.broadcast(tensor, 0)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         self.trained: list[nn.Parameter] = [p for group in groups for p in group["params"]]
+        self._versions = self._versions_now()
         precision = self.config.precision
         if precision == "fp32":
             return
@@ -133,6 +137,7 @@ class Reference(nn.Module):
             self._take_gradients(1 / self.accumulation_steps)
         weight = 1 / self.accumulation_steps if scale_wrt_gas else 1.0
         self._in_backward = True
+        self._backwards += 1
         try:
             # in 16 bits the weight follows in fp32, where it rounds less
             factor = self.scaler.scale if self.masters else weight
@@ -141,27 +146,33 @@ class Reference(nn.Module):
         finally:
             self._in_backward = False
         self._weighted, self._averaged = True, False
-        if self.masters and self.config.stage >= 2 and self._syncs:
+        self._end_micro_batch(weight)
+        if self.ends_window and self._syncs and self._averages:
+            self._average()  # a script may read and change them before the step
+        return loss
+
+    def _end_micro_batch(self, weight: float) -> None:
+        """Take the gradients of a micro-batch in, in 16 bits."""
+        if self.masters and self.config.stage >= 2 and self._syncs and not self._local:
             # ZeRO keeps no whole gradient then, and sends that of each micro-batch in 16 bits
             self._take_gradients(1.0)
             self._average(weight)
         elif self.masters:
             self._take_gradients(weight)
-        if self.ends_window and self._syncs and self._averages:
-            self._average()  # a script may read and change them before the step
-        return loss
 
     @torch.no_grad()
     def _take_gradients(self, weight: float) -> None:
         """Add the gradients of the last backward to :attr:`_local`, in fp32: sums of 16-bit numbers
-        lose small addends.
+        lose small addends. One that a script has written since the average replaces it.
         """
-        for parameter in self.masters:
-            if parameter.grad is not None:
-                gradient = parameter.grad.float() * weight
+        for parameter, master in self.masters.items():
+            if parameter.grad is not None and self._averaged:
+                master.grad, parameter.grad = parameter.grad.float() * self.scaler.scale, None
+            elif parameter.grad is not None:
                 if parameter in self._local:
-                    gradient += self._local[parameter]
-                self._local[parameter] = gradient
+                    self._local[parameter].add_(parameter.grad, alpha=weight)
+                else:
+                    self._local[parameter] = parameter.grad.float() * weight
                 parameter.grad = None
 
     @torch.no_grad()
@@ -183,8 +194,10 @@ class Reference(nn.Module):
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            sent = gradient.to(DTYPES[wire] if wire else parameter.dtype).contiguous()
-            process_group.all_reduce(sent)
+            sent = gradient.contiguous()
+            if self.world_size > 1:
+                sent = sent.to(DTYPES[wire] if wire else parameter.dtype)
+                process_group.all_reduce(sent)
             master = self.masters.get(parameter)
             if master is None:
                 parameter.grad = sent.to(parameter.dtype) * factor
@@ -200,23 +213,31 @@ class Reference(nn.Module):
 
     def step(self) -> None:
         """At the end of a window clip, update, and step the scheduler; else count the micro-batch.
-        An fp16 gradient that overflows skips the update.
+        An fp16 gradient that overflows skips the update. Without a backward since the last call it
+        does nothing, as an optimizer of torch without gradients.
         """
         if self.optimizer is None:
             raise ConfigError(
                 "step() needs an optimizer; pass one to hf_zero.initialize or name one in the "
                 "config"
             )
-        if self.masters:
-            self._take_gradients(1 / self.accumulation_steps)
+        if self._backwards == self._counted and self._versions_now() == self._versions:
+            return
+        if any(parameter.grad is not None for parameter in self.masters) and not self._averaged:
+            self._end_micro_batch(1 / self.accumulation_steps)  # of a plain loss.backward()
         self._applied = False
         self._count()
         if not (self.ends_window or not self.config.managed_gradient_accumulation):
             self._micro_batches += 1
+            self._counted, self._versions = self._backwards, self._versions_now()
             return
         self._finish_gradients()
         self._update(self.optimizer)
         self.zero_grad()
+
+    def _versions_now(self) -> list[int | None]:
+        """Return the versions of the gradients on parameters, which a backward changes."""
+        return [None if p.grad is None else p.grad._version for p in self.trained]
 
     def _finish_gradients(self) -> None:
         """Leave the gradient of the window, of all ranks, on the parameters that are updated."""
@@ -266,7 +287,8 @@ class Reference(nn.Module):
         for parameter in (*self.module.parameters(), *self.trained, *self.masters.values()):
             parameter.grad = None
         self._local, self._weighted, self._averaged = {}, False, False
-        self._micro_batches = 0
+        self._micro_batches = self._backwards = self._counted = 0
+        self._versions = self._versions_now()
 
     def _scaled(self, output: torch.Tensor) -> torch.Tensor:
         """Return ``output`` with the loss scale in the gradient of a plain ``loss.backward()``."""

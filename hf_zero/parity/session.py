@@ -18,7 +18,13 @@ from typing import Any
 from hf_zero.errors import ParityError
 from hf_zero.launch.plan import Request, plan
 from hf_zero.logging import JsonObject, counted, in_units
-from hf_zero.parity.causes import OF_ENGINE, cause_of, cause_of_resume
+from hf_zero.parity.causes import (
+    OF_ENGINE,
+    cause_of,
+    cause_of_failure,
+    cause_of_resume,
+    not_repeated,
+)
 from hf_zero.parity.comparison import Comparison, ComparisonResult, Difference, RunRecord
 from hf_zero.parity.rank_starts import start_of
 from hf_zero.parity.real_deepspeed import refuse_missing
@@ -33,8 +39,11 @@ GRACE_SECONDS = 20.0
 SILENT_SECONDS = 300.0  # without a step, before a message says so
 LAST_LINES = 15
 NO_TERMINAL = "EOF when reading a line"
-# at the end of a traceback: an answer to the user's command
-REFUSAL = re.compile(r"hf_zero\.errors\.(?:ParityError|DoesNotFitError): (.+)")
+# errors that end a rank, with a traceback or without
+ERROR = re.compile(r"(?:hf_zero\.errors\.|hf-zero, rank \d+: |hf-zero: )(\w+): (.+)")
+ANSWERS = ("ParityError", "DoesNotFitError")  # to the user's command
+UNKNOWN = re.compile(r"AttributeError: (hf-zero parity does not .+)")
+BEGINS_ERROR = re.compile(r"hf-zero(, rank \d+)?: |Traceback \(")
 REPLACED_BY = {
     TORCH: "untouched torch in place of hf-zero",
     PLAIN: "the framework's own DDP in place of hf-zero",
@@ -188,21 +197,30 @@ class Session:
     def _fail(self, name: str, code: int, output: Path) -> None:
         text = output.read_text(encoding="utf-8", errors="replace")
         lines = [line for line in text.splitlines() if line.strip()][-LAST_LINES:]
-        said = "\n".join(f"  {line}" for line in lines)
+        begins = next((at for at, line in enumerate(lines) if BEGINS_ERROR.match(line)), 0)
+        said = "\n".join(f"  {line}" for line in lines[begins:])
         if NO_TERMINAL in text:
             raise ParityError(
                 "the script reads from a terminal, which it does not have here; pass what it asks "
                 "for as arguments"
             )
-        if refusals := REFUSAL.findall(text):
-            raise ParityError(refusals[0])
+        errors = ERROR.findall(text)
+        answers = [said for kind, said in errors if kind in ANSWERS] + UNKNOWN.findall(text)
+        if answers:
+            raise ParityError(answers[0])
+        if name == "reference" and errors:
+            raise ParityError(
+                f"with {REPLACED_BY[self.reference]} the script ended with {': '.join(errors[-1])}"
+            )
         if name == "reference":
             why = f"with {REPLACED_BY[self.reference]} the script ended with code"
             todo = "so the difference is not hf-zero's; make it run alone first"
         else:
             why = f"the {name} run ended with code"
             todo = "where the reference trained"
-        raise ParityError(f"{why} {code}, {todo}. Its last lines:\n{said}")
+        cause = None if self.request.module else cause_of_failure(text, Path(self.request.script))
+        ending = "" if cause is None else f"\n  cause: {cause}"
+        raise ParityError(f"{why} {code}, {todo}. Its last lines:\n{said}{ending}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -264,7 +282,7 @@ def compare(
     run = make_run(ENGINE, engine=ENGINE)
     measured, outcome = None, _outcome(reference, run)
     if outcome.first is not None and run.engines == reference.engines:
-        variant = FULL_PRECISION if Comparison(reference, run).mixed else LAST_BITS
+        variant = FULL_PRECISION if reference.mixed else LAST_BITS
         try:
             skipped = tuple(reference.skipped)
             measured = make_run("rounding", engine=kind, variant=variant, skipped=skipped)
@@ -272,7 +290,8 @@ def compare(
             if say is not None:
                 say(f"what rounding does could not be measured: {error}")
         else:
-            outcome = _outcome(reference, run, measured)
+            if not not_repeated(reference, measured):  # else what it measures is not rounding
+                outcome = _outcome(reference, run, measured)
     first, cause, log = outcome.first, None, list[str]()
     if first is not None:
         cause = cause_of(first, reference, run, measured, script)

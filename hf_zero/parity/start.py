@@ -259,8 +259,10 @@ def as_torch(optimizer: torch.optim.Optimizer) -> None:
     optimizer.__class__ = twin
     vars(optimizer).pop("step", None)  # a scheduler's wrapper around the step of the former class
     optimizer._patch_step_function()
-    for group, (name, value) in itertools.product(groups, defaults.items()):
-        group.setdefault(name, value)
+    for settings, (name, value) in itertools.product(
+        (*groups, optimizer.defaults), defaults.items()
+    ):
+        settings.setdefault(name, value)
 
 
 def own_update(optimizer: torch.optim.Optimizer | None) -> str | None:

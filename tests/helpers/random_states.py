@@ -1,5 +1,5 @@
 """Random lives of training state: a small model of odd sizes, an optimizer and what a script does
-to both between steps, on ranks and in one process of plain PyTorch.
+to both between steps, on ranks and in one process by the reference engine.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import hf_zero
+from hf_zero.config import ZeroConfig
 from hf_zero.optim import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
+from hf_zero.parity.driven_reference import DrivenReference
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import seeded
 from tests.helpers.offloads import DEVICE, WAYS, offload, stages_of
@@ -216,7 +219,7 @@ class Seen:
 
 
 class Alone:
-    """A life in one process of plain PyTorch. The subclass has an engine in its place."""
+    """A life in one process, by the reference engine. The subclass has an engine in its place."""
 
     def __init__(self, life: Life, device: str) -> None:
         self.life, self.device, self.saved = life, device, None
@@ -230,6 +233,8 @@ class Alone:
         self.model = self.life.model().to(self.device)
         self.freeze_again()
         self.optimizer: Any = self.life.optimizer_of(self.model)
+        settings = ZeroConfig(stage=0, gradient_clipping=self.life.clip).resolve(1)
+        self.engine: Any = DrivenReference(self.model, self.optimizer, settings)
 
     def rows(self, number: int, micro: int) -> torch.Tensor:
         return self.life.rows(number, micro).to(self.device)
@@ -240,29 +245,31 @@ class Alone:
 
     def window(self, number: int, micros: int, written: Any = None) -> None:
         """``written``: the layer that is written between the last backward and the step."""
+        self.engine.set_batches(ROWS, micros)
         losses = []
         for micro in range(micros):
-            loss = self.model(self.rows(number, micro)).pow(2).mean()
-            (loss / micros).backward()
+            loss = self.engine(self.rows(number, micro)).float().pow(2).mean()
+            self.engine.backward(loss)
             losses.append(float(loss.detach()))
-        if written is not None and written.bias.requires_grad:
-            written.bias.grad.mul_(0.5)
-        gradients = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        if self.life.clip:
-            limit = self.life.clip * (0.5 if written is not None else 1.0)
-            factor = limit / (total_norm(gradients) + 1e-6)
-            for gradient in gradients.values():
-                gradient.mul_(min(factor, 1.0))
-        if written is not None:
-            losses.append(self.after_clipping(written, number))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            if micro == micros - 1 and written is not None:
+                losses.append(self.between(written, number))
+            self.engine.step()
         self.seen.losses.append(losses)
+
+    def between(self, written: Any, number: int) -> float:
+        if written.bias.requires_grad:
+            gradient = hf_zero.safe_get_full_grad(written.bias)
+            assert gradient is not None
+            hf_zero.safe_set_full_grad(written.bias, gradient * 0.5)
+        if self.life.clip:
+            self.engine.clip_gradient(self.life.clip * 0.5)
+        return self.after_clipping(written, number)
 
     def skipped(self, number: int) -> None:
         """A backward whose gradients are dropped."""
-        self.model(self.rows(number, 0)).pow(2).mean().backward()
-        self.optimizer.zero_grad()
+        self.engine.set_batches(ROWS, 2)
+        self.engine.backward(self.engine(self.rows(number, 0)).pow(2).mean())
+        self.engine.zero_grad()
 
     @torch.no_grad()
     def after_clipping(self, layer: Any, number: int) -> float:
@@ -276,21 +283,13 @@ class Alone:
 
     def broken(self, number: int) -> None:
         """A window whose second forward raises."""
-        self.model(self.rows(number, 0)).pow(2).mean().backward()
-        self.break_forward(self.model, self.rows(number, 1))
-        self.optimizer.zero_grad()
-
-    def break_forward(self, call: Any, rows: torch.Tensor) -> None:
+        self.engine.set_batches(ROWS, 2)
+        self.engine.backward(self.engine(self.rows(number, 0)).float().pow(2).mean())
+        self.engine.step()
         self.model.breaks = True
-        try:
-            call(rows)
-        except ArithmeticError:
-            return
-        raise AssertionError("the forward has not raised")
-
-    def step_again(self) -> None:
-        """A second step without a backward: in plain torch there is no gradient left."""
-        self.optimizer.step()
+        with pytest.raises(ArithmeticError):
+            self.engine(self.rows(number, 1))
+        self.engine.zero_grad()
 
     @contextmanager
     def whole(self, parameter: Any, modifier: int | None = 0) -> Iterator[None]:
@@ -336,7 +335,7 @@ class Alone:
                 self.window(number, 2, layer)
             case "step twice":
                 self.window(number, 1)
-                self.step_again()
+                self.engine.step()  # without a backward: in torch there is no gradient left
             case "step broken":
                 self.broken(number)
                 self.window(number, 2)
@@ -405,41 +404,8 @@ class OnRank(Alone):
         return rows.to(self.engine.device)
 
     def window(self, number: int, micros: int, written: Any = None) -> None:
-        self.engine.set_batches(ROWS, micros)
         self.never_trained = [p for p in self.never_trained if not p.requires_grad]
-        losses = []
-        for micro in range(micros):
-            loss = self.engine(self.rows(number, micro)).float().pow(2).mean()
-            self.engine.backward(loss)
-            losses.append(float(loss.detach()))
-            if micro == micros - 1 and written is not None:
-                losses.append(self.between(written, number))
-            self.engine.step()
-        self.seen.losses.append(losses)
-
-    def between(self, written: Any, number: int) -> float:
-        if written.bias.requires_grad:
-            gradient = hf_zero.safe_get_full_grad(written.bias)
-            assert gradient is not None
-            hf_zero.safe_set_full_grad(written.bias, gradient * 0.5)
-        if self.life.clip:
-            self.engine.clip_gradient(self.life.clip * 0.5)
-        return self.after_clipping(written, number)
-
-    def broken(self, number: int) -> None:
-        self.engine.set_batches(ROWS, 2)
-        self.engine.backward(self.engine(self.rows(number, 0)).float().pow(2).mean())
-        self.engine.step()
-        self.break_forward(self.engine, self.rows(number, 1))
-        self.engine.zero_grad()
-
-    def step_again(self) -> None:
-        self.engine.step()
-
-    def skipped(self, number: int) -> None:
-        self.engine.set_batches(ROWS, 2)
-        self.engine.backward(self.engine(self.rows(number, 0)).pow(2).mean())
-        self.engine.zero_grad()
+        super().window(number, micros, written)
 
     @contextmanager
     def whole(self, parameter: Any, modifier: int | None = 0) -> Iterator[None]:

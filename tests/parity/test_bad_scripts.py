@@ -38,6 +38,21 @@ SCRIPTS = {
         2,
         "the script ended with code 1, so the difference is not hf-zero's",
     ),
+    "a setting": (
+        MODEL.replace('"SGD"', '"Sgdd"'),
+        2,
+        "with untouched torch in place of hf-zero the script ended with hf_zero.errors.",
+    ),
+    "a part of the engine": (
+        f"{MODEL}\n{STEP}\nengine.replace(model)",
+        2,
+        "hf-zero parity does not compare a script that uses engine.replace",
+    ),
+    "its own gradients": (
+        f"{MODEL}\n{STEP.replace('; engine', '; model.bias.grad.mul_(2); engine')}",
+        2,
+        "cause: the script uses gradients itself (train.py, line 6)",
+    ),
     "does not end": (f"{MODEL}\nwhile True: {STEP}", 0, "equal to torch for 2 steps on 1 rank"),
     "catches everything": (
         f"{MODEL}\nwhile True:\n    try:\n        {STEP}\n    except BaseException: pass",

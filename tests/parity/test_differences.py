@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.parity.causes import OF_ENGINE, lines_that_read_gradients
+from hf_zero.parity.causes import OF_ENGINE, cause_of_failure, lines_that_read_gradients
+from hf_zero.parity.comparison import is_other_batch
+from hf_zero.parity.recorder import fingerprint
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.optimizer_step import OptimizerStep
 from tests.parity.loops import FEATURES, ROWS, answer, config, stack
@@ -99,7 +102,47 @@ def test_other_batches_are_the_cause() -> None:
     assert "rank 0 reads other batches in step 1" in str(result)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_draws_without_a_seed_are_the_cause(precision: str) -> None:
+    """They change losses alone, and what a third run measures of them explains no difference."""
+    generator, model = torch.Generator().manual_seed(0), stack()  # goes on from run to run
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+
+    def train() -> None:
+        settings = config(1, precision)
+        engine, *_ = hf_zero.initialize(model=copy.deepcopy(model), config=settings)
+        rows = torch.ones(ROWS, FEATURES, dtype=dtype)
+        for _ in range(20):
+            target = torch.randn(ROWS, 2, generator=generator)
+            engine.backward((engine(rows).float() - target).square().mean())
+            engine.step()
+
+    result = hf_zero.parity(train)
+    assert not result.equal, str(result)
+    assert "cause: two runs of torch alone differ as well" in str(result), str(result)
+
+
+def test_inputs_that_another_model_computes_are_the_same_batch() -> None:
+    rows = torch.randn(64, FEATURES)
+    tokens = torch.arange(12)
+    one = fingerprint((rows, {"tokens": tokens}))
+    assert not is_other_batch(fingerprint((rows * (1 + 1e-5), {"tokens": tokens})), one)
+    assert is_other_batch(fingerprint((rows.flip(0), {"tokens": tokens})), one)
+    assert is_other_batch(fingerprint((rows, {"tokens": tokens + 1})), one)
+    assert is_other_batch(fingerprint(torch.full((3,), math.nan)), fingerprint(torch.ones(3)))
+
+
 def test_lines_that_use_gradients(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("loss.backward()\nfor p in model.parameters():\n    p.grad *= 2\n")
+    text = "(slope,) = torch.autograd.grad(out, x)\nfor p in model.parameters():\n    p.grad *= 2\n"
+    script.write_text(text)
     assert [*lines_that_read_gradients(script)] == [3]
+
+
+def test_a_run_that_fails_where_the_script_uses_gradients(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("loss.backward()\nfor p in model.parameters():\n    p.grad.mul_(2)\n")
+    for failed in ('  File "/somewhere/train.py", line 3, in f\n', "  at train.py:3\n  (hf-zero"):
+        cause = cause_of_failure(f"Its error:\n{failed}", script)
+        assert cause is not None and "uses gradients itself (train.py, line 3)" in cause
+        assert cause_of_failure(failed.replace("3", "1"), script) is None

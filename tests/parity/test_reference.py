@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import copy
 import itertools
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import hf_zero
-from hf_zero.errors import CheckpointError, ConfigError, ParityError
+from hf_zero.errors import CheckpointError, ConfigError, ParityError, PartitionError
+from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam
 from hf_zero.parity import reference
 from hf_zero.parity.deepspeed_reference import DeepSpeedReference
 from hf_zero.parity.driven_reference import DrivenReference
@@ -18,6 +22,8 @@ from hf_zero.parity.reference import LossScale, Reference, kept_in_fp32
 from hf_zero.parity.sketch import added, distance, norm, sketch
 from hf_zero.zero.layout.parameter import LiveParameter, ZeroParamStatus
 from hf_zero.zero.reduce.losses import Fp16LossScaler
+from tests.helpers.cells import fast
+from tests.helpers.offloads import WAYS, offload, stages_of
 from tests.parity.loops import FEATURES, ROWS, answer, config, loop, stack
 
 CELLS = [(3, 0, 1, "bf16"), (2, 1, 3, "fp32"), (3, 2, 1, "fp16"), (3, 3, 3, "fp32")]
@@ -36,6 +42,25 @@ def test_right_scripts_are_equal(ranks: int, stage: int, accumulation: int, prec
     assert result.outcome.steps >= 6
     if precision == "fp32":
         assert not result.measured
+
+
+OFFLOADED = [
+    (stage, way, precision)
+    for way in WAYS
+    for stage in stages_of(way)
+    for precision in ("fp32", "bf16", "fp16")
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "way", "precision"), fast(OFFLOADED, lambda *of: of == (3, "all on cpu", "bf16"))
+)
+def test_right_scripts_with_offloaded_state_are_equal(
+    stage: int, way: str, precision: str, tmp_path: Path
+) -> None:
+    section = offload(way, stage, tmp_path)
+    result = answer(2, config(stage, precision, 2, zero_optimization=section))
+    assert result.equal, str(result)
 
 
 def test_the_reference_is_a_plain_loop() -> None:
@@ -216,6 +241,105 @@ def test_a_unit_without_model_parallelism_is_compared() -> None:
             engine.step()
 
     assert hf_zero.parity(train).equal
+
+
+def reads_and_writes(engine: Any, micro_step: int) -> None:
+    """What a script does to whole values before the step that ends a window of two."""
+    if micro_step % 2 == 0:
+        return
+    for number, parameter in enumerate(engine.module.parameters()):
+        gradient = hf_zero.safe_get_full_grad(parameter)
+        assert gradient is not None
+        hf_zero.safe_set_full_grad(parameter, gradient.clamp(-0.01, 0.01))
+        if number == 0 and engine.global_steps - engine.skipped_steps == 2:
+            moment = hf_zero.safe_get_full_optimizer_state(parameter, "exp_avg")
+            weights = hf_zero.safe_get_full_fp32_param(parameter)
+            assert moment is not None and weights is not None
+            hf_zero.safe_set_full_optimizer_state(parameter, moment * 0.5, "exp_avg")
+            hf_zero.safe_set_full_fp32_param(parameter, weights * 1.01)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (3, "bf16"),
+        *(pytest.param(*of, marks=pytest.mark.long) for of in [(1, "fp32"), (2, "fp16")]),
+    ],
+)
+def test_scripts_that_read_and_write_whole_values_are_equal(stage: int, precision: str) -> None:
+    result = answer(2, config(stage, precision, 2), spoil=reads_and_writes)
+    assert result.equal, str(result)
+
+
+def test_a_step_without_a_backward_changes_nothing() -> None:
+    def twice(engine: Any, micro_step: int) -> None:
+        engine.step()
+
+    result = answer(1, config(2, accumulation=2), spoil=twice)
+    assert result.equal and result.outcome.steps == 6, str(result)
+
+
+def test_the_reference_has_what_the_page_on_python_lists() -> None:
+    text = (Path(hf_zero.__file__).parent / "docs" / "api.md").read_text()
+    listed = re.search(r"::: hf_zero.engine.Engine\s+options:\s+members: \[([^]]+)\]", text)
+    assert listed is not None
+    settings = hf_zero.ZeroConfig.from_dict(config(1)).resolve(1)
+    model = stack()
+    engine = DrivenReference(model, torch.optim.SGD(model.parameters()), settings)
+    names = listed[1].replace(",", " ").split()
+    assert {name for name in names if not hasattr(engine, name)} == {"replace"}
+    with pytest.raises(
+        AttributeError, match=r"does not compare a script that uses engine\.replace"
+    ):
+        engine.replace(model[3])
+
+
+def test_whole_values_without_a_shard() -> None:
+    settings = hf_zero.ZeroConfig.from_dict(config(1, "bf16")).resolve(1)
+    model = stack()
+    engine = DrivenReference(model, torch.optim.SGD(model.parameters()), settings)
+    engine.backward(engine(torch.ones(ROWS, FEATURES).bfloat16()).float().square().mean())
+    with pytest.raises(PartitionError, match="no state 'exp_avg' for a parameter of shape"):
+        hf_zero.safe_get_full_optimizer_state(model[3].bias, "exp_avg")
+    whole = dict(engine.consolidated(torch.float32))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(whole[name], engine.masters[parameter])
+    bytes_of = engine.state_bytes()
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert bytes_of == {
+        "parameters": 2 * elements,
+        "gradients": 4 * elements,
+        "optimizer": 4 * elements,
+    }
+    assert engine.bytes_by_tier()["device"] == 10 * elements
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: CPUAdam(parameters, lr=1e-3, weight_decay=0.5),
+        lambda parameters: CPUAdam(parameters, lr=1e-3, weight_decay=0.5, adamw_mode=False),
+        lambda parameters: CPUAdam(parameters, lr=1e-3, bias_correction=False),
+        lambda parameters: CPUSGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: CPUAdagrad(parameters, lr=0.01),
+    ],
+    ids=["AdamW", "Adam", "Adam without correction", "SGD", "Adagrad"],
+)
+def test_an_optimizer_object_of_this_package_is_compared_with_torch_s(make: Any) -> None:
+    model, settings = stack(), config(2)
+    del settings["optimizer"]
+
+    def train() -> None:
+        net = copy.deepcopy(model)
+        engine, *_ = hf_zero.initialize(
+            model=net, optimizer=make(list(net.parameters())), config=settings
+        )
+        for _ in range(20):
+            engine.backward(engine(torch.randn(ROWS, FEATURES)).square().mean())
+            engine.step()
+
+    result = hf_zero.parity(train)
+    assert result.equal, str(result)
 
 
 def test_a_function_that_trains_nothing_is_refused() -> None:

@@ -23,6 +23,14 @@ LONG = [
     ("fabric_loop", 3, ()),
     ("sft_run", 2, ()),
     ("sft_run", 3, ()),
+    ("generating_loop", 0, ("cpu",)),
+    ("generating_loop", 1, ("device",)),
+    ("generating_loop", 1, ("cpu",)),
+    ("generating_loop", 2, ("device",)),
+    ("generating_loop", 2, ("nvme",)),
+    ("generating_loop", 3, ("device",)),
+    ("generating_loop", 3, ("cpu",)),
+    ("generating_loop", 3, ("nvme", "bf16")),
 ]
 OTHERS = [pytest.param(*cell, marks=pytest.mark.long) for cell in LONG]
 

@@ -21,7 +21,7 @@ from hf_zero.logging import listed, logger
 from hf_zero.optim.state import step_dtype
 from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import LEFT_SHARDED, name_of, owner_of
+from hf_zero.zero.layout.parameter import LEFT_SHARDED, holder_of_whole, name_of, owner_of
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.state_entries import EngineState, StateEntry
@@ -388,7 +388,8 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """
     flat = owner_of(param)
     if flat is None:
-        return param.detach().float()
+        engine = holder_of_whole(param)
+        return (param if engine is None else engine.updated(param)).detach().float()
     unit_of(flat).take_user_writes()
     master = flat.optimizer_shard.master
     if master is None:
@@ -403,6 +404,8 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     passes (collective).
     """
     if owner_of(param) is None:
+        if (engine := holder_of_whole(param)) is not None:
+            engine.updated(param).copy_(value)
         param.copy_(value)
         return
     flat = _writes(param, "safe_set_full_fp32_param")
@@ -419,7 +422,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """
     flat = owner_of(param)
     if flat is None:
-        return param.grad
+        engine = holder_of_whole(param)
+        return param.grad if engine is None else engine.full_gradient(param)
     if not flat.optimizer_shard.has_master:
         return None
     engine, own = _reduced_gradient(flat)
@@ -432,6 +436,9 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
 @torch.no_grad()
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the gradient for the next step; every rank passes the whole tensor."""
+    if (holder := holder_of_whole(param)) is not None:
+        holder.set_full_gradient(param, value)
+        return
     flat = _writes(param, "safe_set_full_grad")
     engine, _ = _gradient_to_replace(flat, param, "safe_set_full_grad")
     _check_shape(param, value, "safe_set_full_grad")
@@ -462,6 +469,8 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     """Return the whole optimizer state ``optim_state_key`` ("exp_avg", ...) of ``param``, on every
     rank (collective); None for a frozen one.
     """
+    if (engine := holder_of_whole(param)) is not None:
+        return engine.full_optimizer_state(param, optim_state_key)
     flat = _reads(param, "safe_get_full_optimizer_state")
     if flat is None:
         return None
@@ -475,6 +484,9 @@ def safe_set_full_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
     """Overwrite state ``optim_state_key`` of ``param``; every rank passes the whole tensor."""
+    if (engine := holder_of_whole(param)) is not None:
+        engine.full_optimizer_state(param, optim_state_key).copy_(value)
+        return
     flat = _writes(param, "safe_set_full_optimizer_state")
     held = _state(flat, param, optim_state_key, "safe_set_full_optimizer_state")
     _write(flat, param, value, "safe_set_full_optimizer_state", held)

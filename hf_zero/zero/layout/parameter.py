@@ -33,6 +33,7 @@ from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.zero.layout.tree import tensors_in, transformed
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
+HOLDER = "_hf_zero_holder"  # attribute of a parameter that no flat buffer holds: its engine, weakly
 _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 
@@ -54,6 +55,12 @@ def owner_of(parameter: torch.Tensor) -> Any:
         if issubclass(type(parameter), OwnedParameter)
         else None
     )
+
+
+def holder_of_whole(parameter: torch.Tensor) -> Any:
+    """Return the engine that trains ``parameter`` whole, in no flat buffer, if there is one."""
+    holder = parameter.__dict__.get(HOLDER)
+    return None if holder is None else holder()
 
 
 def engine_of(model: nn.Module) -> Any:

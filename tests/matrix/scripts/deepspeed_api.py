@@ -1,7 +1,6 @@
-"""The ways in which scripts written for DeepSpeed call it, each a small training: with
-``--deepspeed`` through the API, else plainly, in one process over the batches of ``--ranks`` ranks
-together. Both report the same: losses of the micro-batches, gradient norms, learning rates, and
-weights.
+"""The ways in which scripts written for DeepSpeed call it, each a small training, with
+``--reference`` on the reference engine in place of hf-zero's. A report has the losses of the
+micro-batches, gradient norms, learning rates, and weights.
 """
 
 from __future__ import annotations
@@ -15,7 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
+
+from hf_zero.initialize import replace_start
+from hf_zero.parity.start import start_reference
 
 import deepspeed  # isort: skip
 
@@ -87,11 +89,6 @@ class Case:
         torch.manual_seed(7)
         return Model()
 
-    def torch_optimizer(self, model):
-        name, settings = self.optimizer
-        name = "AdamW" if name == "DeepSpeedCPUAdam" else name
-        return getattr(torch.optim, name)(model.parameters(), **settings)
-
 
 TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 CASES = {
@@ -117,47 +114,6 @@ class Record(dict):
     def step(self, norm, rates):
         self["norms"].append(norm)
         self["rates"].append(rates)
-
-
-def plainly(name, case, ranks):
-    model, record = case.build(), Record()
-    if name == "init":
-        with torch.no_grad():
-            model.head.weight.fill_(0.25)
-    optimizer = case.torch_optimizer(model)
-    schedule = falling(optimizer) if case.schedule else None
-    (micro, accumulation), data = case.means, Rows(COUNT)
-    sampler = DistributedSampler(data, 1, 0)
-    loader = DataLoader(data, micro * ranks, sampler=sampler, collate_fn=collate)
-
-    def micro_batches():
-        for epoch in range(100):
-            sampler.set_epoch(epoch if case.set_epoch else 0)
-            yield from loader
-
-    for number, (places, x, kinds) in enumerate(micro_batches(), 1):
-        loss = model(x, kinds)
-        (loss / accumulation).backward()
-        record.loss(loss.item(), places)
-        if number % accumulation:
-            continue
-        limit = case.clip or float("inf")
-        norm = nn.utils.clip_grad_norm_(model.parameters(), limit).item()
-        optimizer.step()
-        optimizer.zero_grad()
-        if schedule is not None:
-            schedule.step()
-        record.step(norm, [group["lr"] for group in optimizer.param_groups])
-        if name == "init" and number == HALF * accumulation:
-            with torch.no_grad():
-                model.head.weight.mul_(0.5)
-        if number == case.steps * accumulation:
-            break
-    record["weights"] = {key: value.flatten().tolist() for key, value in model.state_dict().items()}
-    return record
-
-
-# ---- through the API ----
 
 
 def mean_of_ranks(value):
@@ -276,22 +232,21 @@ def through_the_api(name, case, args, zero):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--reference", action="store_true")
     parser = deepspeed.add_config_arguments(parser)
     parser.add_argument("--local_rank", type=int, default=-1)
-    args, rank = parser.parse_args(), 0
-    if not args.deepspeed:
-        report = {name: plainly(name, case, args.ranks) for name, case in CASES.items()}
-    else:
-        deepspeed.init_distributed()
-        rank, device = deepspeed.comm.get_rank(), deepspeed.get_accelerator().device_name()
-        zero = json.loads(Path(args.deepspeed_config).read_text())["zero_optimization"]
-        deepspeed.utils.logger.info("stage %d, on %s", zero["stage"], device)
-        report = {name: through_the_api(name, case, args, zero) for name, case in CASES.items()}
-        endless = deepspeed.utils.RepeatingLoader(DataLoader(Rows(6), 4, collate_fn=collate))
-        report["endless"] = [next(endless)[0] for _ in range(3)]
-        deepspeed.comm.barrier()
-        deepspeed.log_dist("done", ranks=[0])
+    args = parser.parse_args()
+    if args.reference:
+        replace_start(start_reference)
+    deepspeed.init_distributed()
+    rank, device = deepspeed.comm.get_rank(), deepspeed.get_accelerator().device_name()
+    zero = json.loads(Path(args.deepspeed_config).read_text())["zero_optimization"]
+    deepspeed.utils.logger.info("stage %d, on %s", zero["stage"], device)
+    report = {name: through_the_api(name, case, args, zero) for name, case in CASES.items()}
+    endless = deepspeed.utils.RepeatingLoader(DataLoader(Rows(6), 4, collate_fn=collate))
+    report["endless"] = [next(endless)[0] for _ in range(3)]
+    deepspeed.comm.barrier()
+    deepspeed.log_dist("done", ranks=[0])
     (args.out / f"report-{rank}.json").write_text(json.dumps(report))
 
 

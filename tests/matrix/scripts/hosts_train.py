@@ -1,4 +1,4 @@
-"""A loop of hf_zero.initialize at stage 3, and the same loop in plain torch: the oracle.
+"""A loop of hf_zero.initialize at stage 3, and the same in one process by the reference engine.
 
 ``--until-lost SECONDS`` steps on until a peer is gone, which has to be an error, with that time as
 the limit of a silent wait.
@@ -54,16 +54,23 @@ def batch(step):
 
 
 def alone():
+    from hf_zero.config import ZeroConfig
+    from hf_zero.parity.reference import Reference
+
     model, optimizer = build()
+    losses = train(Reference(model, optimizer, ZeroConfig(stage=0).resolve(1)))
+    return {"losses": losses, "weights": weights(model)}
+
+
+def train(engine):
     losses = []
     for step in range(STEPS):
-        x, y = batch(step)
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        x, y = share(step, engine.global_rank, engine.world_size)
+        loss = nn.functional.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
         losses.append(loss.item())
-    return {"losses": losses, "weights": weights(model)}
+    return losses
 
 
 def weights(model):
@@ -82,13 +89,7 @@ def trained():
     model, optimizer = build()
     config = hf_zero.ZeroConfig(stage=3, train_micro_batch_size_per_gpu=4, timeout=60.0)
     engine, _, _, _ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
-    losses = []
-    for step in range(STEPS):
-        x, y = share(step, engine.global_rank, engine.world_size)
-        loss = nn.functional.mse_loss(engine(x), y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = train(engine)
     with hf_zero.GatheredParameters(list(model.parameters())):
         final = weights(model)
     engine.destroy()

@@ -1,0 +1,57 @@
+"""The comparison of records that no training has written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.parity.comparison import Comparison, Difference, RunRecord
+from hf_zero.parity.sketch import sketch
+
+NAMES = ("a", "b", "c")
+ABOUT = {
+    "engine": 0, "step": 0, "world": 1, "precision": "bf16", "autocast": False, "observed": False,
+    "sizes": dict.fromkeys(NAMES, 1000), "units": {}, "resumed_at": 0, "blocks": 0, "whole": {},
+}  # fmt: skip
+STEP = {
+    "engine": 0, "step": 1, "losses": [1.0], "inputs": [], "evaluations": [], "norm": 1.0,
+    "rates": [0.1], "applied": True, "scale": 1.0, "whole": {}, "log": [],
+}  # fmt: skip
+
+
+def record(folder: Path, off: dict[str, float]) -> RunRecord:
+    """The record of one step that moves each parameter by a vector of norm 1, and ``off`` it by
+    another direction.
+    """
+    folder.mkdir()
+    lines: list[dict[str, Any]] = []
+    for step, about in ((0, ABOUT), (1, STEP)):
+        masters = {}
+        for name in NAMES:
+            draws = torch.randn(3, 1000, generator=torch.Generator().manual_seed(ord(name)))
+            start, way, aside = torch.nn.functional.normalize(draws)
+            values = start + step * (way + off.get(name, 0.0) * aside)
+            masters[name] = [0, 1000, *sketch(values, name)]
+        lines.append({**about, "masters": masters})
+    lines.append({"end": "all steps are recorded", "evaluations": []})
+    (folder / "rank0.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return RunRecord(folder)
+
+
+def first_difference(folder: Path, off: float) -> Difference | None:
+    reference, run = record(folder / "reference", {}), record(folder / "run", {"a": off})
+    measured = record(folder / "measured", {"a": 0.01, "b": 0.1, "c": 0.1})
+    return Comparison(reference, run, measured).outcome().first
+
+
+@pytest.mark.parametrize("off", [0.05, 0.8])
+def test_what_rounding_does_to_most_weights_is_allowed_of_each(off: float, tmp_path: Path) -> None:
+    first = first_difference(tmp_path, off)
+    if off == 0.05:
+        assert first is None
+    else:
+        assert first is not None and (first.what, first.parameter) == ("weights", "a")
