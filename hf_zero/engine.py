@@ -39,7 +39,7 @@ from hf_zero.zero.access.weight_stream import BareNames, Names, WeightStream
 from hf_zero.zero.extensions import provided
 from hf_zero.zero.gather.shared_shards import SharedShards
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.flat_buffer import flat_of
 from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.training_engine import TrainingEngine
@@ -481,7 +481,7 @@ class Engine(TrainingEngine):
         """
         whole: list[tuple[nn.Parameter, torch.Tensor]] = []
         for name, parameter in self.module.named_parameters():
-            flat = owner_of(parameter)
+            flat = flat_of(parameter)
             dtype = getattr(torch, self.sharded_model.param_dtypes[name])
             if flat.optimizer_shard.has_master:
                 values = safe_get_full_fp32_param(parameter)

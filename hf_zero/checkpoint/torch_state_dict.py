@@ -29,16 +29,14 @@ from hf_zero.optim.group_settings import NOT_KEPT
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.access.full import whole_of
 from hf_zero.zero.access.wholes import version_of
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import engine_of
+from hf_zero.zero.layout.flat_buffer import FlatBuffer, engine_of
 from hf_zero.zero.layout.sharding import WholeNames, own_part, persistent_buffers, sharding_of
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
+from hf_zero.zero.training_engine import TrainingEngine
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-
-    from hf_zero.zero.training_engine import TrainingEngine
 
 TARGET = "torch.distributed.checkpoint.state_dict"
 States = dict[str, Any]
@@ -394,7 +392,7 @@ def _states_of(
     """Return the state of the engine of ``model``; None if torch's own way is to be taken: without
     an engine, for submodules, and for a model that is a part of an engine's or has one as a part.
     """
-    engine: TrainingEngine | None = engine_of(model)
+    engine = engine_of(model.parameters(), TrainingEngine)
     if engine is None or info.submodule_prefixes:
         return None
     whole = {*map(id, model.parameters())} == {*map(id, engine.module.parameters())}

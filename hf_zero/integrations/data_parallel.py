@@ -9,7 +9,8 @@ from torch import nn
 
 from hf_zero.errors import PartitionError
 from hf_zero.integrations.seams import Original
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.flat_buffer import engine_of
+from hf_zero.zero.training_engine import TrainingEngine
 
 
 def refuse_wrapper(
@@ -48,8 +49,7 @@ def _refuse_trained(wrapper: str, modules: tuple[nn.Module, ...]) -> None:
     if not all(isinstance(module, nn.Module) for module in modules):
         return  # an error of torch
     for parameter in (parameter for module in modules for parameter in module.parameters()):
-        flat = owner_of(parameter)
-        engine = None if flat is None else flat.live_engine
+        engine = engine_of([parameter], TrainingEngine)
         if engine is not None and engine.bound is not None and parameter.requires_grad:
             raise PartitionError(
                 f"{wrapper} around a model that an engine trains would reduce its gradients a "

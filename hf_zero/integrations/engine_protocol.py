@@ -15,12 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.config import ZeroConfig
+from hf_zero.engine import Engine
 from hf_zero.zero.feature import FeatureSet
-from hf_zero.zero.layout.parameter import HOLDER, holder_of_whole, owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
+from hf_zero.zero.layout.parameter import HOLDER, holder_of_whole
 from hf_zero.zero.step.step_reports import StepMeasures
-
-if TYPE_CHECKING:
-    from hf_zero.engine import Engine
 
 
 class EngineProtocol(Protocol):
@@ -128,7 +127,7 @@ def holder_of(parameters: Iterable[torch.Tensor]) -> EngineProtocol | None:
     for parameter in parameters:
         flat = owner_of(parameter)
         engine: EngineProtocol | None = (
-            holder_of_whole(parameter) if flat is None else flat.live_engine
+            holder_of_whole(parameter) if flat is None else flat.engine_as(Engine)
         )
         if engine is not None:
             return engine

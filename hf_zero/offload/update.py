@@ -384,9 +384,9 @@ class StagedCopies:
         """Return host memory for the new elements ``[start, stop)`` of the parameter shard of
         ``flat``, in its dtype. Call :meth:`finish_output` once they are written.
         """
-        part = flat.part_in_host_memory(start, stop)
-        if part is not None:
-            return part
+        memory = flat.shard_memory()
+        if memory.device.type == "cpu":
+            return memory[start:stop]
         self.open()
         if len(self._staged) < STAGED:
             memory = self._allocator(self._largest, torch.uint8)
@@ -401,13 +401,9 @@ class StagedCopies:
         self, flat: FlatBuffer, start: int, stop: int, values: torch.Tensor | None
     ) -> None:
         """Copy ``values``, which have been written, unless the shard itself is in host memory."""
-        if (
-            values is None
-            or self.stream is None
-            or flat.part_in_host_memory(start, stop) is not None
-        ):
+        if values is None or self.stream is None or flat.shard_memory().device.type == "cpu":
             return
         with streams.on_stream(self.stream), span("copy_to_device", flat.key, values.nbytes):
-            flat.store_part(start, values)
+            flat.store_shard(values, start, waited=True)
             memory, _ = self._staged[-1]
             self._staged[-1] = (memory, self.record())

@@ -17,8 +17,9 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.loading.lazy import LazyTensor
 from hf_zero.parallel.expert.marks import ALONE, expert_group
 from hf_zero.zero.layout.box import Box
+from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.initial_values import source_of
-from hf_zero.zero.layout.parameter import OwnedParameter, owner_of
+from hf_zero.zero.layout.parameter import OwnedParameter
 from hf_zero.zero.layout.sharding import (
     Sharding,
     join_parts,

@@ -25,7 +25,7 @@ from hf_zero.logging import in_units, logger
 from hf_zero.planning.fit import ACTIVATIONS, Fit, MemoryVerdict, fit, judge
 from hf_zero.planning.needs import Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.planner import replan
 from hf_zero.zero.layout.walk import parameters_of
 

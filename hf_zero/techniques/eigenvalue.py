@@ -27,8 +27,8 @@ from hf_zero.techniques.blocks import layers_at
 from hf_zero.techniques.schedules import BitSchedule, Precision
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.zero.layout.flat_buffer import FlatBuffer, owner_of
+from hf_zero.zero.layout.parameter import name_of
 from hf_zero.zero.sharded_model import MeshRanks
 
 if TYPE_CHECKING:

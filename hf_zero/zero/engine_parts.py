@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from hf_zero.offload.placement import Placement
 from hf_zero.optim.own_step import reopen_fused
 from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.gather.model_patches import Override, refuse_foreign_step
+from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout import planner
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -220,6 +221,7 @@ class EngineParts(ModelWrapper):
         self.feature_set.bind(self.optimizer_step)
         self.updater, self.scaler = self.optimizer_step.updater, scaler
         self.changes.connect(self.updater)
+        sharded.patches.refuse_load = self.changes.refuse_pending_update
         self.pass_runner = PassRunner(
             sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
         )
@@ -268,6 +270,53 @@ class EngineParts(ModelWrapper):
         """Set the loss scale on the optimizer, where scripts read it."""
         if self.optimizer is not None:
             self.optimizer.cur_scale = self.optimizer.loss_scale = self.scaler.scale
+
+    # ---- parameters ----
+
+    def gather_on_use(self, flat: FlatBuffer) -> bool:
+        """Gather the unit of ``flat`` for a read of a released parameter if a forward of this
+        engine is under way; return whether it did.
+        """
+        return self.pass_runner.hooks.gather_on_use(unit_of(flat))
+
+    def gathered(self, flat: FlatBuffer) -> AbstractContextManager[None]:
+        """Return a context in which ``flat`` is whole (collective)."""
+        return self.sharded_model.gathered(unit_of(flat))
+
+    def keep_for_backward(self, flat: FlatBuffer, node: torch.autograd.graph.Node) -> None:
+        """Keep ``flat`` gathered for ``node``'s backward, recorded inside GatheredParameters."""
+        self.pass_runner.hooks.keep_for_backward(unit_of(flat), node)
+
+    @torch.no_grad()
+    def write_gradient(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
+        """Set a parameter's gradient between a backward and the step (``parameter.grad = value``):
+        every rank passes the whole averaged gradient, or None.
+
+        No communication: each rank keeps its part. The step leaves a parameter unchanged if all
+        ranks pass None.
+        """
+        self.pass_runner.write(flat, name, value)
+
+    def take_user_writes(self) -> None:
+        """Copy a script's writes to whole parameters into shards and master weights."""
+        self.optimizer_step.take_user_writes()
+
+    @torch.no_grad()
+    def refresh_params(self, flats: Sequence[FlatBuffer] | None = None) -> None:
+        """Update parameters from the masters (collective): cast into shards, gather whole ones."""
+        chosen = self.flats if flats is None else list(flats)
+        for flat in chosen:
+            if flat.trainable:
+                flat.count_change()
+        self.sharded_model.refresh(chosen, chosen)
+        if flats is None:
+            for forget in self.optimizer_step.hooks.forget:
+                forget(self.scaler.scale)
+
+    def reduce_gradients(self) -> None:
+        """Reduce unreduced gradients of earlier backwards (collective); steps do so themselves."""
+        self.pass_runner.reduce()
+        self.pass_runner.reducer.wait_for_offload()
 
     # ---- what the engine says about itself ----
 

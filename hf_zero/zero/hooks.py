@@ -23,7 +23,7 @@ from hf_zero.zero.gather.left_out import LeftOutModules
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.gather.unit import LastOutput, OutermostForward, Unit, next_tick
-from hf_zero.zero.layout.parameter import any_raw_grad
+from hf_zero.zero.layout.parameter_views import any_raw_grad
 from hf_zero.zero.layout.tree import is_cache, transformed
 from hf_zero.zero.layout.walk import named_modules_of
 

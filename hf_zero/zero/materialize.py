@@ -27,7 +27,7 @@ from hf_zero.optim.group_settings import plain_settings
 from hf_zero.zero.gather.unit import GatherState, Unit
 from hf_zero.zero.layout import attributes
 from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan
-from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
+from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer, owner_of
 from hf_zero.zero.layout.flat_memory import FlatMemory
 from hf_zero.zero.layout.initial_values import (
     FormerValues,
@@ -37,7 +37,7 @@ from hf_zero.zero.layout.initial_values import (
     place_buffers,
     read_own,
 )
-from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.zero.layout.parameter import name_of
 from hf_zero.zero.layout.precision import CASTABLE
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.walk import modules_of, named_modules_of

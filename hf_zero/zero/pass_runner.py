@@ -395,12 +395,12 @@ class PassRunner:
         alone = not any(window.counts_before)
         weight, unscale = self.losses.begin(1.0 / window.accumulation_steps)
         ends_window = window.syncs and window.ends
-        # Every condition must be equal on all ranks: ``failed_writes`` is a collective.
-        in_backward = ends_window and self._model.updates_in_backward
-        in_backward = in_backward and not (step.max_norm or self.losses.may_overflow)
-        in_backward = in_backward and not step.failed_writes()
-        on_reduced = self._update_in_backward if in_backward else None
-        on_finished = step.updater.end_backward if in_backward else None
+        on_reduced = on_finished = None
+        updates = ends_window and self._model.updates_in_backward
+        if updates and not (step.max_norm or self.losses.may_overflow):
+            failed = step.failed_writes()  # collective: the conditions are equal on all ranks
+            if not failed:
+                on_reduced, on_finished = self._update_in_backward, step.updater.end_backward
         self.reducer.configure_backward(
             BackwardSettings(weight, unscale, ends_window, on_reduced, alone, on_finished)
         )

@@ -26,8 +26,7 @@ from hf_zero.optim.elementwise import adopt
 from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
 from hf_zero.zero.access.full import join_parts
 from hf_zero.zero.gather.unit import unit_of
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.flat_buffer import FlatBuffer, flat_of
 from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.layout.walk import named_modules_of
@@ -224,12 +223,12 @@ def rebuild(
             sharded.param_dtypes[name] = state.dtypes.get(parameter, sharded.param_dtypes[name])
         transfer(state, engine)
         engine.restore_parts(before)  # first: a refresh clears residuals in the loss scale
-        engine.refresh_params()  # type: ignore[attr-defined]
+        engine.refresh_params()
 
 
 def _values(engine: EngineParts, parameter: nn.Parameter) -> torch.Tensor:
     """Return the whole values of ``parameter``, which the model has lost (collective)."""
-    flat = owner_of(parameter)
+    flat = flat_of(parameter)
     with engine.sharded_model.gathered(unit_of(flat)) if flat.sharded else nullcontext():
         return parameter.detach().clone()
 

@@ -31,10 +31,10 @@ from hf_zero.zero.gather.model_patches import ModelPatches
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.flat_buffer import FlatBuffer, owner_of
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.outside import check_outside
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.parameter import OwningEngine
 from hf_zero.zero.layout.parameter_codec import agreements, report
 from hf_zero.zero.layout.walk import modules_of
 from hf_zero.zero.layout.wrap import packed_elements
@@ -96,7 +96,7 @@ class ShardedModel:
         self.overlaps = OVERLAPS_ON_HOST or not kinds.is_synchronous(mesh.device)
         self.patches = ModelPatches(plan.model, self.units, self.schedule)
 
-    def attach(self, engine: Callable[[], object | None]) -> None:
+    def attach(self, engine: Callable[[], OwningEngine | None]) -> None:
         """Set ``engine``, a weak reference, as the engine of these parameters."""
         if self.flats:
             self.flats[0].engine_flats.engine = engine

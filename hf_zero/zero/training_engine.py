@@ -4,8 +4,8 @@ optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,8 +18,6 @@ from hf_zero.logging import listed, logger
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
 from hf_zero.zero.engine_parts import EngineParts
-from hf_zero.zero.gather.unit import unit_of
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE, refuse_mixed_dtypes
 from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.rebuild import groups_over, rebuild, unfrozen
@@ -173,11 +171,6 @@ class TrainingEngine(EngineParts):
         self.pass_runner.reduce_stray_gradients()
         return self.held_micro_batches > 0 or self.pass_runner.reducer.gradients_lost
 
-    def reduce_gradients(self) -> None:
-        """Reduce unreduced gradients of earlier backwards (collective); steps do so themselves."""
-        self.pass_runner.reduce()
-        self.pass_runner.reducer.wait_for_offload()
-
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """Return the norm of the gradient for the next step, before clipping, without the loss
@@ -211,16 +204,6 @@ class TrainingEngine(EngineParts):
         self.pass_runner.reduce_stray_gradients()
         self.pass_runner.refuse_unusable()
         self.pass_runner.reduce_for_step()
-
-    @torch.no_grad()
-    def write_gradient(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
-        """Set a parameter's gradient between a backward and the step (``parameter.grad = value``):
-        every rank passes the whole averaged gradient, or None.
-
-        No communication: each rank keeps its part. The step leaves a parameter unchanged if all
-        ranks pass None.
-        """
-        self.pass_runner.write(flat, name, value)
 
     # ---- batches ----
 
@@ -273,38 +256,6 @@ class TrainingEngine(EngineParts):
         # ``resolve`` divides the ranks by the sizes of these keys
         shared = config.tensor_parallel.size * config.ranks_of_a_sequence
         return config.override(sizes, "set by the script").resolve(self.data_ranks * shared)
-
-    # ---- parameters ----
-
-    def gather_on_use(self, flat: FlatBuffer) -> bool:
-        """Gather the unit of ``flat`` for a read of a released parameter if a forward of this
-        engine is under way; return whether it did.
-        """
-        return self.pass_runner.hooks.gather_on_use(unit_of(flat))
-
-    def gathered(self, flat: FlatBuffer) -> AbstractContextManager[None]:
-        """Return a context in which ``flat`` is whole (collective)."""
-        return self.sharded_model.gathered(unit_of(flat))
-
-    def keep_for_backward(self, flat: FlatBuffer, node: torch.autograd.graph.Node) -> None:
-        """Keep ``flat`` gathered for ``node``'s backward, recorded inside GatheredParameters."""
-        self.pass_runner.hooks.keep_for_backward(unit_of(flat), node)
-
-    def take_user_writes(self) -> None:
-        """Copy a script's writes to whole parameters into shards and master weights."""
-        self.optimizer_step.take_user_writes()
-
-    @torch.no_grad()
-    def refresh_params(self, flats: Sequence[FlatBuffer] | None = None) -> None:
-        """Update parameters from the masters (collective): cast into shards, gather whole ones."""
-        chosen = self.flats if flats is None else list(flats)
-        for flat in chosen:
-            if flat.trainable:
-                flat.count_change()
-        self.sharded_model.refresh(chosen, chosen)
-        if flats is None:
-            for forget in self.optimizer_step.hooks.forget:
-                forget(self.scaler.scale)
 
     # ---- the parameters that train ----
 

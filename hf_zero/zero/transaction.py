@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.initial_values import without_repeats
-from hf_zero.zero.layout.parameter import owner_of, raw_grad, set_raw_grad
+from hf_zero.zero.layout.parameter import raw_grad, set_raw_grad
 from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_with
 
 _TABLES = ("_parameters", "_modules")

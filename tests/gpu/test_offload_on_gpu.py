@@ -129,11 +129,11 @@ def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     kind = request.param
 
     def sleeping(function: Any, stream: Callable[[Any], torch.cuda.Stream | None]) -> Any:
-        def slept(owner: Any, *args: Any) -> Any:
+        def slept(owner: Any, *args: Any, **kwargs: Any) -> Any:
             chosen = stream(owner) or torch.cuda.current_stream()
             with torch.cuda.stream(chosen):
                 torch.cuda._sleep(SLOW)
-            return function(owner, *args)
+            return function(owner, *args, **kwargs)
 
         return slept
 
@@ -141,7 +141,7 @@ def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         sends = sleeping(GradientOffload.send, lambda offload: offload._stream)
         monkeypatch.setattr(GradientOffload, "send", sends)
     elif kind == "parameters":
-        for name in ("store_part", "bring_shard"):
+        for name in ("store_shard", "fetch_shard"):
             slept = sleeping(getattr(FlatBuffer, name), lambda flat: None)
             monkeypatch.setattr(FlatBuffer, name, slept)
     elif kind == "compute":

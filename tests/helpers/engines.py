@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_zero.zero.access import full as gathered
 from hf_zero.zero.gather.unit import GatherState, unit_of
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.zero.layout.flat_buffer import FlatBuffer, owner_of
+from hf_zero.zero.layout.parameter import name_of
 from tests.helpers.models import ROWS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Job, Plan, Session, Trace, merge, train

@@ -253,7 +253,7 @@ FAULTS: dict[str, Fault] = {
         "one rank prefetches one unit less": (
             "stage 3, one micro-batch", _less_ahead, INTERLEAVED),
         "a shard that is away is read, and written under its copy": (
-            READ, left_out("synchronize", "flat_buffer.py _shard_as_it_is"), COPIES),
+            READ, left_out("synchronize", "flat_buffer.py read_shard"), COPIES),
         "updated parameters are gathered on another stream": (
             BETWEEN,
             replaced(update_gathers.UpdateGathers, "_issue", _on_the_computing_stream),
@@ -269,7 +269,7 @@ FAULTS: dict[str, Fault] = {
         "weights are read before they come from the host": (
             "weights are sent", left_out("wait", "wholes.py _wait"), COPIES),
         "a script writes shards under their gather": (
-            "a state dict is put", left_out("synchronize", "flat_buffer.py store_part"), COPIES),
+            "a state dict is put", left_out("synchronize", "flat_buffer.py store_shard"), COPIES),
         "a stage does not wait for what it receives": (
             "pipeline", replaced(schedules, "_wait_batch_p2p", _nothing), COPIES),
         "a pooled buffer passes from stream to stream": (

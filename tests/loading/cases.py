@@ -81,10 +81,14 @@ def assert_same_model(found: nn.Module, expected: nn.Module) -> None:
 
 def let_go(*models: nn.Module) -> None:
     """Take the engines off, and their process groups with them."""
-    from hf_zero.zero.layout.parameter import owner_of
+    from hf_zero.zero.layout.flat_buffer import owner_of
 
     for model in models:
-        engines = {flat.engine() for flat in map(owner_of, model.parameters()) if flat is not None}
+        engines = {
+            flat.engine_flats.engine()
+            for flat in map(owner_of, model.parameters())
+            if flat is not None
+        }
         for engine in engines:
             engine.destroy()
             engine.mesh.close()

@@ -18,7 +18,8 @@ from hf_zero.deepspeed import zero_init
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.loading import building as lazily
 from hf_zero.zero.layout import wrap
-from hf_zero.zero.layout.parameter import ReleasedParameter, ZeroParamStatus, owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
+from hf_zero.zero.layout.parameter import ReleasedParameter, ZeroParamStatus
 from tests.helpers.processes import run_processes, say
 from tests.helpers.ranks import run_ranks
 from tests.loading.test_building import Assigned

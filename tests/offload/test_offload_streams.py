@@ -15,6 +15,7 @@ import torch
 
 from hf_zero.offload.gradient_offload import STAGED, UNDER_WAY, GradientOffload
 from hf_zero.ops import host
+from hf_zero.zero.gather.shared_shards import shard_bytes_of
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
@@ -123,8 +124,10 @@ def test_another_rank_that_fetches_right_after_an_update_waits_for_its_copies():
     spec = replace(spec, mesh=SimpleNamespace(shard=None))
     flat = FlatBuffer(spec, {}, EngineFlats(SimpleNamespace()))
     flat.use_full(torch.arange(4.0))
-    assert flat.shard_for_others().tolist() == [2.0, 3.0] and not waited
+    unit = SimpleNamespace(sharded_flats=[flat])
+    expected = flat.shard.numpy().tobytes()
+    assert shard_bytes_of(unit) == expected and not waited
     flat.optimizer_shard.begin_update(lambda: None, Future())
     flat.end_update(SimpleNamespace(synchronize=lambda: waited.append("copied")))
     assert flat.optimizer_shard.finish_update is None
-    assert flat.shard_for_others().tolist() == [2.0, 3.0] and waited == ["copied"]
+    assert shard_bytes_of(unit) == expected and waited == ["copied"]

@@ -36,7 +36,7 @@ from hf_zero.planning import check as check_plan
 from hf_zero.planning.checking import SWITCH, check_on_all_ranks
 from hf_zero.planning.fit import RAM_SHARE, ActivationOption
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.plans import APART, Blocks, adamw_of, planned
 from tests.helpers.ranks import run_ranks

@@ -19,7 +19,8 @@ import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.zero import sharded_model
-from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter, owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
+from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
 from tests.helpers.cells import in_turn
 from tests.helpers.models import features
 from tests.helpers.offloads import DEVICE, PLACES, offload, opened, same, train, trained

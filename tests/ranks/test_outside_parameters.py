@@ -14,7 +14,8 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import CheckpointError, PartitionError
-from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
+from hf_zero.zero.layout.parameter import name_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.weighted_losses import (
     STEPS,

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import hf_zero
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.optim import Lamb, Muon
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.rebuild import rebuild
 from tests.helpers.cells import in_turn
 from tests.helpers.offloads import offload
@@ -71,7 +71,7 @@ def on_engine(
 def engine_of(model: Any) -> Any:
     """The engine of ``model``; None: it trains by torch alone."""
     flat = owner_of(model[2].weight)
-    return None if flat is None else flat.engine()
+    return None if flat is None else flat.engine_flats.engine()
 
 
 # ---- what begins to train ----

@@ -138,7 +138,7 @@ def test_memory_for_copies_to_a_device_gets_all_values(tmp_path, monkeypatch):
         return torch.full((stop - start,), 7.0, dtype=flat.dtype)
 
     def finish_output(self, flat, start, stop, values):
-        flat.store_part(start, values)
+        flat.store_shard(values, start, waited=True)
 
     monkeypatch.setattr(StagedCopies, "output_for", output_for)
     monkeypatch.setattr(StagedCopies, "finish_output", finish_output)

@@ -30,7 +30,7 @@ from hf_zero.integrations.engine_protocol import EngineProtocol, is_engine, trai
 from hf_zero.integrations.seams import Original
 from hf_zero.logging import log_rank0
 from hf_zero.measures.figures import tracked
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -133,7 +133,7 @@ def whole_copies(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterato
 
 def _needs_other_ranks(module: nn.Module) -> bool:
     """Return whether the state dict of ``module`` takes what other ranks hold."""
-    from hf_zero.zero.layout.parameter import owner_of
+    from hf_zero.zero.layout.flat_buffer import owner_of
     from hf_zero.zero.layout.sharding import sharding_of
 
     parameters = list(module.parameters())

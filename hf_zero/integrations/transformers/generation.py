@@ -26,7 +26,7 @@ from hf_zero.integrations.seams import Original, replaced
 from hf_zero.parallel.tensor.model import model_record
 from hf_zero.zero.access.full import summon_full_params
 from hf_zero.zero.gather.unit import unit_of
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.flat_buffer import engine_of, owner_of
 from hf_zero.zero.layout.sharding import dims_of_parts
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def _sharding_engine(model: nn.Module) -> Engine | None:
     None.
     """
     for parameter in model.parameters():
-        flat = owner_of(parameter)
-        engine = flat.live_engine if flat is not None else None
+        engine = engine_of([parameter], Engine)
         if engine is not None and engine.sharded_model.policy.shards_parameters:
             return engine if engine.schedule.between_passes else None
     return None

@@ -41,9 +41,10 @@ from hf_zero.integrations.transformers.quantized_loading import quantizes_in_sha
 from hf_zero.loading import Building, LazyTensor, make_pending, make_real, record_in
 from hf_zero.loading.shard_only import hold
 from hf_zero.logging import log_rank0
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.flat_buffer import engine_of
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.rebuild import refuse_now
+from hf_zero.zero.training_engine import TrainingEngine
 
 if TYPE_CHECKING:
     from transformers import AutoConfig, PreTrainedModel
@@ -124,8 +125,7 @@ def resize_in_shards(
     embeddings = self.get_input_embeddings()
     ends = (embeddings, self.get_output_embeddings())
     weights = [p for end in ends if isinstance(end, nn.Module) for p in end.parameters()]
-    flats = [flat for flat in map(owner_of, weights) if flat is not None]
-    owners = [engine for flat in flats if (engine := flat.live_engine) is not None]
+    owners = [e for weight in weights if (e := engine_of([weight], TrainingEngine)) is not None]
     size = getattr(embeddings, "num_embeddings", None)
     rows = size if new_num_tokens is None else new_num_tokens
     if pad_to_multiple_of is not None and rows is not None:

@@ -30,7 +30,7 @@ from hf_zero.parallel.cutting import check_module
 from hf_zero.parallel.pipeline.module import bounds_of, training_numel
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.topology import ProcessTopology
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
 
 
 @dataclass(frozen=True)

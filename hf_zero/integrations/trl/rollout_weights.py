@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_zero.engine import Engine
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
-from hf_zero.zero.layout.parameter import engine_of
+from hf_zero.zero.layout.flat_buffer import engine_of
 
 if TYPE_CHECKING:
     from trl.experimental.online_dpo import OnlineDPOTrainer
     from trl.generation.vllm_generation import VLLMGeneration
 
-    from hf_zero.engine import Engine
     from hf_zero.zero.access.weight_stream import WeightStream
 
 Named = tuple[str, torch.Tensor]
@@ -70,7 +70,7 @@ def iter_in_buckets(
     """Wraps ``VLLMGeneration._iter_named_params``, by which GRPO, RLOO and others send weights. The
     first loop of a server's client, for names and shapes only, gathers nothing.
     """
-    engine: Engine | None = engine_of(self.model) if finder.chosen() else None
+    engine = engine_of(self.model.parameters(), Engine) if finder.chosen() else None
     if engine is None:
         return original(self)
     # in their own dtypes, with adapters merged; to a server from rank 0
@@ -86,7 +86,9 @@ def iter_in_buckets(
 def move_in_buckets(original: Original, self: OnlineDPOTrainer) -> None:
     """Wraps ``OnlineDPOTrainer._move_model_to_vllm_inner``: one message to the server a bucket."""
     model = self.model
-    engine: Engine | None = engine_of(model) if model is not None and finder.chosen() else None
+    engine = None
+    if model is not None and finder.chosen():
+        engine = engine_of(model.parameters(), Engine)
     if engine is None:
         original(self)
         return

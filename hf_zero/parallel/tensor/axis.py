@@ -43,7 +43,7 @@ from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.errors import PartitionError
 from hf_zero.ops.operators import GradientContext
 from hf_zero.zero.gather.unit import Unit, unit_of
-from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
 
 STRETCH = 64 << 20  # bytes of joined tensors per all-gather
 

@@ -19,17 +19,18 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.logging import listed, logger
 from hf_zero.optim.state import step_dtype
+from hf_zero.zero.engine_parts import EngineParts
 from hf_zero.zero.gather.unit import unit_of
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import LEFT_SHARDED, holder_of_whole, name_of, owner_of
+from hf_zero.zero.layout.flat_buffer import FlatBuffer, flat_of, owner_of
+from hf_zero.zero.layout.parameter import LEFT_SHARDED, holder_of_whole, name_of
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.state_entries import EngineState, StateEntry
 from hf_zero.zero.step.optimizer_step import refuse_pending_update
 
 
-def _engine_of(flat: FlatBuffer) -> Any:
-    engine = flat.live_engine
+def _engine_of(flat: FlatBuffer) -> EngineParts:
+    engine = flat.engine_as(EngineParts)
     if engine is None:
         raise PartitionError(f"the engine of {next(iter(flat.parameters))} {LEFT_SHARDED}")
     return engine
@@ -168,7 +169,7 @@ class GatheredParameters:
                     "same values on all ranks, or pass modifier_rank=0 and write on rank 0"
                 )
             for whole in parameters:
-                if owner_of(whole).sharded:
+                if flat_of(whole).sharded:
                     self._keep(whole, None)
 
     @torch.no_grad()

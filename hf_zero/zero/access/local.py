@@ -27,8 +27,8 @@ from hf_zero.zero.access.full import (
     write_state,
 )
 from hf_zero.zero.gather.unit import unit_of
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.zero.layout.flat_buffer import FlatBuffer, owner_of
+from hf_zero.zero.layout.parameter import name_of
 
 
 def _part(flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -226,11 +226,9 @@ def _issue(
         if masters:
             values = flat.optimizer_shard.master
             assert values is not None
-        elif flat.shard_offloaded:
-            target = own if sent == flat.dtype else torch.empty_like(own, dtype=flat.dtype)
-            values = flat.bring_shard(target)
         else:
-            values = flat.shard
+            target = own if sent == flat.dtype else torch.empty_like(own, dtype=flat.dtype)
+            values = flat.fetch_shard(target)
         if values is not own:
             own.copy_(values)
         if layout.num_shards > 1:

@@ -22,8 +22,8 @@ from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.attributes import is_attached, names_of_parts, of_parts, weights_of_parts
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of, owner_of
+from hf_zero.zero.layout.flat_buffer import FlatBuffer, flat_of, owner_of
+from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of
 from hf_zero.zero.layout.sharding import join_parts, sharding_of, take_own_part
 from hf_zero.zero.layout.walk import modules_of
 
@@ -134,6 +134,8 @@ class ModelPatches:
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], schedule: Schedule):
         self._schedule = schedule
+        # raises, with what was called, where values may not be loaded
+        self.refuse_load: Callable[[str], None] = _nothing
         self._copies: dict[int, torch.Tensor] = {}
         # state_dict calls under way, outermost first
         self._entered: list[_StateDictCall] = []
@@ -165,7 +167,7 @@ class ModelPatches:
             owned = {
                 name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)
             }
-            touched = {unit_of(owner_of(p)) for p in owned.values()} | (
+            touched = {unit_of(flat_of(p)) for p in owned.values()} | (
                 {wraps[module]} if module in wraps else set()
             )
             if not touched:
@@ -375,11 +377,8 @@ class ModelPatches:
                 f"{name_of(owned) if owned is not None else 'parameters'}, "
                 "which lives in a flat buffer; use assign=False"
             )
-        for engine in {
-            owner_of(parameter).engine() for parameter in self._own.get(module, {}).values()
-        }:
-            if engine is not None:
-                engine.changes.refuse_pending_update("load_state_dict()")
+        if self._own.get(module):
+            self.refuse_load("load_state_dict()")
         if self._loads:
             self._end_loads(module)
         call = self._loads[module] = _LoadCall()
@@ -409,7 +408,7 @@ class ModelPatches:
         with self._schedule.shards.writing():
             for name, parameter in self._own.get(module, {}).items():
                 if name in call.named and module._parameters.get(name) is parameter:
-                    owner_of(parameter).store_gathered(name_of(parameter))
+                    flat_of(parameter).store_gathered(name_of(parameter))
         self._end_loads(module)
 
     def _end_loads(self, module: nn.Module) -> None:

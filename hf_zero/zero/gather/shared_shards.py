@@ -103,7 +103,8 @@ def shard_bytes_of(unit: Unit) -> bytes:
     """Return this rank's shards of all sharded flat buffers of ``unit``, end to end, as
     :meth:`Unit.gather_from` takes them; from a thread other than the training thread.
     """
-    return b"".join(
-        flat.shard_for_others().detach().cpu().view(torch.uint8).numpy().tobytes()
-        for flat in unit.sharded_flats
-    )
+    shards = []
+    for flat in unit.sharded_flats:
+        flat.optimizer_shard.synchronize_update()
+        shards.append(flat.read_shard().detach().cpu().view(torch.uint8).numpy().tobytes())
+    return b"".join(shards)

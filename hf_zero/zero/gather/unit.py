@@ -320,7 +320,7 @@ class Unit:
                     for dim, flats in self._flats_of_dim.items():
                         shards, gather_codecs = [], []
                         for flat in flats:
-                            shards.append((flat.full, flat.shard_to_send()))
+                            shards.append((flat.full, flat.fetch_shard()))
                             gather_codecs.append(None if exact else flat.spec.gather_codec)
                         handles.append(dim.all_gather(shards, self.label, gather_codecs))
                 if copying is None and self.streams.device is not None and self._copies_alone:
@@ -374,7 +374,9 @@ class Unit:
             for flat in self.sharded_flats:
                 size = flat.layout.shard_numel * flat.dtype.itemsize
                 flat.allocate(exact)
-                flat.bring_shard()
+                own, shard = flat.full[flat.owned[0] : flat.owned[1]], flat.fetch_shard()
+                if shard.data_ptr() != own.data_ptr():
+                    own.copy_(shard)
                 for rank, data in shards.items():
                     if rank not in flat.mesh.shard.ranks:
                         continue

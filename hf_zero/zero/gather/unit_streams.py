@@ -8,7 +8,7 @@ import torch
 
 from hf_zero.device import kinds, streams
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import raw_grads
+from hf_zero.zero.layout.parameter_views import raw_grads
 
 
 class UnitStreams:

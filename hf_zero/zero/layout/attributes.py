@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.initial_values import FormerValues, Source, pending, source_of
-from hf_zero.zero.layout.parameter import OwnedParameter, given_class, owned_class, owner_of
+from hf_zero.zero.layout.parameter import OwnedParameter, given_class, owned_class
 from hf_zero.zero.layout.sharding import sharding_of, written
 from hf_zero.zero.layout.walk import modules_of
 

@@ -28,9 +28,9 @@ which elements were written, so the master weights of a written parameter become
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ from hf_zero.offload.storage import SHARD, CastStorage, DeviceStorage, Storage, 
 from hf_zero.zero.layout.compute_copy import Change, WeightTransform
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec
-from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
+from hf_zero.zero.layout.parameter import OwnedParameter, OwningEngine, UpdatingParameter
 from hf_zero.zero.layout.parameter_views import ParameterGuard, ParameterViews, UserWrites
 from hf_zero.zero.layout.training_state import (
     ChangeCount,
@@ -55,6 +55,7 @@ from hf_zero.zero.layout.training_state import (
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+E = TypeVar("E")
 
 
 class EngineFlats:
@@ -63,7 +64,7 @@ class EngineFlats:
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.flats: list[FlatBuffer] = []
-        self.engine: Callable[[], Any | None] = lambda: None  # a weak reference
+        self.engine: Callable[[], OwningEngine | None] = lambda: None  # a weak reference
         # whether requires_grad of a frozen parameter has been switched since the engine looked
         self.trainability_changed = False
         self._switched: str | None = ""  # None: to be listed again
@@ -122,6 +123,7 @@ class FlatBuffer:
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # storage of the parameter shard
         self.shard_offloaded = False  # that storage is not on the compute device
+        self._shard_on_device: torch.Tensor | None = None  # the shard, if it has memory there
         self.computing: WeightTransform | None = None
         engine_flats.flats.append(self)
 
@@ -133,14 +135,15 @@ class FlatBuffer:
         self.unit, self.guard = unit, guard
 
     @property
-    def engine(self) -> Callable[[], Any | None]:
-        """A weak reference to the engine of this flat buffer."""
-        return self.engine_flats.engine
-
-    @property
-    def live_engine(self) -> Any | None:
+    def live_engine(self) -> OwningEngine | None:
         """The engine of this flat buffer; None once it is destroyed, or gone."""
-        return None if self.retired else self.engine()
+        return None if self.retired else self.engine_flats.engine()
+
+    def engine_as(self, kind: type[E]) -> E | None:
+        """Return :attr:`live_engine`, of the class ``kind``."""
+        engine = self.live_engine
+        assert engine is None or isinstance(engine, kind)
+        return engine
 
     @property
     def references(self) -> int:
@@ -168,7 +171,7 @@ class FlatBuffer:
         """Each parameter with its slot in the buffer."""
         return zip(self.members, self.layout.slots)
 
-    # ---- this rank's part ----
+    # ---- this rank's elements ----
 
     @property
     def shard(self) -> torch.Tensor:
@@ -177,9 +180,12 @@ class FlatBuffer:
         Waits for the update under way. Written with :meth:`store_shard`.
         """
         self.optimizer_shard.wait_for_update()
-        return self._shard_as_it_is()
+        return self.read_shard()
 
-    def _shard_as_it_is(self) -> torch.Tensor:
+    def read_shard(self) -> torch.Tensor:
+        """Return :attr:`shard` without a wait for the update: a thread other than the training
+        thread calls ``optimizer_shard.synchronize_update`` before.
+        """
         if not self.shard_offloaded:
             return self._storage.fetch(SHARD)
         out = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.full.device)
@@ -189,25 +195,16 @@ class FlatBuffer:
             copied.synchronize()  # the caller may drop the shard, or write to it on the host
         return out
 
-    def shard_for_others(self) -> torch.Tensor:
-        """Return :attr:`shard`, called from a thread other than the training thread."""
-        self.optimizer_shard.synchronize_update()
-        return self._shard_as_it_is()
-
-    def shard_to_overwrite(self) -> torch.Tensor:
-        """Return this rank's elements [owned] to be overwritten, on the device or the host: the
-        live shard, unless it is in a file or a cast of the master weights. Then it is memory of
-        its own, and :meth:`store_shard` writes its values.
-        """
-        self.optimizer_shard.wait_for_update()
-        return decoded(self._storage.acquire(0, overwrite=True)[SHARD])
-
-    def bring_shard(self, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Return this rank's elements in ``target`` [owned], by default their part of ``full``.
-        The host does not wait for a copy from its memory: issue it on the stream of shards.
+    def fetch_shard(self, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Return this rank's elements [owned] for a message or a copy issued next: the shard, or,
+        if that is not on the device or is a cast of the master weights, ``target``, by default
+        their part of ``full``, which is filled. The host does not wait for a copy from its memory:
+        call this on the stream of shards. No write may follow before the message is over.
         """
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()
+        if self._shard_on_device is not None:
+            return self._shard_on_device
         target = self._own if target is None else target
         crosses = (
             span("copy_to_device", self.key, target.nbytes) if self.shard_offloaded else NOTHING
@@ -216,15 +213,32 @@ class FlatBuffer:
             self._storage.fetch_into(SHARD, 0, target)
         return target
 
-    def shard_to_send(self) -> torch.Tensor:
-        """Return this rank's elements [owned] for a gather: the shard, or its part of ``full`` if
-        it comes from elsewhere (:meth:`bring_shard`). No write may follow before the gather's wait.
+    def store_shard(self, values: torch.Tensor, start: int = 0, waited: bool = False) -> None:
+        """Overwrite elements from ``start`` of ``owned`` on, cast to compute dtype. ``waited``: the
+        caller has counted the change and waited for the update under way, or is part of it. The
+        host waits for gathers that still read an offloaded shard.
         """
-        if self.shard_offloaded or isinstance(self._storage, CastStorage):
-            return self.bring_shard()
-        if self.optimizer_shard.finish_update is not None:
-            self.optimizer_shard.finish_update()
-        return self._storage.fetch(SHARD)
+        if not waited:
+            self.count_change()
+            self.optimizer_shard.wait_for_update()
+        if self.optimizer_shard.wait_until_copied is not None:
+            self.optimizer_shard.wait_for_copy()
+        reads = streams.shard_stream(self.full.device) if self.shard_offloaded else None
+        if reads is not None:
+            streams.record_event(reads).synchronize()
+        self._storage.store(SHARD, start, values)
+
+    def shard_memory(self) -> torch.Tensor:
+        """Return this rank's elements [owned] to be overwritten, on the device or the host: the
+        live shard, unless it is in a file or a cast of the master weights. Then it is memory of
+        its own, and :meth:`store_shard` writes its values. Does not wait for the update under way.
+        Call :meth:`end_host_writes` once all elements are written on the host.
+        """
+        return decoded(self._storage.acquire(0, overwrite=True)[SHARD])
+
+    def end_host_writes(self) -> None:
+        """Mark the end of the host's writes to :meth:`shard_memory`."""
+        self._storage.release(0)
 
     def prefetch(self) -> None:
         """Start reading the parameter shard ahead of its use, unless an update is to write it."""
@@ -249,34 +263,6 @@ class FlatBuffer:
             self.optimizer_shard.end_update(copied)
             if not self.sharded:
                 self.parameter_views.turn(UpdatingParameter, OwnedParameter)
-
-    def store_shard(self, values: torch.Tensor) -> None:
-        """Overwrite this rank's elements, cast to compute dtype."""
-        self.count_change()
-        self.optimizer_shard.wait_for_update()
-        self.store_part(0, values)
-
-    def store_part(self, start: int, values: torch.Tensor) -> None:
-        """Overwrite elements of ``owned`` from ``start`` on. Does not wait for the update under
-        way, which calls it; the host waits for gathers that still read an offloaded shard.
-        """
-        if self.optimizer_shard.wait_until_copied is not None:
-            self.optimizer_shard.wait_for_copy()
-        reads = streams.shard_stream(self.full.device) if self.shard_offloaded else None
-        if reads is not None:
-            streams.record_event(reads).synchronize()
-        self._storage.store(SHARD, start, values)
-
-    def part_in_host_memory(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements ``[start, stop)`` of ``owned`` as host memory to be written, None if the
-        shard is not there. Call :meth:`end_host_writes` once all elements are written.
-        """
-        part = decoded(self._storage.acquire(0, overwrite=True)[SHARD])[start:stop]
-        return part if part.device.type == "cpu" else None
-
-    def end_host_writes(self) -> None:
-        """Mark the end of the host's writes to all parts."""
-        self._storage.release(0)
 
     def shard_bytes(self) -> dict[str, int]:
         """Return the bytes of the parameter shard by tier."""
@@ -308,6 +294,10 @@ class FlatBuffer:
     def keep_shard_in(self, storage: Storage) -> None:
         """Keep the parameter shard in ``storage``, under the name ``SHARD``."""
         self._storage, self.shard_offloaded = storage, storage.offloaded
+        is_plain = isinstance(storage, DeviceStorage) and not isinstance(storage, CastStorage)
+        self._shard_on_device = (
+            storage.fetch(SHARD) if is_plain and SHARD in storage.names() else None
+        )
 
     def move_states_to_device(
         self, master: torch.Tensor | None, grad: GradientMemory | None
@@ -322,11 +312,6 @@ class FlatBuffer:
         separate_master = master is not None or self.shard_offloaded
         self.optimizer_shard.move_to_device(master, self.shard, separate_master)
         self.gradient.move_to_device(grad)
-
-    def own_part(self, name: str) -> torch.Tensor:
-        """Return this rank's elements of parameter ``name``: 1-D, possibly empty."""
-        _, start, stop = self.spec.own_range(name)
-        return self.shard[start:stop]
 
     # ---- what a script writes ----
 
@@ -443,7 +428,7 @@ class FlatBuffer:
             self.optimizer_shard.store_master(
                 torch.where(new == before.to(self.dtype), before, new.to(before.dtype)), start
             )
-        self.store_part(start, values)
+        self.store_shard(values, start, waited=True)
 
     # ---- the whole buffer ----
 
@@ -517,3 +502,29 @@ class FlatBuffer:
         whole = torch.empty(self.layout.padded, dtype=self.dtype, device=self.full.device)
         self.mesh.shard.all_gather([(whole, self.shard)], self.key).wait()
         return whole
+
+
+def owner_of(parameter: torch.Tensor) -> FlatBuffer | None:
+    """Return the flat buffer that holds ``parameter``, None if no engine owns it."""
+    flat: FlatBuffer | None = None
+    if issubclass(type(parameter), OwnedParameter):
+        flat = parameter.__dict__.get("_hf_zero_flat")
+    return flat
+
+
+def flat_of(parameter: torch.Tensor) -> FlatBuffer:
+    """Return the flat buffer that holds ``parameter``, which an engine owns."""
+    flat = owner_of(parameter)
+    assert flat is not None, "no engine owns this parameter"
+    return flat
+
+
+def engine_of(parameters: Iterable[torch.Tensor], kind: type[E]) -> E | None:
+    """Return the engine, of the class ``kind``, of the first of ``parameters`` that an engine owns;
+    None if there is none, or if it is destroyed.
+    """
+    for parameter in parameters:
+        flat = owner_of(parameter)
+        if flat is not None:
+            return flat.engine_as(kind)
+    return None

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
+from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer, owner_of
 from hf_zero.zero.layout.flat_layout import FlatLayout
-from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.zero.layout.parameter import name_of
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.walk import named_modules_of
 
@@ -149,7 +149,7 @@ def read_own(flat: FlatBuffer, mesh: Mesh, former: FormerValues, staging: Stagin
     """
     dtypes = {parameter.dtype for parameter, _ in flat.items}
     values = (
-        flat.shard_to_overwrite()
+        flat.shard_memory()
         if dtypes <= {flat.dtype}
         else torch.zeros(flat.spec.owned_numel, dtype=torch.float32, device=mesh.device)
     )

@@ -19,11 +19,11 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
-from itertools import chain, repeat
-from operator import is_
-from typing import Any, NoReturn
+from itertools import chain
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -48,25 +48,25 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-def owner_of(parameter: torch.Tensor) -> Any:
-    """Return the flat buffer that holds ``parameter``, None if no engine owns it."""
-    return (
-        parameter.__dict__.get("_hf_zero_flat")
-        if issubclass(type(parameter), OwnedParameter)
-        else None
-    )
+class OwningEngine(Protocol):
+    """An engine, as the classes of its parameters call it."""
+
+    @property
+    def shard_only(self) -> bool: ...
+
+    def gather_on_use(self, flat: Any) -> bool: ...
+
+    def gathered(self, flat: Any) -> AbstractContextManager[None]: ...
+
+    def keep_for_backward(self, flat: Any, node: torch.autograd.graph.Node) -> None: ...
+
+    def write_gradient(self, flat: Any, name: str, value: torch.Tensor | None) -> None: ...
 
 
 def holder_of_whole(parameter: torch.Tensor) -> Any:
     """Return the engine that trains ``parameter`` whole, in no flat buffer, if there is one."""
     holder = parameter.__dict__.get(HOLDER)
     return None if holder is None else holder()
-
-
-def engine_of(model: nn.Module) -> Any:
-    """Return the engine that has the parameters of ``model``; None if there is none."""
-    flat = next(filter(None, map(owner_of, model.parameters())), None)
-    return None if flat is None else flat.live_engine
 
 
 def name_of(parameter: torch.Tensor) -> str:
@@ -156,7 +156,8 @@ class OwnedParameter(nn.Parameter):
             and not torch.compiler.is_compiling()
         ):
             set_raw_grad(self, None)
-            flat.engine().write_gradient(flat, name_of(self), value)
+            engine: OwningEngine = flat.engine_flats.engine()
+            engine.write_gradient(flat, name_of(self), value)
 
     @property  # type: ignore[override]
     def data(self) -> torch.Tensor:
@@ -315,7 +316,9 @@ class _Stage3Facts:
     @property
     def ds_tensor(self) -> torch.Tensor:
         """This rank's elements of the parameter: 1-D, possibly empty."""
-        return self.__dict__["_hf_zero_flat"].own_part(self.__dict__["_hf_zero_name"])
+        flat = self.__dict__["_hf_zero_flat"]
+        _, start, stop = flat.spec.own_range(self.__dict__["_hf_zero_name"])
+        return flat.shard[start:stop]
 
     @property
     def ds_active_sub_modules(self) -> set[int]:
@@ -386,8 +389,9 @@ class WatchedParameter(LiveParameter):
                 for p in tensors_in((args, kwargs))
                 if isinstance(p, WatchedParameter)
             }:
+                engine: OwningEngine = flat.engine_flats.engine()
                 for node in nodes:
-                    flat.engine().keep_for_backward(flat, node)
+                    engine.keep_for_backward(flat, node)
                 if any(
                     tensor.untyped_storage()._cdata == flat.full.untyped_storage()._cdata
                     for tensor in results
@@ -412,7 +416,7 @@ class ReleasedTensor(torch.Tensor):
     the data of the parameter, whose values the next engine casts.
     """
 
-    _hf_zero_flat: object
+    _hf_zero_flat: Any
     _hf_zero_name: str
 
     @classmethod
@@ -425,7 +429,7 @@ class ReleasedTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         tensor = next((a for a in args if isinstance(a, ReleasedTensor)), None)
         if name in CONVERSIONS and tensor is args[0]:
-            engine = tensor._hf_zero_flat.engine()
+            engine: OwningEngine | None = tensor._hf_zero_flat.engine_flats.engine()
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             result = func(probe, *args[1:], **(kwargs or {}))
             if engine is not None and engine.shard_only and result.device == probe.device:
@@ -485,7 +489,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         if name in ("data", "detach"):
             with torch._C.DisableTorchFunctionSubclass():
                 return _without_values(torch.Tensor.detach(self), flat, name_of(self))
-        engine = flat.live_engine
+        engine: OwningEngine | None = flat.live_engine
         if engine is not None and engine.gather_on_use(flat):
             return func(*args, **kwargs)
         if name in CONVERSIONS and self is args[0]:
@@ -503,7 +507,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         flat = self.__dict__["_hf_zero_flat"]
-        engine = flat.live_engine
+        engine: OwningEngine | None = flat.live_engine
         if engine is None or not engine.shard_only:
             raise _refuse(name_of(self), "deepcopy", flat)
         dtype = self.dtype  # after a cast it differs from the dtype of the values
@@ -517,7 +521,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         raise _refuse(name_of(self), "pickling", self.__dict__["_hf_zero_flat"])
 
 
-# ---- gradients that autograd leaves on parameters, past the guard of OwnedParameter.grad ----
+# ---- the gradient that autograd leaves on a parameter, past the guard of OwnedParameter.grad ----
 
 _grad: Any = torch.Tensor.grad
 
@@ -528,25 +532,6 @@ def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
         return _grad.__get__(parameter)
 
 
-def raw_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return :func:`raw_grad` of each. Fast: a step reads every parameter's."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_grad.__get__, parameters))
-
-
-def any_raw_grad(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether autograd has left a gradient on one of ``parameters``."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return not all(map(is_, map(_grad.__get__, parameters), repeat(None)))
-
-
 def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         _grad.__set__(parameter, value)
-
-
-def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
-    """Clear the gradients of ``parameters``."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for parameter in parameters:
-            _grad.__set__(parameter, None)

@@ -1,11 +1,13 @@
 """The ``nn.Parameter`` objects of flat buffers: the memory they point at, their class in each
-state, and the writes of scripts to them.
+state, the writes of scripts to them, and the gradients that autograd leaves on them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import is_
 
 import torch
 from torch import nn
@@ -345,3 +347,28 @@ class UserWrites:
         with torch._C.DisableTorchFunctionSubclass():
             count = _version(self._parameters[name]) - self.updates
         return count + _version(self._aliases[name]) if name in self._aliases else count
+
+
+# ---- gradients that autograd leaves on parameters, past the guard of OwnedParameter.grad ----
+
+_grad = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+
+
+def raw_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return ``raw_grad`` of each. Fast: a step reads every parameter's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_grad, parameters))
+
+
+def any_raw_grad(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether autograd has left a gradient on one of ``parameters``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return not all(map(is_, map(_grad, parameters), repeat(None)))
+
+
+def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
+    """Clear the gradients of ``parameters``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            _set_grad(parameter, None)

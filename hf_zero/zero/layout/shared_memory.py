@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
+from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.initial_values import source_of
-from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.walk import buffers_of, named_modules_of, parameters_of
 
 Tied = dict[nn.Parameter, nn.Parameter]

@@ -22,7 +22,7 @@ from hf_zero.logging import listed
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import any_raw_grad, drop_raw_grads
+from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads
 from hf_zero.zero.layout.stage_policy import StagePolicy
 from hf_zero.zero.layout.training_state import GradientMemory
 from hf_zero.zero.reduce.losses import Scaling
@@ -256,8 +256,14 @@ class Reducer:
             return
         learns = learns or progress.learns
         self._end_progress()
-        if len(progress.units) < len(self._order.units):
-            progress.units = [*progress.units, *self._used_after_all(progress.units)]
+        left_out = set(self._order.units).difference(progress.units)
+        for unit in self._order.units if left_out else ():
+            # used after all: by a forward reached later, or through a penalty on the weights
+            if unit in left_out and (
+                unit in self._restored
+                or any(any_raw_grad(flat.members) for flat in unit.trainable_flats)
+            ):
+                progress.units = [*progress.units, unit]
         if self._reduces_now:
             launched, waited = progress.units[: progress.next], progress.units[progress.next :]
             for unit in waited:
@@ -284,21 +290,6 @@ class Reducer:
         # those that require grad but are in no optimizer group: nothing would ever clear them
         if any_raw_grad(self._frozen):
             drop_raw_grads(self._frozen)
-
-    def _used_after_all(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the units outside ``units`` with a part in the finished backward: a forward
-        reached later has used them, or a penalty on the weights gave them gradients.
-        """
-        left_out = set(self._order.units).difference(units)
-        return [
-            unit
-            for unit in self._order.units
-            if unit in left_out
-            and (
-                unit in self._restored
-                or any(any_raw_grad(flat.members) for flat in unit.trainable_flats)
-            )
-        ]
 
     def _end_progress(self) -> None:
         self.progress.under_way = False

@@ -30,7 +30,7 @@ from hf_zero.logging import log_rank0
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import any_raw_grad, drop_raw_grads, raw_grads
+from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import sums_of_squares

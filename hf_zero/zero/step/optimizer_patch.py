@@ -15,7 +15,8 @@ from hf_zero.errors import PartitionError
 from hf_zero.optim.elementwise import give_back
 from hf_zero.optim.state import SegmentStates
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
-from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
+from hf_zero.zero.layout.parameter import name_of
 from hf_zero.zero.state_entries import transfer
 from hf_zero.zero.step.saved_segments import SavedSegments
 

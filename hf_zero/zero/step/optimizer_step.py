@@ -439,7 +439,9 @@ class OptimizerStep:
             and not flat.optimizer_shard.offloaded
             and not flat.shard_offloaded
         ]
-        return {flat.key: flat.shard_to_overwrite() for flat in flats}
+        for flat in flats:
+            flat.optimizer_shard.wait_for_update()
+        return {flat.key: flat.shard_memory() for flat in flats}
 
     def bring_back_what_fits(self) -> None:
         """Move the state of the first units back to the device, as far as it has room after the
