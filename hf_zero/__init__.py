@@ -17,7 +17,7 @@ _EXPORTS = {
     "Engine": "hf_zero.engine",
     "initialize": "hf_zero.initialize",
     "init_distributed": "hf_zero.distributed.init",
-    "PipelineEngine": "hf_zero.initialize",
+    "PipelineEngine": "hf_zero.setup.pipeline_engine",
     "PipelineModule": "hf_zero.parallel.pipeline.module",
     "LayerSpec": "hf_zero.parallel.pipeline.module",
     "TiedLayerSpec": "hf_zero.parallel.pipeline.module",
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from hf_zero.distributed.init import init_distributed as init_distributed
     from hf_zero.engine import Engine as Engine
     from hf_zero.errors import HfZeroError as HfZeroError
-    from hf_zero.initialize import PipelineEngine as PipelineEngine
     from hf_zero.initialize import initialize as initialize
     from hf_zero.integrations.datasets.analyze import analyze as analyze
     from hf_zero.integrations.fused.optimize import optimize as optimize
@@ -81,6 +80,7 @@ if TYPE_CHECKING:
     from hf_zero.planning.estimate import estimate as estimate
     from hf_zero.planning.estimate import propose as propose
     from hf_zero.planning.simulation import simulate as simulate
+    from hf_zero.setup.pipeline_engine import PipelineEngine as PipelineEngine
     from hf_zero.zero.access.full import GatheredParameters as GatheredParameters
     from hf_zero.zero.access.full import safe_get_full_fp32_param as safe_get_full_fp32_param
     from hf_zero.zero.access.full import safe_get_full_grad as safe_get_full_grad

@@ -8,7 +8,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -20,20 +20,11 @@ from hf_zero.device.host_limits import release_freed
 from hf_zero.distributed import init, parallel_groups, process_group
 from hf_zero.engine import Engine
 from hf_zero.logging import logger, set_level
-from hf_zero.parallel.pipeline.engine import PipelineTraining, pipelined
 from hf_zero.setup.plan import plan
 from hf_zero.setup.request import E, SetupRequest, refuse_other_deepspeed
 from hf_zero.setup.steps import apply
 from hf_zero.zero.feature import early
 from hf_zero.zero.transaction import on_rollback, restore_on_rollback, transaction
-
-if TYPE_CHECKING:
-
-    class PipelineEngine(PipelineTraining, Engine):
-        """The engine for a model in pipeline stages: an :class:`Engine` with ``train_batch``."""
-
-else:
-    PipelineEngine = pipelined(Engine)
 
 
 @overload

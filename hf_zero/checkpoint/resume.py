@@ -15,7 +15,6 @@ from hf_zero.checkpoint.load_sharded import check, check_names
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.memory.choose import newest_in_memory
-from hf_zero.checkpoint.memory.folders import InUse
 from hf_zero.checkpoint.reader import recognize
 from hf_zero.checkpoint.save_plan import parallel_sizes
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, decide_on_rank_0, place_of
@@ -42,7 +41,7 @@ class Resumed:
     batch: dict[str, int]
     world: dict[str, int]
     in_memory: bool = False
-    marks: Sequence[InUse] = field(default=(), repr=False, compare=False)
+    marks: Sequence[object] = field(default=(), repr=False, compare=False)
     find_another: Callable[[], Resumed | None] | None = field(default=None, compare=False)
 
     def check_sizes(self, config: ZeroConfig, dims: ParallelDims) -> None:

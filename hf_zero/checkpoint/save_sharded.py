@@ -46,7 +46,7 @@ from hf_zero.checkpoint.save_plan import (
     plan_save,
     unwrapped,
 )
-from hf_zero.checkpoint.staging import states_copied_later
+from hf_zero.checkpoint.staging import CopiedFile, states_copied_later
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import FileHashes
 from hf_zero.errors import CheckpointError
@@ -56,7 +56,6 @@ from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.layout.walk import modules_of
 
 if TYPE_CHECKING:
-    from hf_zero.checkpoint.memory.slot_files import Staged
     from hf_zero.zero.training_engine import TrainingEngine
 
 
@@ -79,7 +78,7 @@ def save(
     save_latest: bool = True,
     keep: int | None = None,
     background: AsyncSaver | None = None,
-    offered: Staged | None = None,
+    offered: CopiedFile | None = None,
 ) -> AnyPath:
     """Save ``engine`` as ``<directory>/<tag>`` and return that folder. Collective.
 
@@ -166,7 +165,7 @@ class _RankSave:
         client_state: Mapping[str, object],
         exclude_frozen: bool,
         background: AsyncSaver | None,
-        offered: Staged | None,
+        offered: CopiedFile | None,
     ) -> None:
         self.rank = engine.global_rank
         self.path = target.path_of(
@@ -260,7 +259,7 @@ def _agree_on_target(
     directory: str | os.PathLike[str],
     tag: str | None,
     keep: int | None,
-    offered: Staged | None,
+    offered: CopiedFile | None,
 ) -> CommitTarget:
     """Return the target of this save, with rank 0's save_id: that of the generation ``offered``, if
     one is. Collective.

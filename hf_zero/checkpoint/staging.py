@@ -26,13 +26,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.manifest import MASTER, SHARD
-from hf_zero.checkpoint.save_plan import RankReport, saved_by_this_pp_stage, saved_key
+from hf_zero.checkpoint.save_plan import RankReport, SavePlan, saved_by_this_pp_stage, saved_key
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, TensorEntry, bytes_view
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
@@ -193,6 +193,16 @@ class DividedFile:
                 entries.append(replace(entry, begin=at, end=at + entry.nbytes))
                 at = entries[-1].end
         return FilePlan(tuple(entries), b"")
+
+
+class CopiedFile(Protocol):
+    """A copy of the file of this rank, made before a save of the same state."""
+
+    @property
+    def save_id(self) -> str: ...
+
+    def image_of(self, plan: SavePlan) -> torch.Tensor | None:
+        """Return the file if it is the one that ``plan`` describes; else None."""
 
 
 class StagedFile:

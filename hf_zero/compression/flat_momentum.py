@@ -54,7 +54,8 @@ class FlatMomentum:
 
     def __init__(self, flat: FlatBuffer, bound: Any) -> None:
         self.flat = flat
-        layout, form = flat.layout, flat.spec.momentum_blocks or SignBlocks()
+        layout, sent = flat.layout, flat.spec.momentum_blocks
+        form = SignBlocks() if sent is None else SignBlocks(sent.block)
         self.blocks = form.cut(layout.edges, layout.end, layout.num_shards, layout.shard_numel)
         self._own_blocks: BlockTable = self.blocks.row(flat.mesh.shard.rank)
         self._bound = bound

@@ -40,6 +40,7 @@ from hf_zero.config.variables import local_world_size
 from hf_zero.device import kinds
 from hf_zero.offload.nvme import pool_size
 from hf_zero.offload.update import STAGED
+from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.optim.bf16_state import WIDENED
 from hf_zero.optim.one_bit import OneBit, one_bit_of
 from hf_zero.zero.gather.schedule import MAX_PREFETCHED_UNITS
@@ -255,7 +256,9 @@ def _one_bit(flat: FlatPlan, one_bit: OneBit | None) -> int:
         local += (4 + 4 + 1 + weights) * layout.padded if form is None else 0
     if form is None:
         return local
-    blocks = form.cut(layout.edges, layout.end, layout.num_shards, layout.shard_numel)
+    blocks = SignBlocks(form.block).cut(
+        layout.edges, layout.end, layout.num_shards, layout.shard_numel
+    )
     return (4 + 1 + weights) * layout.padded + layout.num_shards * blocks.nbytes + local
 
 

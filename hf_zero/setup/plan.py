@@ -29,7 +29,6 @@ from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import twin_of
 from hf_zero.optim.elementwise import adopt, check
-from hf_zero.planning import PreflightReport, check_on_all_ranks
 from hf_zero.setup.request import E, SetupRequest
 from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import EngineInputs, FeatureSet, early
@@ -122,13 +121,15 @@ class Resolved(Generic[E]):
 
 @dataclass(frozen=True, eq=False)
 class Planned(Generic[E]):
-    """A resolved call whose checks have passed, with the report of the memory check. ``is_final``:
-    whether the parameters have their shapes and values, so that the optimizer's state fits them.
-    ``inputs``: those of the plan in the report.
+    """A resolved call whose checks have passed, with the plan that was checked. ``spare``: whether
+    the values of the model have room beside the engine, on all ranks. ``is_final``: whether the
+    parameters have their shapes and values, so that the optimizer's state fits them. ``inputs``:
+    those of the plan.
     """
 
     resolved: Resolved[E]
-    report: PreflightReport
+    plan: EnginePlan
+    spare: bool
     is_final: bool
     inputs: PlanInputs
 
@@ -167,13 +168,13 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
             uncut = _plan_of_model(resolved, resolved.optimizer) if cuts else engine_plan
             fitting = checkpoint.fitting(LoadTarget.planned(uncut, scheduler))
         if fitting is checkpoint:
-            report = check_on_all_ranks(engine_plan, _freed(ending))
+            spare = resolved.features.admit(engine_plan, _freed(ending))
     if fitting is not checkpoint:
         return plan(request, fitting)
     on_rollback(before)
-    if report.spare:
+    if spare:
         on_rollback(values)
-    return Planned(resolved, report, is_final, inputs)
+    return Planned(resolved, engine_plan, spare, is_final, inputs)
 
 
 def resolve(
@@ -288,7 +289,7 @@ def plan_of_engine(planned: Planned[Any], optimizer: torch.optim.Optimizer | Non
     """Return the plan of the engine of the model as it is now: the one that was checked, if no step
     has changed its inputs.
     """
-    resolved, checked = planned.resolved, planned.report.plan
+    resolved, checked = planned.resolved, planned.plan
     # the plan of a model in stages is collective, so all ranks have to make it
     reusable = planned.is_final and not isinstance(resolved.request.model, StagedModel)
     if (

@@ -22,7 +22,6 @@ from hf_zero.loading.shard_only import release_holders
 from hf_zero.loading.training_loader import data_loader, warn_lost_position
 from hf_zero.logging import counted, log_rank0
 from hf_zero.optim.elementwise import adopt
-from hf_zero.planning.start_summary import describe
 from hf_zero.setup.plan import Planned, plan_of_engine
 from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
@@ -123,14 +122,12 @@ def build_engine(setup: Setup) -> None:
     if resolved.request.takes_over is not None:
         resolved.request.takes_over(model)
     release_holders(model, setup.optimizer)
-    register_attached(model, on_rollback if setup.planned.report.spare else None)
+    register_attached(model, on_rollback if setup.planned.spare else None)
     features = resolved.features.with_further(model)
     engine_plan = plan_of_engine(setup.planned, setup.optimizer)
     setup.engine = resolved.engine_class(engine_plan, features)
     on_rollback(setup.engine.destroy)
     setup.engine.training_dataloader = setup.loader
-    if setup.engine.global_rank == 0:
-        describe(setup.planned.report)
 
 
 def create_scheduler(setup: Setup) -> None:
@@ -175,7 +172,7 @@ ORDER: tuple[Callable[[Setup], None], ...] = (
 
 def apply(planned: Planned[Any]) -> Setup:
     """Run :data:`ORDER` in one transaction, and return its results. Collective."""
-    request, spare = planned.resolved.request, planned.report.spare
+    request, spare = planned.resolved.request, planned.spare
     try:
         with transaction():
             restore_on_rollback(request.lr_scheduler, request.training_data)

@@ -103,6 +103,13 @@ class Feature:
     def check(self, plan: EnginePlan) -> None:
         """Raise ConfigError for what the engine of ``plan`` does not support."""
 
+    def admit(self, plan: EnginePlan, freed: tuple[int, int]) -> bool:
+        """Raise, on all ranks alike, for a checked plan whose engine has no room. Return whether
+        the values that the model has now have room beside it, on all ranks. ``freed``: bytes on the
+        device and in RAM that engines give back which end before this one begins. Collective.
+        """
+        return True
+
     def cuts(
         self, model: nn.Module, dims: ParallelDims, rank: int
     ) -> Mapping[nn.Parameter, Sharding]:
@@ -316,6 +323,10 @@ class FeatureSet:
     def check(self, plan: EnginePlan) -> None:
         for feature in self:
             feature.check(plan)
+
+    def admit(self, plan: EnginePlan, freed: tuple[int, int]) -> bool:
+        answers = [feature.admit(plan, freed) for feature in self]
+        return all(answers)
 
     def cuts(self, model: nn.Module, dims: ParallelDims, rank: int) -> dict[nn.Parameter, Sharding]:
         found: dict[nn.Parameter, Sharding] = {}

@@ -53,9 +53,10 @@ progressive_layer_drop
 data_efficiency.data_routing.random_ltd
 tiled_mlp
 measures
+memory_check
 """
 
-ALWAYS = ["pipeline", "parallel_axes", "engine_seams", "activations", "measures"]
+ALWAYS = ["pipeline", "parallel_axes", "engine_seams", "activations", "measures", "memory_check"]
 
 
 def test_rows_name_what_exists() -> None:
@@ -104,7 +105,7 @@ def test_a_feature_that_is_off_has_no_object() -> None:
     features = FeatureSet.of(ZeroConfig(stage=1))
     assert [*features.by_name] == ALWAYS
     features = FeatureSet.of(ZeroConfig.from_dict({"progressive_layer_drop": {"enabled": True}}))
-    assert [*features.by_name] == [*ALWAYS[:-1], "progressive_layer_drop", "measures"]
+    assert [*features.by_name] == [*ALWAYS[:-2], "progressive_layer_drop", *ALWAYS[-2:]]
     assert all(isinstance(each, Feature) and each.name for each in features)
     assert extensions_of(ZeroConfig(stage=3)).codecs == ()
 
@@ -189,6 +190,7 @@ FILES = {
     "parallel_axes": ("parallel/axes.py",),
     "pipeline": ("parallel/pipeline/feature.py",),
     "measures": ("measures/step.py",),
+    "memory_check": ("planning/feature.py", "planning/start_summary.py"),
 }
 TRAINS = """
 import torch, hf_zero

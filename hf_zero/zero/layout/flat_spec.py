@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
 from hf_zero.distributed.collectives import Codec, GatherCodec
 from hf_zero.distributed.flat_mesh import FlatMesh
-from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WHOLE, Sharding
+
+
+class MomentumBlocks(Protocol):
+    """The form of messages of a momentum: ``block`` elements of a tensor share a scale."""
+
+    @property
+    def block(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +50,7 @@ class FlatSpec:
     outside: bool = False
     reduce_codec: Codec | None = None
     gather_codec: GatherCodec | None = None
-    momentum_blocks: SignBlocks | None = None
+    momentum_blocks: MomentumBlocks | None = None
     mesh: FlatMesh | None = None
     sharding: Sharding = WHOLE
     master_dtype: torch.dtype = torch.float32

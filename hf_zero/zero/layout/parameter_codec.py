@@ -14,9 +14,9 @@ import torch
 
 from hf_zero.distributed.collectives import Codec, GatherCodec, MeshDim
 from hf_zero.logging import logger
-from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.flat_spec import MomentumBlocks
 
 
 class ParameterUse(NamedTuple):
@@ -38,7 +38,7 @@ class MessageCodecs(NamedTuple):
 
     reduced: Codec | None = None
     gathered: GatherCodec | None = None
-    momentum: SignBlocks | None = None
+    momentum: MomentumBlocks | None = None
 
     def overridden(self, other: MessageCodecs) -> MessageCodecs:
         """Return these codecs, with those that ``other`` has in their place."""
