@@ -5,7 +5,7 @@ Each message names the offending value and the remedy.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from hf_zero.distributed.uncaught import watch
 
@@ -16,7 +16,7 @@ class HfZeroError(Exception):
     One that ends a rank is reported in a few lines (``distributed/uncaught.py``).
     """
 
-    def __new__(cls, *args: Any, **kwargs: object) -> Any:
+    def __new__(cls, *args: Any, **kwargs: object) -> Self:
         watch(HfZeroError)
         if issubclass(cls, MemoryError):  # its constructor rejects classes with two bases
             return Exception.__new__(cls, *args, **kwargs)

@@ -83,13 +83,15 @@ def manifest_head(
     """
     if engine.measures.counts_samples and not engine.config.has_batch_size:
         engine.measures.finish(engine)
-    optimizer = engine.bound and OptimizerEntry(
-        class_name(engine.bound.optimizer),
-        tuple(
-            GroupEntry(dict(hyperparameters), {}, ())
-            for hyperparameters in engine.bound.hyperparameters()
-        ),
-    )
+    optimizer = None
+    if engine.bound is not None:
+        optimizer = OptimizerEntry(
+            class_name(engine.bound.optimizer),
+            tuple(
+                GroupEntry(dict(hyperparameters), {}, ())
+                for hyperparameters in engine.bound.hyperparameters()
+            ),
+        )
     memory = getattr(engine, "memory_checkpoints", None)
     return Manifest(
         save_id=save_id,

@@ -17,12 +17,13 @@ import torch
 
 from hf_zero.distributed import process_group
 from hf_zero.logging import JsonObject, logger
+from hf_zero.offload.storage import MASTER
 from hf_zero.parity.fewer_layers import blocks_before
 from hf_zero.parity.observed import Observed
 from hf_zero.parity.reference import Reference
 from hf_zero.parity.sketch import CHUNK, PRODUCTS, added, sketch
 from hf_zero.zero.layout.tree import tensors_in
-from hf_zero.zero.state_entries import MASTER, EngineState, StateEntry
+from hf_zero.zero.state_entries import EngineState, StateEntry
 
 MESSAGE_LENGTH = 300
 MOST_SKIPPED = 20  # steps beyond those asked for, while an fp16 loss scale is found

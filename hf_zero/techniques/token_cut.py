@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import HfZeroError
 from hf_zero.zero.layout.tree import is_cache, map_tensors, tensors_in
 
 # Arguments of the other sequence, which have its tokens; their queries are of this one.
@@ -37,7 +37,7 @@ class TokenCut:
         indices: torch.Tensor,
         tokens: int,
         mask: str,
-        refusal: Callable[[nn.Module, str], ConfigError],
+        refusal: Callable[[nn.Module, str], HfZeroError],
     ):
         self._block, self._kept, self._tokens, self._mask = block, indices, tokens, mask
         self._refusal = refusal
@@ -122,5 +122,5 @@ class TokenCut:
             value = value.gather(dim, self._kept.view(shape).expand(sizes))
         return value
 
-    def _wrong(self, name: str, what: str) -> ConfigError:
+    def _wrong(self, name: str, what: str) -> HfZeroError:
         return self._refusal(self._block, f"its argument {name} is {what}")

@@ -20,6 +20,7 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import dims_in_effect
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.offload.placement import Placement
+from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.own_step import reopen_fused
 from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.gather.model_patches import Override, refuse_foreign_step
@@ -326,7 +327,7 @@ class EngineParts(ModelWrapper):
         return self.config.stage
 
     @property
-    def bound(self) -> Any:
+    def bound(self) -> BoundOptimizer | Any:
         """The optimizer bound to the shards; None without one, and after :meth:`destroy`."""
         return self.optimizer_step.bound
 

@@ -96,7 +96,7 @@ class ShardedModel:
         self.overlaps = OVERLAPS_ON_HOST or not kinds.is_synchronous(mesh.device)
         self.patches = ModelPatches(plan.model, self.units, self.schedule)
 
-    def attach(self, engine: Callable[[], OwningEngine | None]) -> None:
+    def attach(self, engine: Callable[[], OwningEngine[FlatBuffer] | None]) -> None:
         """Set ``engine``, a weak reference, as the engine of these parameters."""
         if self.flats:
             self.flats[0].engine_flats.engine = engine
@@ -295,7 +295,8 @@ class MeshRanks(ShardRanks):
             sent.to(self._device), sizes, counts, "parts of matrices"
         )
         handle.wait()
-        return received.split(list(counts))
+        parts: Sequence[torch.Tensor] = received.split(list(counts))
+        return parts
 
     def gather_objects(self, value: T) -> list[T]:
         every = dict(

@@ -549,7 +549,8 @@ class TrainingEngine(EngineParts):
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
         """Call the bare model's ``load_state_dict`` with whole values (collective at stage 3)."""
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        keys: _IncompatibleKeys = self.module.load_state_dict(state_dict, strict, assign)
+        return keys
 
     def stop_on(self, *signals: int) -> None:
         """Listen for signals, and for :meth:`request_stop`, from now on. Every rank must call it

@@ -290,7 +290,7 @@ def _reads(parameter: torch.Tensor, what: str) -> FlatBuffer | None:
     return flat if flat.optimizer_shard.has_master else None
 
 
-def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
+def _reduced_gradient(flat: FlatBuffer) -> tuple[EngineParts, torch.Tensor | None]:
     """Return the engine of ``flat`` and this rank's part of its averaged gradient, loss scale
     included: [owned]; None before the first backward of a step. Collective: reduces unreduced
     gradients.
@@ -313,7 +313,7 @@ def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
 
 def _gradient_to_replace(
     flat: FlatBuffer, parameter: torch.Tensor, what: str
-) -> tuple[Any, torch.Tensor]:
+) -> tuple[EngineParts, torch.Tensor]:
     """Return :func:`_reduced_gradient`; raise PartitionError if there is no gradient yet."""
     engine, own = _reduced_gradient(flat)
     if own is None:
@@ -471,7 +471,8 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     rank (collective); None for a frozen one.
     """
     if (engine := holder_of_whole(param)) is not None:
-        return engine.full_optimizer_state(param, optim_state_key)
+        whole: torch.Tensor | None = engine.full_optimizer_state(param, optim_state_key)
+        return whole
     flat = _reads(param, "safe_get_full_optimizer_state")
     if flat is None:
         return None

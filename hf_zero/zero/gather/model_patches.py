@@ -434,7 +434,8 @@ class ModelPatches:
                 for part in module.modules() if recurse else (module,):
                     _refuse_change(part, fn)
             if module not in self._own:
-                return type(module)._apply(module, fn, recurse)
+                applied: nn.Module = type(module)._apply(module, fn, recurse)
+                return applied
             for child in module.children() if recurse else ():
                 child._apply(fn)
         finally:

@@ -64,7 +64,9 @@ class EngineFlats:
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.flats: list[FlatBuffer] = []
-        self.engine: Callable[[], OwningEngine | None] = lambda: None  # a weak reference
+        self.engine: Callable[[], OwningEngine[FlatBuffer] | None] = lambda: (
+            None
+        )  # a weak reference
         # whether requires_grad of a frozen parameter has been switched since the engine looked
         self.trainability_changed = False
         self._switched: str | None = ""  # None: to be listed again
@@ -135,7 +137,7 @@ class FlatBuffer:
         self.unit, self.guard = unit, guard
 
     @property
-    def live_engine(self) -> OwningEngine | None:
+    def live_engine(self) -> OwningEngine[FlatBuffer] | None:
         """The engine of this flat buffer; None once it is destroyed, or gone."""
         return None if self.retired else self.engine_flats.engine()
 

@@ -86,7 +86,7 @@ class MetaAnswers(TorchDispatchMode):
     """
 
     def __init__(self, answers: Mapping[object, Answer]):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._answers = answers
 
     def __torch_dispatch__(

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from itertools import chain
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from hf_zero.device import kinds
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.zero.layout.tree import tensors_in, transformed
 
+Flat = TypeVar("Flat", contravariant=True)
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 HOLDER = "_hf_zero_holder"  # attribute of a parameter that no flat buffer holds: its engine, weakly
 _data: Any = torch.Tensor.data
@@ -48,19 +49,19 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-class OwningEngine(Protocol):
-    """An engine, as the classes of its parameters call it."""
+class OwningEngine(Protocol[Flat]):
+    """An engine with flat buffers of the class ``Flat``, as the classes of parameters call it."""
 
     @property
     def shard_only(self) -> bool: ...
 
-    def gather_on_use(self, flat: Any) -> bool: ...
+    def gather_on_use(self, flat: Flat) -> bool: ...
 
-    def gathered(self, flat: Any) -> AbstractContextManager[None]: ...
+    def gathered(self, flat: Flat) -> AbstractContextManager[None]: ...
 
-    def keep_for_backward(self, flat: Any, node: torch.autograd.graph.Node) -> None: ...
+    def keep_for_backward(self, flat: Flat, node: torch.autograd.graph.Node) -> None: ...
 
-    def write_gradient(self, flat: Any, name: str, value: torch.Tensor | None) -> None: ...
+    def write_gradient(self, flat: Flat, name: str, value: torch.Tensor | None) -> None: ...
 
 
 def holder_of_whole(parameter: torch.Tensor) -> Any:
@@ -70,7 +71,8 @@ def holder_of_whole(parameter: torch.Tensor) -> Any:
 
 
 def name_of(parameter: torch.Tensor) -> str:
-    return parameter.__dict__.get("_hf_zero_name", "?")
+    name: str = parameter.__dict__.get("_hf_zero_name", "?")
+    return name
 
 
 def given_class(parameter: torch.Tensor) -> type[nn.Parameter]:
@@ -123,7 +125,7 @@ class OwnedParameter(nn.Parameter):
 
     given: type[nn.Parameter] = nn.Parameter
 
-    @property  # type: ignore[override]
+    @property
     def grad(self) -> torch.Tensor | None:
         """The gradient of this backward. Raises PartitionError once the engine has taken it in."""
         value = raw_grad(self)
@@ -156,20 +158,21 @@ class OwnedParameter(nn.Parameter):
             and not torch.compiler.is_compiling()
         ):
             set_raw_grad(self, None)
-            engine: OwningEngine = flat.engine_flats.engine()
+            engine: OwningEngine[Any] = flat.engine_flats.engine()
             engine.write_gradient(flat, name_of(self), value)
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> torch.Tensor:
         """The values, outside autograd.
 
         Writes through it are counted; an assigned tensor is copied into the flat buffer.
         """
-        values = _data.__get__(self)
+        values: torch.Tensor = _data.__get__(self)
         flat = self.__dict__.get("_hf_zero_flat")
         if flat is None or isinstance(values, ReleasedTensor) or torch.compiler.is_compiling():
             return values
-        return flat.data_of(name_of(self), values)
+        counted: torch.Tensor = flat.data_of(name_of(self), values)
+        return counted
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -187,11 +190,12 @@ class OwnedParameter(nn.Parameter):
         ):
             _data.__set__(self, value)
 
-    @property  # type: ignore[override]
+    @property
     def requires_grad(self) -> bool:
         """Return whether operations on the parameter are recorded."""
         with torch._C.DisableTorchFunctionSubclass():
-            return _requires_grad.__get__(self)
+            requires: bool = _requires_grad.__get__(self)
+        return requires
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -245,7 +249,7 @@ class OwnedParameter(nn.Parameter):
                 for name, value in self.__dict__.items()
                 if not name.startswith("_hf_zero_")
             )
-        return bare  # type: ignore[return-value]
+        return bare
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         bare = self._bare()
@@ -253,14 +257,15 @@ class OwnedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        return self._bare().__reduce_ex__(protocol)
+        reduced: tuple[object, ...] = self._bare().__reduce_ex__(protocol)
+        return reduced
 
 
 class UpdatingParameter(OwnedParameter):
     """A whole parameter whose update is under way: every operation on it waits for the update."""
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls,
         func: Callable[..., object],
         types: object,
@@ -271,7 +276,7 @@ class UpdatingParameter(OwnedParameter):
             for parameter in tensors_in((args, kwargs)):
                 if isinstance(parameter, UpdatingParameter):
                     parameter.__dict__["_hf_zero_flat"].optimizer_shard.wait_for_update()
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     def _bare(self) -> nn.Parameter:
         self.__dict__["_hf_zero_flat"].optimizer_shard.wait_for_update()
@@ -298,27 +303,32 @@ class _Stage3Facts:
 
     @property
     def ds_id(self) -> int:
-        return self.__dict__["_hf_zero_id"]
+        number: int = self.__dict__["_hf_zero_id"]
+        return number
 
     @property
     def ds_shape(self) -> torch.Size:
-        return self.shape  # type: ignore[attr-defined]
+        shape: torch.Size = self.shape  # type: ignore[attr-defined]
+        return shape
 
     @property
     def ds_numel(self) -> int:
-        return self.numel()  # type: ignore[attr-defined]
+        numel: int = self.numel()  # type: ignore[attr-defined]
+        return numel
 
     @property
     def ds_persist(self) -> bool:
         """Return whether the parameter stays whole between steps."""
-        return self.__dict__["_hf_zero_flat"].spec.persistent
+        persistent: bool = self.__dict__["_hf_zero_flat"].spec.persistent
+        return persistent
 
     @property
     def ds_tensor(self) -> torch.Tensor:
         """This rank's elements of the parameter: 1-D, possibly empty."""
         flat = self.__dict__["_hf_zero_flat"]
         _, start, stop = flat.spec.own_range(self.__dict__["_hf_zero_name"])
-        return flat.shard[start:stop]
+        part: torch.Tensor = flat.shard[start:stop]
+        return part
 
     @property
     def ds_active_sub_modules(self) -> set[int]:
@@ -376,10 +386,10 @@ class WatchedParameter(LiveParameter):
     """
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: object, types: object, args: object = (), kwargs: object = None
     ) -> object:
-        answer = super().__torch_function__(func, types, args, kwargs or {})
+        answer = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         results = list(tensors_in(answer))
         records = torch.is_grad_enabled() and not transformed()
         nodes = [t.grad_fn for t in results if t.grad_fn is not None] if records else []
@@ -389,7 +399,7 @@ class WatchedParameter(LiveParameter):
                 for p in tensors_in((args, kwargs))
                 if isinstance(p, WatchedParameter)
             }:
-                engine: OwningEngine = flat.engine_flats.engine()
+                engine: OwningEngine[Any] = flat.engine_flats.engine()
                 for node in nodes:
                     engine.keep_for_backward(flat, node)
                 if any(
@@ -429,7 +439,7 @@ class ReleasedTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         tensor = next((a for a in args if isinstance(a, ReleasedTensor)), None)
         if name in CONVERSIONS and tensor is args[0]:
-            engine: OwningEngine | None = tensor._hf_zero_flat.engine_flats.engine()
+            engine: OwningEngine[Any] | None = tensor._hf_zero_flat.engine_flats.engine()
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             result = func(probe, *args[1:], **(kwargs or {}))
             if engine is not None and engine.shard_only and result.device == probe.device:
@@ -451,7 +461,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
     ds_status = _Status(ZeroParamStatus.NOT_AVAILABLE)
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls,
         func: Callable[..., object],
         types: object,
@@ -489,7 +499,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         if name in ("data", "detach"):
             with torch._C.DisableTorchFunctionSubclass():
                 return _without_values(torch.Tensor.detach(self), flat, name_of(self))
-        engine: OwningEngine | None = flat.live_engine
+        engine: OwningEngine[Any] | None = flat.live_engine
         if engine is not None and engine.gather_on_use(flat):
             return func(*args, **kwargs)
         if name in CONVERSIONS and self is args[0]:
@@ -507,7 +517,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         flat = self.__dict__["_hf_zero_flat"]
-        engine: OwningEngine | None = flat.live_engine
+        engine: OwningEngine[Any] | None = flat.live_engine
         if engine is None or not engine.shard_only:
             raise _refuse(name_of(self), "deepcopy", flat)
         dtype = self.dtype  # after a cast it differs from the dtype of the values
@@ -529,7 +539,8 @@ _grad: Any = torch.Tensor.grad
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that autograd left on ``parameter``."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _grad.__get__(parameter)
+        grad: torch.Tensor | None = _grad.__get__(parameter)
+    return grad
 
 
 def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:

@@ -5,7 +5,7 @@ state, the writes of scripts to them, and the gradients that autograd leaves on 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import is_
 
@@ -27,7 +27,7 @@ from hf_zero.zero.layout.parameter import (
 
 _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 class ParameterViews:

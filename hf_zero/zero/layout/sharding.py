@@ -98,7 +98,8 @@ def set_sharding(parameter: torch.Tensor, sharding: Sharding) -> None:
 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
     """Return the sharding given to :func:`set_sharding`; :data:`WHOLE` by default."""
-    return parameter.__dict__.get(_ATTRIBUTE, WHOLE)
+    sharding: Sharding = parameter.__dict__.get(_ATTRIBUTE, WHOLE)
+    return sharding
 
 
 # ---- whole tensors from the parts of all ranks, and a rank's part of a whole one ----

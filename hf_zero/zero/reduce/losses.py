@@ -337,7 +337,7 @@ class LossScaling:
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not self._scales or not tensors or not torch.is_grad_enabled() or self._in_backward():
             return None
-        wrapped = _ScaleGradient.apply(self._missing_scale, *tensors)
+        wrapped = _ScaleGradient.apply(self._missing_scale, *tensors)  # type: ignore[no-untyped-call]
         replaced = dict(zip(map(id, tensors), wrapped))
         return map_tensors(output, lambda tensor: replaced.get(id(tensor), tensor))
 

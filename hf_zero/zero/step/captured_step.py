@@ -176,7 +176,7 @@ class CapturedStep:
         self._open = captured
         replayed: Sequence[torch.Tensor] = ()
         if captured.outputs:
-            replayed = _Replayed.apply(self, captured, self._anchor)
+            replayed = _Replayed.apply(self, captured, self._anchor)  # type: ignore[no-untyped-call]
         by_id = dict(zip(map(id, captured.outputs), replayed, strict=True))
         return map_tensors(
             captured.output, lambda t: by_id[id(t)] if id(t) in by_id else _handed_out(t)

@@ -114,7 +114,8 @@ class _EngineMethods:
     def state_dict(self) -> dict[str, object]:
         alive = self._engine()
         if alive is None:
-            return type(self._optimizer).state_dict(self._optimizer)
+            plain: dict[str, object] = type(self._optimizer).state_dict(self._optimizer)
+            return plain
         alive.changes.refuse("optimizer.state_dict()")
         alive.bound.check_groups()
         with (
@@ -181,8 +182,10 @@ def _taken_hooks(optimizer: torch.optim.Optimizer, name: str) -> Iterator[list[C
 
 
 def _through(
-    hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer, state_dict: Any
-) -> Any:
+    hooks: Iterable[Callable[..., Any]],
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+) -> dict[str, Any]:
     """Return ``state_dict`` as ``hooks`` change or replace it."""
     for hook in hooks:
         changed = hook(optimizer, state_dict)

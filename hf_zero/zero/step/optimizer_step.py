@@ -22,6 +22,7 @@ from hf_zero.offload.placement import free_beside_a_step
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update import StagedCopies, Updater
+from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.cpu_base import updates_in_host_memory
 from hf_zero.optim.group_settings import plain_settings
 from hf_zero.zero.gather.unit import Unit, unit_of
@@ -58,7 +59,10 @@ class OptimizerStep:
         hooks: StepHooks,
     ):
         mesh, placement = model.mesh, model.placement
-        self.bound: Any = None if optimizer is None else model.bind(optimizer, config)
+        # its attributes are checked; that there is one, by the callers
+        self.bound: BoundOptimizer | Any = (
+            None if optimizer is None else model.bind(optimizer, config)
+        )
         # copies gradients from a GPU to the host
         self.gradient_offload: GradientOffload | None = None
         offloads = placement.offloads_optimizer and self.bound is not None
