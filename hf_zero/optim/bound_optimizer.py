@@ -555,9 +555,7 @@ class BoundOptimizer:
         of_groups: list[list[ParameterScalars]] = [[] for _ in self.groups]
         for name, group in self.group_of.items():
             of_groups[group].append(scalars.get(name))
-        differing = {
-            group for group, own in enumerate(of_groups) if any(each != own[0] for each in own)
-        }
+        differing = {group for group, own in enumerate(of_groups) if own != own[:1] * len(own)}
         shared = [_most_common(own) for own in of_groups]
         self.group_scalars.load(scalars, shared, differing | {*diverged})
 

@@ -87,7 +87,7 @@ class SegmentTable:
         self.excluded: list[Segment] = []  # their segments, which other code updates
         # by parameter; those with different numbers may have different scalars
         self._histories: dict[str, int] = {}
-        self._region_of: dict[str, MemoryRegion] = {}  # by parameter
+        self._region_of: dict[str, MemoryRegion] = {}  # by parameter; empty until it is needed
         # optimizer groups whose parameters have made different numbers of steps on any rank, as
         # far as this rank knows: it left parameters out of a step, or loaded their step counts
         self.diverged: set[int] = set()
@@ -130,7 +130,7 @@ class SegmentTable:
             self._optimizer.segment_format = self._format_of
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
         self.diverged, self._histories = set(), {}
-        self._region_of = {name: span.region for span in spans for name in span.names}
+        self._region_of = {}
         self._cut(self._regions)
         self._list()
         for live in self._optimizer.param_groups:
@@ -152,11 +152,19 @@ class SegmentTable:
     def part(self, names: Iterable[str]) -> None:
         """Let no segment hold both some of ``names`` and other parameters from now on."""
         last, numbers = max(self._histories.values(), default=0), dict[int, int]()
+        if not self._region_of:
+            spans = [span for region in self._regions for span in region.spans]
+            self._region_of = {name: span.region for span in spans for name in span.names}
         concerned = sorted(self._region_of.keys() & names)
         for name in concerned:
             former = self._histories.get(name, 0)
             self._histories[name] = numbers.setdefault(former, last + 1 + len(numbers))
         self._recut(dict.fromkeys(self._region_of[name] for name in concerned))
+
+    @property
+    def is_parted(self) -> bool:
+        """Return whether parameters have different histories."""
+        return bool(self._histories)
 
     def join(self, kind_of: Mapping[str, Hashable]) -> None:
         """Let segments hold all parameters of one kind, in place of those of one history."""
@@ -199,8 +207,11 @@ class SegmentTable:
     def _pieces(self, span: Segment) -> Iterator[Segment]:
         """Yield ``span``, cut; on the device, each piece is short enough to be widened."""
         by_name = self._adds_up  # each segment must be a part of one tensor
-        history = self._histories
-        for _, piece in cuts.divide(span, lambda name: name if by_name else history.get(name, 0)):
+        history, pieces = self._histories, [span]
+        if by_name or history:
+            kind_of = (lambda name: name) if by_name else (lambda name: history.get(name, 0))
+            pieces = [piece for _, piece in cuts.divide(span, kind_of)]
+        for piece in pieces:
             longest = bf16_state.WIDENED if self._widens and not span.offloaded else span.stop
             yield from cuts.split(piece, range(longest, piece.stop - piece.start, longest))
 
@@ -382,10 +393,11 @@ class GroupScalars:
         stand-ins; ``diverged``: as of :class:`SegmentTable`.
         """
         table, entries = self._table, self._entries
-        self.note_load([*shared, *(own for own in scalars.values() if own)])
+        # equal in each group unless they diverge
+        self.note_load([*shared, *filter(None, scalars.values())] if diverged else shared)
         table.separate_counters()
         kinds = dict[str, Hashable]()
-        for segment in table.segments:
+        for segment in table.segments if diverged or table.is_parted else ():
             existing = frozenset(entries.of(segment))
             for name in segment.names:
                 own = scalars.get(name)

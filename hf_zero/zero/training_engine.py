@@ -402,12 +402,8 @@ class TrainingEngine(EngineParts):
             for flat in unit.flats:
                 # parameters made of one tensor share a count, which an update advances for each
                 flat.user_writes.accept()
-        frozen = {
-            id(p) for flat in self.flats if not flat.trainable for p in flat.parameters.values()
-        }
-        members = [[p for p in group if id(p) in frozen] for group in self.group_parameters]
         try:
-            self.optimizer_step.bound.run_post_hooks(members)
+            self.optimizer_step.bound.run_post_hooks(self.frozen_members)
         except Exception as error:
             failure = error
         if self.optimizer_step.hooks.update:
