@@ -469,18 +469,15 @@ class BoundOptimizer:
         """Load state ``name`` as :meth:`load_tensor`."""
         self.group_scalars.writes += 1
         touched = self._table.parts(flat, first, first + tensor.numel())
-        entries = []  # the state of each, None if it does not exist
         for segment, _ in touched:
             if tensor._base is not None and not dict.get(self.optimizer.state, segment.tensor):
                 tensor = tensor.clone()  # a view of arrays, in which the creation of state writes
             self._table.state_of(segment).create(segment)
-            entries.append(self._entries.of(segment).get(name))
-        lacking = [entry is None for entry in entries]
-        if flat.offloaded and entries and not any(lacking):
+        having = {segment for segment, _ in touched if name in self._entries.of(segment)}
+        if flat.offloaded and touched and len(having) == len(touched):
             self._table.offloaded.load_tensor(flat, name, tensor, first)
             return
-        is_known = not all(lacking) or self._entries.some_group_keeps(name, masters(flat))
-        if touched and not is_known:
+        if touched and not (having or self._entries.some_group_keeps(name, masters(flat))):
             have = sorted(
                 {key for segment, _ in touched for key in self._entries.elementwise(segment)}
             )
@@ -489,11 +486,10 @@ class BoundOptimizer:
                 f"{flat.key!r} (it keeps {have}); the state was saved by another optimizer or with "
                 "other options. Use the same optimizer, or load without optimizer states."
             )
-        for (segment, part), entry in zip(touched, entries):
-            start = max(part.start, first)
+        for segment, part in touched:
+            start, group = max(part.start, first), segment.group
             values, at = tensor[start - first : part.stop - first], part.offset + start - part.start
-            group = segment.group
-            keeps = entry is not None or name in self._entries.initial(group, masters(flat))
+            keeps = segment in having or name in self._entries.initial(group, masters(flat))
             if keeps or (self._entries.is_switched_off(group, name) and bool(values.any())):
                 self._table.state_of(segment).put(segment, name, at, values)
 

@@ -6,9 +6,10 @@ device, slices of arrays in which each state of a flat buffer is one view.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import wraps
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -277,57 +278,9 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         if self.wait is not None:
             self.wait()
 
-    def __getitem__(self, key: object) -> dict[str, object]:
-        self._look()
-        return super().__getitem__(key)
-
-    def __iter__(self) -> Iterator[object]:
-        self._look()
-        return super().__iter__()
-
-    def items(self) -> Any:
-        self._look()
-        return super().items()
-
-    def values(self) -> Any:
-        self._look()
-        return super().values()
-
-    def keys(self) -> Any:
-        self._look()
-        return super().keys()
-
-    def __len__(self) -> int:
-        self._look()
-        return super().__len__()
-
-    def __contains__(self, key: object) -> bool:
-        self._look(key)
-        return super().__contains__(key)
-
-    def __setitem__(self, key: object, state: dict[str, object]) -> None:
-        self._look(key)
-        super().__setitem__(key, state)
-
-    def __delitem__(self, key: object) -> None:
-        self._look(key)
-        super().__delitem__(key)
-
-    def setdefault(self, key: object, default: Any = None) -> Any:
-        self._look(key)
-        return super().setdefault(key, default)
-
     def update(self, *states: Any, **named: Any) -> None:
         for key, state in dict(*states, **named).items():
             self[key] = state
-
-    def pop(self, key: object, *default: object) -> Any:
-        self._look(key)
-        return super().pop(key, *default)
-
-    def popitem(self) -> tuple[object, dict[str, object]]:
-        self._look()
-        return super().popitem()
 
     def clear(self) -> None:
         if self.restart is not None:
@@ -335,13 +288,26 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         else:
             super().clear()
 
-    def __missing__(self, key: object) -> dict[str, object]:
-        self._look(key)
-        return super().__missing__(key)
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._look(key)
-        return super().get(key, default)
+def _looking(name: str, refuses: bool) -> Callable[..., Any]:
+    """Return the method ``name`` of dictionaries, which looks first, at its key if it ``refuses``
+    some.
+    """
+    method = getattr(defaultdict, name)
+
+    @wraps(method)
+    def look(self: SegmentStates, *args: Any, **named: Any) -> Any:
+        self._look(*args[: int(refuses)])
+        return method(self, *args, **named)
+
+    return look
+
+
+for _name in ("__getitem__", "__iter__", "__len__", "items", "keys", "popitem", "values"):
+    setattr(SegmentStates, _name, _looking(_name, False))
+_OF_KEYS = "__contains__", "__delitem__", "__missing__", "__setitem__", "get", "pop", "setdefault"
+for _name in _OF_KEYS:
+    setattr(SegmentStates, _name, _looking(_name, True))
 
 
 class NarrowStates(Protocol):
