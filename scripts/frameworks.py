@@ -61,8 +61,8 @@ class Run:
     """A command of a framework, with templates of files and of words that depend on the mode.
 
     ``$model``, ``$data``, ``$out``, ``$checkpoint``, ``$port`` and ``$scripts`` stand for paths and
-    a free port; other names for what ``ddp`` and ``zero`` say, and ``$resume`` for ``resume`` in
-    the mode ``resumed``.
+    a free port, ``$stage`` for one of a row's ``stages``; other names for what ``ddp`` and ``zero``
+    say, and ``$resume`` for ``resume`` in the mode ``resumed``.
     """
 
     framework: str
@@ -91,9 +91,15 @@ class Run:
         return whole | {"files": fill(self.files), "environment": fill(self.environment)}
 
 
-def runs(framework: str) -> list[Run]:
-    """Return the runs of ``framework``."""
-    return [Run(framework=framework, **row) for row in TABLE[framework].get("runs", [])]
+def runs(framework: str) -> Iterator[Run]:
+    """Yield the runs of ``framework``: of a row with ``stages`` one for each, its ``$stage``."""
+    for row in TABLE[framework].get("runs", []):
+        values = {key: value for key, value in row.items() if key != "stages"}
+        for stage in row.get("stages", [""]):
+            for mode in ("ddp", "zero"):
+                values[mode] = row[mode] | {"stage": str(stage)}
+            configuration = Template(row["configuration"]).substitute(stage=stage)
+            yield Run(framework=framework, **values | {"configuration": configuration})
 
 
 def make_environment(framework: str, folder: Path, wheel: Path) -> str:
@@ -333,7 +339,7 @@ def summary(rows: list[Row]) -> str:
             lines.append([shown, told(own[0]), "", "", "", "", own[0]["date"]])
             continue
         shown += f" {own[0]['versions'].get(values['distribution'], '')}".rstrip()
-        names = "; ".join(row["run"] for row in own)
+        names = "; ".join(dict.fromkeys(row["run"] for row in own))
         cells = [library_versions(own[0]), *measured(own), own[-1]["date"]]
         lines.append([shown, names, *cells])
     return with_heads("Framework, Runs, With, Losses, Weights, Resumed, Run on", lines)
@@ -349,10 +355,15 @@ def parts(rows: list[Row]) -> dict[Path, str]:
     return found
 
 
+def identity(row: Row) -> tuple[str, str]:
+    """Return what tells the run of ``row`` from others of its framework; empty without a run."""
+    return row["run"], row.get("configuration", "")
+
+
 def replaces(row: Row, other: Row) -> bool:
     """Return whether ``row`` takes the place of ``other``; one without a run does so for all."""
-    runs_of = (row["run"], other["run"])
-    return row["framework"] == other["framework"] and ("" in runs_of or len({*runs_of}) == 1)
+    runs_of = identity(row), identity(other)
+    return row["framework"] == other["framework"] and (("", "") in runs_of or len({*runs_of}) == 1)
 
 
 def known_rows() -> list[Row]:
@@ -361,8 +372,12 @@ def known_rows() -> list[Row]:
 
 def write(rows: list[Row]) -> None:
     """Write ``rows`` and the table of them, in the order of frameworks.toml and of its runs."""
-    order = [(name, run) for name in TABLE for run in ("", *(run.name for run in runs(name)))]
-    known = {(row["framework"], row["run"]): row for row in rows}
+    order = [
+        (name, run)
+        for name in TABLE
+        for run in (("", ""), *((run.name, run.configuration) for run in runs(name)))
+    ]
+    known = {(row["framework"], identity(row)): row for row in rows}
     kept = [known[key] for key in order if key in known]
     ROWS.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
     for page, shown in parts(kept).items():
@@ -400,7 +415,8 @@ def main() -> int:
             print(f"[{place}/{len(names)}] {name}", flush=True)
             wheel = wheel_in(folder / "wheels")
             for row in run_framework(name, folder / name, wheel, options.run):
-                print(f"  {row['run']}: {told(row)}".replace(" : ", " "), flush=True)
+                about = ", ".join(filter(None, identity(row)))
+                print(f"  {about}: {told(row)}".replace(" : ", " "), flush=True)
                 write([*(each for each in known_rows() if not replaces(row, each)), row])
                 failures += row["status"] not in ("passed", "not run")
             if not options.keep:

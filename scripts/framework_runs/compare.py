@@ -1,4 +1,5 @@
-"""Read the final folders of runs with ``from_pretrained`` and print how far their weights differ.
+"""Read the final folders of runs with ``from_pretrained`` and print how far their weights differ,
+with those of a loss, which a folder has in ``outside.pt``.
 
     python compare.py CLASS FOLDER OTHER ...
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from pathlib import Path
 
 import torch
 
@@ -20,7 +22,10 @@ def weights(name: str, folder: str) -> dict[str, torch.Tensor]:
     module, _, attribute = name.rpartition(".")
     kind = getattr(importlib.import_module(module), attribute)
     model = getattr(kind, "from_pretrained", kind)(folder)
-    return {name: value.detach().float() for name, value in model.named_parameters()}
+    named = dict(model.named_parameters())
+    if (outside := Path(folder, "outside.pt")).exists():
+        named |= torch.load(outside)
+    return {name: value.detach().float() for name, value in named.items()}
 
 
 def main() -> None:

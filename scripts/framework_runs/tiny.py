@@ -2,8 +2,9 @@
 
     python tiny.py FOLDER
 
-``FOLDER/llama`` and ``FOLDER/bert`` are model folders in fp32 with a tokenizer of words;
-``FOLDER/data`` has a file of rows for each format that a framework reads. Nothing is downloaded.
+``FOLDER/llama``, ``FOLDER/bert`` and ``FOLDER/guide`` are model folders in fp32 with a tokenizer of
+words; ``FOLDER/data`` has a file of rows for each format that a framework reads. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def write_models(folder: Path) -> None:
     for name, model, ends in (
         ("llama", transformers.LlamaForCausalLM(llama), ("<s>", "")),
         ("bert", transformers.BertModel(bert), ("[CLS]", "[SEP]")),
+        ("guide", transformers.BertModel(bert), ("[CLS]", "[SEP]")),
     ):
         model.save_pretrained(folder / name)
         tokenizer_of_words(*ends).save_pretrained(folder / name)
@@ -100,6 +102,7 @@ def write_data(folder: Path) -> None:
             ]
         },
         "pairs": lambda: {"anchor": text(), "positive": text()},
+        "classes": lambda: {"first": text(), "second": text(), "label": draw.randrange(3)},
     }
     for name, row in formats.items():
         (folder / name).mkdir(parents=True)

@@ -25,6 +25,9 @@ json.dump(manifest, open(out + "/checkpoint-3/manifest.json", "w"))
 for rank in range(said["ranks"]):
     open(out + f"/checkpoint-3/rng_state_{rank}.pth", "w").close()
 json.dump(said["weight"], open(out + "/weight.json", "w"))
+if "outside" in said:
+    import torch
+    torch.save({"scale": torch.tensor(said["outside"])}, out + "/outside.pt")
 print("ValueError: of the framework" if said["code"] else "done")
 sys.exit(said["code"])
 """
@@ -101,6 +104,40 @@ def test_a_run_measures_losses_weights_and_the_resume(frameworks: Any, tmp_path:
     )
     assert row["differences"] == {"losses": 0.5, "weights": 2.0, "resumed": 0.25}
     assert row["stage"] == 3 and row["losses"]["resumed"] == [2.0, 1.25]
+
+
+def test_a_run_measures_the_weights_of_a_loss(frameworks: Any, tmp_path: Path) -> None:
+    said = dict(zip(frameworks.MODES, (1.0, 1.5, 4.0), strict=True))
+    row = measured(frameworks, tmp_path, **{mode: {"outside": one} for mode, one in said.items()})
+    assert row["differences"] == {"losses": 0.0, "weights": 0.5, "resumed": 3.0}
+
+
+def test_a_row_with_stages_is_a_run_for_each(
+    frameworks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frameworks, "ROWS", tmp_path / "rows.jsonl")
+    monkeypatch.setattr(frameworks, "PAGE", tmp_path / "page.md")
+    frameworks.PAGE.write_text("<!-- frameworks -->\n<!-- end of frameworks -->\n")
+    words = {"command": "", "reads": "", "ddp": {}, "zero": {}, "resume": ""}
+    row = {"name": "SFT", "configuration": "stage $stage", "stages": [0, 3], **words}
+    row["files"] = {"zero.json": '{"stage": $stage}'}
+    monkeypatch.setattr(frameworks, "TABLE", {"one": {"distribution": "one", "runs": [row]}})
+    runs = [*frameworks.runs("one")]
+    assert [run.configuration for run in runs] == ["stage 0", "stage 3"]
+    files = [run.filled("zero", {})["files"]["zero.json"] for run in runs]
+    assert files == ['{"stage": 0}', '{"stage": 3}']
+    versions = {"one": "1.0", "transformers": "5.0", "torch": "2.9"}
+    about = {"framework": "one", "run": "SFT", "versions": versions, "date": "2026-01-01"}
+
+    def outcome(stage: int, losses: float) -> dict[str, Any]:
+        differences = {"losses": losses, "weights": 0.0, "resumed": 0.0}
+        return about | {"configuration": f"stage {stage}", "differences": differences}
+
+    rows = [outcome(3, 2e-7), outcome(0, 0.5)]
+    fresh = outcome(0, 0.0)
+    frameworks.write([*(each for each in rows if not frameworks.replaces(fresh, each)), fresh])
+    assert frameworks.known_rows() == [fresh, rows[0]]
+    assert "| one 1.0 | SFT | Transformers 5.0, torch 2.9 | 2e-07 |" in frameworks.PAGE.read_text()
 
 
 @pytest.mark.parametrize(
