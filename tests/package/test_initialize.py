@@ -242,6 +242,27 @@ def test_a_model_that_a_wrapper_reduces_is_refused() -> None:
     assert engine.world_size == 1
 
 
+@pytest.mark.parametrize("how", ["configuration", "engine", "unclipped", "all in groups"])
+def test_clipping_tells_of_parameters_that_it_leaves_out(how: str, heard: list[str]) -> None:
+    """As optimizers of matrices alone do: torch's clipping would count the gradients of the rest,
+    too.
+    """
+    model = stack()
+    given = [p for p in model.parameters() if how == "all in groups" or p.dim() > 1]
+    config = config_of(1, gradient_clipping=0.0 if how in ("engine", "unclipped") else 1e-3)
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(given), config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 7)).sum())
+        if how == "engine":
+            engine.clip_gradient(1e-3)
+        engine.step()
+    said = [text for text in heard if "the norm and clipping leave out their gradients" in text]
+    assert len(said) == (how in ("configuration", "engine"))
+    if said:
+        count = sum(p.dim() == 1 for p in model.parameters())
+        assert said[0].startswith(f"{count} parameters of the model require grad")
+
+
 @pytest.mark.parametrize("frozen", ["all", "but one", "without an optimizer"])
 def test_an_optimizer_of_frozen_parameters_is_told(frozen: str, heard: list[str]) -> None:
     model = stack()

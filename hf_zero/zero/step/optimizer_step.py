@@ -16,7 +16,7 @@ from hf_zero.device import kinds, streams
 from hf_zero.device.spans import NOTHING, span
 from hf_zero.distributed.recovery import PassTracker
 from hf_zero.errors import OffloadError, PartitionError
-from hf_zero.logging import log_rank0, logger
+from hf_zero.logging import counted, listed, log_rank0, logger
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import free_beside_a_step
 from hf_zero.offload.storage import MASTER
@@ -104,6 +104,7 @@ class OptimizerStep:
         self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
         self._updated_on: streams.Stream | None = None  # the last update in a backward
         self._warned_of_hooks = False  # that run after an update in a backward
+        self._looked_for_left_out = False
         self.is_captured = False  # the update under way is captured in a graph: nothing runs yet
         self.hooks = hooks
 
@@ -278,10 +279,29 @@ class OptimizerStep:
             norm = norm / self.clip_divisor
         self.is_clipped = True
         if limit != math.inf:
+            self._warn_of_left_out()
             divisor = ((norm + 1e-6) / limit).clamp(min=1.0)
             earlier = self.clip_divisor
             self.clip_divisor = divisor if earlier is None else earlier * divisor
         return norm
+
+    def _warn_of_left_out(self) -> None:
+        """Warn, the first time that gradients are clipped, of parameters whose gradients torch's
+        ``clip_grad_norm_(model.parameters())`` would count besides.
+        """
+        if self._looked_for_left_out:
+            return
+        self._looked_for_left_out = True
+        frozen = (flat.parameters for flat in self.model.flats if not flat.trainable)
+        names = [n for parameters in frozen for n, p in parameters.items() if p.requires_grad]
+        if names:
+            log_rank0(
+                f"{counted(len(names), 'parameter')} of the model require grad and are in no group "
+                f"of the optimizer ({listed(names, 3)}): the norm and clipping leave out their "
+                "gradients, which torch's clip_grad_norm_(model.parameters()) counts; pass them to "
+                "the optimizer, or freeze them",
+                logging.WARNING,
+            )
 
     def forget_gradient(self) -> None:
         """Forget the norm and the clipping of a gradient that is used or dropped."""
@@ -331,6 +351,7 @@ class OptimizerStep:
         if self.clip_divisor is not None:
             divisor = scale * self.clip_divisor
         elif limit > 0.0 and not self.is_clipped:
+            self._warn_of_left_out()
             divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)
         elif scale != 1.0:
             divisor = torch.full((), scale, device=model.mesh.device)
