@@ -17,8 +17,10 @@ from hf_zero.config.resolving import ACCUMULATION
 from hf_zero.launch.plan import Request
 from hf_zero.parity.plain_frameworks import ACCUMULATION as ACCUMULATION_VARIABLE
 from hf_zero.parity.plain_frameworks import CLIPPING as CLIPPING_VARIABLE
+from hf_zero.parity.real_deepspeed import is_installed
 from hf_zero.parity.runs import DEEPSPEED, PLAIN
 
+BACKEND = "HF_ZERO_BACKEND"
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
@@ -27,9 +29,10 @@ def start_of(request: Request, engine: str) -> tuple[Request, dict[str, str]]:
     ``request``.
     """
     if engine == DEEPSPEED:
-        return request, {"HF_ZERO_BACKEND": "deepspeed"}
+        return request, {BACKEND: "deepspeed"}
     if engine != PLAIN:
-        return request, {}
+        # a DeepSpeed that is installed takes precedence for frameworks
+        return request, {BACKEND: "hf_zero"} if is_installed() else {}
     # accelerate launch would start ranks for DeepSpeed
     settings, ranks = _settings(request)
     plain = replace(request, accelerate=None, machines_of_file=None)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.reading import AUTO
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import process_group
 from hf_zero.errors import ParityError
@@ -33,7 +34,9 @@ from hf_zero.parity.start import FULL_PRECISION, LAST_BITS, change_last_bits
 from hf_zero.setup.request import SetupRequest
 
 if TYPE_CHECKING:
+    from accelerate.state import PartialState
     from torch import nn
+    from transformers import TrainingArguments
 
 NAME, ACCELERATOR = "deepspeed", "DS_ACCELERATOR"
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -65,14 +68,29 @@ ROWS = (
     _row(f"{ENGINE}.save_checkpoint", "save_for_a_while"),
     _row(f"{ENGINE}.load_checkpoint", "load_of_this_run"),
     _row("deepspeed.runtime.config:DeepSpeedConfig.__init__", "with_torch_s_adam"),
+    _row("accelerate.state:PartialState._prepare_backend", "with_gloo"),
+    _row("transformers.training_args:TrainingArguments.__post_init__", "with_deepspeed"),
+    _row("transformers.training_args:TrainingArguments._validate_args", "with_bf16_on_cpu"),
     Seam(f"{TRAINING_ARGUMENTS}.__post_init__", f"{without_zero.__module__}:without_zero", ""),
 )
+# what DeepSpeed does not find out by itself, and the Trainer writes where the value is "auto"
+AUTO_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+
+
+def is_installed() -> bool:
+    """Return whether DeepSpeed itself is installed."""
+    spec = PathFinder.find_spec(NAME)
+    return spec is not None and spec.origin is not None
 
 
 def refuse_missing() -> None:
     """Raise ParityError unless DeepSpeed itself is installed."""
-    spec = PathFinder.find_spec(NAME)
-    if spec is None or spec.origin is None:
+    if not is_installed():
         raise ParityError(
             "--reference deepspeed compares with DeepSpeed itself, which is not installed: pip "
             "install deepspeed, or write --reference torch"
@@ -132,7 +150,7 @@ def observe(recorder_of: Callable[[], StepRecorder], variant: str) -> None:
     if not device_count():
         os.environ.setdefault(ACCELERATOR, "cpu")
     seams.replace_rows(ROWS)
-    finder.watch(NAME, "hf_zero")
+    finder.watch(NAME, "hf_zero", "accelerate", "transformers")
 
 
 def observer() -> _Observer:
@@ -264,3 +282,46 @@ def with_torch_s_adam(
         if observer().variant == FULL_PRECISION:
             config |= {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
     original(self, config, *args, **kwargs)
+
+
+# ---- Accelerate, Transformers ----
+
+
+def with_gloo(original: Original, self: PartialState, *args: Any, **kwargs: Any) -> Any:
+    """Wraps ``PartialState._prepare_backend``: ranks on CPUs, for which Accelerate knows no
+    backend of DeepSpeed, use gloo.
+    """
+    backend, distributed_type = original(self, *args, **kwargs)
+    if backend is None and not device_count() and "LOCAL_RANK" in os.environ:
+        backend = "gloo"
+    return backend, distributed_type
+
+
+def with_deepspeed(original: Original, self: TrainingArguments) -> None:
+    """Wraps ``TrainingArguments.__post_init__``: saves into the folder of the run; on CPUs, where
+    ``use_cpu`` is without DeepSpeed, DeepSpeed's own choice of the device stays.
+    """
+    self.output_dir = observer().recorder_of().saves_in(self.output_dir or "trainer_output")
+    if self.deepspeed:
+        written: JsonObject = ZeroConfig.coerce(
+            self.deepspeed, allow_auto=True, foreign=True
+        ).to_dict()
+        for key in AUTO_KEYS:
+            written.setdefault(key, AUTO)
+        for name in ("bf16", "fp16"):
+            written.setdefault(name, {"enabled": AUTO})
+        self.deepspeed = written
+        if not device_count():
+            self.use_cpu = False
+    if observer().variant == FULL_PRECISION:
+        self.bf16 = self.fp16 = False
+    original(self)
+
+
+def with_bf16_on_cpu(original: Original, self: TrainingArguments) -> None:
+    """Wraps ``TrainingArguments._validate_args``: bf16 on CPUs asks for ``use_cpu``, which
+    :func:`with_deepspeed` has taken away.
+    """
+    given, self.use_cpu = self.use_cpu, self.use_cpu or not device_count()
+    original(self)
+    self.use_cpu = given

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from hf_zero.errors import ParityError
+from hf_zero.launch.plan import Request
 from hf_zero.parity import real_deepspeed
+from hf_zero.parity.rank_starts import start_of
+from hf_zero.parity.runs import DEEPSPEED, ENGINE
 from tests.helpers import launched
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -90,6 +93,30 @@ def test_a_right_script_trains_as_with_deepspeed(stage: int, tmp_path: Path) -> 
     script.write_text(text.replace('"stage": 2', f'"stage": {stage}'))
     answer = compared(tmp_path, "deepspeed", script)
     assert answer["equal"] and answer["steps"] == 6, answer
+
+
+@needs_deepspeed
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["accelerate_loop", "trainer_run"])
+@pytest.mark.parametrize(("stage", "precision"), [("2", "no"), ("3", "no"), ("2", "bf16")])
+def test_a_framework_trains_as_with_deepspeed(
+    name: str, stage: str, precision: str, tmp_path: Path
+) -> None:
+    arguments = (stage, "outputs", precision)
+    answer = compared(tmp_path, "deepspeed", SCRIPTS / f"{name}.py", arguments)
+    assert answer["equal"] and answer["steps"] == 6, answer
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(("engine", "backend"), [(ENGINE, "hf_zero"), (DEEPSPEED, "deepspeed")])
+def test_runs_of_frameworks_beside_a_deepspeed_that_is_installed(
+    engine: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = PathFinder.find_spec("json")
+    monkeypatch.setattr(PathFinder, "find_spec", lambda name: spec)
+    assert start_of(Request("train.py"), engine)[1] == {"HF_ZERO_BACKEND": backend}
+    monkeypatch.setattr(PathFinder, "find_spec", lambda name: None)
+    assert start_of(Request("train.py"), ENGINE)[1] == {}
 
 
 def test_a_deepspeed_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
