@@ -347,10 +347,10 @@ class MeshDim:
         self.gathers_in_stages = False
         logs = []
         for kind, group in (("gathers", groups.gather), ("reductions", groups.reduce)):
-            off = partial(abort, group, backend, device)
+            abort_group = partial(abort, group, backend, device)
             title = f"{kind} of {name} over ranks {rank_hosts.rank_ranges(self.ranks)}"
             log = CollectiveLog(
-                title, self.ranks, timeout, off, reports_dead_peers=self._follows is None
+                title, self.ranks, timeout, abort_group, reports_dead_peers=self._follows is None
             )
             logs.append(
                 log
@@ -423,15 +423,15 @@ class MeshDim:
         pending = self.gathers.issue(f"all-gather of {key}, {size} bytes")
         works: list[Waitable | None] = []
         # tensors in host memory beside a device: exchanged by gloo on the default group
-        beside = self._follows is not None and all(full.device.type == "cpu" for full, _ in pairs)
-        if self._hops is not None and not beside:
+        on_host = self._follows is not None and all(full.device.type == "cpu" for full, _ in pairs)
+        if self._hops is not None and not on_host:
             works, pairs = [self._hops.gather(pairs, key, self._follows)], ()
         elif self.size > 1:
             self.stats.record("all_gather", key, size)
         with _Starting(self._watchdog, pending, "all_gather", key, size):
             for full, chunk in pairs:
                 target = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
-                exchanged = beside or (
+                exchanged = on_host or (
                     self._point_to_point and full.device.type in kinds.IN_HOST_MEMORY
                 )
                 if target.data_ptr() == chunk.data_ptr():
@@ -446,13 +446,13 @@ class MeshDim:
                 whole, sent = full.view(torch.uint8), sent.view(torch.uint8)
                 if exchanged:
                     parts = whole.chunk(self.size)
-                    group = None if beside else self._group
+                    group = None if on_host else self._group
                     works += self._exchange([sent] * self.size, parts, group, pending)
                     continue
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 works.append(gather(whole, sent, group=self._group, async_op=True))
         handle = self._handle(
-            works, self._watchdog, pending, follows=None if beside else self._follows
+            works, self._watchdog, pending, follows=None if on_host else self._follows
         )
         if decodes:
             added = any(codec is not None and codec.differences for codec in codecs)

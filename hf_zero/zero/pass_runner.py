@@ -21,12 +21,11 @@ from hf_zero.errors import (
     UnusedParameterError,
 )
 from hf_zero.logging import listed
-from hf_zero.zero.backward_tracker import BackwardTracker
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.gather.unit import unit_of
-from hf_zero.zero.hooks import Hooks
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
+from hf_zero.zero.passes import BackwardTracker, Hooks
 from hf_zero.zero.reduce.losses import Fp16LossScaler, LossScaling, Scaling
 from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.reduce.reductions import BackwardSettings

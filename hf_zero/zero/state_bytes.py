@@ -55,13 +55,13 @@ def held_bytes(engine: ShardedEngine) -> Counter[tuple[str, str]]:
             counted.add(tensor.data_ptr())
             counts[_REPORTED[kind], "device"] += tensor.nbytes
     for flat in engine.flats:
-        away = [("parameters", flat.shard_bytes())] if flat.shard_offloaded else []
+        offloaded = [("parameters", flat.shard_bytes())] if flat.shard_offloaded else []
         if flat.optimizer_shard.offloaded:
             gradient = flat.gradient.shard
             assert gradient is not None
             counts["gradients", "ram"] += gradient.nbytes
-            away.append(("optimizer", flat.optimizer_shard.storage.nbytes()))
-        for kind, by_tier in away:
+            offloaded.append(("optimizer", flat.optimizer_shard.storage.nbytes()))
+        for kind, by_tier in offloaded:
             for tier, nbytes in by_tier.items():
                 counts[kind, tier] += nbytes
     return counts

@@ -195,9 +195,9 @@ def test_the_facade_names_nothing_that_comes_after_it() -> None:
 WRONG = """
 zero.gather.unit: from hf_zero.zero.training_engine import Engine => hf_zero.zero.training_engine
 zero.training_engine: def f(): from hf_zero import cli => hf_zero.cli
-zero.hooks: from ..integrations import accelerate => hf_zero.integrations
-zero.hooks: import torch.distributed as dist => torch.distributed
-zero.hooks: from torch import distributed => torch.distributed
+zero.passes: from ..integrations import accelerate => hf_zero.integrations
+zero.passes: import torch.distributed as dist => torch.distributed
+zero.passes: from torch import distributed => torch.distributed
 checkpoint.tensor_part: from torch.distributed import checkpoint, isend => torch.distributed.isend
 checkpoint.tensor_part: import torch.distributed.tensor => torch.distributed.tensor
 cli.smoke: import torch; torch.distributed.barrier() => torch.distributed

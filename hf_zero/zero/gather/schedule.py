@@ -247,8 +247,8 @@ class Schedule:
                 unit.launch_gather(backward=under_way.backward)
             under_way.cursor += 1
         if self._mesh.shard.gathers_in_stages:
-            later = under_way.plan[count : under_way.cursor]
-            ahead = sum(unit not in under_way.left_out for unit in later)
+            prefetched = under_way.plan[count : under_way.cursor]
+            ahead = sum(unit not in under_way.left_out for unit in prefetched)
             self._mesh.shard.advance_gathers(ahead)
 
     def _with_left_out(self, under_way: Pass) -> list[Unit]:
@@ -360,26 +360,26 @@ class Schedule:
         if under_way is None or plan is None:
             return
         # prefetch: read shards from files, and launch the next gathers of the plan
-        for later in plan[under_way.cursor : under_way.cursor + self._reads_ahead]:
-            if later.state is GatherState.RELEASED and later not in under_way.left_out:
-                for flat in later.sharded_flats:
+        for coming in plan[under_way.cursor : under_way.cursor + self._reads_ahead]:
+            if coming.state is GatherState.RELEASED and coming not in under_way.left_out:
+                for flat in coming.sharded_flats:
                     flat.prefetch()
         if not self._ahead_bytes:
             return
         waiting = sum(map(_nbytes, self._ahead))
         while under_way.cursor < len(plan) and len(self._ahead) < MAX_PREFETCHED_UNITS:
-            later = plan[under_way.cursor]
-            if later in under_way.left_out:
+            coming = plan[under_way.cursor]
+            if coming in under_way.left_out:
                 under_way.cursor += 1
                 continue
-            if later.state is not GatherState.RELEASED or (
-                self._ahead and waiting + later.nbytes > self._ahead_bytes
+            if coming.state is not GatherState.RELEASED or (
+                self._ahead and waiting + coming.nbytes > self._ahead_bytes
             ):
                 return
             under_way.cursor += 1
-            later.launch_gather(backward=under_way.backward)
-            self._ahead.append(later)
-            waiting += later.nbytes
+            coming.launch_gather(backward=under_way.backward)
+            self._ahead.append(coming)
+            waiting += coming.nbytes
 
     def release_later(self, unit: Unit) -> None:
         """Mark the sharded ``unit`` as unused: it is released when the next unit is needed."""

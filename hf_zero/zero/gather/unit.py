@@ -178,7 +178,7 @@ class GatherOrder(Protocol):
 
 
 class BackwardPasses(Protocol):
-    """The backward of an engine (``backward_tracker.py``), as units call it."""
+    """The backward of an engine (``passes.py``), as units call it."""
 
     def enter(self) -> None: ...
 

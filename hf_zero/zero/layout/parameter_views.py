@@ -304,9 +304,9 @@ class UserWrites:
         ]
         if former:
             with torch.inference_mode(False):
-                kept = former[0].clone()
+                former_values = former[0].clone()
                 for other in former:
-                    _set_data(other, kept)
+                    _set_data(other, former_values)
             # they share its count
             count = _version(self._aliases.pop(name))
             self._seen[name] -= count

@@ -406,11 +406,11 @@ class GradientMemory:
         narrow: torch.Tensor | None = self._whole
         assert narrow is not None
         device = narrow.device
-        here = streams.current_stream(device) if self._on_streams else None
+        current = streams.current_stream(device) if self._on_streams else None
         if not any(buffer.holds_gradient for buffer in self._buffers):
             narrow = None
-        elif here is not None:
-            streams.record_use(narrow, here)
+        elif current is not None:
+            streams.record_use(narrow, current)
         self._whole = self._whole.new_empty(0)
         for buffer in self._buffers:
             buffer.move(self._whole)
@@ -421,8 +421,8 @@ class GradientMemory:
         )
         for buffer, view in zip(self._buffers, self._whole.split(self._sizes)):
             buffer.move(view)
-        self.is_ready = here is None
-        self._origin = (here, streams.record_event(here)) if here is not None else None
+        self.is_ready = current is None
+        self._origin = (current, streams.record_event(current)) if current is not None else None
         allocated, self.is_allocated = self.is_allocated, True
         self.set_allocated(allocated)
 

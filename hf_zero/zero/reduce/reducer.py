@@ -223,7 +223,8 @@ class Reducer:
     def _take(self, unit: Unit) -> None:
         progress = self.progress
         progress.next += 1
-        progress.depth = max(progress.depth, self._order.depth(progress.key, unit))
+        depth = self._order.depths.get(progress.key, {}).get(unit.index, 0)
+        progress.depth = max(progress.depth, depth)
 
     @property
     def launched(self) -> int:

@@ -67,7 +67,9 @@ class ReductionOrder:
         # units with gradients in several parts, and those whose end no hook reports
         self.reduced_last: set[Unit] = set(outside)
         self._known = False
-        self._depths: dict[Hashable, dict[int, int]] = {}
+        # by kind of backward and unit: the number of gathers of the plan that a rank may wait for
+        # before it launches the reduction of the unit
+        self.depths: dict[Hashable, dict[int, int]] = {}
         self.left_some_out = False  # some backward of the window has left units out
 
     def without(self, left_out: frozenset[Unit], reduces: bool) -> list[Unit]:
@@ -83,12 +85,6 @@ class ReductionOrder:
             if unit not in left_out
             or (reduces and any(flat.gradient.has_unreduced for flat in unit.trainable_flats))
         ]
-
-    def depth(self, key: Hashable, unit: Unit) -> int:
-        """Return the number of gathers of the plan of ``key`` that a rank may wait for before it
-        launches the reduction of ``unit``.
-        """
-        return self._depths.get(key, {}).get(unit.index, 0)
 
     def learn(
         self,
@@ -122,7 +118,7 @@ class ReductionOrder:
                 depths, {index: plan_positions[count] for index, count in record.depths.items()}
             )
             _raise_to(depths, dict.fromkeys(record.unfinished, len(plan)))
-        self._depths[key] = depths
+        self.depths[key] = depths
 
 
 def _raise_to(depths: dict[int, int], others: Mapping[int, int]) -> None:

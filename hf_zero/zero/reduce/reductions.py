@@ -238,35 +238,34 @@ class Reductions:
         self._taking_memory = 0
 
     def _finish_oldest(self) -> None:
+        """Wait for the oldest message, and take its results into the gradient shards."""
         message = self._messages.pop(0)
         self._taking_memory -= message.takes_memory
+        part = message.part
         for reduction, handle in zip(message.reductions, message.handles):
-            self._finish_one(reduction, handle, message.part)
-
-    def _finish_one(self, reduction: _Reduction, handle: Handle, part: torch.Tensor | None) -> None:
-        flat, gradient = reduction.flat, reduction.flat.gradient
-        if flat.optimizer_shard.finish_update is not None:
-            flat.optimizer_shard.finish_update()
-        adds = gradient.adds_to_shard
-        if adds:
-            self._intake.upcast(flat)
-        if part is not None:
-            with span("wait_reduction", flat.key):
-                handle.reduce_into(part, False, 1.0)
-            handle = flat.mesh.replicate.all_reduce(part, flat.key, ordered=True)
-        assert gradient.shard is not None
-        memory = gradient.memory
-        if memory is not None and not memory.is_ready:
-            memory.set_allocated(True)
-        if gradient.offloaded and self._offload is not None:
-            gradient.mark_reduced(self._send_to_host(reduction, handle, adds))
-        else:
-            with span("wait_reduction", flat.key):
-                handle.reduce_into(gradient.shard, adds, reduction.scale)
-            gradient.mark_reduced()
-        self._buffers.release(reduction.acquired)
-        if self._on_reduced is not None:
-            self._on_reduced(flat)
+            flat, gradient = reduction.flat, reduction.flat.gradient
+            if flat.optimizer_shard.finish_update is not None:
+                flat.optimizer_shard.finish_update()
+            adds = gradient.adds_to_shard
+            if adds:
+                self._intake.upcast(flat)
+            if part is not None:
+                with span("wait_reduction", flat.key):
+                    handle.reduce_into(part, False, 1.0)
+                handle = flat.mesh.replicate.all_reduce(part, flat.key, ordered=True)
+            assert gradient.shard is not None
+            memory = gradient.memory
+            if memory is not None and not memory.is_ready:
+                memory.set_allocated(True)
+            if gradient.offloaded and self._offload is not None:
+                gradient.mark_reduced(self._send_to_host(reduction, handle, adds))
+            else:
+                with span("wait_reduction", flat.key):
+                    handle.reduce_into(gradient.shard, adds, reduction.scale)
+                gradient.mark_reduced()
+            self._buffers.release(reduction.acquired)
+            if self._on_reduced is not None:
+                self._on_reduced(flat)
 
     def _send_to_host(
         self, reduction: _Reduction, handle: Handle, adds: bool
@@ -278,12 +277,12 @@ class Reductions:
         assert gradient.shard is not None and wire is not None
         values = torch.empty(gradient.shard.numel(), dtype=wire.dtype, device=wire.device)
         # If the host adds or casts, it also multiplies.
-        later = reduction.scale if adds or gradient.shard.dtype != wire.dtype else 1.0
+        host_scale = reduction.scale if adds or gradient.shard.dtype != wire.dtype else 1.0
         with span("wait_reduction", gradient.key):
-            handle.reduce_into(values, False, reduction.scale / later)
-        squares = None if adds else sums_of_squares([values], self._kernels)[0] * later**2
+            handle.reduce_into(values, False, reduction.scale / host_scale)
+        squares = None if adds else sums_of_squares([values], self._kernels)[0] * host_scale**2
         assert self._offload is not None
-        self._offload.send(gradient, values, adds, later)
+        self._offload.send(gradient, values, adds, host_scale)
         return squares
 
 
