@@ -46,7 +46,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_zero.config import CompileSection
+from hf_zero.config.activations import CompileSection
 from hf_zero.device.process_settings import ProcessSetting
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger

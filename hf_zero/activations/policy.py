@@ -30,7 +30,7 @@ from hf_zero.activations.compile import CompiledBlocks, check_compilation
 from hf_zero.activations.host_copies import Slabs, Streams
 from hf_zero.activations.offload import Offload
 from hf_zero.config import ZeroConfig
-from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload
+from hf_zero.config.activations import ActivationCheckpointing, ActivationOffload, CompileSection
 from hf_zero.device import kinds
 from hf_zero.device.process_settings import ProcessSetting
 from hf_zero.logging import logger
@@ -86,7 +86,9 @@ class ActivationPatches(Feature):
         """
         # whether parameters keep their memory for the life of the engine
         self._fixed_addresses = not plan.policy.shards_parameters
-        check_compilation(self._config.compile, plan.model, self._fixed_addresses)
+        check_compilation(
+            self._config.section_of(CompileSection), plan.model, self._fixed_addresses
+        )
         self._blocks = blocks_to_checkpoint(
             plan.model, self._config.section_of(ActivationCheckpointing)
         )
@@ -101,7 +103,7 @@ class ActivationPatches(Feature):
         before, self.compiled = self.compiled, CompiledBlocks(model, units, self._fixed_addresses)
         self._installed.callback(self.compiled.remove)
         if before is None:
-            self.compiled.install(self._config.compile)
+            self.compiled.install(self._config.section_of(CompileSection))
         else:
             self.compiled.repeat(before)
         self._installed.callback(prefer_attention(self._config.attention_backend, device))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.messages import LocoSection
+from hf_zero.config.messages import CompressedCommunication, LocoSection
 from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
 from hf_zero.zero.feature import Feature
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 def sends_few_bits(settings: ZeroConfig) -> bool:
     """Return whether ``settings`` ask for gradients in fewer bits than they have."""
-    return bool(settings.compressed_communication.bits or settings.zero.quantized_gradients)
+    return bool(
+        settings.section_of(CompressedCommunication).bits or settings.zero.quantized_gradients
+    )
 
 
 class ErrorCodec:

@@ -15,7 +15,7 @@ from hf_zero.compression.block_codecs import DEFAULT_BLOCKS, SMALLEST_TENSOR, Bl
 from hf_zero.compression.error_feedback import ErrorCodec, sends_few_bits
 from hf_zero.compression.secondary_shards import SecondaryShards
 from hf_zero.config import ZeroConfig
-from hf_zero.config.messages import LocoSection
+from hf_zero.config.messages import CompressedCommunication, LocoSection
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
 from hf_zero.optim.one_bit import one_bit_of
@@ -30,7 +30,11 @@ def few_bits(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dic
     """
     if one_bit_of(config, optimizer) is not None:
         return {}
-    zero, both, loco = config.zero, config.compressed_communication, config.section_of(LocoSection)
+    zero, both, loco = (
+        config.zero,
+        config.section_of(CompressedCommunication),
+        config.section_of(LocoSection),
+    )
     four, eight = (
         BlockCodec(SymmetricBlocks(bits, both.block_size or DEFAULT_BLOCKS[bits]))
         for bits in (4, 8)

@@ -5,7 +5,6 @@ from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.sections import (
     Bf16Section,
     CheckpointSection,
-    CompileSection,
     ExpertParallelSection,
     Fp16Section,
     LaunchSection,
@@ -20,7 +19,6 @@ __all__ = [
     "AioSection",
     "Bf16Section",
     "CheckpointSection",
-    "CompileSection",
     "ExpertParallelSection",
     "ExplainRow",
     "Fp16Section",

@@ -1,4 +1,4 @@
-"""Configuration of the memory of activations: recomputation, offload, tiled MLPs."""
+"""Configuration of what runs in blocks: recomputation, offload, tiled MLPs, compilation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hf_zero.config.feature_rows import FeatureSection
-from hf_zero.config.value_types import BOOLEAN, COUNT, ValueType, integer, key, without
+from hf_zero.config.value_types import (
+    BOOLEAN,
+    COUNT,
+    TEXT,
+    ValueType,
+    choice,
+    integer,
+    key,
+    without,
+)
 
 if TYPE_CHECKING:
     from hf_zero.config.reading import ConfigReading
@@ -134,3 +143,21 @@ class ActivationOffload(FeatureSection):
         written = next((path for path in reading.values if path.startswith(below)), None)
         if written is not None and ENABLED not in reading.values:
             reading.fill(ENABLED, True, f"computed: {written} is written")
+
+
+CAPTURE = "compile.capture"
+_UNCOMPILED = without("compile.blocks")
+
+
+@dataclass(frozen=True)
+class CompileSection(FeatureSection):
+    """torch.compile for the forwards of blocks; see :mod:`hf_zero.activations.compile`."""
+
+    FIELD = SECTION_PATH = "compile"
+
+    blocks: bool = key(BOOLEAN, False)
+    # CUDA graphs fix the addresses of weights; gathers at stage 3 and checkpoints do not.
+    mode: str = key(choice("default", "max-autotune-no-cudagraphs"), "default", idle=_UNCOMPILED)
+    dynamic: bool | None = key(BOOLEAN, None, idle=_UNCOMPILED)
+    backend: str = key(TEXT, "inductor", idle=_UNCOMPILED)
+    capture: str | None = key(choice("step"), None)

@@ -92,8 +92,6 @@ class Keywords(TypedDict, total=False):
     """whether an optimizer class that hf-zero does not know runs if a probe of a few steps finds
     no difference between whole tensors and shards; one that fails is refused
     """
-    compressed_communication: sections.CompressedCommunication | Mapping[str, object] | None
-    """The section ``compressed_communication``."""
     tensor_parallel: sections.TensorParallelSection | Mapping[str, object] | None
     """The section ``tensor_parallel``."""
     sequence_parallel_size: int | None
@@ -141,8 +139,6 @@ class Keywords(TypedDict, total=False):
     """
     pre_layer_norm: bool | None
     """move the norms of BERT-like models before attention and MLP, for training from scratch"""
-    compile: sections.CompileSection | Mapping[str, object] | Literal[False, "blocks"] | None
-    """The section ``compile``."""
     attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math"] | None
     """the kernel that scaled_dot_product_attention tries first, in the whole process; auto uses
     one that was measured to be faster on this type of GPU, or else torch's own order
@@ -176,6 +172,8 @@ class Keywords(TypedDict, total=False):
     """the level of hf-zero's log; null keeps the level that HF_ZERO_LOG_LEVEL sets"""
     dataloader_drop_last: bool | None
     """drop the last batch of training_data if it is incomplete"""
+    compressed_communication: messages.CompressedCommunication | Mapping[str, object] | None
+    """The section ``compressed_communication``."""
     zeropp_loco_param: messages.LocoSection | Mapping[str, object] | None
     """The section ``zero_optimization.zeropp_loco_param``."""
     quantization_aware_training: techniques.QuantizationAware | Mapping[str, object] | None
@@ -186,6 +184,8 @@ class Keywords(TypedDict, total=False):
     """The section ``activation_checkpointing``."""
     activation_offload: activations.ActivationOffload | Mapping[str, object] | bool | None
     """The section ``activation_offload``."""
+    compile: activations.CompileSection | Mapping[str, object] | Literal[False, "blocks"] | None
+    """The section ``compile``."""
     curriculum_learning: techniques.CurriculumSection | Mapping[str, object] | None
     """The section ``curriculum_learning``."""
     data_efficiency: techniques.DataEfficiency | Mapping[str, object] | None

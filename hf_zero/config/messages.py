@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_zero.config.feature_rows import FeatureSection
-from hf_zero.config.value_types import integer, key, number
+from hf_zero.config.value_types import integer, key, number, one_of
 
 
 @dataclass(frozen=True)
@@ -30,3 +30,14 @@ class LocoSection(FeatureSection):
     def every(self) -> int:
         """The number of steps between two resets of the errors."""
         return self.reset_steps or 1024
+
+
+@dataclass(frozen=True)
+class CompressedCommunication(FeatureSection):
+    """Low-bit gradients and updates at stages 1 and 2; ``bits`` None: uncompressed."""
+
+    FIELD = SECTION_PATH = "compressed_communication"
+
+    bits: int | None = key(one_of(4, 1), None, unit="bits")
+    freeze_step: int | None = key(integer(1), None, unit="steps")
+    block_size: int | None = key(one_of(32, 64, 128, 256, 512, 1024, 2048), None, unit="elements")

@@ -21,7 +21,6 @@ from hf_zero.config.value_types import (
     key,
     named,
     number,
-    one_of,
     without,
 )
 from hf_zero.errors import ConfigError
@@ -111,15 +110,6 @@ class ZeroSection:
     module_granularity_threshold: int | None = key(
         SIZE, None, name="stage3_module_granularity_threshold", unit="elements"
     )
-
-
-@dataclass(frozen=True)
-class CompressedCommunication:
-    """Low-bit gradients and updates at stages 1 and 2; ``bits`` None: uncompressed."""
-
-    bits: int | None = key(one_of(4, 1), None, unit="bits")
-    freeze_step: int | None = key(integer(1), None, unit="steps")
-    block_size: int | None = key(one_of(32, 64, 128, 256, 512, 1024, 2048), None, unit="elements")
 
 
 @dataclass(frozen=True)
@@ -215,22 +205,6 @@ class CheckpointSection:
     keep: int | None = key(integer(1), None, unit="checkpoints")
     verify: bool = key(BOOLEAN, True)
     save_on_signal: bool = key(BOOLEAN, True)
-
-
-CAPTURE = "compile.capture"
-_UNCOMPILED = without("compile.blocks")
-
-
-@dataclass(frozen=True)
-class CompileSection:
-    """torch.compile for the forwards of blocks; see :mod:`hf_zero.activations.compile`."""
-
-    blocks: bool = key(BOOLEAN, False)
-    # CUDA graphs fix the addresses of weights; gathers at stage 3 and checkpoints do not.
-    mode: str = key(choice("default", "max-autotune-no-cudagraphs"), "default", idle=_UNCOMPILED)
-    dynamic: bool | None = key(BOOLEAN, None, idle=_UNCOMPILED)
-    backend: str = key(TEXT, "inductor", idle=_UNCOMPILED)
-    capture: str | None = key(choice("step"), None)
 
 
 @dataclass(frozen=True)

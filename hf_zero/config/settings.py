@@ -13,8 +13,6 @@ from hf_zero.config.sections import (
     AutocastSection,
     Bf16Section,
     CheckpointSection,
-    CompileSection,
-    CompressedCommunication,
     ExpertParallelSection,
     Fp16Section,
     NcclSection,
@@ -73,9 +71,6 @@ class CoreSettings:
     keep_in_fp32_modules: tuple[str, ...] = key(NAMES, (), name="data_types.keep_in_fp32_modules")
     elementwise_optimizers: tuple[str, ...] = key(NAMES, ())
     allow_untested_optimizer: bool = key(BOOLEAN, False, name="zero_allow_untested_optimizer")
-    compressed_communication: CompressedCommunication = section(
-        "compressed_communication", CompressedCommunication
-    )
     tensor_parallel: TensorParallelSection = section(TENSOR, TensorParallelSection)
     sequence_parallel_size: int = key(integer(1), 1, unit="ranks")
     context_parallel_size: int = key(integer(1), 1, unit="ranks")
@@ -92,7 +87,6 @@ class CoreSettings:
     kernels: str | tuple[str, ...] = key(KERNELS, "off")
     sparse_attention: JsonObject | None = key(SECTION, None, hash=False)
     pre_layer_norm: bool = key(BOOLEAN, False)
-    compile: CompileSection = section("compile", CompileSection)
     attention_backend: str = key(choice(*ATTENTION_BACKENDS), "auto")
     offload_optimizer: OffloadOptimizer = section(
         "zero_optimization.offload_optimizer", OffloadOptimizer

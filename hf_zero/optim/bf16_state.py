@@ -236,3 +236,10 @@ def check_bf16(
             "(compressed_communication.bits, one-bit optimizers), which need fp32; remove one of "
             "them"
         )
+
+
+def narrow_state(
+    config: ZeroConfig, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Bf16State | None]:
+    """Return what a plan reads of state in bf16."""
+    return {"narrow": Bf16State.of(config, optimizer)}

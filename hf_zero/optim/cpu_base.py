@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,16 +12,16 @@ from torch.optim.optimizer import StateDict
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
 from hf_zero.ops.moment_blocks import Blocks
+from hf_zero.optim.moment_formats import FORMATS, FormattedOptimizer
+from hf_zero.optim.moment_formats import names_in_8_bits as names_in_8_bits
 from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.zero.layout.flat_layout import LARGE, Slot
 
 MOMENTS = ("fp32", "bf16", "int8", "dynamic8")
-# settings of groups that say in which format moments are kept: no load changes them
-FORMATS = ("moments", "optim_bits", "min_8bit_size", "whole_blocks_of")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class CPUOptimizer(torch.optim.Optimizer):
+class CPUOptimizer(FormattedOptimizer):
     """An optimizer of parameters in CPU memory, or on any device with ``moments="dynamic8"``: it
     updates one parameter at a time, in one pass over memory. Parameters in 16 bits get fp32 master
     weights of their own, the state ``master``.
@@ -37,6 +37,22 @@ class CPUOptimizer(torch.optim.Optimizer):
     moment_names: dict[str, bool] = {}
     # the format of the moments of a segment, by an engine that has cut parameters into segments
     segment_format: Callable[[Tensor], str] | None = None
+
+    def updates_in_host_memory(self, device: torch.device) -> bool:
+        """Return whether the update runs on the CPU alone, and state is elsewhere; and with moments
+        in blocks of int8, which only offloaded state has. Moments in bitsandbytes' 8 bits have a
+        kernel.
+        """
+        moments = {group.get("moments") for group in self.param_groups}
+        return "int8" in moments or (device.type != "cpu" and moments != {"dynamic8"})
+
+    def keeps_in_8_bits(self, group: ParamGroup, param: Tensor, slot: Slot) -> bool:
+        """Return whether moments are in bitsandbytes' 8 bits: whether a parameter is large enough
+        does not depend on how it is cut. A part of a tensor that is cut below the size from which a
+        layout aligns parameters stays in fp32.
+        """
+        large = group.get("moments") == "dynamic8" and slot.numel >= LARGE
+        return large and in_8_bits(group, param, math.prod(slot.whole))
 
     def update(
         self,
@@ -194,29 +210,6 @@ class CPUOptimizer(torch.optim.Optimizer):
             )
 
 
-def updates_in_host_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether ``optimizer`` cannot update state on ``device``: its update runs on the CPU,
-    and only offloaded state has moments in blocks of int8. Moments in bitsandbytes' 8 bits have a
-    kernel.
-    """
-    moments = {group.get("moments") for group in optimizer.param_groups}
-    on_device = device.type != "cpu" and moments != {"dynamic8"}
-    return isinstance(optimizer, CPUOptimizer) and (on_device or "int8" in moments)
-
-
-def refuse_on_device(optimizer: torch.optim.Optimizer, device: torch.device, key: str) -> None:
-    """Raise UnsupportedOptimizerError if ``optimizer`` cannot update the state of the flat buffer
-    ``key``, which is not offloaded.
-    """
-    if updates_in_host_memory(optimizer, device):
-        raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} updates state in host memory, and that of {key!r} is on "
-            f"{device.type!r} without offload; set zero_optimization.offload_optimizer to "
-            '{"device": "cpu"}, without a ratio, or use the class of torch.optim, or moments in '
-            "'fp32' or 'bf16' in place of 'int8'"
-        )
-
-
 def in_8_bits(group: ParamGroup, param: Tensor, numel: int) -> bool:
     """Return whether moments of ``param``, of ``numel`` elements as a whole, are kept in 8 bits if
     its group has ``moments`` of ``"dynamic8"``: the rule of bitsandbytes, or torchao's, which
@@ -227,30 +220,6 @@ def in_8_bits(group: ParamGroup, param: Tensor, numel: int) -> bool:
     whole = numel % (group.get("whole_blocks_of") or 1) == 0
     bits = getattr(param, "optim_bits", group.get("optim_bits", 8))
     return bool(large and whole and bits == 8)
-
-
-def names_in_8_bits(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, Tensor],
-    slots: Mapping[str, Slot],
-    group_of: Mapping[str, int],
-) -> frozenset[str]:
-    """Return the names of parameters whose moments ``optimizer`` keeps in bitsandbytes' 8 bits:
-    whether a parameter is large enough does not depend on how it is cut.
-
-    ``parameters``: name -> the object the optimizer holds; ``slots``: name -> its place. A part of
-    a tensor that is cut below the size from which a layout aligns parameters stays in fp32.
-    """
-    groups = optimizer.param_groups
-    return frozenset(
-        name
-        for name, slot in slots.items()
-        if name in group_of
-        and isinstance(optimizer, CPUOptimizer)
-        and groups[group_of[name]].get("moments") == "dynamic8"
-        and slot.numel >= LARGE
-        and in_8_bits(groups[group_of[name]], parameters[name], math.prod(slot.whole))
-    )
 
 
 def own_master(param: Tensor, state: ParamState) -> Tensor:

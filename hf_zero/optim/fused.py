@@ -35,7 +35,6 @@ from hf_zero.ops.flat_optimizers import (
 )
 from hf_zero.ops.flat_tiles import FlatRun, Tiles
 from hf_zero.optim.adam_lion import Adam, Lion
-from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.own_step import is_own
 from hf_zero.optim.segments import ParamGroup, ParamState, Segment, SegmentPart
@@ -81,7 +80,7 @@ class FusedStep:
         step: Callable[..., object],
         kernels: str | tuple[str, ...],
         device: DeviceState,
-        bf16: Bf16State | None = None,
+        bf16: object | None = None,
     ):
         self._optimizer = optimizer
         self._base = base

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_zero.logging import JsonObject, abridged
-from hf_zero.optim.cpu_base import FORMATS
+from hf_zero.optim.moment_formats import FORMATS
 from hf_zero.optim.segments import ParamGroup
 
 # Switches choose the implementation in the running process, not the result. A value that JSON

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.messages import CompressedCommunication
 from hf_zero.config.optimizers import NAMED
 from hf_zero.config.refusals import conflicts_in
 from hf_zero.config.techniques import QuantizeTraining, WeightQuantization
@@ -241,7 +242,7 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
     Raises:
         ConfigError: other settings of ``config`` are incompatible with it.
     """
-    both = config.compressed_communication
+    both = config.section_of(CompressedCommunication)
     ours = isinstance(optimizer, SendsMomentum)
     if optimizer is not None and both.freeze_step is not None and (ours or both.bits != 1):
         instead = f"write freeze_step in the parameters of {type(optimizer).__name__}"
@@ -303,7 +304,7 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
                 wrong.append(f"{key}: groups differ; give all the same")
         if not 0.0 < float(group["betas"][0]) < 1.0:
             wrong.append(f"betas {group['betas']}: give a first one in (0, 1)")
-    block = config.compressed_communication.block_size
+    block = config.section_of(CompressedCommunication).block_size
     if block is not None and block not in BLOCKS:
         wrong.append(f"compressed_communication.block_size: {block} is none of {BLOCKS}")
     if wrong:
@@ -322,7 +323,9 @@ def as_sent(config: ZeroConfig, one_bit: OneBit | None) -> ZeroConfig:
     """Return ``config`` with 1 bit and stage 1, which ``one_bit`` requires. At stage 0 no rank owns
     a shard of the momenta; at stage 2 gradients are reduced before the step.
     """
-    if one_bit is None or (config.stage == 1 and config.compressed_communication.bits == 1):
+    if one_bit is None or (
+        config.stage == 1 and config.section_of(CompressedCommunication).bits == 1
+    ):
         return config
     settings = {"zero_optimization": {"stage": 1}, "compressed_communication": {"bits": 1}}
     return config.override(settings, "computed: the momentum travels in 1 bit")

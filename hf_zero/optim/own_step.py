@@ -4,17 +4,16 @@ them, and workarounds for errors of these kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.adam_lion import Adam
-from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT
 from hf_zero.optim.segments import GroupGradients, ParamState, Segment, StateArrays
 from hf_zero.optim.state import (
@@ -90,6 +89,21 @@ def _is_fused(base: type, op: str, device_type: str) -> bool:
     return True
 
 
+class WidenedSteps(Protocol):
+    """State that is kept in fewer bits between steps, in which it is in fp32."""
+
+    def batches(self, segments: Sequence[Segment]) -> Sequence[Sequence[Segment]]:
+        """Return ``segments`` in batches to be widened together; at least one."""
+
+    def widened(
+        self,
+        segments: Sequence[Segment],
+        states: MutableMapping[Tensor, ParamState],
+        steps_before: int,
+    ) -> AbstractContextManager[None]:
+        """Context in which ``segments`` and their ``states`` are in fp32."""
+
+
 class OwnStep:
     """Steps of ``optimizer``; ``base``: its class among the classes with a known update; ``bf16``:
     its state in bf16; ``device``: the state of its segments on the device.
@@ -99,7 +113,7 @@ class OwnStep:
         self,
         optimizer: torch.optim.Optimizer,
         base: type[torch.optim.Optimizer] | None,
-        bf16: Bf16State | None,
+        bf16: WidenedSteps | None,
         gradients: GroupGradients,
         device: DeviceState,
     ) -> None:

@@ -20,9 +20,9 @@ from itertools import chain
 from typing import Literal
 
 from hf_zero.config import OffloadOptimizer, OffloadParam
+from hf_zero.config.activations import CAPTURE, CompileSection
 from hf_zero.config.features import conflicts, switched_on
 from hf_zero.config.offload import Moments
-from hf_zero.config.sections import CAPTURE
 from hf_zero.device.free_memory import FreeBytes
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject, in_units
@@ -288,7 +288,7 @@ def _runs(candidate: EnginePlan, way: ActivationOption) -> bool:
     """
     settings = candidate.settings
     settings.check_stage()
-    if settings.compile.capture is None or candidate.optimizer is None:
+    if settings.section_of(CompileSection).capture is None or candidate.optimizer is None:
         return True
     written = settings.override(way.keys, "proposed").written
     return not conflicts(CAPTURE, switched_on(written), written)

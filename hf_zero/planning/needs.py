@@ -318,7 +318,7 @@ def widened_bytes(plan: EnginePlan) -> int:
     """Return the bytes in fp32 of the largest batch of gradients, master weights and moments that
     a step on the device widens from bf16.
     """
-    bf16 = plan.bf16
+    bf16 = plan.extensions.narrow
     flats = [flat for flat in plan.trainable if flat.sub_groups is None]
     if bf16 is None or not flats:
         return 0

@@ -63,7 +63,7 @@ def summary(report: PreflightReport) -> str:
             )
     elif settings.stage:
         lines.append(f"nothing is sharded on one rank{_more_ranks()}")
-    bf16 = plan.bf16
+    bf16 = plan.extensions.narrow
     if bf16 is not None:
         parts = [("master weights", bf16.masters), ("moments", bf16.moments)]
         rounds = " and ".join(what for what, narrow in parts if narrow)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.sections import CAPTURE as KEY
+from hf_zero.config.activations import CAPTURE as KEY
+from hf_zero.config.activations import CompileSection
 from hf_zero.device import graphs
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
@@ -54,7 +55,7 @@ def check_capture(
     """Raise ConfigError for a device, a model and an optimizer whose step no graph can hold. Keys
     and features that none can hold are in ``config/features.toml``.
     """
-    if settings.compile.capture is None or optimizer is None:
+    if settings.section_of(CompileSection).capture is None or optimizer is None:
         return
     reasons = [*_reasons(settings, model, optimizer, device)]
     if reasons:

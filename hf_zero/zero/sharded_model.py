@@ -18,10 +18,9 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.placement import Placement
 from hf_zero.ops import native
-from hf_zero.optim.bf16_state import Bf16State, check_bf16
 from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.optim.cpu_base import refuse_on_device
 from hf_zero.optim.elementwise import check
+from hf_zero.optim.moment_formats import refuse_on_device
 from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.probing import switches_weights
 from hf_zero.optim.state import collect
@@ -246,7 +245,7 @@ class ShardedModel:
             config.kernels,
             self.placement.moments,
             MeshRanks(self.mesh),
-            Bf16State.of(config, optimizer),
+            self.extensions.narrow,
             frozenset(flat.key for flat in self.trainable if flat.copies_master),
         )
 
@@ -320,8 +319,6 @@ def check_optimizer(plan: EnginePlan) -> None:
             f"zero_optimization.offload_optimizer.moments is "
             f"{settings.offload_optimizer.moments!r}; remove that key, or use AdamW with it"
         )
-    few_bits = any(codec.sends_changes for codec in plan.extensions.codecs)
-    check_bf16(optimizer, settings, bool(plan.names_in_8_bits), few_bits)
     if plan.outside:
         check_outside(plan.model, plan.outside, plan.group_of)
     if switches_weights(optimizer):

@@ -31,7 +31,7 @@ from hf_zero.optim import (
     build_optimizer,
     build_scheduler,
 )
-from hf_zero.optim.cpu_base import refuse_on_device
+from hf_zero.optim.moment_formats import refuse_on_device
 from hf_zero.optim.one_bit import one_bit_of
 from tests.helpers.cells import in_one_item
 

@@ -34,6 +34,7 @@ from tests.helpers.stacks import on_ranks
 DOCS = Path(hf_zero.__file__).parent / "docs"
 # The order in which features with an object are applied to a model and its engine.
 APPLIED = """
+narrow_state
 pipeline
 parallel_axes
 compressed_communication
@@ -56,7 +57,15 @@ measures
 memory_check
 """
 
-ALWAYS = ["pipeline", "parallel_axes", "engine_seams", "activations", "measures", "memory_check"]
+ALWAYS = [
+    "narrow_state",
+    "pipeline",
+    "parallel_axes",
+    "engine_seams",
+    "activations",
+    "measures",
+    "memory_check",
+]
 
 
 def test_rows_name_what_exists() -> None:

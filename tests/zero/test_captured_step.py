@@ -12,9 +12,9 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
+from hf_zero.config.activations import CAPTURE as KEY
 from hf_zero.config.feature_rows import FEATURES
 from hf_zero.config.features import check_combination, reason
-from hf_zero.config.sections import CAPTURE as KEY
 from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.ops import dispatch

@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_zero.activations.compile import to_be_compiled
 from hf_zero.config import ZeroConfig
+from hf_zero.config.activations import CompileSection
 from hf_zero.zero.feature import EngineInputs, Feature
 
 
@@ -17,7 +18,10 @@ class FusedModules(Feature):
     def __init__(self, settings: ZeroConfig):
         self._kernels, self._moves_norms = settings.kernels, settings.pre_layer_norm
         self._sparse = sparse_section(settings)
-        self._chooses, self._compiles = settings.chooses_kernels, settings.compile.blocks
+        self._chooses, self._compiles = (
+            settings.chooses_kernels,
+            settings.section_of(CompileSection).blocks,
+        )
 
     def check_inputs(self, inputs: EngineInputs) -> None:
         """Raise ConfigError for attention that no layout describes, and norms that cannot move."""

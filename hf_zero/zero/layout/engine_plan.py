@@ -23,7 +23,6 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.offload.nvme import paged, size_in_file
 from hf_zero.offload.placement import PlacementRules, ShardSpec
 from hf_zero.offload.storage import StorageFormat, SubGroup, size_in_memory
-from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.elementwise import updates_in_parts
 from hf_zero.optim.offloaded_state import compressible, stored_format
 from hf_zero.optim.segments import group_runs
@@ -61,13 +60,15 @@ class PlannedExtensions:
     neighboring ranks of a shard group that form a mesh dimension of their own, for gathers.
     hierarchical: the configuration key that asks for gathers across hosts and then within each, if
     any. needs_one_mesh: configuration keys in use whose messages go over one mesh of all ranks, so
-    that they exclude tensor, expert and pipeline parallelism.
+    that they exclude tensor, expert and pipeline parallelism. narrow: the state of the optimizer
+    that is kept in fewer bits between steps (``Bf16State``), if any is.
     """
 
     codecs: tuple[ParameterCodec, ...] = ()
     node: int = 1
     hierarchical: str = ""
     needs_one_mesh: tuple[str, ...] = ()
+    narrow: Any = None
 
 
 ExtensionsOf = Callable[[ZeroConfig, "torch.optim.Optimizer | None"], PlannedExtensions]
@@ -281,11 +282,6 @@ class EnginePlan:
         )
         return updates_in_parts(optimizer) and not awaited
 
-    @property
-    def bf16(self) -> Bf16State | None:
-        """The state to keep in bf16; None: none."""
-        return Bf16State.of(self.settings, self.optimizer)
-
     @cached_property
     def moments(self) -> int:
         """Numbers that the optimizer keeps for an element, in the group that keeps most."""
@@ -307,7 +303,7 @@ class EnginePlan:
     def _entries(self) -> SegmentStateAccess:
         """The state of the optimizer, as an engine makes it."""
         assert self.optimizer is not None
-        return SegmentStateAccess(self.optimizer, self.bf16)
+        return SegmentStateAccess(self.optimizer, self.extensions.narrow)
 
     def _kept(self, group: int, dtype: torch.dtype) -> dict[str, KeptState]:
         """Return by name what the optimizer keeps for an element of ``group`` with master weights

@@ -22,9 +22,8 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.offload.placement import PlacementRules, ShardSpec
 from hf_zero.offload.storage import SubGroup
-from hf_zero.optim.bf16_state import Bf16State
-from hf_zero.optim.cpu_base import names_in_8_bits, updates_in_host_memory
 from hf_zero.optim.fused import reads_16_bits
+from hf_zero.optim.moment_formats import names_in_8_bits, updates_in_host_memory
 from hf_zero.optim.segments import sub_groups
 from hf_zero.optim.whole_tensor import moments_by_group
 from hf_zero.zero.layout.engine_plan import (
@@ -119,7 +118,6 @@ def plan(
         axes |= _axes(dict(others).values(), others, dims, cuts)
         units.append(outside)
     group_of = _group_of(units, optimizer)
-    bf16 = Bf16State.of(settings, optimizer)
     layouts = _FlatLayouts(
         None if shard_only else settings.precision,
         kept_in_fp32(model, settings.precision, settings.keep_in_fp32_modules, others),
@@ -130,7 +128,7 @@ def plan(
         moments_by_group(optimizer),
         cuts,
         _Places(dims, rank, policy.num_shards(dims.pp_stage_ranks, settings.replicate_size)),
-        bf16 is not None and bf16.masters,
+        extensions.narrow is not None and extensions.narrow.masters,
     )
     flat_specs = [(unit, *flat) for unit in units for flat in layouts.flats_of(unit, held)]
     # state, tiers and files of a checkpoint are looked up by key

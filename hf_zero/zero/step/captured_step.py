@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hf_zero.config.sections import CAPTURE as KEY
+from hf_zero.config.activations import CAPTURE as KEY
 from hf_zero.device import graphs, kinds
 from hf_zero.device.graphs import Graph, Graphs
 from hf_zero.errors import PartitionError

@@ -23,8 +23,8 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update import StagedCopies, Updater
 from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.optim.cpu_base import updates_in_host_memory
 from hf_zero.optim.group_settings import plain_settings
+from hf_zero.optim.moment_formats import updates_in_host_memory
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.engine_plan import shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
