@@ -78,9 +78,7 @@ class SegmentTable:
         self.watched: list[Tensor] = []
         self.changes = 0
         self.stepped: list[Segment] = []  # all at once, by the optimizer's step
-        # one zero each, for groups that own nothing on this rank
-        self.stand_ins: list[Segment] = []
-        # those that are in host memory, whatever device the others of their group are on: they are
+        # stand-ins in host memory, whatever device the others of their group are on: they are
         # stepped separately
         self.offloaded_stand_ins: list[Segment] = []
         self.excluded_names: frozenset[str] = frozenset()
@@ -102,19 +100,16 @@ class SegmentTable:
         away = [flat for flat in flats if flat.offloaded]
         self._fused.reset(masters(on_device[0]).device if on_device else None)
         self.device.names_in_8_bits = self.offloaded.names_in_8_bits = self.names_in_8_bits
-        self.device.set_regions(cuts.cut(on_device, group_of))
+        regions = cuts.cut(on_device, group_of)
         self.offloaded.cut(away, group_of)
-        spans = [span for region in self._regions for span in region.spans]
-        self.stand_ins = []
-        for group in sorted(groups - {span.group for span in spans}):
-            region = MemoryRegion([], 1)
-            stand_in = Segment(region, group, 0, 1, [])
-            region.spans = region.segments = [stand_in]
-            beside = on_device if self._adds_up else [] if away else flats
-            zero = masters(beside[0]).new_zeros(1) if beside else torch.zeros(1)
-            stand_in.tensor = torch.nn.Parameter(zero, requires_grad=False)
-            self.stand_ins.append(stand_in)
-        self.offloaded_stand_ins = self.stand_ins if away and not self._adds_up else []
+        spans = [span for region in regions + self.offloaded.regions for span in region.spans]
+        beside = on_device if self._adds_up else [] if away else flats
+        like = masters(beside[0]) if beside else torch.zeros(1)
+        stand_ins = [
+            cuts.stand_in(group, like) for group in sorted(groups - {span.group for span in spans})
+        ]
+        self.offloaded_stand_ins = stand_ins if away and not self._adds_up else []
+        self.device.set_regions(regions + [segment.region for segment in stand_ins])
         if self.names_in_8_bits:
             # flat buffers are aligned to blocks each by itself
             formats = {
@@ -135,7 +130,7 @@ class SegmentTable:
         self._list()
         for live in self._optimizer.param_groups:
             choose_fused(self._base, live)
-        self.device.allocate(self.stand_ins)
+        self.device.renew()
         self.offloaded.create_all()
 
     @property
@@ -208,7 +203,7 @@ class SegmentTable:
         """Yield ``span``, cut; on the device, each piece is short enough to be widened."""
         by_name = self._adds_up  # each segment must be a part of one tensor
         history, pieces = self._histories, [span]
-        if by_name or history:
+        if span.parts and (by_name or history):
             kind_of = (lambda name: name) if by_name else (lambda name: history.get(name, 0))
             pieces = [piece for _, piece in cuts.divide(span, kind_of)]
         for piece in pieces:
@@ -222,8 +217,7 @@ class SegmentTable:
 
     def _list(self) -> None:
         """Write the current segments into the optimizer's groups and rebuild the lists by kind."""
-        segments = self.device.all_segments + self.offloaded.all_segments
-        self.segments = segments + self.stand_ins
+        self.segments = self.device.all_segments + self.offloaded.all_segments
         self.stepped = [segment for segment in self.segments if not segment.offloaded]
         if self.offloaded_stand_ins:
             self.stepped = [segment for segment in self.stepped if segment.parts]

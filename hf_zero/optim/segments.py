@@ -464,6 +464,15 @@ def offloaded_region(flat: OptimizerShard, group_of: Mapping[str, int]) -> Memor
     return region
 
 
+def stand_in(group: int, like: Tensor) -> Segment:
+    """Return the segment of a group that owns nothing on this rank: a zero, and a region."""
+    region = MemoryRegion([], 1)
+    segment = Segment(region, group, 0, 1, [])
+    region.spans = region.segments = [segment]
+    segment.tensor = torch.nn.Parameter(like.new_zeros(1), requires_grad=False)
+    return segment
+
+
 def cut(flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> list[MemoryRegion]:
     """Return the regions of ``flats`` on this rank, in the order of memory, with a span for each
     run of one group.

@@ -438,14 +438,8 @@ class DeviceState(Regions):
         self._by_constructor = isinstance(entries.optimizer, MADE_BY_CONSTRUCTORS)
         self._is_known = base is not None or self._by_constructor
         self._begins_with_gradient = begins_with_gradient
-        self._stand_ins: Sequence[Segment] = ()
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.allocations = 0  # number of arrays allocated so far: they are then at other places
-
-    def allocate(self, stand_ins: Sequence[Segment]) -> None:
-        """Allocate the state of new regions and ``stand_ins``."""
-        self._stand_ins = stand_ins
-        self.renew()
 
     def _is_coded(self, segment: Segment) -> bool:
         return not self.names_in_8_bits.isdisjoint(segment.names)
@@ -457,13 +451,12 @@ class DeviceState(Regions):
         """Allocate the arrays of all regions whose state is known before the first step; no segment
         has state. The former arrays stay in state dicts that a script keeps.
         """
-        segments = [*self.all_segments, *self._stand_ins]
-        self._entries.unbegun |= set[str | int]().union(*(segment.rows for segment in segments))
+        rows = (segment.rows for segment in self.all_segments)
+        self._entries.unbegun |= set[str | int]().union(*rows)
         first = self._entries.initial_values()
         dtypes: dict[str, dict[MemoryRegion, torch.dtype]] = {}
-        for region in (segment.region for segment in segments):
-            region.arrays.clear()
         for region in self.regions:
+            region.arrays.clear()
             if self._is_in_blocks(region) or not self._is_known:
                 continue
             for group in dict.fromkeys(segment.group for segment in region.segments):
@@ -478,19 +471,21 @@ class DeviceState(Regions):
     def _allocate(
         self, name: str, dtypes: Mapping[MemoryRegion, torch.dtype], first: InitialValues
     ) -> None:
-        """Allocate state ``name`` of regions with its initial values. Regions of one dtype share a
-        storage, in which each has the alignment of its masters: one launch updates all of them.
+        """Allocate state ``name`` of regions with its initial values. Regions of one dtype and
+        device (a stand-in may be in host memory) share a storage, in which each has the alignment
+        of its masters: one launch updates all of them.
         """
         self.allocations += 1
-        for dtype in dict.fromkeys(dtypes.values()):
+        kinds = {r: (dtype, r.segments[0].tensor.device) for r, dtype in dtypes.items()}
+        for kind in dict.fromkeys(kinds.values()):
             places: dict[MemoryRegion, int] = {}
             total = 0
-            for region in (region for region in dtypes if dtypes[region] == dtype):
+            for region in (region for region in dtypes if kinds[region] == kind):
                 begin = region.segments[0]
                 total += (int(begin.tensor.storage_offset()) - begin.start - total) % PHASE
                 places[region] = total
                 total += region.numel
-            whole = torch.zeros(total, dtype=dtype, device=begin.tensor.device)
+            whole = torch.zeros(total, dtype=kind[0], device=kind[1])
             for region, place in places.items():
                 array = region.arrays[name] = whole[place : place + region.numel]
                 for segment in region.segments:
