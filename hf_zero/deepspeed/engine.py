@@ -17,6 +17,7 @@ from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, t
 from hf_zero.deepspeed.engine_getters import ReportingEngine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.deepspeed.modules import refuse
+from hf_zero.deepspeed.optimizers import hide_wrapped, show_wrapped
 from hf_zero.deepspeed.zero_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError, PartitionError, UnreducedGradientsError, UnscalableLossError
@@ -83,7 +84,7 @@ class DeepSpeedEngine(ReportingEngine):
             self.optimizer.needs_scaler = self._shown_scaler.needs_scaler
             self.optimizer.dynamic_loss_scale = self._shown_scaler.dynamic
             if self.config.stage or self.config.precision != "fp32":
-                self.optimizer.optimizer = self.optimizer  # DeepSpeed's wrap it under this name
+                show_wrapped(self.optimizer)
 
     _shown_scaler: EngineLossScaler | None = None
 
@@ -262,7 +263,7 @@ class DeepSpeedEngine(ReportingEngine):
         if not self.destroyed:
             self.reload_states()
         if self.optimizer is not None:
-            self.optimizer.__dict__.pop("optimizer", None)  # the cycle would keep it alive
+            hide_wrapped(self.optimizer)
         super().destroy(gather)
 
     # ---- compilation, consolidated weights ----

@@ -574,3 +574,24 @@ def test_a_model_is_initialized_again(first: int, stage: int, heard: list[str]) 
     for name, value in on_ranks(RANKS, run)[0].items():
         torch.testing.assert_close(value, want[name], rtol=1e-6, atol=1e-7)
     assert any("called again for a model" in line for line in heard)
+
+
+def test_the_wrapped_optimizer_has_none_below() -> None:
+    """Libraries unwrap until there is no attribute of that name."""
+    engine = start(stack())
+    optimizer = unwrapped = engine.optimizer
+    depth = 0
+    while hasattr(unwrapped, "optimizer"):
+        unwrapped, depth = unwrapped.optimizer, depth + 1
+    assert depth == 1 and unwrapped == optimizer and {unwrapped: 1} == {optimizer: 1}
+    assert isinstance(unwrapped, torch.optim.AdamW) and isinstance(unwrapped, type(optimizer))
+    called, lr = [], optimizer.param_groups[0]["lr"]
+    unwrapped.register_step_post_hook(lambda *given: called.append(given[0]))
+    schedule = torch.optim.lr_scheduler.LambdaLR(unwrapped, lambda step: 0.5**step)
+    engine.backward(squared(engine, At(0, 0, 0)))
+    unwrapped.step()
+    schedule.step()
+    assert called == [optimizer] and optimizer.param_groups[0]["lr"] == lr / 2
+    assert unwrapped.param_groups is optimizer.param_groups and unwrapped.state is optimizer.state
+    engine.destroy()
+    assert not hasattr(optimizer, "optimizer")
