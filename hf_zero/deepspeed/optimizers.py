@@ -348,9 +348,8 @@ def show_wrapped(optimizer: torch.optim.Optimizer) -> None:
         "__module__": base.__module__,
         "__doc__": base.__doc__,
     }
-    view = object.__new__(
-        types.new_class(base.__name__, (base,), {}, lambda ns: ns.update(members))
-    )
+    cls = types.new_class(base.__name__, (base,), {}, lambda body: body.update(members))
+    view: Any = object.__new__(cls)
     view.__dict__ = vars(optimizer)
     vars(optimizer)["optimizer"] = view
 
