@@ -6,7 +6,8 @@ Two right engines add numbers in different orders, and an optimizer may amplify 
 Adam moves a weight by the learning rate even if its gradient is zero but for rounding, as those of
 attention keys' biases are. So a number that differs by more than a few units in the last place is
 judged by a third run, of the reference again: in fp32 with other last bits in the first weights, in
-16 bits in full precision. The distance of that run is what rounding does to this script, and a
+16 bits in full precision; where a framework's DDP autocasts, which rounds less than a model in 16
+bits, the reference of torch. The distance of that run is what rounding does to this script, and a
 multiple of it is allowed; of a weight that it moves less than most, a multiple of what it does to
 most. Without need for it, there is no third run.
 """

@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from hf_zero.parity.comparison import Comparison, Difference, RunRecord
+from hf_zero.parity.runs import DEEPSPEED, ENGINE, PLAIN, TORCH
+from hf_zero.parity.session import compare
 from hf_zero.parity.sketch import sketch
+from hf_zero.parity.start import FULL_PRECISION
 
 NAMES = ("a", "b", "c")
 ABOUT = {
     "engine": 0, "step": 0, "world": 1, "precision": "bf16", "autocast": False, "observed": False,
     "sizes": dict.fromkeys(NAMES, 1000), "units": {}, "resumed_at": 0, "blocks": 0, "whole": {},
+    "left_out": [], "own_update": None,
 }  # fmt: skip
 STEP = {
     "engine": 0, "step": 1, "losses": [1.0], "inputs": [], "evaluations": [], "norm": 1.0,
@@ -55,3 +59,22 @@ def test_what_rounding_does_to_most_weights_is_allowed_of_each(off: float, tmp_p
         assert first is None
     else:
         assert first is not None and (first.what, first.parameter) == ("weights", "a")
+
+
+@pytest.mark.parametrize(
+    ("kind", "third"), [(PLAIN, (TORCH, "")), (DEEPSPEED, (DEEPSPEED, FULL_PRECISION))]
+)
+def test_what_measures_rounding_in_16_bits(
+    kind: str, third: tuple[str, str], tmp_path: Path
+) -> None:
+    """Beside autocast of DDP a model that is cast, whose error is another one."""
+    made: list[tuple[str, str]] = []
+
+    def run(name: str, engine: str, variant: str = "", **fields: Any) -> RunRecord:
+        made.append((engine, variant))
+        return record(
+            tmp_path / name, {"hf-zero": {"a": 0.05}, "rounding": {"a": 0.06}}.get(name, {})
+        )
+
+    assert compare(run, None, kind=kind).equal
+    assert made == [(kind, ""), (ENGINE, ""), third]

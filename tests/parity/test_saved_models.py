@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import hf_zero
 from hf_zero.engine import Engine
+from hf_zero.parity.saved_models import SavedModel, tensor_differences
 from hf_zero.parity.session import Answer
 from tests.helpers.ranks import run_ranks
 from tests.parity.loops import FEATURES, ROWS, config, stack
@@ -85,6 +87,19 @@ def test_an_evaluation_that_differs_is_named(
     first = result.outcome.first
     assert first is not None, str(result)
     assert (first.what, first.step, first.rank) == ("evaluation", 4, 0), str(result)
+
+
+def test_one_name_of_tied_weights_is_enough() -> None:
+    first = torch.randn(30, 40)
+    rounded = first * (1 + 1e-3)
+    nothing: Any = SimpleNamespace(masters=lambda *key: {})
+    want = {"a": first, "tied": first, "other": torch.randn(9)}
+    for without, lost in (("tied", []), ("other", ["other"])):
+        got = {name: rounded if name == "a" else want[name] for name in want if name != without}
+        noise = SavedModel(iter({**want, "a": first * (1 + 2e-3)}.items()))
+        models = (SavedModel(iter(of.items())) for of in (want, got))
+        found = tensor_differences(*models, noise, nothing, mixed=True)
+        assert [of[0] for of in found] == lost
 
 
 def saves_nothing(engine: Any) -> None:

@@ -4,6 +4,7 @@ schedule, evaluation and generation between steps, with state on the device, the
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -17,7 +18,10 @@ STAGE, FOLDER, PLACE = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 def offloads() -> dict:
     if PLACE == "device":
         return {}
-    section = {"device": PLACE, **({"nvme_path": f"{FOLDER}-files"} if PLACE == "nvme" else {})}
+    section = {"device": PLACE}
+    if PLACE == "nvme":
+        section["nvme_path"] = f"{FOLDER}-files"
+        os.makedirs(section["nvme_path"], exist_ok=True)
     parameters = {"offload_param": section} if STAGE == 3 else {}
     return {"offload_optimizer": section, **parameters}
 
