@@ -234,7 +234,9 @@ class ZeroConfig(Settings):
 
     def section_of(self, made_of: type[S]) -> S:
         """Return the section ``made_of`` of a feature: its defaults, where no row names it."""
-        section: S = getattr(self, made_of.FIELD, made_of())
+        if not hasattr(self, made_of.FIELD):
+            return made_of()
+        section: S = getattr(self, made_of.FIELD)
         return section
 
     def check_stage(self) -> None:
