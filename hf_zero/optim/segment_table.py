@@ -34,7 +34,7 @@ from hf_zero.optim.segments import (
 )
 from hf_zero.optim.sharded_tensors import extent_of
 from hf_zero.optim.state import DeviceState, SegmentStateAccess
-from hf_zero.optim.whole_tensor import WholeTensorOptimizer, tensor_state_names
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
@@ -435,7 +435,7 @@ class WholeTensorState:
     def __init__(self, entries: SegmentStateAccess, table: SegmentTable) -> None:
         self._entries = entries
         self._table = table
-        self.known = tensor_state_names(entries.optimizer)
+        self.known = entries.of_wholes
 
     def of(self, segment: Segment) -> dict[str, Tensor]:
         """Return the live entries of ``segment``, which must have been stepped or be stepped now,

@@ -271,19 +271,20 @@ class MemoryRegion:
     segments: list[Segment] = field(default_factory=list)
     arrays: dict[str, Any] = field(default_factory=dict)
 
-    def moments(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-        """Yield state ``name`` of elements ``[start, stop)`` on the device in pieces, each with its
-        place.
+    def moments(self, name: str, start: int, stop: int) -> list[tuple[int, Any]]:
+        """Return state ``name`` of elements ``[start, stop)`` on the device in pieces, each with
+        its place.
         """
         array = self.arrays[name]
         if isinstance(array, Tensor):
-            yield 0, array[start:stop]
-            return
+            return [(0, array[start:stop])]
         at = max(0, bisect_right(self.spans, start, key=_start_of) - 1)
+        pieces = []
         for span, moment in zip(self.spans[at:], array[at:]):
             first, last = max(span.start, start), min(span.stop, stop)
             if first < last:
-                yield first - start, moment[first - span.start : last - span.start]
+                pieces.append((first - start, moment[first - span.start : last - span.start]))
+        return pieces
 
 
 class Regions:

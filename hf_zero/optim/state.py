@@ -328,7 +328,7 @@ class SegmentStateAccess:
 
     def __init__(self, optimizer: torch.optim.Optimizer, bf16: NarrowStates | None = None) -> None:
         self.optimizer, self.bf16 = optimizer, bf16
-        self._of_wholes = tensor_state_names(optimizer)
+        self.of_wholes = tensor_state_names(optimizer)  # state of whole tensors
         self.unbegun: set[str | int] = set()
 
     @property
@@ -349,7 +349,7 @@ class SegmentStateAccess:
             name: value
             for name, value in self.of(segment).items()
             if isinstance(value, Blocks)
-            or (is_elementwise(name, value, shape) and name not in self._of_wholes)
+            or (is_elementwise(name, value, shape) and name not in self.of_wholes)
         }
 
     def carry(self, former: Segment, segment: Segment, view: View) -> None:
@@ -379,7 +379,7 @@ class SegmentStateAccess:
         return {
             name: float(value)
             for name, value in self.of(segment).items()
-            if is_scalar(name, value, shape) and name not in self._of_wholes
+            if is_scalar(name, value, shape) and name not in self.of_wholes
         }
 
     def initial(self, group: int, like: Tensor, decoded: bool = False) -> ParamState:
@@ -622,13 +622,12 @@ class DeviceState(Regions):
         """
         first, live = self._entries.initial_values(), self._entries.optimizer.state
         others = list[tuple[Segment, str, Moment]]()
-        of_wholes = tensor_state_names(self._entries.optimizer)
         for segment in segments:
             shape = segment.tensor.shape
             for name, value in self._entries.of(segment).items():
                 if isinstance(value, Blocks) and value.dynamic:
                     dtype = torch.float32
-                elif is_scalar(name, value, shape) or name in of_wholes:
+                elif is_scalar(name, value, shape) or name in self._entries.of_wholes:
                     continue
                 elif is_elementwise(name, value, shape):
                     dtype = value.dtype
@@ -690,7 +689,7 @@ class DeviceState(Regions):
 
     def _moments_of(self, flat: OptimizerShard, name: str) -> list[tuple[int, Moment]]:
         region, base = self._region_of[flat.key]
-        return [*region.moments(name, base, base + flat.owned[1] - flat.owned[0])]
+        return region.moments(name, base, base + flat.owned[1] - flat.owned[0])
 
     def memory(self, flat: OptimizerShard) -> list[Tensor]:
         """Return the tensors that hold the per-element states of ``flat``."""
