@@ -41,7 +41,7 @@ SCRIPTS = {
     "a setting": (
         MODEL.replace('"SGD"', '"Sgdd"'),
         2,
-        "with untouched torch in place of hf-zero the script ended with hf_zero.errors.",
+        "in place of hf-zero the script ended with ConfigError: unknown optimizer type 'Sgdd'",
     ),
     "a part of the engine": (
         f"{MODEL}\n{STEP}\nengine.replace(model)",
@@ -51,7 +51,7 @@ SCRIPTS = {
     "its own gradients": (
         f"{MODEL}\n{STEP.replace('; engine', '; model.bias.grad.mul_(2); engine')}",
         2,
-        "cause: the script uses gradients itself (train.py, line 6)",
+        "cause: the script uses gradients itself (train.py, line",
     ),
     "does not end": (f"{MODEL}\nwhile True: {STEP}", 0, "equal to torch for 2 steps on 1 rank"),
     "catches everything": (
