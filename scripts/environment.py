@@ -337,8 +337,8 @@ class Environment:
 
 
 class Progress:
-    """MB written to the disk since it began, of those expected: a bar on a terminal; elsewhere a
-    line every 15 seconds.
+    """MB written to the disk since it began, of those expected, if any: a bar on a terminal;
+    elsewhere a line every 15 seconds.
 
     pip's own bars would be dozens, one for each package.
     """
@@ -382,8 +382,9 @@ class Progress:
         """Return the part of the bytes that is there, and a line about it."""
         megabytes = max(0, shutil.disk_usage(self.folder).used - self.used) // 10**6
         minutes, seconds = divmod(int(time.monotonic() - self.began), 60)
-        line = f"{megabytes:,} of {self.expected:,} MB  {minutes}:{seconds:02}  {self.doing[:32]}"
-        return min(0.99, megabytes / self.expected), line.rstrip()
+        of = f" of {self.expected:,}" if self.expected else ""
+        line = f"{megabytes:,}{of} MB  {minutes}:{seconds:02}  {self.doing[:32]}"
+        return min(0.99, megabytes / max(1, self.expected)), line.rstrip()
 
 
 def announced(parts: Sequence[str]) -> tuple[int, int]:
