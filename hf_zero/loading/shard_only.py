@@ -11,7 +11,7 @@ from hf_zero.engine import Engine
 from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.layout.attributes import register_attached
-from hf_zero.zero.layout.flat_buffer import engine_of
+from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
 from hf_zero.zero.layout.walk import parameters_with
 from hf_zero.zero.materialize import check_alike
@@ -52,8 +52,8 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
 
 def engines_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Engine]:
     """Return the engines that shard parameters of ``model`` or ``optimizer``, each once."""
-    parameters = parameters_with(model, optimizer)
-    engines = [engine_of([parameter], Engine) for parameter in parameters]
+    flats = dict.fromkeys(map(owner_of, parameters_with(model, optimizer)))
+    engines = [flat.engine_as(Engine) for flat in flats if flat is not None]
     return list({id(engine): engine for engine in engines if engine is not None}.values())
 
 

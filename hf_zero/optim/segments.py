@@ -411,7 +411,7 @@ def divide(segment: Segment, kind_of: Callable[[str], Hashable]) -> list[tuple[H
             if not runs or runs[-1][0] != kind:
                 runs.append((kind, offset if runs else 0))
     if len(runs) < 2:
-        return [(kind_of(min(segment.names)), segment)]
+        return [(runs[0][0] if runs else None, segment)]
     return [
         (kind, piece)
         for (kind, _), piece in zip(runs, split(segment, [offset for _, offset in runs[1:]]))

@@ -47,7 +47,8 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 def consistent(nested: dict[str, Any]) -> dict[str, Any]:
     """Make the drawn values consistent, in place: NVMe offload has folders, moments agree,
-    blocks without gradients are allowed under progressive layer dropping, and limits are in order.
+    autocast has no fp16, blocks without gradients are allowed under progressive layer dropping, and
+    limits are in order.
     """
     zero = nested.get("zero_optimization", {})
     if nested.get("progressive_layer_drop", {}).get("enabled"):
@@ -58,6 +59,9 @@ def consistent(nested: dict[str, Any]) -> dict[str, Any]:
             section["nvme_path"] = "/local_nvme"
     if nested.get("bf16", {}).get("bf16_optimizer_states"):
         zero.get("offload_optimizer", {}).pop("moments", None)
+    autocast = nested.get("torch_autocast", {})
+    if autocast.get("dtype") in ("fp16", "float16"):  # of which fp16.enabled has the loss scale
+        autocast["dtype"] = "bf16"
     nested.get("nccl", {}).pop("max_ctas" if "min_ctas" in nested.get("nccl", {}) else "", None)
     return nested
 

@@ -158,6 +158,8 @@ def test_gradients_are_taken_in_after_the_stream_that_accumulated_them(
     played = play_streams(monkeypatch)
     net.side = PlayedStream(played.log, "side")
     monkeypatch.setattr(kinds, "is_synchronous", lambda device: False)
+    for unit in engine.units:
+        unit.streams.device = engine.device
     loss = engine(torch.randn(2, 64))
     played.log.clear()
     # autograd's thread is this one, and its current stream the one of the caller

@@ -167,9 +167,8 @@ class ModelPatches:
             owned = {
                 name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)
             }
-            touched = {unit_of(flat_of(p)) for p in owned.values()} | (
-                {wraps[module]} if module in wraps else set()
-            )
+            flats = filter(None, map(owner_of, owned.values()))
+            touched = set(map(unit_of, flats)) | ({wraps[module]} if module in wraps else set())
             if not touched:
                 continue
             pinned = sorted(

@@ -177,21 +177,27 @@ class FlatLayout:
         """Yield the runs of parameters inside ``[start, stop)`` of the flat buffer, in order;
         padding yields nothing.
         """
-        # Of the slots that share an offset all but the last are empty, and those before them end at
-        # or before it.
-        first = max(0, bisect.bisect_right(self._offsets, start) - 1)
-        for slot in self.slots[first:]:
-            if slot.offset >= stop:
-                return
+        for slot in self._slots_in(start, stop):
             a, b = max(slot.offset, start), min(slot.end, stop)
             if a < b:
                 yield ParameterRange(slot.name, a - slot.offset, b - slot.offset, a)
+
+    def _slots_in(self, start: int, stop: int) -> Sequence[Slot]:
+        """Return the slots in ``[start, stop)``; the first may end before, and some are empty."""
+        # Of the slots that share an offset all but the last are empty, and those before them end at
+        # or before it.
+        first = max(0, bisect.bisect_right(self._offsets, start) - 1)
+        return self.slots[first : bisect.bisect_left(self._offsets, stop)]
 
     def parameters_in(self, start: int, stop: int) -> list[tuple[str, int]]:
         """Return (parameter, its first element in the flat buffer) of each parameter with elements
         in ``[start, stop)``, in order. A range of padding only belongs to the last parameter.
         """
-        parameters = [(piece.name, piece.offset) for piece in self.pieces(start, stop)]
+        parameters = [
+            (slot.name, max(slot.offset, start))
+            for slot in self._slots_in(start, stop)
+            if max(slot.offset, start) < min(slot.end, stop)
+        ]
         if not parameters and start < stop and self.slots:
             parameters = [(self.slots[-1].name, start)]
         return parameters
