@@ -103,6 +103,7 @@ def write_data(folder: Path) -> None:
         },
         "pairs": lambda: {"anchor": text(), "positive": text()},
         "classes": lambda: {"first": text(), "second": text(), "label": draw.randrange(3)},
+        "passages": lambda: {"query": text(), "pos": [text()], "neg": [text(), text()]},
     }
     for name, row in formats.items():
         (folder / name).mkdir(parents=True)
