@@ -133,8 +133,7 @@ def _memory(folder: Path, stage: int) -> Row:
     foreseen = hf_zero.estimate(model, ranks=2, precision="fp32").at(stage)
     return {
         "stage": stage,
-        # Accelerate's backward includes the step, after which gradients have no memory
-        "predicted_bytes": foreseen.parameters + foreseen.optimizer,
+        "predicted_bytes": foreseen.state,
         "measured_bytes": state["memory"][0]["state"],
         "loss": state["log_history"][-1]["eval_loss"],
     }
