@@ -44,6 +44,7 @@ def described(checkpoint: Path, model: Path) -> dict[str, Any]:
         "steps": run["completed_steps"],
         "loss": [losses[0], losses[-1]],
         "rank_bytes": [rank["state"] for rank in run["memory"]],
+        "predicted_bytes": sharded.state,  # with gradients: measured before the step
         "state_bytes": sharded.state,
         "whole_bytes": whole.state,
         "tokens_per_second": run["tokens_per_second"],
@@ -62,7 +63,7 @@ def table(run: dict[str, Any]) -> Table:
     )
     before, after = run["loss"]
     shown.add_row("evaluation loss", f"{before:.3f} before, {after:.3f} after")
-    predicted = run["state_bytes"]
+    predicted = run["predicted_bytes"]
     for rank, size in enumerate(run["rank_bytes"]):
         against = f"{predicted / 1e6:.2f} MB predicted ({size / predicted - 1:+.1%})"
         shown.add_row(f"tensors on rank {rank}", f"{size / 1e6:.2f} MB, {against}")
