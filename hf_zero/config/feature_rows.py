@@ -59,6 +59,11 @@ class FeatureRow:
     refuses: tuple[RefusedValue, ...] = ()
 
 
+def with_tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row as a table has them, with tuples in place of its lists."""
+    return {key: tuple(of) if isinstance(of, list) else of for key, of in entry.items()}
+
+
 def read(text: str) -> dict[str, FeatureRow]:
     """Return the rows of ``features.toml`` by name, in the order in which they are applied: that of
     the file, but each after what its ``after`` names.
@@ -73,28 +78,14 @@ def read(text: str) -> dict[str, FeatureRow]:
             # a feature whose row is removed is none that others stand after or exclude
             yield from (name,) if name in tables else kinds.get(name, ())
 
-    rows = {
-        name: FeatureRow(
-            name,
-            entry["words"],
-            entry["page"],
-            entry.get("kind", ""),
-            tuple(entry.get("keys", ())),
-            {key: tuple(values) for key, values in entry.get("off", {}).items()},
-            entry.get("always", False),
-            entry.get("content", False),
-            entry.get("trains", False),
-            entry.get("make", ""),
-            entry.get("extends", ""),
-            entry.get("sets", {}),
-            entry.get("early", ""),
-            entry.get("loads", ""),
-            entry.get("provides", {}),
-            tuple(entry.get("declares", ())),
-            tuple(entry.get("sections", ())),
-            tuple(members(entry.get("after", ()))),
-            {m: why for other, why in entry.get("excludes", {}).items() for m in members((other,))},
-            tuple(
+    def row(name: str, entry: Mapping[str, Any]) -> FeatureRow:
+        values = with_tuples(entry)
+        excluded, off = entry.get("excludes", {}), entry.get("off", {})
+        values |= {
+            "after": tuple(members(entry.get("after", ()))),
+            "excludes": {m: why for other, why in excluded.items() for m in members((other,))},
+            "off": {key: tuple(of) for key, of in off.items()},
+            "refuses": tuple(
                 RefusedValue(
                     given["key"],
                     given["why"],
@@ -103,9 +94,10 @@ def read(text: str) -> dict[str, FeatureRow]:
                 )
                 for given in entry.get("refuses", ())
             ),
-        )
-        for name, entry in tables.items()
-    }
+        }
+        return FeatureRow(name, **values)
+
+    rows = {name: row(name, entry) for name, entry in tables.items()}
     ordered: dict[str, FeatureRow] = {}
 
     def place(name: str, path: tuple[str, ...]) -> None:

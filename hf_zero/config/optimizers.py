@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_zero.config.feature_rows import with_tuples
+
 TABLE = Path(__file__).with_suffix(".toml")
 
 
@@ -49,15 +51,9 @@ STATE_OF: Mapping[str, Sequence[str]] = _TABLES.pop("state_of")
 INSTEAD: Mapping[str, str] = _TABLES.pop("instead")
 """What to take instead of an optimizer of a package, by its name."""
 
-
-def _row(cls: str, entry: Mapping[str, Any]) -> OptimizerRow:
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
-    }
-    return OptimizerRow(cls, **values)
-
-
-OPTIMIZERS: tuple[OptimizerRow, ...] = tuple(_row(*of) for of in _TABLES.items())
+OPTIMIZERS: tuple[OptimizerRow, ...] = tuple(
+    OptimizerRow(cls, **with_tuples(entry)) for cls, entry in _TABLES.items()
+)
 NAMED: Mapping[str, OptimizerRow] = {name: row for row in OPTIMIZERS for name in row.names}
 """The rows by each name in a configuration."""
 

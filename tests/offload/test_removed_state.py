@@ -5,6 +5,7 @@ reads of weights in another process than the one that updates them.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,27 @@ MAKERS = {
 }
 
 
+def steps_beside(
+    plain: torch.nn.Module,
+    torchs: torch.optim.Optimizer,
+    engine: Any,
+    change: Callable[[torch.optim.Optimizer], None],
+) -> Iterator[None]:
+    """Step ``plain`` and ``engine`` over ROWS; ``change`` both optimizers before the fourth step.
+    Yield after each step.
+    """
+    for number, rows in enumerate(ROWS):
+        if number == 3:
+            change(torchs)
+            change(engine.optimizer)
+        plain(rows).square().mean().backward()
+        torchs.step()
+        torchs.zero_grad()
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+        yield
+
+
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("remove", [assign, delete])
 @pytest.mark.parametrize("name", MAKERS)
@@ -56,15 +78,8 @@ def test_it_begins_anew(name: str, remove: Any, device: str, tmp_path: Path) -> 
     plain, model = build(), build()
     torchs, given = MAKERS[name](plain.parameters()), MAKERS[name](model.parameters())
     engine = started(model, given, tier_of(device, tmp_path))
-    for number, rows in enumerate(ROWS):
-        if number == 3:
-            remove(torchs)
-            remove(engine.optimizer)
-        plain(rows).square().mean().backward()
-        torchs.step()
-        torchs.zero_grad()
-        engine.backward(engine(rows).square().mean())
-        engine.step()
+    for _ in steps_beside(plain, torchs, engine, remove):
+        pass
     for ours, theirs in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
     engine.destroy()
@@ -86,15 +101,7 @@ def test_a_script_writes_to_the_factors_of_whole_tensors(device: str, beta1: flo
     torchs = transformers.Adafactor(plain.parameters(), **settings)
     given = transformers.Adafactor(model.parameters(), **settings)
     engine = started(model, given, {"device": device})
-    for number, rows in enumerate(ROWS):
-        if number == 3:
-            scale(torchs)
-            scale(engine.optimizer)
-        plain(rows).square().mean().backward()
-        torchs.step()
-        torchs.zero_grad()
-        engine.backward(engine(rows).square().mean())
-        engine.step()
+    for _ in steps_beside(plain, torchs, engine, scale):
         for ours, theirs in zip(model.parameters(), plain.parameters()):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
     engine.destroy()
