@@ -17,7 +17,6 @@ from hf_zero.offload.sub_group_update import Counted, Rule, SubGroupUpdate
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import snapshots, state
 from hf_zero.optim.bf16_state import Bf16State
-from hf_zero.optim.cpu_base import names_in_8_bits
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.group_settings import (
@@ -26,6 +25,7 @@ from hf_zero.optim.group_settings import (
     plain_settings,
     scaled_rates,
 )
+from hf_zero.optim.moment_formats import names_in_8_bits
 from hf_zero.optim.own_step import OwnStep
 from hf_zero.optim.segment_table import (
     GroupReport,

@@ -13,7 +13,6 @@ from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim.moment_formats import FORMATS, FormattedOptimizer
-from hf_zero.optim.moment_formats import names_in_8_bits as names_in_8_bits
 from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.zero.layout.flat_layout import LARGE, Slot
 

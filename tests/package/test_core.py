@@ -46,7 +46,7 @@ CORE = {
 DOORS = ("hf_zero", "hf_zero.checkpoint", "hf_zero.optim")
 
 # Exactly: imports of a module outside by a module of the core. Write a lower number where it falls.
-LEAVING = 48
+LEAVING = 47
 # At most: lines of code of the core, and of the package.
 LINES, ALL_LINES = 33_600, 93_000
 
