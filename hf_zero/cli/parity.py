@@ -96,9 +96,9 @@ def parity(
     each step.
 
     Both runs have the same ranks, seeds and data. Where they differ by more than a few last bits, a
-    third run measures what rounding does to the script. Checkpoints go to a temporary folder;
-    other files that the script writes are written. Exit codes: 0 equal, 1 different, 2 could not
-    run.
+    third run measures what rounding does to the script, after a repetition of the first step.
+    Checkpoints go to a temporary folder; other files that the script writes are written. Exit
+    codes: 0 equal, 1 different, 2 could not run.
 
     SCRIPT may be a file of hf-zero train.
 

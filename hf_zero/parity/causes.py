@@ -7,13 +7,10 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hf_zero.parity.comparison import Difference, RunRecord, same_inputs
+from hf_zero.parity.comparison import Difference, RunRecord, same_inputs, tolerances
 
 # of a script in a traceback, and at the end of an error of hf-zero without one
 FRAME = r'File ".*NAME", line (\d+)|^ +at .*NAME:(\d+)$'
-# of the loss and of the gradient norm of the first step, relative, by whether one run is in full
-# precision: where both differ by more between two runs of torch, something is drawn anew
-REPEATS = {False: (1e-3, 1e-3), True: (0.1, 0.05)}
 OF_ENGINE = (
     "none of the usual causes in a script fits: this looks like a fault of hf-zero. Run again with "
     "--json, and attach the result and `hf-zero doctor --json` to an issue"
@@ -24,10 +21,12 @@ def cause_of(
     difference: Difference,
     reference: RunRecord,
     run: RunRecord,
-    measured: RunRecord | None,
+    repeats: bool,
     script: Path | None,
 ) -> str:
-    """Return the usual cause that fits ``difference``, with what to do; else :data:`OF_ENGINE`."""
+    """Return the usual cause that fits ``difference``, with what to do; else :data:`OF_ENGINE`.
+    ``repeats``: whether runs of the reference are alike.
+    """
     at, engine = difference.step, difference.engine
     if at and (batch := same_inputs(reference, run, at)) is not None:
         step, rank = batch
@@ -36,7 +35,7 @@ def cause_of(
             "generator of the script's own, which depends on something else than a seed (the time, "
             "the order of files or of worker processes, the number of calls); seed it"
         )
-    if not_repeated(reference, measured):
+    if not repeats:
         return (
             "two runs of torch alone differ as well: the script draws from a generator that it "
             "does not seed, such as numpy.random.default_rng() or torch.Generator().seed(); seed it"
@@ -100,25 +99,22 @@ def cause_of_resume(
     return OF_ENGINE
 
 
-def not_repeated(reference: RunRecord, measured: RunRecord | None) -> bool:
-    """Return whether two runs of the reference differ by more than rounding: in the batches, or in
-    the loss and the gradient norm of the first step.
+def is_repeated(reference: RunRecord, repeated: RunRecord) -> bool:
+    """Return whether the first step of ``repeated``, a run of the reference as it was, has the
+    batches, losses and gradient norms of ``reference``.
     """
-    if measured is None:
+    if same_inputs(reference, repeated, 1) is not None:
         return False
-    # a model in full precision may generate other tokens
-    of_losses, of_norms = REPEATS[reference.mixed]
-    if same_inputs(reference, measured, 1 if reference.mixed else reference.last_step) is not None:
-        return not reference.mixed
+    of_losses, of_norms = tolerances(reference.precision)
     for key, theirs in reference.steps.items():
-        if key[1] != 1 or key not in measured.steps:
+        if key[1] != 1 or key not in repeated.steps:
             continue
-        for mine, other in zip(measured.steps[key], theirs):
-            losses = zip(mine["losses"], other["losses"])
+        for mine, other in zip(repeated.steps[key], theirs):
             norms = [(mine["norm"], other["norm"])] if other["norm"] is not None else []
-            if _apart(losses, of_losses) and _apart(norms, of_norms):
-                return True
-    return False
+            losses = zip(mine["losses"], other["losses"])
+            if _apart(losses, of_losses) or _apart(norms, of_norms):
+                return False
+    return True
 
 
 def _apart(pairs: Iterable[tuple[float, float]], relative: float) -> bool:

@@ -9,7 +9,8 @@ judged by a third run, of the reference again: in fp32 with other last bits in t
 16 bits in full precision; where a framework's DDP autocasts, which rounds less than a model in 16
 bits, the reference of torch. The distance of that run is what rounding does to this script, and a
 multiple of it is allowed; of a weight that it moves less than most, a multiple of what it does to
-most. Without need for it, there is no third run.
+most. Without need for it, there is no third run, and none for a script that draws without a seed,
+whose noise it would measure: the first step of the reference is repeated before it.
 """
 
 from __future__ import annotations
@@ -161,8 +162,7 @@ class Comparison:
         self.mixed = reference.mixed
         self._eps = EPS[reference.precision]
         judged = self.mixed and measured is not None
-        self._loss = LOSS + (LOSS_16 * self._eps if judged else 0.0)
-        self._norm = NORM + (NORM_16 * self._eps if judged else 0.0)
+        self._loss, self._norm = tolerances(reference.precision if judged else "fp32")
         self._largest: dict[str, tuple[float, float, int]] = {}
         # by (quantity, engine): the squares of what rounding has done so far
         self._noise: dict[tuple[str, int], list[float]] = {}
@@ -384,6 +384,13 @@ def _typical_noise(
     return statistics.median(
         [distance(third[name], want[name]) / way for name, way in moved.items() if way] or [0.0]
     )
+
+
+def tolerances(precision: str) -> tuple[float, float]:
+    """Return what is allowed of a loss and of a gradient norm by their last places, relative."""
+    if precision == "fp32":
+        return LOSS, NORM
+    return LOSS + LOSS_16 * EPS[precision], NORM + NORM_16 * EPS[precision]
 
 
 def same_inputs(

@@ -23,9 +23,15 @@ from hf_zero.parity.causes import (
     cause_of,
     cause_of_failure,
     cause_of_resume,
-    not_repeated,
+    is_repeated,
 )
-from hf_zero.parity.comparison import Comparison, ComparisonResult, Difference, RunRecord
+from hf_zero.parity.comparison import (
+    Comparison,
+    ComparisonResult,
+    Difference,
+    RunRecord,
+    same_inputs,
+)
 from hf_zero.parity.rank_starts import start_of
 from hf_zero.parity.real_deepspeed import refuse_missing
 from hf_zero.parity.recorder import read
@@ -262,7 +268,7 @@ def compare(
     layers: int = 0,
 ) -> Answer:
     """Return the answer of the runs that ``make_run`` makes: the reference of this ``kind``, the
-    engine as it is configured, the reference again if rounding has to be measured, and with
+    engine as it is configured, the reference twice again if rounding has to be measured, and with
     ``resume`` one that is stopped and resumed; ``layers``: of the blocks of its models. Raises
     ParityError if the script cannot be compared.
     """
@@ -280,22 +286,26 @@ def compare(
             f"steps; pass 1 to {last - 1}, or more --steps"
         )
     run = make_run(ENGINE, engine=ENGINE)
-    measured, outcome = None, _outcome(reference, run)
+    measured, repeats, outcome = None, True, _outcome(reference, run)
     if outcome.first is not None and run.engines == reference.engines:
         third = {"engine": kind, "variant": FULL_PRECISION if reference.mixed else LAST_BITS}
         if kind == PLAIN and reference.mixed:  # by autocast, which rounds less than a cast model
             third = {"engine": TORCH}
         try:
-            measured = make_run("rounding", **third, skipped=tuple(reference.skipped))
+            repeats = is_repeated(reference, make_run("repeat", engine=kind, steps=1))
+            if repeats:
+                measured = make_run("rounding", **third, skipped=tuple(reference.skipped))
         except ParityError as error:
             if say is not None:
                 say(f"what rounding does could not be measured: {error}")
-        else:
-            if not not_repeated(reference, measured):  # else what it measures is not rounding
-                outcome = _outcome(reference, run, measured)
+    if measured is not None:
+        # a model in full precision may generate other tokens
+        repeats = reference.mixed or same_inputs(reference, measured, last) is None
+        if repeats:
+            outcome = _outcome(reference, run, measured)
     first, cause, log = outcome.first, None, list[str]()
     if first is not None:
-        cause = cause_of(first, reference, run, measured, script)
+        cause = cause_of(first, reference, run, repeats, script)
         for line in run.steps.get((first.engine, first.step), []):
             log += [message for message in line["log"] if message not in log]
     resumed = None

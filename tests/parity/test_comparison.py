@@ -27,13 +27,13 @@ STEP = {
 }  # fmt: skip
 
 
-def record(folder: Path, off: dict[str, float]) -> RunRecord:
+def record(folder: Path, off: dict[str, float], **numbers: Any) -> RunRecord:
     """The record of one step that moves each parameter by a vector of norm 1, and ``off`` it by
-    another direction.
+    another direction; ``numbers``: of the step.
     """
     folder.mkdir()
     lines: list[dict[str, Any]] = []
-    for step, about in ((0, ABOUT), (1, STEP)):
+    for step, about in ((0, ABOUT), (1, {**STEP, **numbers})):
         masters = {}
         for name in NAMES:
             draws = torch.randn(3, 1000, generator=torch.Generator().manual_seed(ord(name)))
@@ -77,4 +77,31 @@ def test_what_measures_rounding_in_16_bits(
         )
 
     assert compare(run, None, kind=kind).equal
-    assert made == [(kind, ""), (ENGINE, ""), third]
+    assert made == [(kind, ""), (ENGINE, ""), (kind, ""), third]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "repeats"),
+    [
+        ({}, True),
+        ({"losses": [1.0001], "norm": 1.003}, True),  # half of the last place of 16 bits
+        ({"losses": [1.01]}, False),
+        ({"norm": 1.02}, False),
+        ({"inputs": [[2.0, 1.0, 1.0]]}, False),
+    ],
+)
+def test_a_run_that_is_no_repetition(
+    numbers: dict[str, Any], repeats: bool, tmp_path: Path
+) -> None:
+    """Its difference is no rounding, so that nothing is measured and nothing allowed by it."""
+    made: list[str] = []
+
+    def run(name: str, engine: str, variant: str = "", **fields: Any) -> RunRecord:
+        made.append(name)
+        of_step = {"inputs": [[1.0, 1.0, 1.0]], **(numbers if name == "repeat" else {})}
+        off = {"hf-zero": {"a": 0.05}, "rounding": {"a": 0.06}}.get(name, {})
+        return record(tmp_path / name, off, **of_step)
+
+    answer = compare(run, None)
+    assert answer.equal == answer.measured == ("rounding" in made) == repeats
+    assert repeats or "two runs of torch alone differ as well" in str(answer)
