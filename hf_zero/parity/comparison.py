@@ -8,9 +8,11 @@ attention keys' biases are. So a number that differs by more than a few units in
 judged by a third run, of the reference again: in fp32 with other last bits in the first weights, in
 16 bits in full precision; where a framework's DDP autocasts, which rounds less than a model in 16
 bits, the reference of torch. The distance of that run is what rounding does to this script, and a
-multiple of it is allowed; of a weight that it moves less than most, a multiple of what it does to
-most. Without need for it, there is no third run, and none for a script that draws without a seed,
-whose noise it would measure: the first step of the reference is repeated before it.
+multiple of it is allowed: of weights, whose errors are sums over elements, a multiple of the
+distance in the same step; of a single number, of the largest so far; of a weight that rounding
+moves less than most, of what it does to most. Without need for it, there is no third run, and none
+for a script that draws without a seed, whose noise it would measure: the first step of the
+reference is repeated before it.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ LOSS_16, NORM_16 = 1 / 20, 2.0
 MOVED, LAST_BITS = 1e-4, 3e-7  # of the way that a parameter has moved, and of its norm
 RATE = 1e-9
 SAME_BATCH = 0.05  # of the norm: another batch is off by about its norm
-# multiples of what rounding does, by whether the third run is in full precision
+# multiples of what rounding does to weights, and to single numbers, by whether the third run is in
+# full precision: two runs in 16 bits soon round independently, so that their errors add up
 FACTORS = {False: 8.0, True: 2.0}
+FACTORS_OF_NUMBERS = {False: 8.0, True: 4.0}
+ONE_WEIGHT = 4.0  # last place of a large weight, in those of a typical one
 EPS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 
 
@@ -164,8 +169,8 @@ class Comparison:
         judged = self.mixed and measured is not None
         self._loss, self._norm = tolerances(reference.precision if judged else "fp32")
         self._largest: dict[str, tuple[float, float, int]] = {}
-        # by (quantity, engine): the squares of what rounding has done so far
-        self._noise: dict[tuple[str, int], list[float]] = {}
+        # by (quantity, engine): the most that rounding has done so far
+        self._noise: dict[tuple[str, int], float] = {}
         self._noise_of_weights: dict[tuple[int, str], float] = {}
 
     def outcome(self) -> ComparisonResult:
@@ -285,8 +290,9 @@ class Comparison:
 
     def _note(self, what: str, engine: int, got: list[float], expected: list[float]) -> None:
         """Note what rounding does to a quantity."""
-        squares = [(a - b) ** 2 for a, b in zip(got, expected)]
-        self._noise.setdefault((what, engine), []).extend(s for s in squares if math.isfinite(s))
+        sizes = [abs(a - b) for a, b in zip(got, expected)]
+        before = self._noise.get((what, engine), 0.0)
+        self._noise[what, engine] = max([before, *filter(math.isfinite, sizes)])
 
     def _number(
         self,
@@ -298,9 +304,8 @@ class Comparison:
         expected: float,
         relative: float,
     ) -> Iterator[Difference]:
-        noise = self._noise.get((what, engine), [])
-        rms = math.sqrt(sum(noise) / len(noise)) if noise else 0.0
-        allowed = relative * abs(expected) + FACTORS[self.mixed] * rms
+        noise = self._noise.get((what, engine), 0.0)
+        allowed = relative * abs(expected) + FACTORS_OF_NUMBERS[self.mixed] * noise
         off = abs(got - expected)
         scale = abs(expected) or 1.0
         both_nan = math.isnan(got) and math.isnan(expected)
@@ -325,6 +330,7 @@ class Comparison:
         after_masters: list[Difference] = []
         differences: list[Difference] = []
         whole = self.reference.steps[engine, step][0]["whole"]
+        sizes_of = self.reference.about(engine)["sizes"]
         compares_forward = not (self.mixed and self.reference.about(engine)["observed"])
         typical = 0.0 if third is None else _typical_noise(first, want, third.masters(engine, step))
         for name in want:
@@ -355,7 +361,9 @@ class Comparison:
             expected = whole.get(name, want[name])
             rounded = allowed
             if name in whole:
-                rounded += 2 * math.sqrt(allowed * self._eps * norm(want[name]))
+                last_places = self._eps * norm(want[name])
+                one = ONE_WEIGHT * last_places / math.sqrt(sizes_of[name]) if third else 0.0
+                rounded += 2 * math.sqrt(allowed * last_places) + one
             for rank, line in enumerate(ours):
                 of_rank = line["whole"].get(name)
                 if of_rank is None or not compares_forward:

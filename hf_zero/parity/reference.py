@@ -177,16 +177,16 @@ class Reference(nn.Module):
 
     @torch.no_grad()
     def _average(self, weight: float = 1.0) -> None:
-        """Average the gradients over the ranks by one all-reduce of each, in the dtype that the
-        parameter computes in. A rank that has not used a parameter adds zeros; one that no rank has
-        used keeps no gradient.
+        """Average the gradients over the ranks by one all-reduce of each, rounded to the dtype that
+        the parameter computes in. A rank that has not used a parameter adds zeros; one that no
+        rank has used keeps no gradient.
         """
         grads = self._local if self.masters else {p: p.grad for p in self.trained}
         used = torch.tensor([float(grads.get(p) is not None) for p in self.trained])
         used = used.to(self.device)
         process_group.all_reduce(used)
         factor = weight / (self.world_size if self._averages else 1)
-        wire = self.config.communication_data_type
+        wire, adds_in_fp32 = self.config.communication_data_type, self._adds_in_fp32
         for parameter, ranks in zip(self.trained, used.tolist()):
             if not ranks:
                 continue
@@ -197,6 +197,7 @@ class Reference(nn.Module):
             sent = gradient.contiguous()
             if self.world_size > 1:
                 sent = sent.to(DTYPES[wire] if wire else parameter.dtype)
+                sent = sent.float() if adds_in_fp32 else sent
                 process_group.all_reduce(sent)
             master = self.masters.get(parameter)
             if master is None:
@@ -206,6 +207,15 @@ class Reference(nn.Module):
             else:
                 master.grad += sent.float() * factor
         self._local, self._averaged = {}, True
+
+    @property
+    def _adds_in_fp32(self) -> bool:
+        """Whether ranks add 16-bit gradients in fp32, as over gloo where each has a shard."""
+        return (
+            self.world_size > 1
+            and self.config.stage > 0
+            and process_group.backend_serving(self.device) == "gloo"
+        )
 
     @property
     def _averages(self) -> bool:

@@ -61,6 +61,18 @@ def test_what_rounding_does_to_most_weights_is_allowed_of_each(off: float, tmp_p
         assert first is not None and (first.what, first.parameter) == ("weights", "a")
 
 
+@pytest.mark.parametrize(("off", "found"), [(0.03, False), (0.05, True)])
+def test_a_loss_is_judged_by_the_largest_error_of_rounding(
+    off: float, found: bool, tmp_path: Path
+) -> None:
+    """Not by their mean: two runs in 16 bits round independently."""
+    reference = record(tmp_path / "reference", {}, losses=[1.0] * 4)
+    run = record(tmp_path / "run", {}, losses=[1.0, 1.0, 1.0, 1.0 + off])
+    measured = record(tmp_path / "measured", {}, losses=[1.01, 1.0, 1.0, 1.0])
+    first = Comparison(reference, run, measured).outcome().first
+    assert (first is not None and first.what == "loss") == found
+
+
 @pytest.mark.parametrize(
     ("kind", "third"), [(PLAIN, (TORCH, "")), (DEEPSPEED, (DEEPSPEED, FULL_PRECISION))]
 )
