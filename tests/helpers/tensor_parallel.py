@@ -77,6 +77,15 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**_SIZES | _NO_DROPOUT))
 
 
+def opt() -> nn.Module:
+    config = transformers.OPTConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, word_embed_proj_dim=HIDDEN, ffn_dim=48,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS, max_position_embeddings=16,
+        init_std=0.2, dropout=0.0, attention_dropout=0.0, layerdrop=0.0, **_ENDS,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config)
+
+
 def t5() -> nn.Module:
     config = transformers.T5Config(
         vocab_size=VOCAB, d_model=HIDDEN, d_kv=8, d_ff=48, num_layers=LAYERS, num_heads=HEADS,
@@ -95,6 +104,7 @@ MODELS = {
         Architecture("qwen3", qwen3, _masked),
         Architecture("gpt2", gpt2, _masked),
         Architecture("bert", bert, _masked),
+        Architecture("opt", opt, _masked),
         Architecture("t5", t5, seq2seq),
         Architecture("mixtral", mixtral, _masked),
         Architecture("phi3", phi3, _masked),

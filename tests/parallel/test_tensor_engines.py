@@ -59,7 +59,7 @@ WINDOWS = Plan(ranks=2, accumulation=2, steps=2, clip=0.5)  # two groups
 # those with plans of our own, fewer heads of keys than ranks, experts beside a shared one
 CELLS = [
     ("llama-mqa", 3, WINDOWS),
-    *((name, at, Plan(steps=1)) for at, name in enumerate(("bert", "t5", "deepseek"))),
+    *((name, at, Plan(steps=1)) for at, name in enumerate(("bert", "t5", "deepseek", "opt"))),
 ]
 
 

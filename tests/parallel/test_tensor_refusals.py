@@ -24,7 +24,7 @@ from hf_zero.errors import (
     PartitionError,
     VerificationError,
 )
-from hf_zero.parallel.tensor import cuts_of, verification
+from hf_zero.parallel.tensor import cuts_of, styles, verification
 from hf_zero.parallel.tensor.layers import Rowwise
 from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 from tests.helpers.caches import cache_argument
@@ -34,7 +34,16 @@ from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.ranks import RankFailed, run_ranks
-from tests.helpers.tensor_parallel import VOCAB, boxes_of, gpt2, llama, mixtral, put_together, qwen3
+from tests.helpers.tensor_parallel import (
+    VOCAB,
+    boxes_of,
+    gpt2,
+    llama,
+    mixtral,
+    opt,
+    put_together,
+    qwen3,
+)
 from tests.helpers.training import plain_sgd
 from tests.parallel.expert_cases import keys
 from tests.parallel.test_tensor_layers import loss_and_gradients
@@ -416,6 +425,22 @@ def test_every_model_type_that_has_a_plan(model_type):
     with pytest.raises(RankFailed, match=UNPLACED[model_type]) as raised:
         _compare(tiny(model_type), batch_of())
     assert isinstance(raised.value.__cause__, ConfigError)
+
+
+PLAN_OF_OPT = {
+    f"model.decoder.layers.*.{name}": style
+    for style, names in (
+        ("colwise", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1")),
+        ("rowwise", ("self_attn.out_proj", "fc2")),
+    )
+    for name in names
+}
+
+
+def test_a_plan_for_a_model_that_views_by_its_number_of_heads(monkeypatch) -> None:
+    """A view (batch, -1, heads, width) with all heads would take two tokens for one, in silence."""
+    monkeypatch.delitem(styles.FAMILIES, "opt")
+    _compare(seeded(opt), batch_of(), plan=PLAN_OF_OPT)
 
 
 def test_a_tied_weight_that_the_plan_cuts_under_one_name() -> None:

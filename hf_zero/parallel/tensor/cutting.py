@@ -65,7 +65,8 @@ def cut_layers(
             record.counted.add(path)
             parent = modules[path].__dict__
             for name in COUNTS:
-                if isinstance(count := parent.get(name), int):
+                count = parent.get(name)
+                if isinstance(count, int) and count % record.size == 0:
                     parent[name] = count // record.size
 
 

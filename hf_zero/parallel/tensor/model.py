@@ -24,7 +24,14 @@ from hf_zero.parallel.tensor.cutting import TensorParallel, cut_layers, cuts_for
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.dtensors import unwrap
 from hf_zero.parallel.tensor.layers import EnteringCaches, is_sharded, put_on
-from hf_zero.parallel.tensor.plan import Target, is_of_family, plan_of, targets, transformers_model
+from hf_zero.parallel.tensor.plan import (
+    Target,
+    has_own_plan,
+    is_of_family,
+    plan_of,
+    targets,
+    transformers_model,
+)
 from hf_zero.parallel.tensor.rehearsal import (
     RehearsedAxis,
     check_unplaced,
@@ -100,7 +107,7 @@ def tensor_parallel(
     groups = init_parallel(dims)  # also if cut already: another model may have reset the groups
     if record is None:
         record = _new_record(model, plan, TensorAxis(groups.along("tensor")))
-    cut_layers(modules, planned, cuts, record, is_of_family(inner), cut)
+    cut_layers(modules, planned, cuts, record, not has_own_plan(inner), cut)
     if RECORD not in inner.__dict__:
         inner.__dict__[RECORD] = record
         record.agreement.watch(inner)
@@ -286,7 +293,7 @@ def _rehearse(
         modules = dict(twin.named_modules(remove_duplicate=False))
         planned = _planned("", twin, plan)
         cuts = cuts_for(modules, planned, rank, size)
-        cut_layers(modules, planned, cuts, record, is_of_family(twin), shrink)
+        cut_layers(modules, planned, cuts, record, not has_own_plan(twin), shrink)
         outputs, ran = run(twin)
     except Exception as error:  # the model reads values, or is not one of transformers
         text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

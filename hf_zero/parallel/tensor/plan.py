@@ -135,9 +135,16 @@ def _type_of(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
+def has_own_plan(model: nn.Module) -> bool:
+    """Return whether the class of ``model`` declares a plan, and so computes with parts of heads
+    without a change of its attributes.
+    """
+    return bool(getattr(model, "tp_plan", None))
+
+
 def is_of_family(model: nn.Module) -> bool:
     """Return whether the plan of ``model`` is one of hf-zero's."""
-    return not getattr(model, "tp_plan", None) and _type_of(model) in FAMILIES
+    return not has_own_plan(model) and _type_of(model) in FAMILIES
 
 
 def targets(path: str, model: nn.Module, plan: Mapping[str, str], suffixes: bool) -> list[Target]:

@@ -69,6 +69,16 @@ _T5 = {
     "DenseReluDense.wo": "rowwise",
     "lm_head": "colwise_gather_output",
 }
+_OPT = {
+    "decoder.embed_tokens": "embedding_rowwise",
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.out_proj": "rowwise",
+    "decoder.layers.*.fc1": "colwise",
+    "decoder.layers.*.fc2": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
 _VIT = {
     "attention.q_proj": "colwise",
     "attention.k_proj": "colwise",
@@ -87,11 +97,16 @@ FAMILIES = {
     "gpt2": _GPT2,
     "t5": _T5,
     "mt5": _T5,
+    "opt": _OPT,
     "vit": _VIT,
 }
 
 # Attributes of the parents of planned layers that count heads or their width: each is divided.
-COUNTS = ("split_size", "n_heads", "inner_dim")
+# A view by a whole count, (batch, -1, heads, width), would take two tokens for one, in silence.
+COUNTS = (
+    *("n_head", "n_heads", "num_heads", "num_attention_heads", "num_key_value_heads"),
+    *("split_size", "inner_dim"),
+)
 
 
 @dataclass(frozen=True)
