@@ -34,6 +34,7 @@ from hf_zero.optim.segment_table import (
     SegmentTable,
     WholeTensorState,
     changes_of,
+    identities_of,
     scalars_of_ranks,
 )
 from hf_zero.optim.segments import GroupGradients, ParamGroup, Segment, current_settings, masters
@@ -52,7 +53,7 @@ class BoundOptimizer:
     The object, its group dicts and their number stay; ``group["params"]`` becomes the list of this
     rank's segments: leaf tensors over the master weights, or placeholders where the state is
     offloaded. A group that owns nothing on this rank gets a stand-in of one zero, so that its step
-    counters advance as on the other ranks.
+    counters advance as on the other ranks. Between steps the list has frozen members, too.
 
     :meth:`step` updates the state on the device. :meth:`begin` then returns the update of the
     offloaded state, made sub-group by sub-group, usually on another thread.
@@ -77,6 +78,7 @@ class BoundOptimizer:
         ranks: the ranks that share ``flats``; None: this rank owns them whole.
         bf16: the state in bf16 between steps; None: none.
         copied: keys of the flat buffers with copies of their master weights.
+        frozen: the frozen members of each group: whole parameters, or this rank's parts.
 
     Raises:
         UnsupportedOptimizerError: state exists that cannot be carried over; the optimizer is then
@@ -95,6 +97,7 @@ class BoundOptimizer:
         ranks: ShardRanks | None = None,
         bf16: Bf16State | None = None,
         copied: Collection[str] = (),
+        frozen: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         self.optimizer = optimizer
         self.group_of = dict(group_of)
@@ -107,8 +110,9 @@ class BoundOptimizer:
         self._own = OwnStep(optimizer, self._base, bf16, gradients, device)
         self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, device, bf16)
         self._table = SegmentTable(
-            self._entries, self._base, device, self._fused, moments, gradients, copied
+            self._entries, self._base, device, self._fused, moments, gradients, copied, frozen
         )
+        self.stepping = self._table.stepping
         self.group_scalars = GroupScalars(self._entries, self._table)
         self.tensor_state = WholeTensorState(self._entries, self._table)
         self.scalars, self.overrides = self.group_scalars.scalars, self.group_scalars.overrides
@@ -160,10 +164,7 @@ class BoundOptimizer:
         members than those that have the segments: groups are found by their place; or if a script
         has written to members where other ranks, or copies of the weights, miss that.
         """
-        identities: list[int] = []
-        for group in self.optimizer.param_groups:
-            identities += id(group["params"]), *map(id, group["params"])
-        if identities != self._table.identities:
+        if identities_of(group["params"] for group in self.groups) != self._table.identities:
             raise PartitionError(
                 f"optimizer.param_groups of {type(self.optimizer).__name__} was reordered, or "
                 "groups or members were added, removed or moved, and an engine finds groups by "
@@ -225,42 +226,23 @@ class BoundOptimizer:
         """Call ``launch``, a step of this optimizer from a graph, with the hooks that torch calls
         for steps of all optimizers.
         """
-        with self.without_post_hooks():
+        with self.without_post_hooks(), self.stepping():
             torch.optim.Optimizer.profile_hook_step(lambda _: launch())(self.optimizer)
 
-    def run_post_hooks(self, frozen: Sequence[Sequence[Tensor]]) -> None:
-        """Run the optimizer's own post hooks, as a step of torch does at its end, with the
-        ``frozen`` parameters of each group beside this rank's segments, which require grad.
-        """
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
-        segments = [group["params"] for group in groups]
-        for group, own, others in zip(groups, segments, frozen):
-            group["params"] = [*own, *others] if others else own
-        trained = [segment for own in segments for segment in own if not segment.requires_grad]
-        in_files = any(segment.stride() == (0,) for segment in trained)  # without memory here
-        for segment in trained:
-            segment.requires_grad_()
+    def run_post_hooks(self) -> None:
+        """Run the optimizer's own post hooks, as a step of torch does at its end."""
+        optimizer = self.optimizer
         try:
             for hook in [*optimizer._optimizer_step_post_hooks.values()]:
                 hook(optimizer, (optimizer,), {})
         except RuntimeError as error:
-            if not (in_files and "more than one element of the written-to tensor" in str(error)):
+            if "more than one element of the written-to tensor" not in str(error):
                 raise
             raise PartitionError(
                 'a hook after the step writes to group["params"], and the master weights of this '
                 "rank are in files, where it cannot; write to the model's parameters, or set "
                 "zero_optimization.offload_optimizer.device to cpu"
             ) from error
-        finally:
-            for segment in trained:
-                segment.requires_grad_(False)
-            for group, own in zip(groups, segments):
-                group["params"] = own
-
-    @property
-    def has_pre_hooks(self) -> bool:
-        """Return whether hooks of the optimizer read the gradients of a whole step."""
-        return bool(self.optimizer._optimizer_step_pre_hooks)
 
     def step(
         self,
@@ -301,9 +283,10 @@ class BoundOptimizer:
             return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
 
         segments = rest if without else None
-        written = self._step(
-            segments, self._flats, grad_scale, found_inf, shards or {}, steps_before
-        )
+        with self.stepping():
+            written = self._step(
+                segments, self._flats, grad_scale, found_inf, shards or {}, steps_before
+            )
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
         optimizer._opt_called = True
@@ -311,7 +294,8 @@ class BoundOptimizer:
             return set()
         # without a gradient scale on the device, unlike the other segments
         if table.offloaded_stand_ins and (found_inf is None or not bool(found_inf.ne(0))):
-            self._own.stand_ins(table.offloaded_stand_ins)
+            with self.stepping():
+                self._own.stand_ins(table.offloaded_stand_ins)
         return written
 
     def step_some(self, flats: Collection[OptimizerShard], steps_before: int) -> None:
@@ -322,7 +306,8 @@ class BoundOptimizer:
         def segments() -> list[Segment]:
             return [segment for flat in flats for segment, _ in self._table.parts(flat)]
 
-        self._step(segments, flats, None, None, {}, steps_before, hooks=False)
+        with self.stepping():
+            self._step(segments, flats, None, None, {}, steps_before, hooks=False)
 
     def _step(
         self,
@@ -583,9 +568,8 @@ class BoundOptimizer:
         self._same_groups(packed["param_groups"], "a state dict")
         if snapshots.KEY in packed:
             return packed
-        saved, live = (
-            [len(g["params"]) for g in of] for of in (packed["param_groups"], self.groups)
-        )
+        saved = [len(group["params"]) for group in packed["param_groups"]]
+        live = [len(segments) for segments in self._table.in_step]
         if saved != live:
             raise UnsupportedOptimizerError(
                 f"a state dict of {saved} tensors a group cannot go into optimizer "

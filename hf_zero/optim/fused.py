@@ -111,11 +111,6 @@ class FusedStep:
         # by the first of the segments that are stepped together
         self._tables: dict[Segment, _Tables] = {}
 
-    @property
-    def launches(self) -> list[_Launch]:
-        """The launches of the steps so far."""
-        return [launch for tables in self._tables.values() for launch in tables.launches]
-
     def divide(self) -> None:
         """Count steps per segment from now on: segments are split, with their state, or have made
         different numbers of steps.

@@ -237,14 +237,13 @@ class OffloadedState(Regions):
         """Store the arrays that a script has assigned to entries of ``optimizer.state``. Raises
         PartitionError for one of another shape.
         """
-        for segment in segments:
-            self._adopt(segment)
-
-    def _adopt(self, segment: Segment) -> None:
-        entries = dict.get(self._entries.optimizer.state, segment.tensor) or {}
-        storage = segment.parts[0].flat.storage
-        for name in entries.keys() & set(storage.names()):
-            value, whole = entries[name], storage.entry(name)
+        owned = (
+            (segment, dict.get(self._entries.optimizer.state, segment.tensor) or {}, name)
+            for segment in segments
+            for name in segment.parts[0].flat.storage.names()
+        )
+        for segment, entries, name in owned:
+            value, whole = entries.get(name), segment.parts[0].flat.storage.entry(name)
             own = whole[segment.start : segment.stop]
             if not isinstance(value, Tensor) or whole.numel() == 1:
                 continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,6 @@ from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.own_step import choose_fused
 from hf_zero.optim.segments import (
-    CopiedMaster,
     GroupGradients,
     GroupMember,
     MemoryRegion,
@@ -43,9 +43,15 @@ if TYPE_CHECKING:
 changes_of, _start_of = attrgetter("_version"), attrgetter("start")
 
 
+def identities_of(lists: Iterable[list[Tensor]]) -> list[int]:
+    """Return the identities of ``lists`` of the members of groups, and of the members."""
+    return [id(each) for members in lists for each in (members, *members)]
+
+
 class SegmentTable:
     """The segments of one optimizer, with their state on the device and offloaded. ``copied``: keys
-    of the flat buffers with copies of their master weights, which writes of a script would miss.
+    of the flat buffers with copies of their master weights, which writes of a script would miss;
+    ``frozen``: the frozen members of each group.
     """
 
     def __init__(
@@ -57,8 +63,10 @@ class SegmentTable:
         moments: str,
         gradients: GroupGradients,
         copied: Collection[str] = (),
+        frozen: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         self._optimizer, self._entries = entries.optimizer, entries
+        self._frozen = frozen or [[] for _ in entries.groups]
         self.gradients = gradients
         self._copied = copied
         self._base = base
@@ -71,9 +79,11 @@ class SegmentTable:
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.segments: list[Segment] = []
         self._segment_of: dict[Tensor, Segment] = {}
-        # ``group["params"]`` of each group, kept so that no other list can have its id
-        self.group_lists: list[list[Tensor]] = []
-        self.identities: list[int] = []  # of these lists and their members
+        # ``group["params"]`` of each group in a step, and between steps: with frozen members
+        self.in_step: list[list[Tensor]] = []
+        self._between: list[list[Tensor]] = []
+        self._is_stepping = False
+        self.identities: list[int] = []  # see :func:`identities_of`
         # members whose values have copies elsewhere, and torch's count of their changes
         self.watched: list[Tensor] = []
         self.changes = 0
@@ -227,14 +237,12 @@ class SegmentTable:
             ]
             self.stepped = [s for s in self.stepped if s not in self.excluded]
         self._segment_of = {segment.tensor: segment for segment in self.segments}
-        for live in self._optimizer.param_groups:
-            live["params"] = []
+        self.in_step = [[] for _ in self._entries.groups]
         for tensor, segment in self._segment_of.items():
-            self._optimizer.param_groups[segment.group]["params"].append(tensor)
-        self.group_lists = [live["params"] for live in self._optimizer.param_groups]
-        self.identities = []
-        for tensors in self.group_lists:
-            self.identities += id(tensors), *map(id, tensors)
+            self.in_step[segment.group].append(tensor)
+        self._between = [[*own, *others] for own, others in zip(self.in_step, self._frozen)]
+        self._fill_groups()
+        self.identities = identities_of(self._between)
         # a stand-in, too: a script writes to the members of a group on every rank
         self.watched = [
             segment.tensor
@@ -245,9 +253,23 @@ class SegmentTable:
         for segment in self.segments:
             segment.tensor.__class__ = GroupMember
             segment.tensor.gradients = self.gradients  # type: ignore[attr-defined]
-        for tensor in self.watched:
-            tensor.__class__ = CopiedMaster
         self.changes = sum(map(changes_of, self.watched))
+
+    def _fill_groups(self) -> None:
+        lists = self.in_step if self._is_stepping else self._between
+        for live, params in zip(self._entries.groups, lists):
+            live["params"] = params
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Context in which the groups of the optimizer have the segments alone."""
+        self._is_stepping = True
+        self._fill_groups()
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            self._fill_groups()
 
     def parts(
         self, flat: OptimizerShard, first: int = 0, last: int | None = None
@@ -356,7 +378,7 @@ class GroupScalars:
             unstepped = self._table.is_unstepped(segment)
             diverged = segment.group in self._table.diverged or (unstepped and segment.offloaded)
             # another rank reports on a parameter of which there is only padding here
-            if diverged and not segment.is_padding:
+            if diverged and any(True for part in segment.parts for _ in part.pieces()):
                 scalars = {} if unstepped else self._entries.scalars(segment)
                 if scalars or unstepped:
                     out[segment.group] |= dict.fromkeys(segment.names, scalars)

@@ -101,11 +101,17 @@ class GroupGradients:
 
 
 class GroupMember(torch.nn.Parameter):
-    """The tensor of a segment, outside steps. In a step it is an ``nn.Parameter``, since torch
-    updates several tensors in one call only if they have exactly this class.
+    """A member of an optimizer's group, over memory of the engine, outside steps. In a step it is
+    an ``nn.Parameter``, since torch updates several tensors in one call only if they have exactly
+    this class. Its count of changes has writes through ``.data``, too.
     """
 
     gradients: GroupGradients | None = None
+
+    @property  # type: ignore[override]
+    def requires_grad(self) -> bool:
+        """As of the parameters that it is a part of; autograd sees none."""
+        return self.gradients is not None
 
     @property  # type: ignore[override]
     def grad(self) -> Tensor | None:
@@ -136,12 +142,6 @@ class GroupMember(torch.nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
-
-class CopiedMaster(GroupMember):
-    """A member whose values have copies elsewhere: its count of changes has writes through
-    ``.data``, too.
-    """
-
     @property  # type: ignore[override]
     def data(self) -> Tensor:
         """The values, whose writes are counted."""
@@ -149,7 +149,7 @@ class CopiedMaster(GroupMember):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copy ``value`` over the values: the segment stays in the memory of its flat buffer."""
+        """Copy ``value`` over the values: the member stays in the memory of its flat buffer."""
         if value.shape != self.shape:
             raise PartitionError(
                 f"a member of optimizer.param_groups was given data of shape {tuple(value.shape)} "
@@ -200,11 +200,6 @@ class Segment:
     def part_of(self) -> dict[str, SegmentPart]:
         """Its part of each flat buffer, by key."""
         return {part.flat.key: part for part in self.parts}
-
-    @cached_property
-    def is_padding(self) -> bool:
-        """Return whether it has elements of no parameter."""
-        return not any(True for part in self.parts for _ in part.pieces())
 
     def extend(self, flat: OptimizerShard, start: int, stop: int) -> None:
         self.parts.append(SegmentPart(flat, start, stop, self.stop - self.start))

@@ -188,11 +188,6 @@ class EngineParts(ModelWrapper):
         self.extensions_of = plan.extensions_of
         sharded = self.sharded_model = ShardedModel(plan, mesh, placement)
         installed.callback(sharded.retire)
-        flats = [flat for flat in sharded.flats if not flat.trainable]
-        frozen = {id(parameter) for flat in flats for parameter in flat.parameters.values()}
-        # those of them that were frozen when the engine was built
-        given = self.group_parameters
-        self.frozen_members = [[p for p in of if frozen and id(p) in frozen] for of in given]
         self.mesh, self.device = mesh, mesh.device
         self.global_rank, self.world_size = mesh.rank, mesh.dims.world
         self.units, self.flats, self.schedule = sharded.units, sharded.flats, sharded.schedule

@@ -23,6 +23,7 @@ from hf_zero.optim.elementwise import check
 from hf_zero.optim.moment_formats import refuse_on_device
 from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.probing import switches_weights
+from hf_zero.optim.segments import GroupMember
 from hf_zero.optim.state import collect
 from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
 from hf_zero.zero.extensions import Extensions
@@ -247,7 +248,19 @@ class ShardedModel:
             MeshRanks(self.mesh),
             self.extensions.narrow,
             frozenset(flat.key for flat in self.trainable if flat.copies_master),
+            self._frozen_members(optimizer),
         )
+
+    def _frozen_members(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
+        """Return the frozen members of each group of ``optimizer``: whole parameters, or this
+        rank's parts of sharded ones.
+        """
+        members: dict[int, torch.Tensor] = {}
+        for flat in self.flats:
+            for name, p in flat.parameters.items() if not flat.trainable else ():
+                members[id(p)] = GroupMember(flat.member(name), False) if flat.sharded else p
+        groups = optimizer.param_groups
+        return [[members[id(p)] for p in g["params"] if id(p) in members] for g in groups]
 
 
 class UpdatedGather:

@@ -403,7 +403,7 @@ class TrainingEngine(EngineParts):
                 # parameters made of one tensor share a count, which an update advances for each
                 flat.user_writes.accept()
         try:
-            self.optimizer_step.bound.run_post_hooks(self.frozen_members)
+            self.optimizer_step.bound.run_post_hooks()
         except Exception as error:
             failure = error
         if self.optimizer_step.hooks.update:

@@ -73,7 +73,7 @@ def test_losses_equal_the_plain_loop(stage, precision, tolerance, kernels):
         losses.append(loss.item())
     assert losses == pytest.approx(want, rel=tolerance)
     if kernels == "auto":
-        assert engine.bound._fused.launches and not dispatch.broken()
+        assert engine.bound._fused._tables and not dispatch.broken()
     engine.destroy()
 
 

@@ -86,7 +86,14 @@ def windows(micros, announced=False, stage=1, **keys):
                 len(storages_of(getattr(each, name) for each in whole)) for name in (kept, "shard")
             ]
             nbytes = sum(getattr(each, kept).nbytes for each in whole)
-            found.append((dtypes, nbytes, *storages, len(engine.bound._fused.launches)))
+            found.append(
+                (
+                    dtypes,
+                    nbytes,
+                    *storages,
+                    sum(len(each.launches) for each in engine.bound._fused._tables.values()),
+                )
+            )
         weights = full_weights(engine)
         engine.destroy()
         return found, weights

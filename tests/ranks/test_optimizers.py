@@ -479,23 +479,87 @@ def test_hooks_after_a_step_find_frozen_parameters_of_the_groups(stage, way, tmp
     want, _ = by_hand(plain, WINDOWS, RANKS, build=partly_frozen)
 
     def run(rank, model):
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-
-        def halve(optimizer, *_):
-            with hf_zero.GatheredParameters(frozen, modifier_rank=0):
-                decays(optimizer, model)
-
         optimizer = of_all(model)
         section = offload(way, stage, tmp_path) | {"stage3_param_persistence_threshold": 0}
         engine = start(model, optimizer, config_of(stage, zero_optimization=section))
-        optimizer.register_step_post_hook(halve)
+        optimizer.register_step_post_hook(lambda *_: decays(optimizer, model))
         run_steps(engine, rank, range(STEPS))
-        members = [p for group in optimizer.param_groups for p in group["params"]]
-        assert not any(p is member for p in frozen for member in members)
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run, build=partly_frozen):
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+
+
+def frozen_apart(model):
+    """The frozen parameters are alone in the second group."""
+    groups = (
+        [p for p in model.parameters() if p.requires_grad is trains] for trains in (True, False)
+    )
+    return torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3)
+
+
+@in_turn(
+    "stage, way, ranks, groups, write",
+    [
+        (0, "device", RANKS, slice(2), "in place"),
+        (2, "device", 1, slice(2), "through .data"),
+        (3, "device", RANKS, slice(2), "to .data"),
+        (1, "optimizer on cpu", RANKS, slice(1, 2), "through .data"),
+        (2, "device", RANKS, slice(1, 2), "to .data"),
+        (3, "all on cpu", RANKS, slice(1, 2), "in place"),
+    ],
+)
+def test_frozen_members_are_written_to_between_steps(stage, way, ranks, groups, write, tmp_path):
+    """As in plain torch, and they have no state; a stream of changed weights sends them."""
+
+    def halve(optimizer):
+        for group in optimizer.param_groups[groups]:
+            for member in group["params"]:
+                if write == "in place":
+                    with torch.no_grad():
+                        member.mul_(0.5)
+                elif write == "through .data":
+                    member.data.mul_(0.5)
+                else:
+                    member.data = member.data * 0.5
+
+    def run(rank, model):
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        engine = engine_with(stage, way, "fp32", tmp_path, model, frozen_apart)
+        for step in range(STEPS):
+            run_steps(engine, rank, [step])
+            if groups.start is not None:  # only the frozen ones
+                list(engine.iter_weights())
+            halve(engine.optimizer)
+        if groups.start is not None:
+            sent = {name for each in engine.iter_weights(changed_only=True) for name, _ in each}
+            assert sent == set(frozen)
+        members = engine.optimizer.param_groups[1]["params"]
+        assert not any(engine.optimizer.state.get(member) for member in members)
+        return full_weights(engine), engine.optimizer.state_dict()
+
+    want, _ = by_hand(
+        frozen_apart,
+        WINDOWS,
+        ranks,
+        after_step=lambda step, model, optimizer: halve(optimizer),
+        build=partly_frozen,
+    )
+    for weights, packed in on_ranks(ranks, run, build=partly_frozen):
+        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+        assert all(packed["state"].values())
+
+
+@on_each_rank(RANKS, build=partly_frozen)
+def test_writes_to_frozen_members_and_to_what_is_gathered_are_refused(rank, model, tmp_path):
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    engine = engine_with(3, "device", "fp32", tmp_path, model, frozen_apart)
+    with (
+        pytest.raises(PartitionError, match=r"members of optimizer\.param_groups, this rank's"),
+        hf_zero.GatheredParameters(frozen, modifier_rank=0),
+    ):
+        for member in engine.optimizer.param_groups[1]["params"]:
+            member.data.zero_()
 
 
 def one_alone(model):

@@ -366,7 +366,8 @@ def _refuse_optimizer_alone(args: tuple[object, ...]) -> None:
         return
     for optimizer in (value for value in args if isinstance(value, torch.optim.Optimizer)):
         owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
-        if any(flat is not None for flat in owners):
+        engines = [flat.live_engine for flat in owners if flat is not None]
+        if any(getattr(engine, "optimizer", None) is not optimizer for engine in engines):
             raise PartitionError(
                 f"accelerator.prepare() is given {type(optimizer).__name__} after its model: under "
                 "ZeRO the model is laid out for its optimizer; "

@@ -126,6 +126,9 @@ class FlatBuffer:
         self._storage: Storage = DeviceStorage({})  # storage of the parameter shard
         self.shard_offloaded = False  # that storage is not on the compute device
         self._shard_on_device: torch.Tensor | None = None  # the shard, if it has memory there
+        # the shard of frozen parameters, as the optimizer's groups have it; with a count of writes
+        self._member: torch.Tensor | None = None
+        self._gathered_at = 0  # that count when ``full`` was filled
         self.computing: WeightTransform | None = None
         engine_flats.flats.append(self)
 
@@ -162,7 +165,8 @@ class FlatBuffer:
         """Number of changes of the values by steps, loads and scripts, on any rank; those of an
         update under way are counted.
         """
-        return self.other_changes + self.user_writes.updates
+        own = 0 if self._member is None else self._member._version
+        return self.other_changes + self.user_writes.updates + own
 
     def count_change(self) -> None:
         """Count a change of the values, on every rank, whichever owns them."""
@@ -229,6 +233,15 @@ class FlatBuffer:
         if reads is not None:
             streams.record_event(reads).synchronize()
         self._storage.store(SHARD, start, values)
+
+    def member(self, name: str) -> torch.Tensor:
+        """Return this rank's part of the frozen, sharded parameter ``name``, 1-D, in the memory of
+        the shard; :attr:`changes` counts writes. A placeholder where the shard has no memory.
+        """
+        if self._member is None:
+            self._member = self._storage.entry(SHARD).data
+        _, start, stop = self.spec.own_range(name)
+        return self._member[start:stop]
 
     def shard_memory(self) -> torch.Tensor:
         """Return this rank's elements [owned] to be overwritten, on the device or the host: the
@@ -339,6 +352,12 @@ class FlatBuffer:
         Master weights that already round to these values stay.
         """
         self.refuse_changed(name)
+        if self._member is not None and self._member._version != self._gathered_at:
+            raise PartitionError(
+                f"{name} was gathered to be written to, and members of optimizer.param_groups, "
+                "this rank's parts of frozen parameters, were written to meanwhile; write to these "
+                "members without GatheredParameters, or to the gathered parameters alone"
+            )
         self.count_change()
         first, start, stop = self.spec.own_range(name)
         values = self.views[name].reshape(-1)[first : first + stop - start]
@@ -452,6 +471,8 @@ class FlatBuffer:
 
     def mark_filled(self) -> None:
         """Mark ``full`` as filled."""
+        if self._member is not None:
+            self._gathered_at = self._member._version
         if self.computing is not None:
             self.computing.gathered()
 
@@ -492,6 +513,7 @@ class FlatBuffer:
     def drop(self) -> None:
         """Free this rank's memory: the parameters now belong to another flat buffer, or to none."""
         self.keep_shard_in(DeviceStorage({}))
+        self._member = None
         self.parameter_views.drop_memory()
         self.user_writes.drop_aliases()
         self.full = self.full.new_empty(0)

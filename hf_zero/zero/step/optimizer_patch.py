@@ -13,6 +13,7 @@ import torch
 
 from hf_zero.errors import PartitionError
 from hf_zero.optim.elementwise import give_back
+from hf_zero.optim.segments import GroupMember
 from hf_zero.optim.state import SegmentStates
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_buffer import owner_of
@@ -25,9 +26,12 @@ _SUPPORTS_AMP = "_step_supports_amp_scaling"
 _MISSING = object()
 
 
-def _refuse_parameter(key: object) -> None:
-    """Raise PartitionError if ``key`` of ``optimizer.state`` is a parameter of the model."""
-    if isinstance(key, torch.Tensor) and owner_of(key) is not None:
+def _refuse_parameter(key: Any) -> None:
+    """Raise PartitionError if ``key`` of ``optimizer.state`` is a parameter of the model that
+    trains.
+    """
+    flat = owner_of(key) if isinstance(key, torch.Tensor) else None
+    if flat is not None and flat.trainable:
         raise PartitionError(
             f"optimizer.state[{name_of(key)}]: the optimizer's state is kept in flat buffers, "
             "sharded over the ranks, and not by parameter; read it with "
@@ -122,7 +126,9 @@ class _EngineMethods:
             alive.optimizer_step.counted_state() as changed,
             _taken_hooks(self._optimizer, "_optimizer_state_dict_post_hooks") as hooks,
         ):
-            packed = alive.bound.packed(type(self._optimizer).state_dict(self._optimizer))
+            with alive.bound.stepping():
+                packed = type(self._optimizer).state_dict(self._optimizer)
+            packed = alive.bound.packed(packed)
             packed = deepcopy(packed) if changed else packed
         return _through(hooks, self._optimizer, packed)
 
@@ -211,6 +217,7 @@ def _return_parameters(
         vars(optimizer).pop(name, None)
     optimizer.state = defaultdict(dict)
     for group, members in zip(optimizer.param_groups, parameters):
-        for segment in group["params"]:
-            torch.Tensor.data.__set__(segment, segment.new_empty(0))  # type: ignore[attr-defined]
+        for member in group["params"]:
+            if isinstance(member, GroupMember):
+                torch.Tensor.data.__set__(member, member.new_empty(0))  # type: ignore[attr-defined]
         group["params"] = list(members)

@@ -195,7 +195,7 @@ class OptimizerStep:
         hooks or a divisor need all gradients at once. Return those updated, there or here.
         """
         updated = set()
-        one_by_one = divisor is None and not self.bound.has_pre_hooks
+        one_by_one = divisor is None and not self.bound.optimizer._optimizer_step_pre_hooks
         for flat in self.model.trainable:
             if one_by_one and flat.gradient.has_reduced and not flat.optimizer_shard.offloaded:
                 self._apply([flat], steps_before)

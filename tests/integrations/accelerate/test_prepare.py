@@ -383,6 +383,15 @@ def test_an_optimizer_apart_from_its_model_is_refused() -> None:
         prepare(of, optimizer)
 
 
+def test_an_engines_own_optimizer_may_be_prepared_again() -> None:
+    """Its group has a frozen parameter, which the engine owns."""
+    ours, model = accelerator(), stack()
+    next(model.parameters()).requires_grad_(False)
+    engine, _ = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ours.prepare(engine.optimizer)
+    engine.destroy()
+
+
 def test_a_loss_beside_its_model_in_one_call_is_refused() -> None:
     """The remedy works, and without ZeRO Accelerate decides."""
     ours, model, loss = accelerator(), stack(), nn.Linear(2, 2)
