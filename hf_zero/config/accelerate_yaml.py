@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hf_zero.config.dialects import Dialect
 from hf_zero.config.files import load_file, shown
 from hf_zero.config.keys import KEYS, SECTIONS
 from hf_zero.config.measures import MONITORS
@@ -116,13 +117,6 @@ _FOREIGN = {
     "fp8_config": "fp8 training",
 }
 _MARKS = ("deepspeed_config", "distributed_type", "compute_environment", "fsdp_config")
-
-
-def read_any(mapping: Mapping[str, object], label: str, foreign: bool = False) -> ConfigReading:
-    """Read an Accelerate configuration or a ZeRO one; ``foreign`` as of ``ConfigReading``."""
-    if is_accelerate(mapping):
-        return read_accelerate(mapping, label)
-    return ConfigReading(foreign=foreign).read(mapping, label)
 
 
 def is_accelerate(mapping: Mapping[str, object]) -> bool:
@@ -289,3 +283,17 @@ def _apply_mixed_precision(reading: ConfigReading, label: str) -> None:
         )
     if precision in ("bf16", "fp16"):
         reading.put(f"{precision}.enabled", True, "mixed_precision", label)
+
+
+class AccelerateYaml(Dialect):
+    """The dialect of the files of ``accelerate launch``."""
+
+    KEYS = ACCELERATE_KEYS
+
+    @classmethod
+    def matches(cls, mapping: Mapping[str, object]) -> bool:
+        return is_accelerate(mapping)
+
+    @classmethod
+    def read(cls, mapping: Mapping[str, Any], label: str) -> ConfigReading:
+        return read_accelerate(mapping, label)

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
+from hf_zero.config.dialects import keys_of_dialects
 from hf_zero.config.feature_rows import SECRETS
 from hf_zero.config.files import DICT, FILES, SourcedDict, flattened, is_written
 from hf_zero.config.keys import KEYS
@@ -88,7 +88,7 @@ def explain(reading: ConfigReading, check: Check = refusals) -> list[ExplainRow]
     values = reading.given()
     refused = check(values)
     value: object
-    for path, key in {**KEYS, **ACCELERATE_KEYS, **KEYS}.items():  # equal names mean the former
+    for path, key in {**KEYS, **keys_of_dialects(), **KEYS}.items():  # equal names mean the former
         if path in reading.autos:
             value, note = AUTO, "to be filled in by Accelerate or the Trainer"
         elif path in reading.values or (_acts(path) and not key.idle(reading.values)):

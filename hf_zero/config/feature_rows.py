@@ -54,6 +54,8 @@ class FeatureRow:
     provides: Mapping[str, str] = field(default_factory=dict)
     declares: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
+    dialects: tuple[str, ...] = ()
+    kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     excludes: Mapping[str, str] = field(default_factory=dict)
     refuses: tuple[RefusedValue, ...] = ()
@@ -80,11 +82,14 @@ def read(text: str) -> dict[str, FeatureRow]:
 
     def row(name: str, entry: Mapping[str, Any]) -> FeatureRow:
         values = with_tuples(entry)
-        excluded, off = entry.get("excludes", {}), entry.get("off", {})
+        excluded = entry.get("excludes", {})
         values |= {
             "after": tuple(members(entry.get("after", ()))),
             "excludes": {m: why for other, why in excluded.items() for m in members((other,))},
-            "off": {key: tuple(of) for key, of in off.items()},
+            **{
+                name: {key: tuple(of) for key, of in entry.get(name, {}).items()}
+                for name in ("off", "kernels")
+            },
             "refuses": tuple(
                 RefusedValue(
                     given["key"],

@@ -19,8 +19,8 @@ from hf_zero.config.accelerate_yaml import (
     is_accelerate,
     kind_of,
     read_accelerate,
-    read_any,
 )
+from hf_zero.config.dialects import read_any
 from hf_zero.config.files import shown
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.migrating_sections import (

@@ -6,6 +6,7 @@ from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING
 
 from hf_zero.config.feature_rows import SECTIONS
+from hf_zero.config.kernels import KERNELS
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.sections import (
     EXPERT_PARALLEL,
@@ -27,7 +28,6 @@ from hf_zero.config.value_types import (
     COUNT,
     DTYPE,
     INTERVAL,
-    KERNELS,
     NAMES,
     SECONDS_OR_OFF,
     SECTION,

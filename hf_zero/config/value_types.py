@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from hf_zero.config import kernels
 from hf_zero.errors import ConfigError
 from hf_zero.logging import SIZE_PATTERN, JsonObject, parse_size
 
@@ -274,22 +273,6 @@ def _report_interval(value: object) -> int | None:
     return int(integer(1).convert(value))
 
 
-def _switch(value: object) -> str:
-    """Convert to ``off``, ``on`` or ``auto``; YAML parses the bare words off and on as booleans."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if value not in ("off", "auto", "on"):
-        raise ValueError(value)
-    return str(value)
-
-
-def _kernels(value: object) -> str | tuple[str, ...]:
-    """Convert to ``off``, ``auto`` (or ``on``) or kernel names; an empty list is ``off``."""
-    if isinstance(value, (bool, str)):
-        return {"off": "off"}.get(_switch(value), "auto")
-    return kernels.in_order(_names(value)) or "off"
-
-
 _STRING = {"type": "string", "minLength": 1}
 _STRINGS = {"type": "array", "items": _STRING}
 _SHARE = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
@@ -318,16 +301,6 @@ INTERVAL = ValueType(
     "a positive number of steps or infinity",
     _report_interval,
     {"type": "number", "exclusiveMinimum": 0},
-)
-KERNELS = ValueType(
-    f"'auto', 'off' or a list of names among {', '.join(kernels.NAMES)}",
-    _kernels,
-    {
-        "anyOf": [
-            {"enum": ["auto", "off", "on", True, False]},
-            {"type": "array", "items": {"enum": list(kernels.NAMES)}},
-        ]
-    },
 )
 ANYTHING = ValueType("any value", _anything)
 COUNT = integer(0)

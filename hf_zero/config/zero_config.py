@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 from hf_zero.config import explaining, kernels, resolving
-from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, read_any
+from hf_zero.config.dialects import keys_of_dialects, read_any
 from hf_zero.config.explaining import ExplainRow, Unset
 from hf_zero.config.feature_rows import FeatureSection
 from hf_zero.config.files import SourcedDict, load_file, load_text
@@ -370,12 +370,16 @@ class ZeroConfig(Settings):
         """Set all fields from the values of ``reading`` and the table's defaults."""
         complete(reading)
         check_reading(reading)
-        table = [*KEYS.items(), *ACCELERATE_KEYS.items()]
+        table = [*KEYS.items(), *keys_of_dialects().items()]
         values: dict[str, Any] = {
             key.field: reading.values.get(path, key.default) for path, key in table if key.field
         }
         for name, (_, made_of) in sections_of(type(self)).items():
-            members = {item.name: values[f"{name}.{item.name}"] for item in fields(made_of)}
+            # no dialect may have the keys of ``launch``
+            members = {
+                item.name: values.get(f"{name}.{item.name}", item.default)
+                for item in fields(made_of)
+            }
             if made_of in (OptimizerConfig, SchedulerConfig):
                 kind, params = members["type"], dict(members["params"] or {})
                 values[name] = None if kind is None else made_of(kind, params)

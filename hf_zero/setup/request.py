@@ -18,7 +18,6 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.config.launched import check_launch
 from hf_zero.config.variables import warn_once as warn_of_variables
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import process_group
@@ -27,6 +26,7 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.optim.build import build_optimizer, build_scheduler, refused
+from hf_zero.zero.feature import early
 from hf_zero.zero.layout.staged import StagedModel
 from hf_zero.zero.layout.walk import named_modules_of
 
@@ -85,8 +85,9 @@ class SetupRequest(Generic[E]):
                 )  # each attempt to build an optimizer reads it
         request = cls(engine_class, model, settings, model_parameters=groups, **others)
         request._check()
-        if not (request.optimizer is None and groups is None and settings.optimizer is None):
-            check_launch(settings)
+        trains = not (request.optimizer is None and groups is None and settings.optimizer is None)
+        for kind in early().values():
+            kind.check_request(settings, trains)
         return request
 
     @property

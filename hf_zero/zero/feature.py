@@ -56,6 +56,12 @@ class Feature:
     # ---- before it is known which features are on: of classes that a row names as ``early`` ----
 
     @classmethod
+    def check_request(cls, settings: ZeroConfig, trains: bool) -> None:
+        """Raise ConfigError for ``settings`` that this process does not fit, before ranks meet.
+        ``trains``: with an optimizer.
+        """
+
+    @classmethod
     def join(cls, model: nn.Module) -> None:
         """Set up the groups of ranks that ``model`` needs beside the job's (collective)."""
 

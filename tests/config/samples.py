@@ -6,8 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from hf_zero.config.kernels import KERNELS
 from hf_zero.config.techniques import AWARE, PHASE_LIST, RAMPUP
-from hf_zero.config.value_types import KERNELS, choice
+from hf_zero.config.value_types import choice
 
 # The first of each list is unlike the default.
 VALUES: dict[str, list[Any]] = {

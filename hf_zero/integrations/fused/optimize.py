@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_zero.activations.compile import to_be_compiled
-from hf_zero.config.kernels import IN_BLOCKS, IN_COMPILED_BLOCKS, NAMES, auto, in_order
+from hf_zero.config.kernels import NAMES, auto, in_order
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.device import kinds
 from hf_zero.errors import KernelError
@@ -40,6 +40,14 @@ if TYPE_CHECKING:
 
 RECORD = "_hf_zero_fused"
 PRE_LN = "pre_layer_norm"
+
+IN_BLOCKS = frozenset(("norms", "activations", "rotary", "qkv", "residual"))
+"""The kernels that replace modules of blocks."""
+
+IN_COMPILED_BLOCKS = ("qkv",)
+"""The kernels of "auto" inside a compiled block, where inductor fuses norms, activations,
+rotations and sums itself.
+"""
 
 
 class Record:

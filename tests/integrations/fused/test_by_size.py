@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 import hf_zero
-from hf_zero.config.kernels import IN_BLOCKS
 from hf_zero.integrations.fused import narrow_blocks, report
 from hf_zero.integrations.fused.by_size import NARROW, width_of
+from hf_zero.integrations.fused.optimize import IN_BLOCKS
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES
 
