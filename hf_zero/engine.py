@@ -26,6 +26,7 @@ from hf_zero.checkpoint.save_log import SaveLog
 from hf_zero.checkpoint.save_manifest import copy_as_saved
 from hf_zero.checkpoint.save_sharded import save
 from hf_zero.checkpoint.storage import as_path
+from hf_zero.config.feature_rows import provided
 from hf_zero.config.sections import CheckpointSection
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
@@ -36,7 +37,6 @@ from hf_zero.techniques.data_sampling import PostProcess, set_post_process
 from hf_zero.techniques.schedules import set_custom_schedule
 from hf_zero.zero.access.full import GatheredParameters, safe_get_full_fp32_param
 from hf_zero.zero.access.weight_stream import BareNames, Names, WeightStream
-from hf_zero.zero.extensions import provided
 from hf_zero.zero.gather.shared_shards import SharedShards
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import flat_of

@@ -34,12 +34,12 @@ from hf_zero.checkpoint.manifest import (
 )
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
 from hf_zero.config import ZeroConfig
+from hf_zero.config.feature_rows import provided
 from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger, parse_json
 from hf_zero.optim.segments import FetchedArrays
-from hf_zero.zero.extensions import provided
 from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of

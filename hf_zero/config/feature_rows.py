@@ -9,6 +9,7 @@ import importlib
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -124,6 +125,16 @@ def loaded(name: str) -> Any:
     module, _, attribute = name.partition(":")
     found = importlib.import_module(module)
     return attrgetter(attribute)(found) if attribute else found
+
+
+@cache
+def provided(name: str, default: Any = None) -> Any:
+    """Return the function, class or module that a row provides as ``name``: of an upper layer, for
+    lower ones that meet a model of its library, or the state of its feature; ``default`` without
+    such a row.
+    """
+    given = [row.provides[name] for row in FEATURES.values() if name in row.provides]
+    return loaded(given[0]) if given else default
 
 
 class FeatureSection:

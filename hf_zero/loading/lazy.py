@@ -30,8 +30,8 @@ from hf_zero.loading.expressions import (
     Strided,
     strided_like,
 )
-from hf_zero.zero.layout.attributes import AttachedParameter
 from hf_zero.zero.layout.initial_values import pending, source_of, without_repeats
+from hf_zero.zero.layout.parameter_classes import parameter_classes
 
 aten = torch.ops.aten
 SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -486,10 +486,11 @@ def make_pending(model: nn.Module) -> int:
     the number of pending ones. Tied parameters stay tied.
     """
     parameters: dict[int, nn.Parameter] = {}
+    classes = parameter_classes()
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if not isinstance(parameter, LazyTensor):
-                _attach_later(parameter)
+                classes.make_pending(parameter, _expression_of)
                 continue
             if id(parameter) not in parameters:
                 new = pending(parameter.shape, parameter.expression)
@@ -501,17 +502,8 @@ def make_pending(model: nn.Module) -> int:
     return sum(source_of(parameter) is not None for parameter in model.parameters())
 
 
-def _attach_later(weight: torch.Tensor | None) -> None:
-    """Make the lazy tensors that a weight without memory of its own consists of pending, and the
-    weight frozen.
-    """
-    if weight is None or not hasattr(weight, "__tensor_flatten__"):
-        return
-    for part in weight.__tensor_flatten__()[0]:
-        value = getattr(weight, part)
-        if isinstance(value, LazyTensor):
-            setattr(weight, part, pending(value.shape, value.expression, AttachedParameter))
-            weight.requires_grad_(False)
+def _expression_of(tensor: torch.Tensor) -> Expression | None:
+    return tensor.expression if isinstance(tensor, LazyTensor) else None
 
 
 def read_pending(model: nn.Module) -> None:

@@ -10,8 +10,8 @@ from hf_zero.distributed import process_group
 from hf_zero.engine import Engine
 from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import FeatureSet
-from hf_zero.zero.layout.attributes import register_attached
 from hf_zero.zero.layout.flat_buffer import owner_of
+from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
 from hf_zero.zero.layout.walk import parameters_with
 from hf_zero.zero.materialize import check_alike
@@ -29,7 +29,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     """
     tie_shared_memory(model)
     FeatureSet.of(config, kind="cuts").cut(model, verify=False)
-    register_attached(model)
+    parameter_classes().register(model)
     away = config.offload_param if stage == 3 else None
     settings = ZeroConfig(
         stage=stage,

@@ -32,8 +32,8 @@ from hf_zero.optim.elementwise import adopt, check
 from hf_zero.setup.request import E, SetupRequest
 from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import EngineInputs, FeatureSet, early
-from hf_zero.zero.layout.attributes import register_attached, without_parts
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
 from hf_zero.zero.layout.staged import StagedModel
 from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of, parameters_with
@@ -193,7 +193,7 @@ def resolve(
         settings = settings.on_device(kind_for_auto(process_group.default_device()))
     if optimizer is not None:
         without_tied(optimizer, tied)
-        without_parts(optimizer)
+        parameter_classes().drop(optimizer)
         adopt(optimizer)
         untested = settings.allow_untested_optimizer
         warning = check(optimizer, settings.elementwise_optimizers, untested)
@@ -244,7 +244,7 @@ def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine
     request, settings, dims = resolved.request, resolved.settings, resolved.dims
     model, features = request.model, resolved.features
     mark_configured(model, settings.zero.leaf_module, warns=False)
-    register_attached(model, on_rollback)
+    parameter_classes().register(model, on_rollback)
     features.mark(model)
     cuts = features.cuts(model, dims, process_group.get_rank())
     engine_plan = resolved.engine_class.plan(

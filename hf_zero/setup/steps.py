@@ -23,7 +23,7 @@ from hf_zero.loading.training_loader import data_loader, warn_lost_position
 from hf_zero.logging import counted, log_rank0
 from hf_zero.optim.elementwise import adopt
 from hf_zero.setup.plan import Planned, plan_of_engine
-from hf_zero.zero.layout.attributes import register_attached, without_parts
+from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
 from hf_zero.zero.layout.staged import StagedModel
 from hf_zero.zero.layout.walk import parameters_of
@@ -90,7 +90,7 @@ def prepare_optimizer(setup: Setup) -> None:
     if setup.optimizer is not None:
         _warn_all_frozen(setup)
         without_tied(setup.optimizer, setup.tied)
-        without_parts(setup.optimizer)
+        parameter_classes().drop(setup.optimizer)
         adopt(setup.optimizer)
 
 
@@ -122,7 +122,7 @@ def build_engine(setup: Setup) -> None:
     if resolved.request.takes_over is not None:
         resolved.request.takes_over(model)
     release_holders(model, setup.optimizer)
-    register_attached(model, on_rollback if setup.planned.spare else None)
+    parameter_classes().register(model, on_rollback if setup.planned.spare else None)
     features = resolved.features.with_further(model)
     engine_plan = plan_of_engine(setup.planned, setup.optimizer)
     setup.engine = resolved.engine_class(engine_plan, features)

@@ -1,12 +1,9 @@
-"""What the plan of an engine reads of its features, by the rows of ``config/features.toml``, and
-the functions that these rows name.
-"""
+"""What the plan of an engine reads of its features, by the rows of ``config/features.toml``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,12 +38,3 @@ def extensions_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None = 
             for name, value in loaded(row.extends)(config, optimizer).items():
                 values[name] = values.get(name, ()) + value if name in joined else value
     return Extensions(**values)
-
-
-@cache
-def provided(name: str) -> Any:
-    """Return the function or module that a row provides as ``name``: of an upper layer, for lower
-    ones that meet a model of its library.
-    """
-    rows = [row for row in FEATURES.values() if name in row.provides]
-    return loaded(rows[0].provides[name])

@@ -25,7 +25,6 @@ from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.group_settings import plain_settings
 from hf_zero.zero.gather.unit import GatherState, Unit
-from hf_zero.zero.layout import attributes
 from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer, owner_of
 from hf_zero.zero.layout.flat_memory import FlatMemory
@@ -38,6 +37,7 @@ from hf_zero.zero.layout.initial_values import (
     read_own,
 )
 from hf_zero.zero.layout.parameter import name_of
+from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.precision import CASTABLE
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.walk import modules_of, named_modules_of
@@ -122,14 +122,15 @@ def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit
     for gradients in {flat.gradient.memory for flat in flats}:
         if gradients is not None:
             gradients.set_allocated(False)
+    classes = parameter_classes()
     parameters = [parameter for spec in plan.units for _, parameter in spec.parameters]
     if reads:
-        attributes.read_attached(parameters, mesh, former)
+        classes.read(parameters, mesh, former)
     former.close()
     if reads:
         with raise_on_all_ranks("read its part of the model"):
             former.raise_error()
-    attributes.broadcast_attached(parameters, mesh)
+    classes.broadcast(parameters, mesh)
     place_buffers(plan, mesh)
     return units
 
@@ -165,6 +166,7 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
                     f"buffer {name} of {type(module).__name__} is on the meta device; initialize "
                     "the model's buffers before hf_zero.initialize"
                 )
+    classes = parameter_classes()
     for spec in specs:
         for name, parameter in spec.parameters:
             if parameter.is_meta and has_values:
@@ -200,7 +202,7 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
                     f"{device.type!r} in place: move the model there first "
                     f"(model.to({device.type!r})), then make the optimizer"
                 )
-            refused = attributes.refusal(parameter, device) if owner is None else None
+            refused = classes.refusal(parameter, device) if owner is None else None
             if refused is not None:
                 raise PartitionError(f"parameter {name} {refused}")
 
@@ -250,9 +252,10 @@ def check_alike(plan: EnginePlan) -> None:
                 for name, value in sorted(plain_settings(group).items())
                 if name in plan.optimizer.defaults and value is not None
             }
+    describe = parameter_classes().describe
     mine |= {
         name: {
-            "shape": f"{attributes.describe(parameter)}{tuple(parameter.shape)}",
+            "shape": f"{describe(parameter)}{tuple(parameter.shape)}",
             "dtype": str(parameter.dtype),
             "optimizer group": str(plan.group_of.get(name)),
             "unit": spec.name or "(root)",

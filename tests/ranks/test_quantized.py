@@ -16,8 +16,8 @@ from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, RankMismatchError, ReleasedParameterError
 from hf_zero.loading.shard_only import hold
 from hf_zero.zero.access.consolidate import whole_state_dict
-from hf_zero.zero.layout.attributes import refusal
 from hf_zero.zero.layout.parameter import OwnedParameter, ReleasedParameter
+from hf_zero.zero.layout.parameter_classes import ParameterClasses, parameter_classes
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_weights, start
@@ -220,7 +220,7 @@ class Wrapped(torch.Tensor):
 
 
 def test_classes_that_cannot_be_laid_out():
-    cpu = torch.device("cpu")
+    cpu, refusal = torch.device("cpu"), parameter_classes().refusal
     for parameter in (
         nn.Parameter(Wrapped(torch.zeros(2))),
         nn.UninitializedParameter(),
@@ -231,6 +231,12 @@ def test_classes_that_cannot_be_laid_out():
         )
     packed, state = quantize(torch.randn(64, 2), torch.uint8)
     assert refusal(Params4bit(packed, False, state), cpu) is None
+    core = ParameterClasses()  # without the row of those that it knows
+    assert core.refusal(nn.Parameter(torch.zeros(2)), cpu) is None
+    assert "is a Params4bit, whose memory cannot be laid out flat; pass" in core.refusal(
+        Params4bit(packed, False, state), cpu
+    )
+    assert core.describe(Params4bit(packed, False, state)) == "Params4bit"
     assert (
         "is a Params4bit on cpu, and the engine computes on cuda; move the model there before"
         in refusal(Params4bit(packed, False, state), torch.device("cuda"))

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.feature_rows import provided
 from hf_zero.config.resolving import TOTAL, warn_of_total
 from hf_zero.distributed import process_group
 from hf_zero.distributed.collectives import MeshDim
@@ -36,7 +37,6 @@ from hf_zero.parallel.sequence.attention import Axes, all_gather
 from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut, documents_of
 from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, RING, SEQUENCE_CONTEXT, Division
 from hf_zero.parallel.sequence.documents import Documents
-from hf_zero.zero.extensions import provided
 from hf_zero.zero.feature import Feature
 
 if TYPE_CHECKING:

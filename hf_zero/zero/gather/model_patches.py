@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.gather.unit import Unit, unit_of
-from hf_zero.zero.layout.attributes import is_attached, names_of_parts, of_parts, weights_of_parts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, flat_of, owner_of
 from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of
+from hf_zero.zero.layout.parameter_classes import is_cast, parameter_classes
 from hf_zero.zero.layout.sharding import join_parts, sharding_of, take_own_part
 from hf_zero.zero.layout.walk import modules_of
 
@@ -300,11 +300,7 @@ class ModelPatches:
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
     ) -> None:
         (self._whole_source or self._copy_gathered)(module, state, prefix)
-        for name, weight in weights_of_parts(module):
-            paths = names_of_parts(name, weight, prefix)
-            if all(path in state for path in paths.values()):
-                parts = {part: state.pop(path).detach() for part, path in paths.items()}
-                state[prefix + name] = of_parts(weight, parts)
+        parameter_classes().join_in_state(module, state, prefix)
 
     def _copy_gathered(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name, parameter in module._parameters.items():
@@ -318,8 +314,8 @@ class ModelPatches:
                     or sharding_of(parameter).axes
                 )
             ):
-                if is_attached(parameter) and state[key].data_ptr() != parameter.data_ptr():
-                    continue  # a merge has replaced the weight: its module writes new scales
+                if not is_cast(parameter) and state[key].data_ptr() != parameter.data_ptr():
+                    continue  # its module writes others, as the scales of a merged weight
                 # Copies, because a sharded parameter is released again, and a view would be saved
                 # with its whole storage. One copy per parameter: tied names still share memory and
                 # are saved once.
@@ -384,11 +380,7 @@ class ModelPatches:
         for unit in pinned:
             self._schedule.pin(unit)
             call.pinned.append(unit)
-        for name, weight in weights_of_parts(module):
-            if prefix + name in state:
-                whole = state.pop(prefix + name)
-                for part, path in names_of_parts(name, weight, prefix).items():
-                    state[path] = getattr(whole, part)
+        parameter_classes().part_in_state(module, state, prefix)
         parameters = self._own.get(module, {})
         for name, parameter in parameters.items():
             if sharding_of(parameter).axes and not take_own_part(
@@ -451,7 +443,7 @@ def _refuse_change(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]
         if not isinstance(parameter, OwnedParameter):
             continue
         # scales of quantized weights keep their dtype in a cast of their module
-        dtype = torch.uint8 if is_attached(parameter) else parameter.dtype
+        dtype = parameter.dtype if is_cast(parameter) else torch.uint8
         probe = fn(torch.empty(0, dtype=dtype, device=parameter.device))
         if probe.dtype != dtype or probe.device != parameter.device:
             raise PartitionError(

@@ -3,8 +3,8 @@ attributes.
 
 Their bytes are laid out, sharded and gathered like any others, and so are large tensors among their
 attributes (the scales in the ``quant_state`` of bitsandbytes) and the parts of tensors without
-memory of their own (torchao), which :func:`register_attached` makes parameters of the same module.
-Small ones (tables, offsets) stay whole, as buffers do, and get rank 0's values.
+memory of their own (torchao), which :meth:`QuantizedWeights.register` makes parameters of the same
+module. Small ones (tables, offsets) stay whole, as buffers do, and get rank 0's values.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.initial_values import FormerValues, Source, pending, source_of
 from hf_zero.zero.layout.parameter import OwnedParameter, given_class, owned_class
+from hf_zero.zero.layout.parameter_classes import ParameterClasses
 from hf_zero.zero.layout.sharding import sharding_of, written
 from hf_zero.zero.layout.walk import modules_of
 
@@ -57,51 +58,6 @@ def attached(parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
             yield attribute.path, attribute.tensor
 
 
-def register_attached(model: nn.Module, push_inverse: Callable[..., object] | None = None) -> None:
-    """Make the tensors among the attributes of the quantized weights of ``model`` frozen parameters
-    of the same module, in place: tensors of more than :data:`LARGEST_TABLE` elements, and all that
-    a weight without memory of its own consists of. Such a weight is an attribute of the module
-    then.
-
-    A new parameter is named as its tensor in the module's state dict, else by the name of the
-    weight and the path of the attribute (``_weight_qdata``: a part). Parameters whose weights the
-    module has no longer are removed. Attributes with the memory of the weight become the weight
-    itself. ``push_inverse`` is called with a function that undoes the change of an attribute, and
-    its arguments.
-    """
-    undo = push_inverse if push_inverse is not None else lambda *_: None
-    for module in modules_of(model):
-        registered = module._parameters
-        former = {key for key, p in registered.items() if p is not None and is_attached(p)}
-        weights = dict(_weights(module))
-        if not weights and not former:
-            continue
-        state = {id(value): key for key, value in written(module).items()}
-        current: dict[str, nn.Parameter] = {}
-        for name, weight in weights.items():
-            parts = names_of_parts(name, weight)
-            for attribute in (*tensors_of(weight), *_beside(module, weight)):
-                path, holder, key, tensor = attribute
-                if _has_the_memory_of(weight, tensor):
-                    undo(holder.__setitem__, key, tensor)
-                    holder[key] = weight
-                elif _is_laid_out(attribute) or path in parts:
-                    if not is_attached(tensor):
-                        undo(holder.__setitem__, key, tensor)
-                        holder[key] = AttachedParameter(tensor.detach(), requires_grad=False)
-                    default = parts.get(path, f"{name}.{path}")
-                    current[state.get(id(tensor), default)] = holder[key]
-            if parts:
-                largest = max((getattr(weight, part) for part in parts), key=torch.Tensor.numel)
-                largest.__dict__["_hf_zero_elements"] = weight.numel()
-                if registered.pop(name, None) is not None:
-                    undo(module.__dict__.pop, name, None)
-                    module.__dict__[name] = weight
-        for key in former - current.keys():
-            del registered[key]
-        registered.update(current)
-
-
 def parts_of(weight: torch.Tensor) -> list[str]:
     """Return the names of the plain tensors that a frozen weight without memory of its own consists
     of, such as the quantized tensors of torchao; none of another weight.
@@ -128,12 +84,6 @@ def of_parts(
     size = torch.Size(weight.shape if shape is None else shape)
     stride = torch.empty(size, device="meta").stride()
     return nn.Parameter(kind.__tensor_unflatten__(parts, context, size, stride), False)
-
-
-def without_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Remove frozen weights without memory of their own from the groups of ``optimizer``."""
-    for group in optimizer.param_groups:
-        group["params"][:] = [p for p in group["params"] if not parts_of(p)]
 
 
 def names_of_parts(name: str, weight: torch.Tensor, prefix: str = "") -> dict[str, str]:
@@ -235,52 +185,6 @@ def elements_of(parameter: torch.Tensor) -> int:
     return parameter.numel()
 
 
-def describe(parameter: torch.Tensor) -> str:
-    """Return class and attached tensors of ``parameter``, to compare ranks; "" for a plain one."""
-    kind = given_class(parameter)
-    if kind is nn.Parameter:
-        return ""
-    tensors = [(path, tuple(t.shape), str(t.dtype)) for path, t in attached(parameter)]
-    return f"{kind.__qualname__} with {tensors}"
-
-
-def refusal(parameter: torch.Tensor, device: torch.device) -> str | None:
-    """Return the reason and the remedy if a parameter of this class cannot be laid out on
-    ``device``; None if it can.
-    """
-    kind = type(parameter)
-    if kind is nn.Parameter:
-        return None
-    plain = (
-        nn.Parameter in kind.__mro__
-        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and not is_lazy(parameter)
-    )
-    if not plain or not _combines(kind):
-        return (
-            f"is a {kind.__name__}, whose memory cannot be laid out flat; pass a model "
-            "of plain nn.Parameters, or one that bitsandbytes has quantized to 4 or 8 bits, or "
-            "torchao by rows (Int8WeightOnlyConfig, Float8WeightOnlyConfig)"
-        )
-    if parameter.device.type != device.type and source_of(parameter) is None:
-        return (
-            f"is a {kind.__name__} on {parameter.device}, and the engine computes on {device}; "
-            "move the model there before "
-            "(model.to(device)), as its class may have more to do for that than copy"
-        )
-    for path, tensor in attached(parameter):
-        if (
-            tensor.numel()
-            and tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
-        ):
-            return (
-                f"is a {kind.__name__} whose attribute {path} keeps its whole memory alive; "
-                "delete the attribute before hf_zero.initialize, or quantize with "
-                "BitsAndBytesConfig(load_in_4bit=True)"
-            )
-    return None
-
-
 def attached_later(shape: Sequence[int], source: Source) -> torch.Tensor:
     """Return a tensor for an attribute of a weight whose values an engine reads from ``source``: a
     parameter without memory if it will be laid out, else zeros.
@@ -290,32 +194,6 @@ def attached_later(shape: Sequence[int], source: Source) -> torch.Tensor:
     template = torch.zeros(tuple(shape), dtype=source.dtype)
     template.__dict__["_hf_zero_source"] = source
     return template
-
-
-@torch.no_grad()
-def read_attached(parameters: Iterable[torch.Tensor], mesh: Mesh, former: FormerValues) -> None:
-    """Move the small tensors attached to ``parameters`` that are read from a source to the device
-    of ``mesh``; the first rank that holds the parameter reads them.
-    """
-    for parameter in parameters:
-        for _, holder, key, tensor in tensors_of(parameter):
-            source = None if is_attached(tensor) else source_of(tensor)
-            if source is not None:
-                if mesh.of(sharding_of(parameter).axes).is_first:
-                    values = former.attempt(source.whole)
-                    tensor = tensor if values is None else values
-                holder[key] = tensor.detach().to(mesh.device)
-
-
-def broadcast_attached(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
-    """Broadcast the tensors attached to ``parameters``, in place, from the first rank that holds
-    the parameter (collective).
-    """
-    for parameter in parameters:
-        within = mesh.of(sharding_of(parameter).axes)
-        for _, tensor in attached(parameter):
-            if tensor.is_contiguous():
-                mesh.broadcast(tensor, within)
 
 
 def _combines(kind: type[torch.Tensor]) -> bool:
@@ -350,3 +228,145 @@ def _search(values: Any, prefix: str, seen: set[int]) -> Iterator[Attribute]:
             yield from _search(value, f"{path}.", seen)
         else:
             yield from _search(_attributes(value), f"{path}.", seen)
+
+
+class QuantizedWeights(ParameterClasses):
+    """Quantized weights: packed ones of bitsandbytes, those of torchao that consist of parts."""
+
+    def refusal(self, parameter: torch.Tensor, device: torch.device) -> str | None:
+        kind = type(parameter)
+        if kind is nn.Parameter:
+            return None
+        plain = (
+            nn.Parameter in kind.__mro__
+            and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+            and not is_lazy(parameter)
+        )
+        if not plain or not _combines(kind):
+            return (
+                f"is a {kind.__name__}, whose memory cannot be laid out flat; pass a model "
+                "of plain nn.Parameters, or one that bitsandbytes has quantized to 4 or 8 bits, or "
+                "torchao by rows (Int8WeightOnlyConfig, Float8WeightOnlyConfig)"
+            )
+        if parameter.device.type != device.type and source_of(parameter) is None:
+            return (
+                f"is a {kind.__name__} on {parameter.device}, and the engine computes on {device}; "
+                "move the model there before "
+                "(model.to(device)), as its class may have more to do for that than copy"
+            )
+        for path, tensor in attached(parameter):
+            if (
+                tensor.numel()
+                and tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+            ):
+                return (
+                    f"is a {kind.__name__} whose attribute {path} keeps its whole memory alive; "
+                    "delete the attribute before hf_zero.initialize, or quantize with "
+                    "BitsAndBytesConfig(load_in_4bit=True)"
+                )
+        return None
+
+    def describe(self, parameter: torch.Tensor) -> str:
+        kind = given_class(parameter)
+        if kind is nn.Parameter:
+            return ""
+        tensors = [(path, tuple(t.shape), str(t.dtype)) for path, t in attached(parameter)]
+        return f"{kind.__qualname__} with {tensors}"
+
+    def register(self, model: nn.Module, push_inverse: Callable[..., object] | None = None) -> None:
+        """Make the tensors among the attributes of the quantized weights of ``model`` frozen
+        parameters of the same module, in place: tensors of more than :data:`LARGEST_TABLE`
+        elements, and all that a weight without memory of its own consists of. Such a weight is an
+        attribute of the module then.
+
+        A new parameter is named as its tensor in the module's state dict, else by the name of the
+        weight and the path of the attribute (``_weight_qdata``: a part). Parameters whose weights
+        the module has no longer are removed. Attributes with the memory of the weight become the
+        weight itself.
+        """
+        undo = push_inverse if push_inverse is not None else lambda *_: None
+        for module in modules_of(model):
+            registered = module._parameters
+            former = {key for key, p in registered.items() if p is not None and is_attached(p)}
+            weights = dict(_weights(module))
+            if not weights and not former:
+                continue
+            state = {id(value): key for key, value in written(module).items()}
+            current: dict[str, nn.Parameter] = {}
+            for name, weight in weights.items():
+                parts = names_of_parts(name, weight)
+                for attribute in (*tensors_of(weight), *_beside(module, weight)):
+                    path, holder, key, tensor = attribute
+                    if _has_the_memory_of(weight, tensor):
+                        undo(holder.__setitem__, key, tensor)
+                        holder[key] = weight
+                    elif _is_laid_out(attribute) or path in parts:
+                        if not is_attached(tensor):
+                            undo(holder.__setitem__, key, tensor)
+                            holder[key] = AttachedParameter(tensor.detach(), requires_grad=False)
+                        default = parts.get(path, f"{name}.{path}")
+                        current[state.get(id(tensor), default)] = holder[key]
+                if parts:
+                    largest = max((getattr(weight, part) for part in parts), key=torch.Tensor.numel)
+                    largest.__dict__["_hf_zero_elements"] = weight.numel()
+                    if registered.pop(name, None) is not None:
+                        undo(module.__dict__.pop, name, None)
+                        module.__dict__[name] = weight
+            for key in former - current.keys():
+                del registered[key]
+            registered.update(current)
+
+    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remove frozen weights without memory of their own from the groups of ``optimizer``."""
+        for group in optimizer.param_groups:
+            group["params"][:] = [p for p in group["params"] if not parts_of(p)]
+
+    @torch.no_grad()
+    def read(self, parameters: Iterable[torch.Tensor], mesh: Mesh, former: FormerValues) -> None:
+        """Move the small tensors attached to ``parameters`` that are read from a source to the
+        device of ``mesh``; the first rank that holds the parameter reads them.
+        """
+        for parameter in parameters:
+            for _, holder, key, tensor in tensors_of(parameter):
+                source = None if is_attached(tensor) else source_of(tensor)
+                if source is not None:
+                    if mesh.of(sharding_of(parameter).axes).is_first:
+                        values = former.attempt(source.whole)
+                        tensor = tensor if values is None else values
+                    holder[key] = tensor.detach().to(mesh.device)
+
+    def broadcast(self, parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
+        """Broadcast the tensors attached to ``parameters``, in place, from the first rank that
+        holds the parameter.
+        """
+        for parameter in parameters:
+            within = mesh.of(sharding_of(parameter).axes)
+            for _, tensor in attached(parameter):
+                if tensor.is_contiguous():
+                    mesh.broadcast(tensor, within)
+
+    def make_pending(
+        self, weight: torch.Tensor | None, source_of: Callable[[torch.Tensor], Source | None]
+    ) -> None:
+        """Make the parts of a weight without memory of its own pending, and the weight frozen."""
+        if weight is None or not hasattr(weight, "__tensor_flatten__"):
+            return
+        for part in weight.__tensor_flatten__()[0]:
+            value = getattr(weight, part)
+            if (source := source_of(value)) is not None:
+                setattr(weight, part, pending(value.shape, source, AttachedParameter))
+                weight.requires_grad_(False)
+
+    def join_in_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for name, weight in weights_of_parts(module):
+            paths = names_of_parts(name, weight, prefix)
+            if all(path in state for path in paths.values()):
+                parts = {part: state.pop(path).detach() for part, path in paths.items()}
+                state[prefix + name] = of_parts(weight, parts)
+
+    def part_in_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for name, weight in weights_of_parts(module):
+            if prefix + name in state:
+                whole = state.pop(prefix + name)
+                for part, path in names_of_parts(name, weight, prefix).items():
+                    state[path] = getattr(whole, part)

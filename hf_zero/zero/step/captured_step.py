@@ -31,11 +31,11 @@ from typing import Any, Protocol
 import torch
 
 from hf_zero.config.activations import CAPTURE as KEY
+from hf_zero.config.feature_rows import provided
 from hf_zero.device import graphs, kinds
 from hf_zero.device.graphs import Graph, Graphs
 from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
-from hf_zero.zero.extensions import provided
 from hf_zero.zero.layout.parameter_views import any_raw_grad
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.layout.tree import form_of, map_tensors, tensors_in
