@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,13 +16,11 @@ from torch import nn
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import torch_state_dict
+from hf_zero.checkpoint.generations import Generations, kept_generations
 from hf_zero.checkpoint.load_sharded import load
 from hf_zero.checkpoint.loader_state import WindowStart
-from hf_zero.checkpoint.memory.choose import choose_checkpoint
-from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.checkpoint.save_job import AsyncSaver
 from hf_zero.checkpoint.save_log import SaveLog
-from hf_zero.checkpoint.save_manifest import copy_as_saved
 from hf_zero.checkpoint.save_sharded import save
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.config.feature_rows import provided
@@ -122,14 +119,14 @@ class Engine(TrainingEngine):
 
     client_state: Mapping[str, Any] = MappingProxyType({})
     """The user state in that checkpoint."""
-    memory_checkpoints: MemoryCheckpoints | None = None
-    """Its checkpoints in the memory of the hosts, if they are configured."""
+    generations: Generations
+    """Its checkpoints beside those in its folder."""
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)
         torch_state_dict.install()
         self.async_saves = BackgroundSaves(mesh, self.schedule.shards, self.config.checkpoint)
-        self.memory_checkpoints = MemoryCheckpoints.of(self, plan, self.memory_checkpoints)
+        self.generations = kept_generations().of(self, plan, self.generations)
         self.window_start = WindowStart()
         self.save_log = SaveLog()
 
@@ -138,20 +135,18 @@ class Engine(TrainingEngine):
         super().quiesce(what)
 
     def take_apart(self) -> dict[str, Any]:
-        memory, folder = self.memory_checkpoints, self.measures.folder
+        generations, folder = self.generations, self.measures.folder
         self.async_saves.close()
         self.save_log.close()
-        if memory is not None:
-            memory.close(remove=memory.has_saved)  # an earlier attempt's stay
-        kept = {"memory": memory, "folder": folder, "window_start": self.window_start}
+        generations.take_apart()
+        kept = {"generations": generations, "folder": folder, "window_start": self.window_start}
         return super().take_apart() | kept
 
     def restore_parts(self, before: Mapping[str, Any]) -> None:
         super().restore_parts(before)
         self.window_start, folder = before["window_start"], before["folder"]
         self.measures.loaded(self, True, None if folder is None else str(folder))
-        if self.memory_checkpoints is not None and before["memory"] is not None:
-            self.memory_checkpoints.continue_from(before["memory"])
+        self.generations.continue_from(before["generations"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         raise PartitionError(
@@ -177,16 +172,16 @@ class Engine(TrainingEngine):
             with self.measures.step(self):
                 super().step()
         except BaseException:
-            if self.memory_checkpoints is not None and self.changes.broken != was_broken:
-                self.memory_checkpoints.has_stepped = False  # the newest one replaces the state
+            if self.changes.broken != was_broken:
+                self.generations.break_step()
             raise
         ends_window = self.counters.global_steps > before
         if ends_window and self.training_dataloader is not None:
             self.window_start.note(self)
         if ends_window and self.async_saves.writer is not None:
             self.async_saves.raise_failure()
-        if ends_window and self.memory_checkpoints is not None:
-            self.memory_checkpoints.end_step(self)
+        if ends_window:
+            self.generations.end_step(self)
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -342,9 +337,7 @@ class Engine(TrainingEngine):
             self.measures.saving(self, save_dir)
             in_background = self.config.checkpoint.async_save if blocking is None else not blocking
             writer = self.async_saves.get_writer() if in_background else None
-            offered = None
-            if writer is not None and self.memory_checkpoints is not None:
-                offered = self.memory_checkpoints.offer(self, writer)
+            offered = None if writer is None else self.generations.offer(self, writer)
             save(
                 self,
                 save_dir,
@@ -357,11 +350,8 @@ class Engine(TrainingEngine):
                 offered,
             )
             # not before: each generation in memory would be refused like this save
-            memory = self.memory_checkpoints
-            if memory is not None:
-                memory.note_run(save_dir)
-                if isinstance(client_state, Mapping) and self.global_rank == 0:
-                    memory.client_state = copy_as_saved(dict(client_state))
+            noted = isinstance(client_state, Mapping) and self.global_rank == 0
+            self.generations.end_save(save_dir, client_state if noted else None)
         return True
 
     def load_checkpoint(
@@ -407,13 +397,11 @@ class Engine(TrainingEngine):
             self.changes.drop_pending_update(self.updater)
             self.rebuild_if_unfrozen(loads=True)
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
-            in_memory = False
-            if self.memory_checkpoints is not None:
-                resumes = load_optimizer_states and not load_module_only
-                chosen = choose_checkpoint(self, load_dir, tag, load_module_strict, resumes)
-                load_dir, tag, in_memory = chosen.directory, chosen.tag, chosen.in_memory
-                if in_memory and str(as_path(load_dir)) == run:
-                    run = None  # the folder was chosen before; its run is unknown
+            resumes = load_optimizer_states and not load_module_only
+            chosen = self.generations.choose(self, load_dir, tag, load_module_strict, resumes)
+            load_dir, tag, in_memory = chosen.directory, chosen.tag, chosen.in_memory
+            if in_memory and str(as_path(load_dir)) == run:
+                run = None  # the folder was chosen before; its run is unknown
             self.measures.finish(self)
             with self.schedule.shards.writing():
                 answer = load(
@@ -434,10 +422,7 @@ class Engine(TrainingEngine):
         if run == answer[0]:  # a checkpoint itself, without its run's folder
             run = str(as_path(run).absolute().parent)
         self.measures.loaded(self, not load_module_only, run)
-        if self.memory_checkpoints is not None:
-            if resumes:
-                self.memory_checkpoints.note_run(run)
-            self.memory_checkpoints.client_state = deepcopy(answer[1])
+        self.generations.end_load(run, answer[1], resumes)
         return answer
 
     def _run_folder(self, given: str | os.PathLike[str] | None, who: str) -> str:
@@ -501,12 +486,11 @@ class Engine(TrainingEngine):
         """Wait for the saves under way. The generations in memory stay if a save on disk fails, or
         if the state is half changed: a resume takes them.
         """
-        memory, failing, keep = self.memory_checkpoints, None, bool(self.changes.broken)
+        failing, keep = None, bool(self.changes.broken)
         try:
             self.async_saves.close()
         except BaseException:
             failing, keep = False, True  # the save into memory under way is waited for
             raise
         finally:
-            if memory is not None:
-                memory.close(failing, keep=keep)
+            self.generations.close(failing, keep)

@@ -116,13 +116,9 @@ def load(
         replaces = load_module_strict and not load_module_only
         replaces &= load_optimizer_states or engine.bound is None
         rank_load.apply(replaces, load_module_only, load_rng, load_loader)
-    memory = getattr(engine, "memory_checkpoints", None)
-    if memory is not None:
-        step = manifest.counters.get("global_steps", -1)
-        memory.loaded(manifest.begun, step, load_optimizer_states and not in_memory)
-    elif not load_module_only:
-        engine.begun = max(engine.begun, manifest.begun)
-        engine.begun += engine.begun > 0
+    step = manifest.counters.get("global_steps", -1)
+    goes_back = load_optimizer_states and not in_memory
+    engine.generations.loaded(manifest.begun, step, goes_back, load_module_only)
     log_rank0(
         f"loaded {folder}, {_origin(manifest)}: "
         f"{in_units(rank_load.nbytes)} on this rank in {time.perf_counter() - begun:.2f} s"

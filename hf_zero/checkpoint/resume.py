@@ -11,15 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from hf_zero.checkpoint.find import MODEL, locate, newest_complete
+from hf_zero.checkpoint.generations import kept_generations
 from hf_zero.checkpoint.load_sharded import check, check_names
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.match import LoadTarget
-from hf_zero.checkpoint.memory.choose import newest_in_memory
 from hf_zero.checkpoint.reader import recognize
 from hf_zero.checkpoint.save_plan import parallel_sizes
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, decide_on_rank_0, place_of
 from hf_zero.config import ZeroConfig
-from hf_zero.config.memory import MemorySection
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.world_group import get_world_group
@@ -174,7 +173,7 @@ def find_resumed(
             f"resume={resume!r} is neither a folder nor {LATEST!r}; write resume={LATEST!r}"
         )
     folder = config.checkpoint.folder if resume == LATEST else os.fspath(resume)
-    in_memory = bool(config.section_of(MemorySection).every)
+    in_memory = kept_generations().are_kept(config)
     if not folder and not in_memory:
         raise ConfigError(
             f"resume={LATEST!r} takes the newest checkpoint of the run's folder, and none is "
@@ -197,7 +196,7 @@ def find_resumed(
     found = chosen and place_of(locate(chosen.directory, chosen.tag))
     if found is None or found != place_of(folder):
         directory, tag = (None, None) if chosen is None else (chosen.directory, chosen.tag)
-        checkpoint = newest_in_memory(config, directory, tag, folder or None, skipped)
+        checkpoint = kept_generations().newest(config, directory, tag, folder or None, skipped)
         if checkpoint is not None and checkpoint.tag is not None:
             found_there = _resumed(checkpoint.directory, checkpoint.tag)
             find_another = partial(find_resumed, resume, config, (*skipped, checkpoint.save_id))

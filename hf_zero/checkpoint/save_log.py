@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hf_zero.checkpoint.memory.folders import (
+from hf_zero.checkpoint.host_folders import (
     CLAIM_SECONDS,
     bases,
     job_identity,

@@ -92,11 +92,10 @@ def manifest_head(
                 for hyperparameters in engine.bound.hyperparameters()
             ),
         )
-    memory = getattr(engine, "memory_checkpoints", None)
     return Manifest(
         save_id=save_id,
         tag=tag,
-        begun=engine.begun if memory is None else memory.begun,
+        begun=engine.generations.begun,
         world={
             "size": engine.mesh.dims.world,
             "shard": engine.mesh.shard.size,

@@ -285,7 +285,8 @@ def clean(
 
     Example: hf-zero clean --remove
     """
-    from hf_zero.checkpoint.memory.folders import bases, jobs_in, remove_job
+    from hf_zero.checkpoint.host_folders import bases
+    from hf_zero.checkpoint.memory.folders import jobs_in, remove_job
 
     jobs = [job for base in bases(folder) for job in jobs_in(base)]
     removed = {job.folder for job in jobs if remove and remove_job(job.folder)}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_zero.checkpoint.memory.choose import choose_checkpoint
 from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, tag_of
 from hf_zero.deepspeed.engine_getters import ReportingEngine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
@@ -225,11 +224,11 @@ class DeepSpeedEngine(ReportingEngine):
                 "call it yourself inside GatheredParameters(model.parameters(), modifier_rank=0)",
             )
         tag = tag_of(self, load_dir, tag)
-        memory, resumes = self.memory_checkpoints, load_optimizer_states and not load_module_only
-        if memory is not None and resumes:
-            memory.note_run(load_dir)
-        if tag is None and memory is not None:
-            checkpoint = choose_checkpoint(self, load_dir, tag, load_module_strict, resumes)
+        resumes = load_optimizer_states and not load_module_only
+        if resumes:
+            self.generations.note_run(load_dir)
+        if tag is None:
+            checkpoint = self.generations.choose(self, load_dir, tag, load_module_strict, resumes)
             if checkpoint.in_memory:
                 load_dir, tag = str(checkpoint.directory), checkpoint.tag
         if nothing_to_load(load_dir, tag):

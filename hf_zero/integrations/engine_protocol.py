@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
+from hf_zero.checkpoint.generations import Generations
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import Engine
 from hf_zero.zero.feature import FeatureSet
@@ -34,7 +34,7 @@ class EngineProtocol(Protocol):
     lr_scheduler: Any
     max_norm: float
     measures: StepMeasures[Any]
-    memory_checkpoints: MemoryCheckpoints | None
+    generations: Generations
     stop_requests: Any
     feature_set: FeatureSet
     training: bool

@@ -25,7 +25,7 @@ def save_if_due(engine: EngineProtocol, write: Callable[[Path], Path]) -> None:
     step. ``write(folder)`` saves what a trainer saves, and returns the folder of which the files
     are kept beside. Every rank calls it after the same step.
     """
-    checkpoints = engine.memory_checkpoints
+    checkpoints = memory.checkpoints_of(engine)
     if checkpoints is None or not checkpoints.is_due(engine.global_steps):
         return
     where = checkpoints.folder(checkpoints.base)

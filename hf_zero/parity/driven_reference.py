@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
+from hf_zero.checkpoint.generations import Generations
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.engine import Engine
@@ -28,7 +28,7 @@ class DrivenReference(Reference):
     """A :class:`Reference` in a loop of Accelerate, Transformers or Lightning."""
 
     measures: StepMeasures[Any] = StepMeasures()
-    memory_checkpoints: MemoryCheckpoints | None = None
+    generations = Generations()
     kept_when_frozen: frozenset[str] = frozenset()
     shard_only = False
     nbytes = 0  # of weights, gradients and the optimizer's state on this rank

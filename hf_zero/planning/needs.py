@@ -31,7 +31,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.checkpoint.memory.folders import SLOTS, bases, is_in_memory
+from hf_zero.checkpoint.host_folders import bases, is_in_memory
+from hf_zero.checkpoint.memory.folders import SLOTS
 from hf_zero.checkpoint.save_plan import stored_width
 from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.config.memory import MemorySection

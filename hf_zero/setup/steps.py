@@ -148,8 +148,7 @@ def resume(setup: Setup) -> None:
     if folder not in (None, LATEST):
         if checkpoint is None or checkpoint.in_memory:
             engine.measures.keep_in(os.fspath(folder))
-        if engine.memory_checkpoints is not None:
-            engine.memory_checkpoints.note_run(folder)
+        engine.generations.note_run(folder)
     if checkpoint is not None:
         engine.resumed_from, engine.client_state = engine.load_checkpoint(
             checkpoint.directory, checkpoint.tag, load_rng=True, load_loader=True

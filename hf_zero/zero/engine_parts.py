@@ -85,7 +85,7 @@ class EngineParts(ModelWrapper):
     # names of parameters and buffers that other pipeline stages hold
     elsewhere: frozenset[str] = frozenset()
     measures: StepMeasures[Any] = StepMeasures()
-    begun = 0  # ``begun`` of a save without checkpoints in memory: after that of the last load
+    generations: Any = None  # of checkpoints, of an engine that has them
 
     def __init__(self, plan: EnginePlan, features: FeatureSet):
         super().__init__()

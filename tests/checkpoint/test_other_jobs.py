@@ -16,8 +16,8 @@ import pytest
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import find
+from hf_zero.checkpoint.host_folders import job_identity
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.memory.folders import job_identity
 from hf_zero.checkpoint.save_log import SaveLog
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import trained

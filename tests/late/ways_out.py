@@ -177,7 +177,7 @@ def is_saved_beside(job: Job, folder: str) -> None:
 
 def is_kept(job: Job) -> None:
     """What this host holds of the step before is whole while the device makes the next one."""
-    memory = job.engine.memory_checkpoints
+    memory = job.engine.generations
     job.step()
     memory.wait()
     world_group.barrier()

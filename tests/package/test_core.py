@@ -38,9 +38,9 @@ CORE = {
     "native operators reference",
     "loading": "*",
     "setup": "__init__ plan request steps",
-    "checkpoint": "__init__ commit file_writer find load_sharded loader_state manifest match "
-    "reader resume save_job save_log save_manifest save_plan save_sharded staging storage "
-    "tensorfile",
+    "checkpoint": "__init__ commit file_writer find generations host_folders load_sharded "
+    "loader_state manifest match reader resume save_job save_log save_manifest save_plan "
+    "save_sharded staging storage tensorfile",
 }  # fmt: skip
 
 # Packages whose own files name, for type checkers, what users import, in the core or not; and the

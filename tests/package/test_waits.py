@@ -17,7 +17,7 @@ CLOCK = "monotonic"
 LIMITS = {"waited", "limit", "deadline"}  # names of values that come from a clock
 # what ends the loops that look at none
 ENDS = {
-    "checkpoint/memory/folders.py:lock_in": "in each round another process has removed the folder",
+    "checkpoint/host_folders.py:lock_in": "in each round another process has removed the folder",
     "cli/runs.py:top": "Ctrl-C: it waits for nobody, and shows a file until its reader leaves",
     "distributed/rank_requests.py:_serve_until_closed": "its engine is closed or gone",
     "distributed/rank_requests.py:end_step": "StoreWait: each request is answered, or an error",

@@ -207,7 +207,7 @@ def test_a_job_goes_on_from_the_memory_of_hosts(
                 engine.load_checkpoint(str(tmp_path / "disk"))
             assert engine.global_steps == steps.start
             train(engine, loss, rank, 2, steps)
-            engine.memory_checkpoints.wait()
+            engine.generations.wait()
             return masters_of(model, loss)
 
         return run_ranks(2, run)

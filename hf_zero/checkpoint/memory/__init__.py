@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.checkpoint.memory.choose import Newest, newest, newest_in_memory
+from hf_zero.checkpoint.generations import Newest
+from hf_zero.checkpoint.memory.choose import newest, newest_in_memory
+from hf_zero.checkpoint.memory.saving import checkpoints_of
 from hf_zero.errors import CheckpointError
 
-__all__ = ["Newest", "newest", "newest_in_memory", "save"]
+__all__ = ["Newest", "checkpoints_of", "newest", "newest_in_memory", "save"]
 
 
 def save(
@@ -32,8 +34,9 @@ def save(
         CheckpointError: checkpoints in memory are off (``checkpoint.memory.every``), ``tag`` cannot
             name a checkpoint, or, at the first save, on all ranks, a host has no room.
     """
-    if engine.memory_checkpoints is None:
+    checkpoints = checkpoints_of(engine)
+    if checkpoints is None:
         raise CheckpointError(
             "checkpoints in memory are off; write checkpoint.memory.every into the configuration"
         )
-    engine.memory_checkpoints.save(engine, beside, client_state, tag)
+    checkpoints.save(engine, beside, client_state, tag)

@@ -7,13 +7,14 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_zero.checkpoint import find
+from hf_zero.checkpoint import find, host_folders
+from hf_zero.checkpoint.generations import Newest
 from hf_zero.checkpoint.load_sharded import files_needed
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_zero.checkpoint.memory import folders, saving
@@ -22,7 +23,6 @@ from hf_zero.checkpoint.memory.job_folders import Hosts, JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
 from hf_zero.checkpoint.memory.slot_files import SlotFiles
 from hf_zero.checkpoint.storage import (
-    AnyPath,
     as_path,
     collective_try,
     decide_on_rank_0,
@@ -55,22 +55,6 @@ class OnDisk:
     begun: int
 
 
-@dataclass(frozen=True)
-class Newest:
-    """The checkpoint to resume from, ``<directory>/<tag>``. in_memory: it is a generation in host
-    memory; ``directory`` then also holds the trainer's files, and is valid until the next save into
-    memory. save_id: of a generation. marks: keep ``hf-zero clean`` from removing it until there is
-    an engine.
-    """
-
-    directory: AnyPath
-    tag: str | None
-    step: int
-    in_memory: bool
-    save_id: str = ""
-    marks: Sequence[folders.InUse] = field(default=(), repr=False, compare=False)
-
-
 def newest(
     engine: Any,
     directory: str | os.PathLike[str] | None,
@@ -85,7 +69,7 @@ def newest(
     another folder than ``run``, is skipped and logged. ``strict`` as in
     :meth:`Engine.load_checkpoint`.
     """
-    memory, ranks = engine.memory_checkpoints, engine.mesh.job
+    memory, ranks = saving.checkpoints_of(engine), engine.mesh.job
     damage: CheckpointError | None = None
     if memory is None:
         on_disk = _on_disk(ranks, engine.global_rank, directory)
@@ -140,7 +124,7 @@ def choose_checkpoint(
 
     Raises CheckpointError if the generation of that folder is no longer complete.
     """
-    memory, where = engine.memory_checkpoints, as_path(directory)
+    memory, where = saving.checkpoints_of(engine), as_path(directory)
     assert memory is not None
     if where in [memory.folder(base) / folders.RESUME for base in memory.bases]:
         tag = find.latest_tag(where) if tag is None else tag
@@ -376,7 +360,8 @@ class _Taking:
 
     def _complete(self, engine: Any, manifest: Manifest, folder: Path, strict: bool) -> None:
         """Add the files that the ranks of this host read for a load into ``engine``. Collective."""
-        memory = engine.memory_checkpoints
+        memory = saving.checkpoints_of(engine)
+        assert memory is not None
         _, wanted = collective_try(
             self._ranks, lambda: files_needed(engine, manifest, strict), share=lambda needed: needed
         )
@@ -431,7 +416,7 @@ class _Taking:
                 if folders.capacity(base, memory.folder(base)) >= nbytes
             )  # fmt: skip
             base = next(fitting, memory.bases[0])
-            folders.make_own(memory.job_folder(base))
+            host_folders.make_own(memory.job_folder(base))
             path = memory.folder(base) / folders.RESUME / manifest.tag
             path.mkdir(parents=True, exist_ok=True)
             return str(path)

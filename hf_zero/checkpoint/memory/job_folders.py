@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_zero.checkpoint import host_folders
 from hf_zero.checkpoint.memory import folders
 from hf_zero.checkpoint.memory.inventory import Generation, HeldFile, generations, scan
 from hf_zero.checkpoint.storage import collective_try
@@ -95,8 +96,8 @@ class JobFolders:
         number: int | None = None,
     ) -> None:
         self.rank, self._ranks = rank, ranks
-        job, lasting = folders.job_identity(settings.job)
-        self.bases: Sequence[Path] = folders.bases(settings.folder)
+        job, lasting = host_folders.job_identity(settings.job)
+        self.bases: Sequence[Path] = host_folders.bases(settings.folder)
         begun = time.time_ns() // 1_000_000
         # an engine that was not destroyed may live longer on one rank than on another
         numbers = [
@@ -125,7 +126,7 @@ class JobFolders:
 
     def folder(self, base: Path) -> Path:
         """Return the folder of this engine on this host, below ``base``."""
-        host = folders.plain(self.hosts.names[self.rank])
+        host = host_folders.plain(self.hosts.names[self.rank])
         return self.job_folder(base) / host / f"engine-{self.number}"
 
     @property
@@ -143,7 +144,7 @@ class JobFolders:
         a folder of another user.
         """
         for base in self.bases:
-            folders.refuse_foreign(self.job_folder(base))
+            host_folders.refuse_foreign(self.job_folder(base))
         return scan([self.folder(base) for base in self.bases])
 
     def exchange_inventories(

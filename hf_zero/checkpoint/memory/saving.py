@@ -26,19 +26,25 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_zero.checkpoint import find
+from hf_zero.checkpoint import find, host_folders
 from hf_zero.checkpoint.file_writer import copy_to_memory
+from hf_zero.checkpoint.generations import Generations
 from hf_zero.checkpoint.memory import folders
 from hf_zero.checkpoint.memory.claimed_folders import KEY, ClaimedFolders
 from hf_zero.checkpoint.memory.inventory import generation_to_keep, is_later, records_in
 from hf_zero.checkpoint.memory.job_folders import JobFolders, remember
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
 from hf_zero.checkpoint.memory.slot_files import SlotCopy, SlotFiles, Staged, changes_of
-from hf_zero.checkpoint.save_manifest import manifest_head, non_tensor_state, objects_file
+from hf_zero.checkpoint.save_manifest import (
+    copy_as_saved,
+    manifest_head,
+    non_tensor_state,
+    objects_file,
+)
 from hf_zero.checkpoint.save_plan import (
     SavePlan,
     buffers_of_other_stages,
@@ -50,6 +56,7 @@ from hf_zero.checkpoint.save_plan import (
 from hf_zero.checkpoint.save_sharded import config_files
 from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, place_of, remove_tree
 from hf_zero.checkpoint.tensorfile import FileHasher, bytes_view
+from hf_zero.config import ZeroConfig
 from hf_zero.config.memory import MemorySection
 from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.distributed.rank_hosts import host_name
@@ -80,7 +87,7 @@ def _living() -> list[JobFolders]:
     return [made for ref in _claimed.valuerefs() if (made := ref()) is not None]
 
 
-class MemoryCheckpoints(ClaimedFolders):
+class MemoryCheckpoints(ClaimedFolders, Generations):
     """Checkpoints of one engine in the memory of hosts. Holds no reference to the engine. The
     constructor is collective.
 
@@ -133,22 +140,28 @@ class MemoryCheckpoints(ClaimedFolders):
                 in_units(needed),
                 self.every,
                 folder,
-                "" if folders.is_in_memory(folder) else " (a disk: there is no room in memory)",
+                ""
+                if host_folders.is_in_memory(folder)
+                else " (a disk: there is no room in memory)",
             )
         self.mark()
         _at_exit(self)
 
     @classmethod
+    def are_kept(cls, config: ZeroConfig) -> bool:
+        return bool(config.section_of(MemorySection).every)
+
+    @classmethod
     def of(
-        cls, engine: TrainingEngine, plan: EnginePlan, before: MemoryCheckpoints | None = None
-    ) -> MemoryCheckpoints | None:
+        cls, engine: TrainingEngine, plan: EnginePlan, before: Generations | None
+    ) -> Generations:
         """Return the checkpoints in memory of ``engine``, built by ``plan``, in the folders of
-        ``before``, those of the engine before it was built again; None if its configuration has
-        none. Raises CheckpointError on all ranks if a host has no room.
+        those ``before``; none if its configuration has none. Raises CheckpointError on all ranks if
+        a host has no room.
         """
-        if not engine.config.section_of(MemorySection).every:
-            return None
-        return cls(engine, plan, None if before is None else before.number)
+        if not cls.are_kept(engine.config):
+            return Generations.of(engine, plan, before)
+        return cls(engine, plan, before.number if isinstance(before, MemoryCheckpoints) else None)
 
     def _say(self) -> None:
         if not self.is_lasting:
@@ -164,11 +177,13 @@ class MemoryCheckpoints(ClaimedFolders):
                 + ("the host" if len(self.hosts.ranks) == 1 else "so many hosts as it promises")
             )
 
-    def continue_from(self, before: MemoryCheckpoints) -> None:
+    def continue_from(self, before: Generations) -> None:
         """Take over the caller of saves and the script's state from ``before``, the checkpoints of
         the engine before it was built again. Generations that it has saved are gone: the next save
         makes the first one.
         """
+        if not isinstance(before, MemoryCheckpoints):
+            return
         self.begun = max(self.begun, before.begun)
         if not before.has_saved:  # else that generation is gone, too
             self.newest_id = before.newest_id
@@ -183,6 +198,16 @@ class MemoryCheckpoints(ClaimedFolders):
         if folder is not None:
             self._folders_of_run.add(place_of(folder))
 
+    def end_save(self, folder: str, client_state: Mapping[str, Any] | None) -> None:
+        self.note_run(folder)
+        if client_state is not None:
+            self.client_state = copy_as_saved(dict(client_state))
+
+    def end_load(self, run: str | None, client_state: Mapping[str, Any], resumes: bool) -> None:
+        if resumes:
+            self.note_run(run)
+        self.client_state = deepcopy(client_state)
+
     # ---- saving ----
 
     def is_due(self, step: int) -> bool:
@@ -194,6 +219,9 @@ class MemoryCheckpoints(ClaimedFolders):
         self.has_stepped = True
         if not self.saved_by_trainer and self.is_due(engine.counters.global_steps):
             self.save(engine)
+
+    def break_step(self) -> None:
+        self.has_stepped = False  # the newest one replaces the state
 
     def save(
         self,
@@ -539,7 +567,7 @@ class MemoryCheckpoints(ClaimedFolders):
         """
         return all(self._ranks.all_gather_object(self.has_stepped, KEY))
 
-    def loaded(self, begun: int, step: int, goes_back: bool) -> None:
+    def loaded(self, begun: int, step: int, goes_back: bool, module_only: bool = False) -> None:
         """Count a load of a checkpoint with ``begun`` and ``step``: steps behind the last save may
         come again, and what they save prevails, on disk and in memory. If all state ``goes_back``
         to that of the checkpoint, on disk, what this attempt has saved later is removed. Collective
@@ -582,12 +610,15 @@ class MemoryCheckpoints(ClaimedFolders):
         """Return whether this engine has overwritten a generation since its last load."""
         return self._slot >= 0
 
+    def take_apart(self) -> None:
+        self.close(remove=self.has_saved)  # an earlier attempt's stay
+
     def wait(self) -> None:
         """Return when no save into memory is under way."""
         if self._running is not None:
             self._running.result()
 
-    def close(self, failing: bool | None = None, remove: bool = True, keep: bool = False) -> None:
+    def close(self, failing: bool | None = None, keep: bool = False, remove: bool = True) -> None:
         """Wait for the save under way, and ``remove`` the generations once the last rank of this
         host has closed its own, unless they are all an earlier attempt's, or the job is
         ``failing``: by default, if an exception is being handled that ends a process with an error.
@@ -619,6 +650,12 @@ class MemoryCheckpoints(ClaimedFolders):
                 folders.release(self.folder(base), self.job_folder(base), self.rank)
         _claimed.pop(self.place, None)
         self._is_closed = True
+
+
+def checkpoints_of(engine: Any) -> MemoryCheckpoints | None:
+    """Return the checkpoints in memory of ``engine``, or None."""
+    kept = engine.generations
+    return kept if isinstance(kept, MemoryCheckpoints) else None
 
 
 def _is_failure(error: BaseException | None) -> bool:

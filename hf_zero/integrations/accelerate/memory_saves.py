@@ -9,7 +9,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_zero.checkpoint.memory import newest
+from hf_zero.checkpoint.memory import checkpoints_of, newest
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.engine_protocol import EngineProtocol, is_engine, trains
 from hf_zero.integrations.memory_checkpoints import save_if_due
@@ -37,7 +37,7 @@ def save_by_loop(accelerator: Accelerator) -> None:
     with what ``save_state`` saves, if its configuration says so. Raises ConfigError for several.
     """
     engines = [engine for engine in engines_of(accelerator) if trains(engine)]
-    if all(engine.memory_checkpoints is None for engine in engines):
+    if all(checkpoints_of(engine) is None for engine in engines):
         return
     if len(engines) > 1:
         raise ConfigError(
@@ -45,9 +45,10 @@ def save_by_loop(accelerator: Accelerator) -> None:
             "prepared for training; take the key out and save all of them with save_state()"
         )
     engine = engines[0]
-    assert engine.memory_checkpoints is not None
-    engine.memory_checkpoints.saved_by_trainer = True
-    engine.memory_checkpoints.note_run(accelerator.project_dir)
+    checkpoints = checkpoints_of(engine)
+    assert checkpoints is not None
+    checkpoints.saved_by_trainer = True
+    checkpoints.note_run(accelerator.project_dir)
     engine.register_forward_pre_hook(_before_forward)
     _saving.add(accelerator)
 
@@ -99,6 +100,6 @@ def newer_in_memory(accelerator: Accelerator, folder: str | None) -> str | None:
     checkpoints = [
         newest(engine, folder, run=accelerator.project_dir)
         for engine in engines_of(accelerator)
-        if engine.memory_checkpoints is not None and trains(engine)
+        if checkpoints_of(engine) is not None and trains(engine)
     ]
     return str(checkpoints[0].directory) if checkpoints and checkpoints[0] is not None else folder

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.memory.saving import MemoryCheckpoints, checkpoints_of
 from hf_zero.checkpoint.save_manifest import split
 from hf_zero.config.techniques import METRICS, PHASES
 from hf_zero.deepspeed.zero_init import Init
@@ -290,8 +291,8 @@ class StrategyMethods(_Strategy):
         engine.measures.keep_in(trainer.default_root_dir)
         if trainer.progress_bar_callback is not None:
             engine.measures.shown_elsewhere()
-        if engine.memory_checkpoints is not None:
-            self._save_into_memory(engine, trainer)
+        if (checkpoints := checkpoints_of(engine)) is not None:
+            self._save_into_memory(engine, checkpoints, trainer)
         engine.lr_scheduler = None  # Lightning steps the scheduler
         engine.set_gradient_accumulation_boundary(True)
         self.optimizers = [core._MockOptimizer() if chosen is None else chosen]
@@ -327,7 +328,9 @@ class StrategyMethods(_Strategy):
         if self.engine is not None and in_training:
             self.engine.measures.note_evaluation(self.engine, trainer.callback_metrics)
 
-    def _save_into_memory(self, engine: EngineProtocol, trainer: Trainer) -> None:
+    def _save_into_memory(
+        self, engine: EngineProtocol, checkpoints: MemoryCheckpoints, trainer: Trainer
+    ) -> None:
         """Have ``trainer`` save into the memory of the hosts, after the callbacks of a batch, what
         it saves on disk.
         """
@@ -336,9 +339,8 @@ class StrategyMethods(_Strategy):
             trainer.save_checkpoint(folder / TAG, weights_only=False)
             return folder
 
-        assert engine.memory_checkpoints is not None
-        engine.memory_checkpoints.saved_by_trainer = True
-        engine.memory_checkpoints.note_run(trainer.default_root_dir)
+        checkpoints.saved_by_trainer = True
+        checkpoints.note_run(trainer.default_root_dir)
         callback = self._library("callbacks").Callback
         call_after_batches(trainer, callback, lambda: save_if_due(engine, write))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import remove
-from hf_zero.checkpoint.memory import newest
+from hf_zero.checkpoint.memory import checkpoints_of, newest
 from hf_zero.checkpoint.save_job import after_commit
 from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.config import ZeroConfig
@@ -307,7 +307,7 @@ def resume_from_memory(
     setattr(self, DAMAGE, None)
     if (
         is_engine(engine)
-        and engine.memory_checkpoints is not None
+        and checkpoints_of(engine) is not None
         and trainer.state.fn == "fit"
         and getattr(self, LAST, False)
     ):

@@ -247,8 +247,7 @@ def prepare_engine(
 
     keep_what_is_written(engine)
     engine.measures.keep_in(str(output_folder(self.args)))
-    if engine.memory_checkpoints is not None:
-        engine.memory_checkpoints.note_run(output_folder(self.args))
+    engine.generations.note_run(output_folder(self.args))
     engine.measures.plan_steps(max_steps)
     engine.measures.shown_elsewhere()
     self._mixed_mesh_grads = False  # a gradient that the engine holds is not read to find out

@@ -15,7 +15,7 @@ import pytest
 import torch
 from upath import UPath
 
-from hf_zero.checkpoint.memory import saving
+from hf_zero.checkpoint.memory import checkpoints_of, saving
 from tests.checkpoint.setups import WINDOW, Setup, train
 from tests.helpers.engines import full_weights
 from tests.helpers.ranks import run_ranks
@@ -98,8 +98,8 @@ def attempt(
         first = engine.global_steps
         losses = setup.train(engine, rank, range(max(first, steps.start), steps.stop))
         weights = full_weights(engine)
-        if engine.memory_checkpoints is not None:
-            engine.memory_checkpoints.wait()
+        if (checkpoints := checkpoints_of(engine)) is not None:
+            checkpoints.wait()
         if ends:
             engine.destroy()
         return first, losses, weights, said

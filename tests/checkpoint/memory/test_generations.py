@@ -23,8 +23,8 @@ import torch
 from typer.testing import CliRunner
 
 import hf_zero
-from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
-from hf_zero.checkpoint.memory import folders, inventory, job_folders, saving
+from hf_zero.checkpoint import host_folders, memory, verify_all, verify_checkpoint
+from hf_zero.checkpoint.memory import checkpoints_of, folders, inventory, job_folders, saving
 from hf_zero.checkpoint.memory.choose import newest_in_memory
 from hf_zero.checkpoint.memory.inventory import Generation, generation_to_keep
 from hf_zero.cli.app import app
@@ -116,7 +116,7 @@ def saves_each(engine: Any, rank: int, disk: Path) -> None:
     for step in range(3):
         train(engine, rank, range(step, step + 1))
         engine.save_checkpoint(str(disk))
-    engine.memory_checkpoints.wait()
+    engine.generations.wait()
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -125,13 +125,11 @@ def test_what_is_saved_after_a_load_of_an_earlier_step_prevails(step: int, tmp_p
 
     def goes_back(engine: Any, rank: int) -> None:
         saves_each(engine, rank, disk)
-        before = engine.memory_checkpoints.newest_id
+        before = engine.generations.newest_id
         engine.load_checkpoint(str(disk), f"global_step{step}")
         train(engine, rank, range(step, step + 1))
-        engine.memory_checkpoints.wait()
-        assert engine.memory_checkpoints.newest_id != before, (
-            "a step that comes again is saved again"
-        )
+        engine.generations.wait()
+        assert engine.generations.newest_id != before, "a step that comes again is saved again"
 
     attempt(setup, range(1), before=goes_back)
     shutil.rmtree(disk)
@@ -223,7 +221,7 @@ def test_generations_follow_a_save_that_was_refused(tmp_path: Path) -> None:
     shutil.rmtree(setup.folder)
     resumed = attempt(setup, range(2), setup.folder, before=lambda engine, _: engine)
     assert firsts(resumed) == {1}
-    assert resumed[0][-1].memory_checkpoints.client_state == {"epoch": 3}
+    assert resumed[0][-1].generations.client_state == {"epoch": 3}
 
 
 @pytest.mark.parametrize("tag", ["epoch/1", "..", ""])
@@ -339,7 +337,7 @@ def test_folders_of_other_users_are_neither_read_nor_written(linked, tmp_path, m
         job.rename(tmp_path / "theirs")
         job.symlink_to(tmp_path / "theirs")
         made = folders.job_folder(tmp_path / "deep" / "memory", "job")
-        folders.make_own(made)
+        host_folders.make_own(made)
         assert made.stat().st_mode & 0o777 == 0o700
     else:
         monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
@@ -461,7 +459,7 @@ def breaks_off(setup: Kept, engine: Any, rank: int, breaks: bool = True) -> None
     train(engine, rank, range(1))
     engine.save_checkpoint(setup.folder)
     train(engine, rank, range(1, 2))
-    engine.memory_checkpoints.wait()
+    engine.generations.wait()
     if breaks:
         engine.lr_scheduler.step = lambda: 1 // 0
     with pytest.raises(ZeroDivisionError) if breaks else nullcontext():
@@ -543,7 +541,7 @@ def test_machines_of_one_name_are_refused(tmp_path: Path, monkeypatch: Patch) ->
 
 def test_saves_are_off_without_the_key(tmp_path: Path) -> None:
     def refused(engine: Any, rank: int) -> None:
-        assert engine.memory_checkpoints is None
+        assert checkpoints_of(engine) is None
         with pytest.raises(CheckpointError, match=r"checkpoint\.memory\.every"):
             memory.save(engine)
         assert memory.newest(engine, tmp_path / "disk") is None
@@ -632,11 +630,11 @@ def test_ranks_agree_on_the_number_of_an_engine(tmp_path: Path) -> None:
 
     def numbers(rank: int) -> tuple[int, int]:
         threading.current_thread().host = "a"  # type: ignore[attr-defined]
-        before = setup.open(models[0][rank]).memory_checkpoints
+        before = setup.open(models[0][rank]).generations
         number = before.number
         if rank == 0:
             saving._claimed.pop(before.place)
-        after = setup.open(models[1][rank]).memory_checkpoints
+        after = setup.open(models[1][rank]).generations
         return number, after.number
 
     assert run_ranks(2, numbers) == [(0, 1), (0, 1)]
@@ -654,10 +652,10 @@ def test_an_engine_that_is_built_again_keeps_its_number(tmp_path: Path) -> None:
         first, second = (
             start(of[rank], optimizer, setup.config) for of, optimizer in zip(models, optimizers)
         )
-        number = second.memory_checkpoints.number
+        number = second.generations.number
         first.destroy()
         second.replace(next(iter(second.module.children())))
-        return number, second.memory_checkpoints.number
+        return number, second.generations.number
 
     assert run_ranks(2, numbers) == [(1, 1), (1, 1)]
 
@@ -678,13 +676,13 @@ def test_unfreezing_before_the_load_keeps_the_generations(tmp_path: Path) -> Non
         for parameter in frozen:
             parameter.requires_grad_(True)
         engine.load_checkpoint(str(tmp_path / "disk"))
-        begun = engine.memory_checkpoints.begun
+        begun = engine.generations.begun
         train(engine, rank, range(SAVED, STEPS))
-        engine.memory_checkpoints.wait()
+        engine.generations.wait()
         loaded = int(engine.global_steps)
-        engine.memory_checkpoints.begun = begun + (1 << 40)  # the clock is set back
+        engine.generations.begun = begun + (1 << 40)  # the clock is set back
         engine.replace(next(iter(engine.module.children())))
-        assert engine.memory_checkpoints.begun == begun + (1 << 40)
+        assert engine.generations.begun == begun + (1 << 40)
         return loaded
 
     assert run_ranks(2, resumes) == [STEPS, STEPS]
@@ -718,8 +716,8 @@ def test_a_copy_of_another_save_is_not_kept(tmp_path: Path, heard_in_full: list[
 
     def out_of_step(engine: Any, rank: int) -> None:
         setup.train(engine, rank, range(2))
-        engine.memory_checkpoints.wait()
-        engine.memory_checkpoints._saves += rank
+        engine.generations.wait()
+        engine.generations._saves += rank
 
     attempt(setup, range(4), before=out_of_step)
     assert firsts(attempt(setup, range(4), tmp_path / "disk")) == {2}
@@ -776,7 +774,7 @@ engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 if killed or "killed" not in end:
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
-    engine.memory_checkpoints.wait()
+    engine.generations.wait()
 if killed:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -833,17 +831,19 @@ def test_a_job_is_known_by_what_its_restarts_keep(monkeypatch: pytest.MonkeyPatc
             monkeypatch.delenv(name, raising=False)
             if value is not None:
                 monkeypatch.setenv(name, value)
-        found, lasts = folders.job_identity(asked)
+        found, lasts = host_folders.job_identity(asked)
         assert found.startswith(job) and lasts == lasting
-        assert folders.job_identity(asked)[0] == found, "it is the same at each call"
+        assert host_folders.job_identity(asked)[0] == found, "it is the same at each call"
 
 
 def test_jobs_of_different_names_have_different_folders() -> None:
     names = ["实验一", "实验二", "lr 0.1", "lr:0.1", "lr-0.1", "-", *("x" * 100 + c for c in "ab")]
-    made = [folders.job_identity(name)[0] for name in names]
+    made = [host_folders.job_identity(name)[0] for name in names]
     assert len({*made}) == len(names)
     assert made[4] == "lr-0.1", "a name that is a path component stays"
-    assert all(folders.plain(component) == component for component in made if len(component) <= 100)
+    assert all(
+        host_folders.plain(component) == component for component in made if len(component) <= 100
+    )
 
 
 def left(base: Path, job: str) -> Path:

@@ -26,7 +26,7 @@ import hf_zero
 from hf_zero import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from hf_zero.checkpoint import staging, verify_checkpoint
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.memory import folders, saving
+from hf_zero.checkpoint.memory import checkpoints_of, folders, saving
 from hf_zero.checkpoint.memory.choose import newest_in_memory
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
@@ -71,7 +71,7 @@ def trained(settings: dict[str, Any], **how: Any) -> Any:
     saving._claimed.clear()
     threading.current_thread().host = "a"  # type: ignore[attr-defined]
     steps, engine = train(0, net(), settings, Rows(), **how)
-    engine.memory_checkpoints.wait()
+    engine.generations.wait()
     return steps, engine
 
 
@@ -94,8 +94,8 @@ def test_initialize_resumes_from_the_newer_of_memory_and_disk(tmp_path, on_disk,
     def attempt(world: int, **how: Any) -> list[Any]:
         def run(rank: int, model: Any) -> Any:
             steps, engine = train(rank, model, settings, WholeBatches(), **how)
-            if engine.memory_checkpoints is not None:
-                engine.memory_checkpoints.wait()
+            if (checkpoints := checkpoints_of(engine)) is not None:
+                checkpoints.wait()
             return steps, engine
 
         return on_hosts(world, names, run)
@@ -158,7 +158,7 @@ def test_a_run_resumes_from_no_generation_of_another_folder(
     for _ in range(engine.gradient_accumulation_steps()):
         engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
-    engine.memory_checkpoints.wait()
+    engine.generations.wait()
     other = asks(base, tmp_path / "second")
     assert other.global_steps == (own if knows == "nothing" else 0)
     assert sum("not taken for" in line for line in heard_in_full) == (knows != "nothing")
@@ -214,7 +214,7 @@ def test_a_generation_of_another_model_is_skipped(
         for _ in range(3 * engine.gradient_accumulation_steps()):
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.step()
-        engine.memory_checkpoints.wait()
+        engine.generations.wait()
 
     on_hosts(world, "ab", of_another, Other)
 
@@ -331,7 +331,7 @@ def test_buffers_that_ranks_change_by_themselves_are_those_of_rank_0(tmp_path):
         for _ in range(engine.gradient_accumulation_steps()):
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.step()
-        engine.memory_checkpoints.wait()
+        engine.generations.wait()
 
     def second(rank: int, model: Any) -> list[float]:
         engine = hf_zero.initialize(model=model, config=settings, resume="latest")[0]
@@ -376,14 +376,14 @@ def in_stages(rank: int, tmp_path: Path) -> Any:
         engine = hf_zero.initialize(**made_of, config=keys)[0]
         if resumes:
             if rank == 1:
-                shutil.rmtree(engine.memory_checkpoints.folder(engine.memory_checkpoints.base))
+                shutil.rmtree(engine.generations.folder(engine.generations.base))
             engine.load_checkpoint(str(tmp_path / "disk"))
         first = engine.global_steps
         data = pipelines.batches(4 * steps)
         windows = [iter(data[4 * step : 4 * step + 4]) for step in range(first, steps)]
         losses = [float(engine.train_batch(window)) for window in windows]
         weights = {name: p.detach().clone() for name, p in full_weights(engine).items()}
-        engine.memory_checkpoints.wait()
+        engine.generations.wait()
         made.append((first, losses, weights, None))
     return made
 
@@ -414,7 +414,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def files(engine: Any, rank: int) -> set[int]:
     """The inodes of this rank's files in both slots."""
-    folder = engine.memory_checkpoints.folder(engine.memory_checkpoints.base)
+    folder = engine.generations.folder(engine.generations.base)
     found = folder.glob(f"slot-*/rank-{rank:05d}-*.safetensors")
     return {path.stat().st_ino for path in found}
 
@@ -428,16 +428,16 @@ def test_a_generation_is_written_to_disk_while_later_ones_are_made(
 
     def to_disk(engine: Any, rank: int) -> None:
         setup.train(engine, rank, range(2))
-        engine.memory_checkpoints.wait()
+        engine.generations.wait()
         before = files(engine, rank)
         setup.train(engine, rank, range(2, 4))
-        engine.memory_checkpoints.wait()
+        engine.generations.wait()
         assert files(engine, rank) == before, "each slot's file is overwritten in place"
         state = {"step": 4}
         engine.save_checkpoint(str(tmp_path / "run"), client_state=state, blocking=False)
         state["step"] = 5
         setup.train(engine, rank, range(4, 6))
-        engine.memory_checkpoints.wait()
+        engine.generations.wait()
         assert len(files(engine, rank) & before) == 1, "the file that is read stays as it is"
         trained.wait()
         held.set()
@@ -476,7 +476,7 @@ def test_without_room_for_a_third_file_a_generation_is_left_out(
         engine.save_checkpoint(str(tmp_path / "run"), blocking=False)
         monkeypatch.setattr(folders, "free", lambda base: 1000)
         setup.train(engine, rank, range(2, 4))  # of step 4: its slot is being read
-        engine.memory_checkpoints.wait()
+        engine.generations.wait()
         held.set()
         engine.wait_for_checkpoint()
 
@@ -540,7 +540,7 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path) -> None:
     def run(engine: Any, rank: int) -> None:
         for step, (change, copies) in enumerate(CHANGES):
             setup.train(engine, rank, range(step, step + 1))
-            engine.memory_checkpoints.wait()
+            engine.generations.wait()
             saves(engine, change, copies)
         setup.train(engine, rank, range(step, step + 1))
         engine.save_checkpoint(str(tmp_path / "first"), blocking=False)

@@ -15,7 +15,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch.utils.data import DataLoader
 
-from hf_zero.checkpoint.memory import saving
+from hf_zero.checkpoint.memory import checkpoints_of, saving
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.helpers.plain_process import forget
 from tests.integrations.accelerate.test_checkpoints import Counter
@@ -93,8 +93,8 @@ class Loop:
             else:
                 continue
             break
-        if self.model.memory_checkpoints is not None:
-            self.model.memory_checkpoints.wait()
+        if (checkpoints := checkpoints_of(self.model)) is not None:
+            checkpoints.wait()
         return losses
 
 

@@ -362,7 +362,7 @@ class Failing(Callback):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step == self.at:
-            trainer.strategy.engine.memory_checkpoints.wait()
+            trainer.strategy.engine.generations.wait()
             raise RuntimeError("failed on purpose")
 
 

@@ -22,6 +22,7 @@ from script import RANK, WORLD, given, report
 from torch.utils.data import DataLoader
 
 import hf_zero
+from hf_zero.checkpoint.memory import checkpoints_of
 from tests.helpers.models import ARCHITECTURES, VOCAB
 
 # an epoch has four steps: the first save is in the first one, the end in the second
@@ -55,14 +56,12 @@ def zero_config(args, folder):
 def begin(args, engine, step):
     """Kill rank 1, with the memory of its host, where it is to fail at ``step``."""
     if step == args.fails and ATTEMPT == 0:
-        if engine.memory_checkpoints is not None:
-            engine.memory_checkpoints.wait()
+        if (checkpoints := checkpoints_of(engine)) is not None:
+            checkpoints.wait()
         torch.distributed.barrier()
         if RANK == 1:
-            if engine.memory_checkpoints is not None:
-                shutil.rmtree(
-                    engine.memory_checkpoints.folder(engine.memory_checkpoints.base).parent
-                )
+            if checkpoints_of(engine) is not None:
+                shutil.rmtree(engine.generations.folder(engine.generations.base).parent)
             os.kill(os.getpid(), signal.SIGKILL)
         torch.distributed.barrier()
 
