@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import torch_state_dict
 from hf_zero.checkpoint.generations import Generations, kept_generations
 from hf_zero.checkpoint.load_sharded import load
 from hf_zero.checkpoint.loader_state import WindowStart
@@ -29,16 +28,13 @@ from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.rank_requests import STOP
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.logging import listed, logger, parse_size
-from hf_zero.techniques.data_sampling import PostProcess, set_post_process
-from hf_zero.techniques.schedules import set_custom_schedule
+from hf_zero.logging import logger
 from hf_zero.zero.access.full import GatheredParameters, safe_get_full_fp32_param
-from hf_zero.zero.access.weight_stream import BareNames, Names, WeightStream
+from hf_zero.zero.access.wholes import WeightBuckets
 from hf_zero.zero.gather.shared_shards import SharedShards
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import flat_of
 from hf_zero.zero.layout.parameter_views import forget
-from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.training_engine import TrainingEngine
 
 SAVE_FAILED = STOP - 1  # minus the number of the save: the event announced to all ranks
@@ -124,7 +120,6 @@ class Engine(TrainingEngine):
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)
-        torch_state_dict.install()
         self.async_saves = BackgroundSaves(mesh, self.schedule.shards, self.config.checkpoint)
         self.generations = kept_generations().of(self, plan, self.generations)
         self.window_start = WindowStart()
@@ -208,16 +203,16 @@ class Engine(TrainingEngine):
         has functions by the names of metrics. The same on all ranks, before training and before a
         load. Raises ConfigError if no such curriculum is on.
         """
-        set_custom_schedule(self.feature_set, schedule_func_dict)
+        provided("set_custom_schedule")(self.feature_set, schedule_func_dict)
 
-    def set_data_post_process_func(self, post_process_func: PostProcess) -> None:
+    def set_data_post_process_func(self, post_process_func: Callable[..., object]) -> None:
         """Have ``post_process_func(batch, state)`` make each batch of the loader of
         ``training_data=`` while samples are chosen by difficulty; ``state`` has
         ``curriculum_step``, the optimizer step of the batch, counted from 1, and
         ``current_difficulties`` by metric. Called in this process, on each rank. Raises
         ConfigError if no samples are chosen by difficulty.
         """
-        set_post_process(self.feature_set, post_process_func)
+        provided("set_post_process")(self.feature_set, post_process_func)
 
     def iter_weights(
         self,
@@ -227,7 +222,7 @@ class Engine(TrainingEngine):
         adapters: str = "merged",
         rank0_only: bool = False,
         changed_only: bool = False,
-    ) -> WeightStream:
+    ) -> WeightBuckets:
         """Return the whole weights of this moment, to be sent to another program: an iterable of
         buckets, lists of (name, tensor on the device), each gathered while the one before is used.
         Making it and each loop over it are collective.
@@ -254,28 +249,10 @@ class Engine(TrainingEngine):
             ConfigError: an argument is none of these, or differs between ranks.
             PartitionError: the engine was destroyed.
         """
-        arguments = {"names": (names, ("hf", "model")), "adapters": (adapters, ("merged", "apart"))}
-        for key, (value, choices) in arguments.items():
-            if value not in choices:
-                raise ConfigError(f"iter_weights({key}={value!r}): pass one of {listed(choices)}")
-        if isinstance(dtype, str):
-            if dtype not in COMPUTE:
-                raise ConfigError(f"iter_weights(dtype={dtype!r}): pass one of {listed(COMPUTE)}")
-            dtype = COMPUTE[dtype]
-        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
-            raise ConfigError(
-                f"iter_weights(dtype={dtype!r}): pass None, a floating-point torch dtype, or one "
-                f"of {listed(COMPUTE)}"
-            )
-        size = parse_size(bucket) if isinstance(bucket, str) else bucket
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(
-                f'iter_weights(bucket={bucket!r}): pass a number of bytes, or text such as "512MiB"'
-            )
-        chosen = Names() if names == "model" else BareNames()
-        if names == "hf" and hasattr(self.module, "peft_config"):
-            chosen = provided("adapter_names")(self.module, adapters == "merged")
-        return WeightStream(self, size, dtype, chosen, rank0_only, changed_only)
+        stream: WeightBuckets = provided("weight_stream")(
+            self, bucket, dtype, names, adapters, rank0_only, changed_only
+        )
+        return stream
 
     def save_16bit_model(
         self,

@@ -22,6 +22,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from hf_zero.checkpoint.manifest import MASTER, strip_wrappers
 from hf_zero.checkpoint.tensor_part import Place, TensorPart
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger
 from hf_zero.offload.storage import COMPENSATION
@@ -29,6 +30,7 @@ from hf_zero.optim.group_settings import NOT_KEPT
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.access.full import whole_of
 from hf_zero.zero.access.wholes import version_of
+from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, engine_of
 from hf_zero.zero.layout.sharding import WholeNames, own_part, persistent_buffers, sharding_of
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
@@ -558,3 +560,13 @@ def install() -> None:
         _patch(module)
     else:
         sys.meta_path.insert(0, _AfterImport())
+
+
+class TorchStateDicts(Feature):
+    """The functions of ``torch.distributed.checkpoint.state_dict``, for engines' models, too."""
+
+    def __init__(self, settings: ZeroConfig):
+        pass
+
+    def apply(self, engine: TrainingEngine) -> None:
+        install()

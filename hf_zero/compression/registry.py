@@ -16,6 +16,7 @@ from hf_zero.compression.error_feedback import ErrorCodec, sends_few_bits
 from hf_zero.compression.secondary_shards import SecondaryShards
 from hf_zero.config import ZeroConfig
 from hf_zero.config.messages import CompressedCommunication, LocoSection
+from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
 from hf_zero.optim.one_bit import one_bit_of
@@ -87,7 +88,11 @@ def two_hops(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dic
     hops = config.zero.hierarchical_gather
     keys = {"replicate_size": (config.replicate_size or 1) > 1, key: hops}
     sharded = POLICIES[config.stage].shards_parameters
-    return {"hierarchical": key if hops and sharded else "", "needs_one_mesh": _in_use(keys)}
+    return {
+        "hierarchical": key if hops and sharded else "",
+        "route": TwoHops,
+        "needs_one_mesh": _in_use(keys),
+    }
 
 
 def _in_use(keys: dict[str, bool]) -> Sequence[str]:

@@ -14,6 +14,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hf_zero.errors import ConfigError
+
 TABLE = Path(__file__).with_name("features.toml")
 
 
@@ -131,9 +133,14 @@ def loaded(name: str) -> Any:
 def provided(name: str, default: Any = None) -> Any:
     """Return the function, class or module that a row provides as ``name``: of an upper layer, for
     lower ones that meet a model of its library, or the state of its feature; ``default`` without
-    such a row.
+    such a row. Raises ConfigError without either.
     """
     given = [row.provides[name] for row in FEATURES.values() if name in row.provides]
+    if not given and default is None:
+        raise ConfigError(
+            f"no feature of this package provides {name!r}; install hf-zero with the row of "
+            f"{TABLE} that does"
+        )
     return loaded(given[0]) if given else default
 
 

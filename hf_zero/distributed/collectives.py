@@ -35,7 +35,6 @@ from hf_zero.device import graphs, kinds, spans, streams
 from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.process_group import CPU, Waitable, abort, backend_serving, destroy_group
-from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import PartitionError
 
@@ -306,6 +305,23 @@ class DimGroups:
     device: torch.device = CPU
 
 
+class GatherRoute(Protocol):
+    """A way of gathers over other dimensions, in several messages each."""
+
+    def gather(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        key: str,
+        follows: torch.device | None,
+    ) -> Waitable:
+        """Begin the gather of ``pairs``, as of :meth:`MeshDim.all_gather`; ``follows`` as for a
+        Handle.
+        """
+
+    def advance(self, ahead: int = 0) -> None:
+        """Issue further messages of the pending gathers, except the last ``ahead``."""
+
+
 class MeshDim:
     """One dimension of the mesh: the ranks among which state is sharded (shard dimension) or
     replicated (replicate dimension), with this one.
@@ -342,7 +358,7 @@ class MeshDim:
         self.spare = streams.TensorPool(self.size)  # chunks that arrive for reductions
         self._verified: Handle | None = None
         self._small = SMALL_NUMEL
-        self._hops: TwoHops | None = None
+        self._hops: GatherRoute | None = None
         # whether a gather sends a second message once its first has arrived
         self.gathers_in_stages = False
         logs = []
@@ -390,13 +406,13 @@ class MeshDim:
         """Global ranks of the other members."""
         return tuple(rank for index, rank in enumerate(self.ranks) if index != self.rank)
 
-    def gather_in_two_hops(self, across: MeshDim, node: MeshDim) -> None:
-        """Gather ``across`` nodes, then within each ``node`` (two_hops.py)."""
-        self._hops, self.gathers_in_stages = TwoHops(across, node), True
+    def gather_over(self, route: GatherRoute) -> None:
+        """Gather over ``route`` instead of this dimension's own messages."""
+        self._hops, self.gathers_in_stages = route, True
 
     def advance_gathers(self, ahead: int = 0) -> None:
-        """Issue the second hop of the pending two-hop gathers, except the last ``ahead``; no effect
-        on other dimensions.
+        """Issue further messages of the pending gathers over a route, except the last ``ahead``; no
+        effect on other dimensions.
         """
         if self._hops is not None:
             self._hops.advance(ahead)

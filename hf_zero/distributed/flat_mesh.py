@@ -5,7 +5,7 @@ and the process groups made for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
-from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, MeshDim
+from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, GatherRoute, MeshDim
 from hf_zero.distributed.communicators import NCCL, make_group, nccl_options
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.process_group import backends_of_parts, messages_as
@@ -197,7 +197,7 @@ class MeshOptions:
 
     updates: another communicator over the shards, for a thread that gathers updated parameters
     beside all other collectives. node: this many ranks of a shard group form one more dimension,
-    for gathers only. hop: gathers over a shard group take two hops, across nodes of this many ranks
+    for gathers only. hop: gathers over a shard group take ``route`` across nodes of this many ranks
     and within each. cuts: the axes that cut its parameters besides ZeRO (``Sharding.axes``), for
     each kind. nccl: fields of the configuration of NCCL's communicators.
     """
@@ -207,6 +207,7 @@ class MeshOptions:
     hop: int = 1
     cuts: tuple[tuple[str, ...], ...] = ((),)
     nccl: Mapping[str, int | str] = field(default_factory=dict)
+    route: Callable[[MeshDim, MeshDim], GatherRoute] | None = None
 
 
 DATA_PARALLEL = MeshOptions()
@@ -265,9 +266,9 @@ class FlatMeshMaker:
             nodes = [row[at : at + node] for row in rows for at in range(0, shards, node)]
             of_node = self._counted(nodes, f"{name} in a node", f" in a node{kind}", 1, over=over)
         hops: tuple[MeshDim, ...] = ()
-        if 1 < self._options.hop < shards:
+        if self._options.route is not None and 1 < self._options.hop < shards:
             hops = self._hops(rows, name, kind, over)
-            shard.gather_in_two_hops(*hops)
+            shard.gather_over(self._options.route(*hops))
         # sums over all ranks count each replica; sums over one replica's shards do not
         weight = 1.0 / replicate.size if self._dims.splits_model else 1.0
         # The mean divides by all ranks, but only 1 / tensor of them contribute; multiply by

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from hf_zero.ops.flat_tiles import COEFFICIENTS
-from hf_zero.ops.reference import signs
+
+
+def signs(way: Tensor) -> Tensor:
+    """Return the signs of ``way``. NaN, for which torch returns 0, stays NaN: the weight must not
+    stay as it is while the momentum is NaN for ever.
+    """
+    return torch.where(way.isnan(), way, way.sign())
 
 
 def divided(grads: Sequence[Tensor], like: Sequence[Tensor], divisor: float) -> list[Tensor]:

@@ -29,7 +29,7 @@ from hf_zero.errors import KernelError
 from hf_zero.ops import native, reference
 from hf_zero.ops.eight_bit_adam import EIGHT_BIT_ADAM
 from hf_zero.ops.moment_blocks import BLOCK, Blocks, Moment, core_for
-from hf_zero.ops.native import DTYPE_CODES, FLOATS, FP32, address, flat, kind
+from hf_zero.ops.native import FLOATS, FP32, address, flat, kind
 
 _MOMENTS = (torch.float32, torch.bfloat16)
 _LOW64 = (1 << 64) - 1
@@ -270,20 +270,6 @@ def lamb_apply(
         return
     moments = {"mean": address(exp_avg), "square": address(exp_avg_sq)}
     core.lamb_apply(**_addresses(master, master, shared), **moments, **numbers)
-
-
-def squared_norm(tensor: Tensor) -> float:
-    """Return the sum of squares in float64; not finite if an element is not.
-
-    Equal for any number of threads.
-    """
-    flat("squared_norm", "tensor", tensor, FLOATS)
-    core = native.core()
-    return (
-        reference.squared_norm(tensor)
-        if core is None
-        else core.squared_norm(tensor.data_ptr(), DTYPE_CODES[tensor.dtype], tensor.numel())
-    )
 
 
 def cast(out: Tensor, source: Tensor, scale: float = 1.0) -> None:

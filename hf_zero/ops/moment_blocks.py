@@ -16,6 +16,7 @@ encoding values that some block decodes to finds that block.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -35,8 +36,18 @@ from hf_zero.ops.reference import BLOCK as BLOCK
 
 
 def core_for(tensor: Tensor) -> ModuleType | None:
-    """Return the native core, or None if the reference must run."""
-    return native.core() if tensor.device.type == "cpu" else None
+    """Return the native core, with the dynamic maps, or None if the reference must run."""
+    core = native.core() if tensor.device.type == "cpu" else None
+    if core is not None:
+        _set_maps(core)
+    return core
+
+
+@cache
+def _set_maps(core: ModuleType) -> None:
+    for signed in (False, True):
+        tables = (dynamic_map.values(signed), *dynamic_map.regions(signed))
+        core.set_dynamic_map(signed, *(table.data_ptr() for table in tables))
 
 
 @dataclass(eq=False)

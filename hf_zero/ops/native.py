@@ -22,7 +22,6 @@ from torch import Tensor
 
 from hf_zero.config.variables import is_off, local_world_size, positive_number
 from hf_zero.errors import ConfigError, KernelError
-from hf_zero.ops import dynamic_map
 
 SWITCH = "HF_ZERO_NATIVE"
 INSTRUCTION_SET = "HF_ZERO_ISA"
@@ -48,9 +47,6 @@ def _loaded() -> tuple[ModuleType | None, str]:
         _force(core, forced)
     if not (hasattr(core, "round_stochastically") and hasattr(core, "quantize")):
         return None, "it was built from other sources: install hf-zero again"
-    for signed in (False, True):
-        tables = (dynamic_map.values(signed), *dynamic_map.regions(signed))
-        core.set_dynamic_map(signed, *(table.data_ptr() for table in tables))
     core.set_threads(default_share().threads)
     return core, ""
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.ops import dynamic_map
+from hf_zero.ops.flat_reference import signs
+from hf_zero.ops.host_norm import reference as squared_norm
 
 BLOCK = 256
 _SMALLEST_SCALE = 2.0**-90
@@ -33,13 +35,6 @@ Moment = Tensor | Encoded
 
 
 # ---- updates ----
-
-
-def signs(way: Tensor) -> Tensor:
-    """Return the signs of ``way``. NaN, for which torch returns 0, stays NaN: the weight must not
-    stay as it is while the momentum is NaN for ever.
-    """
-    return torch.where(way.isnan(), way, way.sign())
 
 
 def adam(
@@ -336,10 +331,6 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, dynamic: bool = False) -
 
 
 # ---- sweeps ----
-
-
-def squared_norm(source: Tensor) -> float:
-    return float(source.double().square().sum())
 
 
 def cast(out: Tensor, source: Tensor, scale: float) -> None:

@@ -59,6 +59,7 @@ def make_mesh(plan: EnginePlan) -> Mesh:
         _ranks_of_a_host(plan.num_shards, hierarchical) if hierarchical else 1,
         tuple(sorted(cuts)),
         settings.nccl.written,
+        extensions.route,
     )
     return Mesh(
         plan.num_shards, plan.device, settings.timeout, options, parallel, settings.host_timeout

@@ -35,7 +35,7 @@ CORE = {
     "moment_formats own_step probing schedules segment_table segments snapshots state whole_tensor",
     "offload": "__init__ placement storage",
     "ops": "__init__ dispatch file_locks flat_optimizers flat_reference flat_tiles host_memory "
-    "native operators reference",
+    "host_norm native operators",
     "loading": "*",
     "setup": "__init__ plan request steps",
     "checkpoint": "__init__ commit file_writer find generations host_folders load_sharded "
@@ -48,7 +48,7 @@ CORE = {
 DOORS = ("hf_zero", "hf_zero.checkpoint", "hf_zero.optim", "hf_zero.config.keywords")
 
 # Exactly: imports of a module outside by a module of the core. Write a lower number where it falls.
-LEAVING = 34
+LEAVING = 21
 # At most: lines of code of the core, and of the package.
 LINES, ALL_LINES = 33_600, 93_000
 

@@ -14,7 +14,7 @@ import torch
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.config.feature_rows import FEATURES, TABLE, loaded
+from hf_zero.config.feature_rows import FEATURES, TABLE, loaded, provided
 from hf_zero.config.feature_rows import read as read_table
 from hf_zero.config.features import (
     check_combination,
@@ -53,6 +53,7 @@ weight_quantization
 progressive_layer_drop
 data_efficiency.data_routing.random_ltd
 tiled_mlp
+torch_state_dicts
 measures
 memory_check
 """
@@ -63,6 +64,7 @@ ALWAYS = [
     "parallel_axes",
     "engine_seams",
     "activations",
+    "torch_state_dicts",
     "measures",
     "memory_check",
 ]
@@ -84,6 +86,12 @@ def test_rows_name_what_exists() -> None:
         ):
             assert callable(loaded(factory)) or ":" not in factory, name
     assert {"axes", "messages", "offload", "techniques"} <= kinds
+
+
+def test_what_no_row_provides_is_refused() -> None:
+    assert provided("nothing", 3) == 3
+    with pytest.raises(ConfigError, match="no feature of this package provides 'nothing'; install"):
+        provided("nothing")
 
 
 def test_the_order_follows_from_the_table() -> None:
@@ -114,7 +122,7 @@ def test_a_feature_that_is_off_has_no_object() -> None:
     features = FeatureSet.of(ZeroConfig(stage=1))
     assert [*features.by_name] == ALWAYS
     features = FeatureSet.of(ZeroConfig.from_dict({"progressive_layer_drop": {"enabled": True}}))
-    assert [*features.by_name] == [*ALWAYS[:-2], "progressive_layer_drop", *ALWAYS[-2:]]
+    assert [*features.by_name] == [*ALWAYS[:-3], "progressive_layer_drop", *ALWAYS[-3:]]
     assert all(isinstance(each, Feature) and each.name for each in features)
     assert extensions_of(ZeroConfig(stage=3)).codecs == ()
 

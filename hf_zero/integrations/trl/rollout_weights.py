@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from trl.experimental.online_dpo import OnlineDPOTrainer
     from trl.generation.vllm_generation import VLLMGeneration
 
-    from hf_zero.zero.access.weight_stream import WeightStream
+    from hf_zero.zero.access.wholes import WeightBuckets
 
 Named = tuple[str, torch.Tensor]
 
 
-def copies(stream: WeightStream, device: torch.device) -> Iterator[Iterator[Named]]:
+def copies(stream: WeightBuckets, device: torch.device) -> Iterator[Iterator[Named]]:
     """Return the buckets of ``stream``, each a loop over copies that the caller may keep: vLLM
     packs tensors later, and on several streams in turn. Gathers run on the stream that is current
     now; each copy is made on the one that is current when it is asked for. Finish each bucket's

@@ -5,31 +5,32 @@ the names that it knows, in buckets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
+from hf_zero.config.feature_rows import provided
 from hf_zero.errors import ConfigError
-from hf_zero.logging import listed
-from hf_zero.zero.access.wholes import Version, Whole, split, version_of, whole_groups, wire_dtype
+from hf_zero.logging import listed, parse_size
+from hf_zero.zero.access.wholes import (
+    Named,
+    TensorInfo,
+    Version,
+    Whole,
+    split,
+    version_of,
+    whole_groups,
+    wire_dtype,
+)
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.sharding import WholeNames, sharding_of
 
 if TYPE_CHECKING:
     from hf_zero.zero.sharded_engine import ShardedEngine
 
-Named = tuple[str, torch.Tensor]
-
 # names of wrappers around modules
 WRAPPERS = frozenset(("_checkpoint_wrapped_module", "_orig_mod"))
-
-
-class TensorInfo(NamedTuple):
-    """Name, dtype and shape of a tensor of a stream."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 class Names:
@@ -184,3 +185,37 @@ class WeightStream:
                 keeps = flat.raw or self._dtype is None
                 bucket.append((sent, value if keeps else value.to(self._dtype)))
         return bucket
+
+
+def stream_weights(
+    engine: ShardedEngine,
+    bucket: str | int,
+    dtype: str | torch.dtype | None,
+    names: str,
+    adapters: str,
+    rank0_only: bool,
+    changed_only: bool,
+) -> WeightStream:
+    """Return the buckets of ``engine.iter_weights``, which explains the arguments."""
+    arguments = {"names": (names, ("hf", "model")), "adapters": (adapters, ("merged", "apart"))}
+    for key, (value, choices) in arguments.items():
+        if value not in choices:
+            raise ConfigError(f"iter_weights({key}={value!r}): pass one of {listed(choices)}")
+    if isinstance(dtype, str):
+        if dtype not in COMPUTE:
+            raise ConfigError(f"iter_weights(dtype={dtype!r}): pass one of {listed(COMPUTE)}")
+        dtype = COMPUTE[dtype]
+    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        raise ConfigError(
+            f"iter_weights(dtype={dtype!r}): pass None, a floating-point torch dtype, or one "
+            f"of {listed(COMPUTE)}"
+        )
+    size = parse_size(bucket) if isinstance(bucket, str) else bucket
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(
+            f'iter_weights(bucket={bucket!r}): pass a number of bytes, or text such as "512MiB"'
+        )
+    chosen = Names() if names == "model" else BareNames()
+    if names == "hf" and hasattr(engine.module, "peft_config"):
+        chosen = provided("adapter_names")(engine.module, adapters == "merged")
+    return WeightStream(engine, size, dtype, chosen, rank0_only, changed_only)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -27,6 +27,31 @@ if TYPE_CHECKING:
     from hf_zero.zero.sharded_engine import ShardedEngine
 
 ALIGNED = 64  # bytes
+
+
+Named = tuple[str, torch.Tensor]
+
+
+class TensorInfo(NamedTuple):
+    """Name, dtype and shape of a tensor of a stream."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WeightBuckets(Protocol):
+    """Whole weights of one version of an engine, in buckets.
+
+    Attributes:
+        step: number of optimizer steps after which the weights were taken.
+        tensors: name, dtype and shape of each tensor, in the order in which they are sent.
+    """
+
+    step: int
+    tensors: list[TensorInfo]
+
+    def __iter__(self) -> Iterator[list[Named]]: ...
 
 
 class Whole(NamedTuple):

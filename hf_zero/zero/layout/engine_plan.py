@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES, StagePolicy
 from hf_zero.zero.layout.wrap import UnitSpec, persistence
+
+if TYPE_CHECKING:
+    from hf_zero.distributed.collectives import GatherRoute, MeshDim
 
 Cuts = Mapping[nn.Parameter, Sharding]
 UNCUT: Cuts = MappingProxyType({})
@@ -58,15 +61,16 @@ class PlannedExtensions:
 
     codecs: of parameters; of each direction the last that takes a parameter counts. node: number of
     neighboring ranks of a shard group that form a mesh dimension of their own, for gathers.
-    hierarchical: the configuration key that asks for gathers across hosts and then within each, if
-    any. needs_one_mesh: configuration keys in use whose messages go over one mesh of all ranks, so
-    that they exclude tensor, expert and pipeline parallelism. narrow: the state of the optimizer
-    that is kept in fewer bits between steps (``Bf16State``), if any is.
+    hierarchical: the configuration key that asks for gathers over ``route`` across hosts and within
+    each, if any. needs_one_mesh: configuration keys in use whose messages go over one mesh of all
+    ranks, so that they exclude tensor, expert and pipeline parallelism. narrow: the state of the
+    optimizer that is kept in fewer bits between steps (``Bf16State``), if any is.
     """
 
     codecs: tuple[ParameterCodec, ...] = ()
     node: int = 1
     hierarchical: str = ""
+    route: Callable[[MeshDim, MeshDim], GatherRoute] | None = None
     needs_one_mesh: tuple[str, ...] = ()
     narrow: Any = None
 

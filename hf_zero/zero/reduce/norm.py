@@ -37,7 +37,7 @@ from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
-from hf_zero.ops import dispatch, host
+from hf_zero.ops import dispatch, host_norm
 from hf_zero.ops.flat_tiles import RUNS, squared_norms
 from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -103,7 +103,7 @@ def sums_of_squares(
         if by_kernel[device] and grad.dtype != torch.float64:
             by_device.setdefault(device, []).append(index)
         elif device.type == "cpu" and grad.dtype != torch.float64:
-            sums[index] = torch.tensor(host.squared_norm(grad), dtype=torch.float64)
+            sums[index] = torch.tensor(host_norm.squared_norm(grad), dtype=torch.float64)
         else:
             by_kind.setdefault((device, grad.dtype), []).append(index)
     for indices in by_device.values():
