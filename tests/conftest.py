@@ -71,6 +71,7 @@ def small_parameters_are_sharded() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the long matrices")
+    parser.addoption("--rows", metavar="WORDS", help="of tables of capabilities, the rows so named")
     parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the files")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +71,15 @@ def with_note(key: Key, entry: Entry) -> Key:
     return replace(key, note=entry["inert"], status=Status.INERT)
 
 
+def with_notes(declared: Iterable[Key], entries: Mapping[str, Entry]) -> dict[str, Key]:
+    """Return the keys of fields with the sentences of their ``entries``, by path."""
+    keys: dict[str, Key] = {}
+    for key in declared:
+        assert key.path in entries, f"{key.path}: write what it sets into hf_zero/config/keys.toml"
+        keys[key.path] = with_note(key, entries[key.path])
+    return keys
+
+
 def without_field(path: str, entry: JsonObject) -> Key:
     """Return the key of an entry that no field of :class:`Settings` declares."""
     status = next(STATUSES[word] for word in STATUSES if word in entry)
@@ -109,7 +118,7 @@ def asks_for_section(off: str, entry: JsonObject) -> Callable[[Mapping[str, obje
 
 
 _ENTRIES = read(TABLE.read_text("utf-8"))
-_FIELDS = {key.path: with_note(key, _ENTRIES[key.path]) for key in declared_keys(Settings)}
+_FIELDS = with_notes(declared_keys(Settings), _ENTRIES)
 
 KEYS: dict[str, Key] = _FIELDS | {
     path: without_field(path, entry)
@@ -129,6 +138,7 @@ EXPERIMENTAL = (
     *("zero_optimization.zero_quantized", "zero_optimization.zero_hpz", "zero_optimization.mics"),
     *("replicate_size", "progressive_layer_drop", "quantize_training", "compression_training"),
     *("quantization_aware_training", "training_phases", "curriculum_learning", "data_efficiency"),
+    *("float8_training", "checkpoint.memory"),
 )
 
 

@@ -137,13 +137,13 @@ def described(key: Key) -> str:
 
 def table() -> str:
     """Return a Markdown table of all keys of the dialect."""
-    lines = ["| key | value | default | meaning | since |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
     for path, key in KEYS.items():
         default = "" if key.default is None or key.default == () else f"`{_json(key.default)}`"
         value = key.value_type.expected.replace("|", "\\|")
         shown = default if key.status is Status.ACTIVE else ""
         meaning = described(key).replace("|", "\\|")
-        lines.append(f"| `{path}` | {value} | {shown} | {meaning} | {key.since} |")
+        lines.append(f"| `{path}` | {value} | {shown} | {meaning} |")
     return "\n".join(lines)
 
 

@@ -355,9 +355,8 @@ class Key:
     built. ``asks``: whether a value asks for a feature that hf-zero lacks; ``off``: the value to
     write to disable it. ``members``: the keys of a section that is accepted or refused as a whole;
     None accepts any. ``idle``: the reason, from all values by path, why an active key has no
-    effect, or "". ``unit``: what a number counts. ``since``: the version that introduced the key.
-    ``instead``: the fallback for a file written for DeepSpeed that asks for an unbuilt feature;
-    without it such a file is refused.
+    effect, or "". ``unit``: what a number counts. ``instead``: the fallback for a file written for
+    DeepSpeed that asks for an unbuilt feature; without it such a file is refused.
     """
 
     path: str
@@ -371,7 +370,6 @@ class Key:
     members: frozenset[str] | None = None
     idle: Callable[[Mapping[str, object]], str] = _busy
     unit: str = ""
-    since: str = "0.1.0"
     instead: str = ""
 
     def changes_nothing(self, value: object) -> bool:
@@ -400,7 +398,6 @@ def key(
     name: str = "",
     idle: Callable[[Mapping[str, object]], str] | None = None,
     unit: str = "",
-    since: str = "0.1.0",
     **more: Any,
 ) -> Any:
     """Declare a field of a section's dataclass as a key of DeepSpeed's dialect, or of ours.
@@ -409,9 +406,7 @@ def key(
     ``keys.toml`` describes. ``more`` goes to ``dataclasses.field`` and may override the
     default that the field has when a section is constructed directly.
     """
-    declared = Key(
-        name, value_type, Status.ACTIVE, note, default, idle=idle or _busy, unit=unit, since=since
-    )
+    declared = Key(name, value_type, Status.ACTIVE, note, default, idle=idle or _busy, unit=unit)
     if not {"default", "default_factory", "required"} & set(more):
         more["default"] = declared.default
     more.pop("required", None)

@@ -5,6 +5,7 @@ row.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from operator import attrgetter
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.config.keys import EXPERIMENTAL, KEYS, is_experimental
-from hf_zero.config.value_types import Key, Status
+from hf_zero.config.feature_rows import FEATURES
+from hf_zero.config.keys import EXPERIMENTAL, KEYS, is_experimental, with_notes
+from hf_zero.config.value_types import COUNT, Key, Status
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.config.samples import VALUES
 from tests.helpers.cells import in_one_item
@@ -127,11 +129,42 @@ def test_the_configuration_needs_neither_torch_nor_hugging_face() -> None:
 
 def test_experimental_keys_are_those_of_pages_marked_so() -> None:
     docs = Path(hf_zero.__file__).with_name("docs")
-    pages = [page.read_text() for page in docs.glob("*.md")]
-    marked = "".join(page for page in pages if "**Stability:** experimental" in page)
+    pages = {page.stem: page.read_text() for page in docs.glob("*.md")}
+    marked = {name: text for name, text in pages.items() if "**Stability:** experimental" in text}
     for prefix in EXPERIMENTAL:
         assert any(is_experimental(path) for path in KEYS if path.startswith(prefix)), prefix
-        assert prefix.rpartition(".")[2] in marked, prefix
+        assert prefix.rpartition(".")[2] in "".join(marked.values()), prefix
+    for name, row in FEATURES.items():
+        for path in row.keys:
+            assert is_experimental(path) == (row.page in marked), (
+                f"{path} of the feature {name}: compare EXPERIMENTAL in hf_zero/config/keys.py "
+                f"with the stability that hf_zero/docs/{row.page}.md states"
+            )
+
+
+def test_a_key_without_a_sentence_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"steps_per_lap: write .* hf_zero/config/keys\.toml"):
+        with_notes([Key("steps_per_lap", COUNT, Status.ACTIVE)], {})
+
+
+# It has one value: the section's switch says all.
+NOT_READ = {"curriculum_learning.curriculum_type"}
+
+
+def test_each_key_that_acts_is_read() -> None:
+    """By the name of its field, or of the key, outside of the declarations."""
+    source = "\n".join(
+        path.read_text()
+        for path in Path(hf_zero.__file__).parent.rglob("*.py")
+        if path.name not in ("keywords.py", "schema.py")
+    )
+    used = {*re.findall(r"\.(\w+)", source), *re.findall(r"[\"'.](\w+)[\"']", source)}
+    unread = {
+        key.path
+        for key in rows(Status.ACTIVE)
+        if not {key.field.rpartition(".")[2], key.path.rpartition(".")[2]} & used
+    }
+    assert unread - NOT_READ == set(), "no code reads these keys: config.<field>"
 
 
 def test_a_configuration_names_its_experimental_keys() -> None:

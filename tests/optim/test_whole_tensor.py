@@ -13,11 +13,14 @@ import torch
 import transformers
 
 from hf_zero.config import OptimizerConfig
+from hf_zero.config.feature_rows import loaded
+from hf_zero.config.optimizers import OPTIMIZERS
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.optim import LARS, Adafactor, Lamb, Muon, build_optimizer
 from hf_zero.optim.elementwise import adopt, check, give_back
 from hf_zero.optim.muon import hidden_matrices
 from tests.helpers.cells import in_one_item
+from tests.helpers.optimizers import WHOLE
 
 SHAPES = ((4, 3), (5,), (), (7, 2, 2))
 
@@ -82,6 +85,13 @@ def test_it_is_its_formula(case):
             assert len(set(ratios)) > 1 or settings.get("max_coeff") == 0.3
     for p, w in zip(mine, want):
         torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
+
+
+def test_each_class_has_a_row_of_the_tests_on_ranks():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    rows = {type(row.ours(model)) for row in WHOLE.values()}
+    named = {loaded(row.cls) for row in OPTIMIZERS if row.update == "rounds" and row.names}
+    assert named <= rows, f"add rows to WHOLE in tests/helpers/optimizers.py: {named - rows}"
 
 
 @in_one_item([Lamb, LARS])

@@ -95,7 +95,10 @@ def test_what_no_row_provides_is_refused() -> None:
 
 
 def test_the_order_follows_from_the_table() -> None:
-    assert [name for name, row in FEATURES.items() if row.make] == APPLIED.split()
+    applied = [name for name, row in FEATURES.items() if row.make]
+    moved = {*applied} ^ {*APPLIED.split()}
+    assert not moved, f"add to, or take out of, APPLIED above, in the order of the table: {moved}"
+    assert applied == APPLIED.split(), "the order of the table changed: compare it with APPLIED"
     tables = tomllib.loads(TABLE.read_text())
     rows = {name: f'["{name}"]\nwords = "w"\npage = "p"\n' for name in "abc"}
     rows["a"] += 'after = ["c"]\n'

@@ -323,13 +323,16 @@ def failures(name, case):
     "turn", [0, *(pytest.param(turn, marks=pytest.mark.long) for turn in (1, 2, 3))]
 )
 @pytest.mark.parametrize("group", GROUPS)
-def test_each_row(group, turn, tmp_path):
+def test_each_row(group, turn, tmp_path, request):
     others, failed = working(), []
+    words = (request.config.getoption("--rows") or "").lower()
     cases = {
         name: Case(name, turn, tmp_path / str(number))
         for number, (name, row) in enumerate(GROUPS[group].items())
-        if turn < len(row.stages)
+        if turn < len(row.stages) and words in name.lower()
     }
+    if words and not cases:
+        pytest.skip(f"no row of {group} is named {words}")
     for name, case in cases.items():
         failed += failures(name, case)
     gc.collect()  # once for all rows

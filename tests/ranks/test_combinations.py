@@ -143,6 +143,10 @@ def test_exact_features_beside_each_other(name: str, tmp_path: Path) -> None:
     assert not failed, "\n".join(failed)
 
 
+GROUPS_OF_WEIGHTS: Keys = {
+    "shared_parameters": {"enabled": True},
+    "different_groups": {"all": {"params": {"start_bits": 8, "target_bits": 8}}},
+}
 SWITCHED = EXACT | {
     name: ROWS[row].keys(1, Path("files")) for name, row in WITH_ORACLE.items() if name != "one_bit"
 } | {
@@ -151,9 +155,30 @@ SWITCHED = EXACT | {
     "quantization_aware_training": {"quantization_aware_training": {"config": "int8_weight"}},
     "float8_training": {"float8_training": {"recipe": "tensorwise", "emulate": True}},
     "sparse_attention": {"sparse_attention": {"mode": "bigbird", "block": 16}},
+    "zero_optimization.zero_hpz_partition_size": {
+        "zero_optimization": {"zero_hpz_partition_size": 2}
+    },
+    "float8_training.gather_weights": {
+        "float8_training": {"recipe": "tensorwise", "emulate": True, "gather_weights": True}
+    },
+    "fused_modules": {"kernels": ["norms"]},
+    "pre_layer_norm": {"pre_layer_norm": True},
+    "training_phases": {"training_phases": {"phases": [{"steps": 2}, {"train_batch_size": 8}]}},
+    "weight_quantization": {"compression_training": {"weight_quantization": GROUPS_OF_WEIGHTS}},
+    "checkpoint.memory": {"checkpoint": {"memory": {"every": 2}}},
 }  # fmt: skip
 
 AXES = {"tensor_parallel", "expert_parallel", "sequence_parallel"}
+
+
+def test_each_feature_with_keys_is_in_a_table() -> None:
+    # its object needs an index of data, which tests/ranks/test_data_sampling.py makes
+    elsewhere = {"data_efficiency.data_sampling"}
+    without = {name for name, row in FEATURES.items() if row.keys} - SWITCHED.keys() - elsewhere
+    assert not without, (
+        f"{without}: write the keys into EXACT if the feature changes no number; into WITH_ORACLE "
+        "if it has a row of capabilities with an oracle; else into SWITCHED alone"
+    )
 
 
 def test_a_pair_that_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
