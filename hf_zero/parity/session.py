@@ -84,7 +84,7 @@ class Resume:
     ranks: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
     """The answer of a comparison. ``cause``: of the first difference; ``log``: what the engine said
     in the step of it. ``left_out``: settings that change the training on purpose, which neither run
@@ -108,7 +108,7 @@ class Answer:
         """Whether nothing differs by more than rounding explains."""
         return self.outcome.first is None and (self.resumed is None or self.resumed.equal)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # what a notebook shows
         return "\n".join([sentence(self), *details(self)])
 
 
@@ -164,7 +164,8 @@ class Session:
         self, name: str, command: Sequence[str], environment: dict[str, str], output: Path
     ) -> int:
         """Run ``command`` to its end, and report its steps. Whatever ends this process ends it."""
-        fixed = {"PYTHONHASHSEED": "0"}  # sets are iterated over alike in all runs
+        # sets are iterated over alike in all runs; torchrun leaves its folder of logs behind
+        fixed = {"PYTHONHASHSEED": "0", "PET_LOG_DIR": str(output.parent)}
         with open(output, "wb") as sink:
             process = subprocess.Popen(
                 command,

@@ -100,7 +100,7 @@ def test_an_interrupt_ends_the_run_and_removes_what_it_wrote(tmp_path: Path) -> 
         assert launched.ended(process, 60.0) not in (0, None), log.read_text()
     with pytest.raises(ProcessLookupError):
         os.kill(rank, 0)
-    assert not [*temporary.glob("hf-zero-parity-*")]
+    assert not [*temporary.glob("hf-zero-parity-*"), *temporary.glob("torchelastic_*")]
     assert not (tmp_path / "saved").exists()
 
 

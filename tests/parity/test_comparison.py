@@ -116,4 +116,4 @@ def test_a_run_that_is_no_repetition(
 
     answer = compare(run, None)
     assert answer.equal == answer.measured == ("rounding" in made) == repeats
-    assert repeats or "two runs of torch alone differ as well" in str(answer)
+    assert repeats or "two runs of torch alone differ as well" in repr(answer)
