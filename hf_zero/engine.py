@@ -161,7 +161,7 @@ class Engine(TrainingEngine):
         as they are. Raises CheckpointError, on all ranks, if a save in the background has failed:
         the step is complete by then.
         """
-        before = self.counters.global_steps
+        before = self.accumulation.updates
         was_broken = self.changes.broken
         try:
             with self.measures.step(self):
@@ -170,13 +170,22 @@ class Engine(TrainingEngine):
             if self.changes.broken != was_broken:
                 self.generations.break_step()
             raise
-        ends_window = self.counters.global_steps > before
+        ends_window = self.accumulation.updates > before
         if ends_window and self.training_dataloader is not None:
             self.window_start.note(self)
         if ends_window and self.async_saves.writer is not None:
             self.async_saves.raise_failure()
         if ends_window:
             self.generations.end_step(self)
+
+    def update_in_backward(self) -> None:
+        was_broken = self.changes.broken
+        try:
+            super().update_in_backward()
+        except BaseException:
+            if self.changes.broken != was_broken:
+                self.generations.break_step()
+            raise
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -371,7 +380,9 @@ class Engine(TrainingEngine):
             self.bound.check_groups()
         self.wait_for_checkpoint(f"the load of {load_dir}")
         if self.flats and self.flats[0].engine_flats.trainability_changed:
-            self.changes.drop_pending_update(self.updater)
+            if self.changes.unconfirmed is not None:
+                self._drop_gradients()
+            self.changes.begin_load()
             self.rebuild_if_unfrozen(loads=True)
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             resumes = load_optimizer_states and not load_module_only

@@ -287,7 +287,7 @@ class _RankLoad(StateSource):
         engine, folder = self.engine, self.checkpoint.folder
         read = partial(self._read_state, module_only, rng, data_position)
         with engine.changes.change(f"the load of {folder}", replaces=replaces):
-            engine.changes.drop_pending_update(engine.updater)
+            engine.changes.begin_load()
             shown = None if engine.global_rank == 0 else False
             with progress_bar(shown, self.nbytes, f"loading {folder}") as self.tick:
                 partly = "The engine is partly loaded: load again before training on."

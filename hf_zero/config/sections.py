@@ -70,8 +70,8 @@ class ZeroSection:
     written.
 
     ``update_in_backward`` updates a unit as soon as its gradients are reduced, and frees them,
-    unless clipping, fp16 or an optimizer of whole tensors prevents it. After the last backward of a
-    window only ``step`` may then be called, because the update cannot be undone.
+    unless clipping, fp16 or an optimizer of whole tensors prevents it. The last backward of a
+    window then makes its step, which ``step`` confirms.
     """
 
     prefetch_bucket_size: int = key(

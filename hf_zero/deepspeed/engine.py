@@ -107,11 +107,13 @@ class DeepSpeedEngine(ReportingEngine):
         return loss / steps if scale_wrt_gas and steps != 1 else loss
 
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
-        """Run :meth:`hf_zero.Engine.step`. ``lr_kwargs`` are passed to the scheduler's step."""
+        """Run :meth:`hf_zero.Engine.step`. ``lr_kwargs`` are passed to the scheduler's step, which
+        an update in the backward has made: it refuses them.
+        """
         self._states_away.refuse("a step")
-        before = self.counters.global_steps
+        before = self.accumulation.updates
         self._step(lr_kwargs)
-        ends = self.counters.global_steps > before
+        ends = self.accumulation.updates > before
         if ends and self.optimizer is not None:
             self.optimizer._global_grad_norm = self.grad_norm_tensor()
         if "tput_timer" in self.__dict__:
@@ -122,6 +124,7 @@ class DeepSpeedEngine(ReportingEngine):
         if not lr_kwargs or scheduler is None:
             super().step()
             return
+        self.changes.refuse_unconfirmed("step(lr_kwargs)")
         self.lr_scheduler = None
         try:
             super().step()

@@ -215,16 +215,20 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
             self._figures.backward(loss, weighed)
         return self.times.timed("bwd")
 
+    def begin_update(self, engine: TrainingEngine) -> None:
+        if self._figures is not None:
+            self._figures.begin_step(engine)
+
     @contextmanager
     def step(self, engine: TrainingEngine) -> Iterator[None]:
         ends_window = engine.accumulation.ends_by_step
-        if self._figures is not None and ends_window:
+        if self._figures is not None and ends_window and engine.changes.unconfirmed is None:
             self._figures.begin_step(engine)
-        before = engine.global_steps
+        before = engine.accumulation.updates
         with self.times.timed("step"):
             yield
         number = engine.global_steps
-        ends_window = ends_window and number > before  # else it has counted nothing
+        ends_window = engine.accumulation.updates > before
         if self.times.on:
             self.times.end(ends_window, number)
         if not ends_window:

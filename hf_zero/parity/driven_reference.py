@@ -32,7 +32,7 @@ class DrivenReference(Reference):
     kept_when_frozen: frozenset[str] = frozenset()
     shard_only = False
     nbytes = 0  # of weights, gradients and the optimizer's state on this rank
-    pass_is_under_way = updates_in_backward = False
+    pass_is_under_way = False
     figures: Mapping[str, Any] = {}
     stop_requests: Any = SimpleNamespace(received=())
 

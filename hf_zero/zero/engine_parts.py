@@ -217,12 +217,12 @@ class EngineParts(ModelWrapper):
         scaler = self._loss_scaler()
         sanity = SanityChecks(mesh.device, self.accumulation, config.precision, mesh.rank)
         self.optimizer_step = OptimizerStep(
-            sharded, self.optimizer, config, scaler, sanity, self.feature_set.hooks
+            sharded, self.optimizer, config, scaler, sanity, self.feature_set.hooks, self.changes
         )
         self.feature_set.bind(self.optimizer_step)
         self.updater, self.scaler = self.optimizer_step.updater, scaler
         self.changes.connect(self.updater)
-        sharded.patches.refuse_load = self.changes.refuse_pending_update
+        sharded.patches.refuse_load = self.changes.refuse_until_step
         self.pass_runner = PassRunner(
             sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -22,15 +21,14 @@ from hf_zero.errors import (
 )
 from hf_zero.logging import listed
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
-from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
-from hf_zero.zero.passes import BackwardTracker, Hooks
+from hf_zero.zero.passes import BackwardTracker, Hooks, graph_task
 from hf_zero.zero.reduce.losses import Fp16LossScaler, LossScaling, Scaling
 from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.reduce.reductions import BackwardSettings
 from hf_zero.zero.sharded_model import ShardedModel
-from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_pending_update
+from hf_zero.zero.step.optimizer_step import OptimizerStep
 from hf_zero.zero.step.step_reports import SanityChecks
 
 NO_GRADIENT = (
@@ -74,6 +72,7 @@ class AccumulationWindow:
         # hook of the model ran, and whether zero_grad() has dropped one
         self.asked = self.was_dropped = False
         self.steps = 0  # calls of step() that have counted
+        self.updates = 0  # those that have ended a window
         self.forwards = 0  # those with gradients before the last of these
         self.restarts = 0  # of windows that had begun, in the run
         self.restarts_in_a_row = 0  # since the last update
@@ -149,13 +148,6 @@ class AccumulationWindow:
         if restart:
             self.micro_batches = 0
         return count
-
-    def end_step(self, forwards: int) -> None:
-        """Record a call of ``step()`` that has counted a micro-batch, after ``forwards`` with
-        gradients in the run.
-        """
-        self.steps += 1
-        self.forwards, self.was_dropped = forwards, False
 
     def set_micro_steps(self, micro_steps: int) -> None:
         """Set the place in the window after ``micro_steps`` micro-batches in the whole run."""
@@ -266,6 +258,7 @@ class PassRunner:
             model.schedule,
             self.reducer,
             self._begin_backward,
+            self._end_backward if model.updates_in_backward else None,
             lambda: self.losses.refuse_part(),
             self._window.uncount,
         )
@@ -277,7 +270,7 @@ class PassRunner:
             model.units,
             model.schedule,
             self.tracker,
-            partial(refuse_pending_update, self._optimizer_step.updater),
+            self._optimizer_step.changes.refuse_until_step,
         )
         self._removable.callback(self.hooks.remove)
         trains = bool(model.trainable) or model.mesh.dims.pipeline > 1
@@ -382,7 +375,7 @@ class PassRunner:
             begin()
         if step.bound is not None:
             refuse_switched(self._model.flats)
-            refuse_pending_update(step.updater, "another backward")
+            step.changes.refuse_until_step("another backward")
             if step.clip_divisor is not None:
                 raise PartitionError(
                     "a backward after clip_grad_norm_ adds gradients that are not clipped to those "
@@ -390,22 +383,34 @@ class PassRunner:
                     "accelerator.sync_gradients), or step before this backward"
                 )
             self._sanity.on_backward(window.managed and closes)
+        ends_window = window.syncs and window.ends
+        updates = ends_window and self._model.updates_in_backward and not step.max_norm
+        # a backward that no hook has seen is taken in outside of it
+        if updates := updates and graph_task() != -1:
+            self._engine().refuse_update()  # collective: the conditions are equal on all ranks
         window.begin_backward(closes)
         alone = not any(window.counts_before)
         weight, unscale = self.losses.begin(1.0 / window.accumulation_steps)
-        ends_window = window.syncs and window.ends
         on_reduced = on_finished = None
-        updates = ends_window and self._model.updates_in_backward
-        if updates and not (step.max_norm or self.losses.may_overflow):
-            failed = step.failed_writes()  # collective: the conditions are equal on all ranks
-            if not failed:
-                on_reduced, on_finished = self._update_in_backward, step.updater.end_backward
+        if updates and not self.losses.may_overflow:
+            on_reduced, on_finished = self._update_in_backward, step.updater.end_backward
         self.reducer.configure_backward(
             BackwardSettings(weight, unscale, ends_window, on_reduced, alone, on_finished)
         )
 
     def _update_in_backward(self, flats: Sequence[FlatBuffer]) -> None:
         self._optimizer_step.update_in_backward(flats, self._counters.global_steps)
+
+    def _end_backward(self) -> None:
+        """Make the rest of the update of which the backward has made a part: the parts are equal on
+        all ranks.
+        """
+        if self._optimizer_step.updater.backward_update is not None:
+            self._engine().update_in_backward()
+
+    def _engine(self) -> Any:
+        engine: Any = self._model.flats[0].engine_flats.engine()
+        return engine
 
     def reduce_stray_gradients(self) -> None:
         """Take in gradients that no hook has announced, and abort a backward that an exception has
@@ -427,9 +432,7 @@ class PassRunner:
 
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Set the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
-        updater = self._optimizer_step.updater
-        if self._optimizer_step.was_updated_in_backward(unit_of(flat)):
-            refuse_pending_update(updater, f"writing {name}.grad")
+        self._optimizer_step.changes.refuse_until_step(f"writing {name}.grad")
         self._window.asked = True
         self.reducer.wait_for_offload()
         flat.optimizer_shard.wait_for_update()
@@ -443,8 +446,8 @@ class PassRunner:
         gradients held.
         """
         if self.reducer.gradients_lost:
-            refuse_pending_update(
-                self._optimizer_step.updater, "a step whose gradients are not complete"
+            self._optimizer_step.changes.refuse_until_step(
+                "a step whose gradients are not complete"
             )
             raise PartitionError(
                 "a backward of this window was broken by an exception after some gradients had "

@@ -53,9 +53,11 @@ class Hooks:
         units: Sequence[Unit],
         schedule: Schedule,
         tracker: BackwardTracker,
-        refuse: Callable[[str], None],
+        refuse: Callable[[str, bool], None],
     ):
-        """``refuse``: raises where an outermost forward may not begin."""
+        """``refuse``: raises where an outermost forward may not begin; True: one of training, in
+        training mode or with a graph.
+        """
         self._model = model
         self._refuse = refuse
         self._units = list(units)
@@ -206,7 +208,7 @@ class Hooks:
         ``grads``: it records a graph.
         """
         self.reduce_stray_gradients()
-        self._refuse("a forward")
+        self._refuse("a forward", grads or module.training)
         kind: tuple[Hashable, ...] = (name, grads, module.training)
         for key, value in kwargs.items():
             if is_cache(value) or (key == ENCODED and value is not None):
@@ -325,16 +327,18 @@ class BackwardTracker:
         schedule: Schedule,
         reducer: Reducer,
         on_begin: Callable[[], None],
+        on_end: Callable[[], None] | None,
         on_part: Callable[[], None],
         on_abort: Callable[[], None],
     ):
-        """``on_begin`` is called before a backward, ``on_part`` when it reaches a submodule called
-        directly, ``on_abort`` when it is aborted after an exception.
+        """``on_begin`` is called before a backward, ``on_end`` at its end, ``on_part`` when it
+        reaches a submodule called directly, ``on_abort`` when it is aborted after an exception.
         """
         self._units = list(units)
         self._schedule = schedule
         self._reducer = reducer
-        self._on_begin, self._on_part, self._on_abort = on_begin, on_part, on_abort
+        self._on_begin, self._on_end = on_begin, on_end
+        self._on_part, self._on_abort = on_part, on_abort
         self.remaining = reducer.remaining
         # graph tasks under way, outermost first, and their callbacks
         self.tasks: list[tuple[int, weakref.ref[object]]] = []
@@ -574,6 +578,8 @@ class BackwardTracker:
             self._schedule.abort()
             raise
         self._schedule.end(keep_last=False)
+        if self._on_end is not None:
+            self._on_end()
 
     def _abort(self) -> None:
         """Abort a backward after an exception and discard its results."""

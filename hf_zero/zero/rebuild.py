@@ -33,7 +33,6 @@ from hf_zero.zero.layout.walk import named_modules_of
 from hf_zero.zero.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
-from hf_zero.zero.step.optimizer_step import refuse_pending_update
 from hf_zero.zero.transaction import restore_on_rollback, transaction
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def refuse_now(engine: EngineParts, what: str, loads: bool = False) -> None:
         raise PartitionError(
             f"{what} inside a forward or backward of the model; call it after the step"
         )
-    refuse_pending_update(engine.updater, what)
+    engine.changes.refuse_until_step(what)
     if engine.bound is None:
         raise PartitionError(f"{what} needs an engine with an optimizer; initialize it with one")
     engine.bound.check_groups()

@@ -22,7 +22,7 @@ from hf_zero.zero.layout.precision import COMPUTE, refuse_mixed_dtypes
 from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.rebuild import groups_over, rebuild, unfrozen
 from hf_zero.zero.reduce.losses import Fp16LossScaler
-from hf_zero.zero.step.optimizer_step import failed_write, refuse_pending_update
+from hf_zero.zero.step.optimizer_step import failed_write
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
@@ -143,12 +143,15 @@ class TrainingEngine(EngineParts):
     @property
     def window_is_open(self) -> bool:
         """Return whether gradients of micro-batches are held that the next update will use."""
-        accumulating = self.optimizer_step.bound is not None and self.held_micro_batches > 0
-        return accumulating and not self.pass_runner.reducer.gradients_lost
+        if self.optimizer_step.bound is None or self.changes.unconfirmed is not None:
+            return False
+        return self.held_micro_batches > 0 and not self.pass_runner.reducer.gradients_lost
 
     @property
     def held_micro_batches(self) -> int:
-        """Number of micro-batches whose gradients the next update will use."""
+        """Number of micro-batches whose gradients the next update will use, or whose update awaits
+        its ``step()``.
+        """
         window = self.accumulation
         return window.micro_batches + (
             window.announced + window.unannounced if window.managed else 0
@@ -158,11 +161,6 @@ class TrainingEngine(EngineParts):
     def pass_is_under_way(self) -> bool:
         """Return whether a forward or a backward has begun and not ended."""
         return self.pass_runner.under_way
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Return whether the optimizer updates units during the last backward of a window."""
-        return self.sharded_model.updates_in_backward
 
     def holds_gradients(self) -> bool:
         """Return whether a step has gradients to use, or to refuse after a broken backward; those
@@ -192,7 +190,7 @@ class TrainingEngine(EngineParts):
     @torch.no_grad()
     def measure_gradient(self) -> torch.Tensor:
         """Return the norm of the gradient for the next step as :meth:`clip_gradient` does, and
-        leave the clipping to the step. A backward may have updated a part of the model already.
+        leave the clipping to the step. A backward may have made its update already.
         """
         self._reduce_for_norm()
         step = self.optimizer_step
@@ -329,7 +327,7 @@ class TrainingEngine(EngineParts):
             self._raise_destroyed("step()")
         if self.changes.broken:
             self.changes.refuse("step()")
-        ends_window = self.accumulation.ends_by_step
+        ends_window = self.accumulation.ends_by_step or self.changes.unconfirmed is not None
         self.pass_runner.reset(inside_window=not ends_window)
         self.pass_runner.reduce_stray_gradients()
         self.sharded_model.patches.check()
@@ -338,32 +336,73 @@ class TrainingEngine(EngineParts):
         came = window.announced or window.unannounced
         if not came and not self.pass_runner.has_micro_batch():
             return
-        self.optimizer_step.applied = window.was_dropped = False
+        if self.changes.unconfirmed is None:
+            self.optimizer_step.applied = False
+        window.was_dropped = False
         window.steps, window.forwards = window.steps + 1, self.pass_runner.hooks.forwards
         if not ends_window:
             with self.changes.change(f"a micro-batch of step {self.counters.global_steps + 1}"):
                 window.add_micro_batch(self.counters)
                 self._count_micro_batches(window.take_count())
             return
-        self._refuse_update()
-        try:
-            self.pass_runner.reduce_for_step()
-        except BaseException as error:
-            if not isinstance(error, HfZeroError):
-                self.pass_runner.reducer.lose_gradients()
-            raise
-        if not self.config.zero.ignore_unused_parameters:
-            self.pass_runner.refuse_unused()
-        with self.changes.change(f"step {self.counters.global_steps + 1}"):
-            self._count_micro_batches(window.take_count(restart=True))
-            window.restarts_in_a_row = 0
-            failure = self._update()
+        self.refuse_update()
+        if self.changes.unconfirmed is not None:
+            failure = self._confirm_update()
+        else:
+            try:
+                self.pass_runner.reduce_for_step()
+            except BaseException as error:
+                if not isinstance(error, HfZeroError):
+                    self.pass_runner.reducer.lose_gradients()
+                raise
+            if not self.config.zero.ignore_unused_parameters:
+                self.pass_runner.refuse_unused()
+            with self.changes.change(f"step {self.counters.global_steps + 1}"):
+                self._count_micro_batches(window.take_count(restart=True))
+                failure = self._update()
         if failure is not None:
             raise failure
 
-    def _update(self) -> Exception | None:
-        """Update the weights and end the step. Return the error of a post hook of the optimizer:
-        the step is complete even so, as in torch.
+    # ---- an update in the backward ----
+
+    @torch.no_grad()
+    def update_in_backward(self) -> None:
+        """Make the rest of the update, and end the step, at the end of a backward that has made a
+        part of it and closes the window (collective). Gradients stay for :meth:`step`.
+        """
+        step = self.optimizer_step
+        self.measures.begin_update(self)
+        step.refuse_changed()
+        self.pass_runner.reduce_for_step()
+        with self.changes.change(f"step {self.counters.global_steps + 1}"):
+            self._count_micro_batches(self.accumulation.take_count())
+            self.accumulation.unannounced = True  # the window stays until then, too
+            failure = self._update(in_backward=True)
+            settings = step.settings()
+        self.changes.unconfirmed = settings, failure
+
+    def _confirm_update(self) -> Exception | None:
+        """Begin another window after an update in the backward, and return the error of a post hook
+        of the optimizer. Raises PartitionError for what a script has changed since.
+        """
+        step, changes = self.optimizer_step, self.changes
+        assert changes.unconfirmed is not None
+        settings, failure = changes.unconfirmed
+        if step.max_norm:
+            changes.refuse_unconfirmed("gradient clipping that was switched on after the backward")
+        if step.settings() != settings:
+            changes.refuse_unconfirmed("a change of the optimizer's settings")
+        step.refuse_writes()
+        self.accumulation.take_count(restart=True)
+        changes.unconfirmed = None
+        self._drop_gradients()
+        return failure
+
+    # ---- the update ----
+
+    def _update(self, in_backward: bool = False) -> Exception | None:
+        """Update the weights and end the step; keep its gradients if ``in_backward``. Return the
+        error of a post hook of the optimizer: the step is complete even so, as in torch.
         """
         losses, runner = self.pass_runner.losses, self.pass_runner.step_runner
         update = self.optimizer_step.update if runner is None else runner.update
@@ -377,9 +416,8 @@ class TrainingEngine(EngineParts):
         requests, consensus = self.stop_requests, self.mesh.consensus
         if requests.asked or (consensus is not None and consensus.steps.stopped):
             requests.end_step()
-        self.pass_runner.reducer.clear()
-        if self.optimizer_step.measured is not None or self.optimizer_step.is_clipped:
-            self.optimizer_step.forget_gradient()
+        if not in_backward:
+            self._drop_gradients(overflow)
         scaler = losses.update_scale(overflow)
         self._end_update(overflow, scaler)
         # a scheduler that takes a metric is stepped by the script
@@ -391,6 +429,16 @@ class TrainingEngine(EngineParts):
         for end in self.optimizer_step.hooks.end_step:
             end(self.counters.global_steps, overflow, scaler.scale)
         return failure
+
+    def _drop_gradients(self, overflow: bool = False) -> None:
+        """Drop the gradients of a window whose update is made, or skipped for an ``overflow``."""
+        self.accumulation.updates += 1
+        self.accumulation.restarts_in_a_row = 0
+        self.pass_runner.reducer.clear()
+        if self.optimizer_step.measured is not None or self.optimizer_step.is_clipped:
+            self.optimizer_step.forget_gradient()
+        if self.sharded_model.placement.awaits_first_step and not overflow:
+            self.optimizer_step.bring_back_what_fits()
 
     def _run_post_hooks(self) -> Exception | None:
         """Run the post hooks of the optimizer, and take what they write to its groups over into the
@@ -414,10 +462,10 @@ class TrainingEngine(EngineParts):
         self.optimizer_step.bound.accept_writes()
         return failure
 
-    def _refuse_update(self) -> None:
+    def refuse_update(self) -> None:
         """Raise ConfigError without an optimizer, PartitionError for changed groups of it, for a
-        scheduler that the script has stepped or for a part updated before clipping was switched on
-        or a setting was changed, OffloadError after a failed write of offloaded state (collective).
+        scheduler that the script has stepped, OffloadError after a failed write of offloaded state
+        (collective).
         """
         if self.optimizer_step.bound is None:
             raise ConfigError(
@@ -425,30 +473,18 @@ class TrainingEngine(EngineParts):
                 "its model to hf_zero.initialize, or to prepare, or name one in the config"
             )
         self.optimizer_step.bound.check_groups()
-        self._refuse_stepped_schedule()
-        if self.optimizer_step.max_norm:
-            refuse_pending_update(
-                self.updater, "gradient clipping that was switched on after the backward"
-            )
-        if self.updater.backward_update is not None:
-            self.optimizer_step.refuse_changed(self.updater.backward_update)
-        if failed := self.optimizer_step.failed_writes():
-            raise failed_write(failed)
-
-    def _refuse_stepped_schedule(self) -> None:
-        """Raise PartitionError if the script has stepped the scheduler since the engine did: the
-        next step would have a later learning rate. A load has changed the number of steps.
-        """
         step, position = self._scheduled or (None, None)
         current = getattr(self.lr_scheduler, "last_epoch", None)
-        if step != self.counters.global_steps or position is None or current is None:
-            return
-        if current > position:
+        # a load has changed the number of steps
+        known = step == self.counters.global_steps and position is not None
+        if known and current is not None and current > position:
             raise PartitionError(
                 f"{type(self.lr_scheduler).__name__}.step() was called after engine.step(), which "
                 "steps the learning-rate schedule itself: it would advance twice as fast; remove "
                 "the call, or give no scheduler to initialize and keep the call"
             )
+        if failed := self.optimizer_step.failed_writes():
+            raise failed_write(failed)
 
     def _end_update(self, overflow: bool, scaler: Fp16LossScaler) -> None:
         """Count the update, set its outcome and the new loss scale of ``scaler`` on the optimizer,
@@ -459,8 +495,6 @@ class TrainingEngine(EngineParts):
             self.optimizer.overflow = overflow
         if self.scaler.dynamic:
             self.set_scale_on_optimizer()
-        if self.sharded_model.placement.awaits_first_step and not overflow:
-            optimizer_step.bring_back_what_fits()
         self.counters.global_steps += 1
         self.counters.skipped_steps += overflow
         optimizer_step.applied = not overflow
@@ -493,7 +527,7 @@ class TrainingEngine(EngineParts):
         script calls it after every micro-batch of a window.
         """
         self.pass_runner.reset()
-        refuse_pending_update(self.updater, "zero_grad()")
+        self.changes.refuse_until_step("zero_grad()")
         self.pass_runner.reducer.clear()
         self.optimizer_step.forget_gradient()
         self.pass_runner.losses.reset()
@@ -524,7 +558,7 @@ class TrainingEngine(EngineParts):
         """Return an iterator over whole parameters on the CPU, one unit at a time, by first name
         (collective: exhaust it on every rank).
         """
-        self.changes.refuse_pending_update("consolidated()")
+        self.changes.refuse_until_step("consolidated()", acts=False)
         return consolidated(self, dtype)
 
     def state_dict(  # type: ignore[override]

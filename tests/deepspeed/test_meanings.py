@@ -185,6 +185,35 @@ def test_objects_go_before_the_configuration(heard: list[str]) -> None:
     engine.destroy()
 
 
+def test_arguments_of_a_schedule_that_a_backward_has_stepped() -> None:
+    """Without an update in the backward, ``step`` passes them to the schedule."""
+
+    class Schedule:
+        given: list[object] = []
+
+        def step(self, epoch: object = None) -> None:
+            self.given.append(epoch)
+
+    for early in (False, True):
+        model, schedule = stack(), Schedule()
+        zero = {"stage": 1, "update_in_backward": early}
+        engine = deepspeed.initialize(
+            model=model,
+            optimizer=adamw(model),
+            lr_scheduler=schedule,
+            config=config_of(1, zero_optimization=zero, gradient_clipping=0.0),
+        )[0]
+        engine.backward(squared(engine, At(0, 0, 0)))
+        if early:
+            with pytest.raises(PartitionError, match=r"^step\(lr_kwargs\) comes after a backward"):
+                engine.step({"epoch": 7})
+            engine.step()
+        else:
+            engine.step({"epoch": 7})
+        assert schedule.given == ([7, None] if early else [7])
+        engine.destroy()
+
+
 def test_a_number_of_checkpoints_for_a_model_without_blocks(heard: list[str]) -> None:
     config = config_of(1, activation_checkpointing={"number_checkpoints": 4})
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())

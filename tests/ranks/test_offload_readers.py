@@ -22,7 +22,7 @@ from hf_zero.zero import sharded_model
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
 from tests.helpers.cells import in_turn
-from tests.helpers.models import features
+from tests.helpers.models import Stack, features, seeded
 from tests.helpers.offloads import DEVICE, PLACES, offload, opened, same, train, trained
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
 from tests.helpers.training import At, adamw
@@ -223,21 +223,55 @@ def with_frozen(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def fail(*given):
+    raise ZeroDivisionError
+
+
 @in_turn("unfreezes", [False, True])
 def test_a_load_of_weights_alone_leaves_a_half_updated_optimizer(unfreezes, tmp_path):
     def run(rank, model):
         model.head.requires_grad_(False)
         section = offload("optimizer on cpu", 2, tmp_path, update_in_backward=True)
+        section["stage3_module_granularity_threshold"] = 0  # several units
         engine = opened(model, section, make=with_frozen)
         train(engine, rank, range(2))
         engine.save_checkpoint(str(tmp_path))
-        engine.backward(squared(engine, At(2, 0, rank)))
+        handle = engine.module.blocks[0].register_full_backward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(squared(engine, At(2, 0, rank)))
+        handle.remove()
         model.head.requires_grad_(unfreezes)
         engine.load_checkpoint(str(tmp_path), load_module_only=True)
         with pytest.raises(PartitionError, match="half changed: a backward had updated a part"):
             engine.step()
         engine.load_checkpoint(str(tmp_path))
         train(engine, rank, range(2, 3))
+        engine.destroy()
+
+    on_ranks(1, run, build=lambda: seeded(lambda: Stack(4, 32)))
+
+
+@in_turn("unfreezes", [False, True])
+def test_a_load_of_weights_alone_after_an_update_in_the_backward(unfreezes, tmp_path):
+    """The optimizer keeps the state of the step that the backward has made; its gradients go."""
+
+    def run(rank, model):
+        model.head.requires_grad_(False)
+        section = offload("optimizer on cpu", 2, tmp_path, update_in_backward=True)
+        engine = opened(model, section, make=with_frozen)
+        train(engine, rank, range(2))
+        engine.save_checkpoint(str(tmp_path))
+        before = engine.state_dict()["enter.weight"].clone()
+        engine.backward(squared(engine, At(2, 0, rank)))
+        assert not torch.equal(engine.state_dict()["enter.weight"], before)
+        model.head.requires_grad_(unfreezes)
+        engine.load_checkpoint(str(tmp_path), load_module_only=True)
+        assert torch.equal(engine.state_dict()["enter.weight"], before)
+        with pytest.raises(PartitionError, match="no gradient"):
+            engine.step()
+        assert engine.global_steps == 3
+        train(engine, rank, range(2, 3))
+        assert engine.global_steps == 4
         engine.destroy()
 
     on_ranks(2, run)

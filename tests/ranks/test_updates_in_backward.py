@@ -137,7 +137,7 @@ def test_some_optimizers_prevent_it_with_a_warning(kind, caplog):
         known = {"elementwise_optimizers": ["Counting"]}
         engine = opened(model, 2, True, lambda model: kind(trainable(model), lr=0.1), **known)
         engine.backward(loss_of(engine, At(0, 0, rank)))
-        begun = engine.updater.backward_update is not None
+        begun = engine.changes.unconfirmed is not None
         engine.step()
         steps = engine.optimizer.param_groups[0].get("steps", 1)
         engine.destroy()
@@ -419,7 +419,7 @@ def half_done(model: nn.Module, stage: int = 2, **keys: Any) -> Any:
     engine = opened(model, stage, True, **keys)
     train(engine, 0, range(2))
     engine.backward(squared(engine, At(2, 0, 0)))
-    assert engine.updater.backward_update is not None
+    assert engine.changes.unconfirmed is not None
     return engine
 
 
@@ -464,10 +464,6 @@ def stored(form: str, what: str, names: tuple[str, ...], engine: Any, folder: st
 
 REFUSED: dict[str, Callable[[Any, str], None]] = {
     "a forward": lambda engine, folder: engine(features(0, 0, 0)),
-    r"^state_dict": lambda engine, folder: engine.state_dict(),
-    "consolidated": lambda engine, folder: [*engine.consolidated()],
-    "a save": lambda engine, folder: engine.save_16bit_model(folder),
-    r"optimizer\.state_dict": lambda engine, folder: engine.optimizer.state_dict(),
     r"optimizer\.load_state_dict": lambda engine, folder: engine.optimizer.load_state_dict({}),
     "^load_state_dict": lambda engine, folder: engine.load_state_dict({}, strict=False),
     "GatheredParameters with a modifier_rank": modified,
@@ -478,7 +474,6 @@ REFUSED: dict[str, Callable[[Any, str], None]] = {
     "gradient clipping": clipped,
     "clip_grad_norm_": lambda engine, folder: engine.clip_gradient(0.1),
     "optimizer.state.clear": lambda engine, folder: engine.optimizer.state.clear(),
-    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
     "writing head.weight.grad": written,
     "a change of the optimizer's settings": another_rate,
     **{
@@ -491,7 +486,7 @@ OFFLOADS = ({}, {"offload_optimizer": {"device": "cpu"}})
 
 
 @in_turn("what", REFUSED)
-def test_what_would_use_a_half_updated_model_is_refused(what, tmp_path):
+def test_what_would_precede_the_update_in_a_plain_loop_is_refused(what, tmp_path):
     def run(rank: int, model: nn.Module, offload: dict[str, Any]) -> None:
         engine = half_done(model, stage=3, zero=offload)
         with pytest.raises(PartitionError, match=f"{what}.* comes after a backward that has upd"):

@@ -162,8 +162,7 @@ class EngineSteps:
             return
         # a metric in evaluation mode changes nothing
         evaluates = not torch.is_grad_enabled() or (self._trained and not engine.training)
-        # an engine that updates in the backward refuses each forward until the step
-        if self.claim is not StepCaller.OPTIMIZER and (engine.updates_in_backward or not evaluates):
+        if self.claim is not StepCaller.OPTIMIZER and not evaluates:
             self._make_overdue_step()
 
     def _make_overdue_step(self) -> None:
@@ -212,19 +211,12 @@ class EngineSteps:
     def _refuse_early_step(self, what: str) -> None:
         """Raise PartitionError: a step was made before a forward."""
         self._stepped_early = False
-        in_backward = self.engines[0].updates_in_backward
         raise PartitionError(
-            f"{what} comes after a forward{'' if in_backward else ' with gradients'} that followed "
-            "accelerator.backward(), before this script has first called optimizer.step(): the "
-            "step was made before that forward, as for scripts that never call it. "
-            + (
-                "Run forwards before the backward or after optimizer.step(), or switch "
-                "zero_optimization.update_in_backward off"
-                if in_backward
-                else "Run forwards between the backward and optimizer.step() inside "
-                "`with torch.no_grad():`"
-            )
-            + ", and add up several losses of one step before the backward"
+            f"{what} comes after a forward with gradients that followed accelerator.backward(), "
+            "before this script has first called optimizer.step(): the step was made before that "
+            "forward, as for scripts that never call it. Run forwards between the backward and "
+            "optimizer.step() inside `with torch.no_grad():`, and add up several losses of one "
+            "step before the backward"
         )
 
     # ---- steps ----

@@ -26,7 +26,6 @@ from hf_zero.zero.layout.parameter import LEFT_SHARDED, holder_of_whole, name_of
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.state_entries import EngineState, StateEntry
-from hf_zero.zero.step.optimizer_step import refuse_pending_update
 
 
 def _engine_of(flat: FlatBuffer) -> EngineParts:
@@ -108,7 +107,7 @@ class GatheredParameters:
         }
         if self._modifier is not None:
             for engine in dict.fromkeys(units.values()):
-                engine.changes.refuse_pending_update("GatheredParameters with a modifier_rank")
+                engine.changes.refuse_until_step("GatheredParameters with a modifier_rank")
         self._released, self._watched = [], []
         # ``__exit__`` does not run after an exception here
         with ExitStack() as entered:
@@ -227,7 +226,7 @@ class GatheredParameters:
             return
         name = name_of(parameter)
         flat.refuse_changed(name)
-        _engine_of(flat).changes.refuse_pending_update(f"a write to {name}")
+        _engine_of(flat).changes.refuse_until_step(f"a write to {name}")
         view = flat.views[name]
         if parameter.data_ptr() != view.data_ptr() and parameter.numel():
             view.copy_(parameter.data)  # another tensor was assigned to parameter.data
@@ -272,7 +271,7 @@ def _owned(parameter: torch.Tensor, what: str) -> FlatBuffer:
 def _writes(parameter: torch.Tensor, what: str) -> FlatBuffer:
     """Return the flat buffer of ``parameter``, for a write by ``what``.
 
-    Raises PartitionError for a frozen one, and where a backward has updated a part of the model.
+    Raises PartitionError for a frozen one, and where a backward has made an update.
     """
     flat = _owned(parameter, what)
     if not flat.optimizer_shard.has_master:
@@ -280,7 +279,7 @@ def _writes(parameter: torch.Tensor, what: str) -> FlatBuffer:
             f"{what}: parameter {name_of(parameter)} is frozen and has no gradient or optimizer "
             "state; unfreeze it before initialize"
         )
-    refuse_pending_update(_engine_of(flat).updater, what)
+    _engine_of(flat).changes.refuse_until_step(what)
     return flat
 
 
@@ -307,7 +306,7 @@ def _reduced_gradient(flat: FlatBuffer) -> tuple[EngineParts, torch.Tensor | Non
             "steps that reduce them (before freeze_step)"
         )
     if flat.gradient.state is GradState.APPLIED:
-        refuse_pending_update(engine.updater, "reading a gradient")
+        engine.changes.refuse_until_step("reading a gradient")
     return engine, flat.gradient.shard if flat.gradient.has_reduced else None
 
 

@@ -332,8 +332,10 @@ class FlatBuffer:
 
     def refuse_changed(self, name: str) -> None:
         """Raise PartitionError if a script has written to parameter ``name`` while modules compute
-        with values that differ from the parameter's.
+        with values that differ from the parameter's, or after an update in the backward.
         """
+        if (engine := self.engine_flats.engine()) is not None:
+            engine.changes.refuse_unconfirmed(f"a write to {name}")
         values = ""
         if self.computing is not None and self.computing.under_way:
             values = self.computing.values

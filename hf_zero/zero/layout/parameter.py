@@ -52,6 +52,8 @@ class ZeroParamStatus(Enum):
 class OwningEngine(Protocol[Flat]):
     """An engine with flat buffers of the class ``Flat``, as the classes of parameters call it."""
 
+    changes: Any
+
     @property
     def shard_only(self) -> bool: ...
 

@@ -138,7 +138,7 @@ class _EngineMethods:
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
             self.watch_state()
             return
-        alive.changes.refuse_pending_update("optimizer.load_state_dict()")
+        alive.changes.refuse_until_step("optimizer.load_state_dict()")
         alive.bound.check_groups()
         alive.updater.finish()
         alive.rebuild_if_unfrozen(loads=True)

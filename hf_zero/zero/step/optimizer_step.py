@@ -20,11 +20,11 @@ from hf_zero.logging import counted, listed, log_rank0, logger
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import free_beside_a_step
 from hf_zero.offload.storage import MASTER
-from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update import StagedCopies, Updater
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.group_settings import plain_settings
 from hf_zero.optim.moment_formats import updates_in_host_memory
+from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.engine_plan import shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -57,6 +57,7 @@ class OptimizerStep:
         scaler: Fp16LossScaler,
         sanity: SanityChecks,
         hooks: StepHooks,
+        changes: StateChanges,
     ):
         mesh, placement = model.mesh, model.placement
         # its attributes are checked; that there is one, by the callers
@@ -107,6 +108,7 @@ class OptimizerStep:
         self._looked_for_left_out = False
         self.is_captured = False  # the update under way is captured in a graph: nothing runs yet
         self.hooks = hooks
+        self.changes = changes
 
     @contextmanager
     def _updating_state(self) -> Iterator[None]:
@@ -203,19 +205,26 @@ class OptimizerStep:
                 updated.add(flat.optimizer_shard)
         return updated
 
-    def refuse_changed(self, in_backward: SubGroupUpdate) -> None:
-        """Raise PartitionError if the optimizer's groups have changed since ``in_backward``, an
-        update of a part of the model in the backward.
-        """
+    def settings(self) -> list[ParamGroup]:
+        """Return the settings of the optimizer's groups, with which an update is made now."""
         with self.bound.scaled_rates(self.lr_scale):
-            now = self.bound.hyperparameters()
-        if now != [plain_settings(group) for group in in_backward.groups]:
-            refuse_pending_update(self.updater, "a change of the optimizer's settings")
+            settings: list[ParamGroup] = self.bound.hyperparameters()
+        return settings
 
-    def was_updated_in_backward(self, unit: Unit) -> bool:
-        """Return whether the backward before a step has updated a part of ``unit``."""
-        states = (flat.gradient.state for flat in unit.trainable_flats)
-        return unit in self.updater.units_updated_in_backward or GradState.APPLIED in states
+    def refuse_changed(self) -> None:
+        """Raise PartitionError if the optimizer's groups have changed since the update of a part of
+        the model in the backward.
+        """
+        update = self.updater.backward_update
+        if update is not None and self.settings() != [plain_settings(g) for g in update.groups]:
+            self.changes.refuse_until_step("a change of the optimizer's settings")
+
+    def refuse_writes(self) -> None:
+        """Raise PartitionError for a script's writes to weights since an update in the backward."""
+        for unit in self.model.units:
+            # a write waits for the update
+            if all(flat.optimizer_shard.finish_update is None for flat in unit.flats):
+                unit.take_user_writes()
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -273,7 +282,7 @@ class OptimizerStep:
         ``max_norm``. Return its norm before, without the loss scale (collective).
         """
         if limit != math.inf:
-            refuse_pending_update(self.updater, "clip_grad_norm_")
+            self.changes.refuse_until_step("clip_grad_norm_")
         norm = self.measure(steps_before).sqrt() / self.scaler.scale
         if self.clip_divisor is not None:
             norm = norm / self.clip_divisor
@@ -343,6 +352,8 @@ class OptimizerStep:
                 (total,) = self._agree(total, steps_before)
         scale, limit = self.scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
+        if model.updates_in_backward and not self.hooks.begin_step:
+            self.set_known_norm(total)  # step() may come later
         if may_skip and not bool(torch.isfinite(total)):
             return True
         if not may_overflow and not self.is_captured:
@@ -426,9 +437,9 @@ class OptimizerStep:
     def forget_state(self) -> None:
         """Reset the optimizer's state to that before the first step.
 
-        Raises PartitionError if a backward has used it for a part of the model already.
+        Raises PartitionError if a backward has used it already.
         """
-        refuse_pending_update(self.updater, "optimizer.state.clear()")
+        self.changes.refuse_until_step("optimizer.state.clear()")
         self.updater.finish()
         self.model.wait_for_copy()
         self.bound.forget()
@@ -438,11 +449,13 @@ class OptimizerStep:
         PartitionError for units updated in the backward.
         """
         for unit in self.model.units:
-            if self.updater.backward_update is not None and self.was_updated_in_backward(unit):
-                for name in (
-                    name for flat in unit.trainable_flats for name in flat.user_writes.names()
-                ):
-                    refuse_pending_update(self.updater, f"a write to {name}")
+            if self.updater.backward_update is not None and (
+                unit in self.updater.units_updated_in_backward
+                or any(flat.gradient.state is GradState.APPLIED for flat in unit.trainable_flats)
+            ):
+                for flat in unit.trainable_flats:
+                    for name in flat.user_writes.names():
+                        self.changes.refuse_until_step(f"a write to {name}")
             elif self.model.overlaps:
                 unit.wait_for_update()  # no forward has used it since the last step
             unit.take_user_writes()
@@ -528,9 +541,15 @@ def failed_write(failed: str) -> OffloadError:
 
 
 class StateChanges:
-    """The change of an engine's state (a step, a load) under way. An exception that breaks it off
-    leaves weights, optimizer state and counters that belong to different steps, possibly on this
-    rank alone: whatever would use them is refused, until a load has replaced all of them.
+    """The change of an engine's state (a step, a load) under way.
+
+    - An exception that breaks a change off leaves weights, optimizer state and counters that belong
+      to different steps, possibly on this rank alone: whatever would use them is refused, until a
+      load has replaced all of them.
+    - With ``zero_optimization.update_in_backward`` the backward that closes a window makes its
+      update. Inside that backward the model is half updated, and nothing may read or change it.
+      From its end until ``step()`` the state is that after the step: readers have it, and
+      :meth:`refuse_until_step` refuses what would act on this step in a plain loop.
     """
 
     def __init__(self, passes: PassTracker) -> None:
@@ -538,6 +557,9 @@ class StateChanges:
         self.broken = ""  # the change that was broken off, and why
         self._under_way = ""
         self._updater: Updater | None = None
+        # what ``step()`` has yet to confirm, of an update that a backward has made: the settings of
+        # the optimizer's groups after it, and the error of a post hook of the optimizer
+        self.unconfirmed: tuple[list[ParamGroup], Exception | None] | None = None
 
     def connect(self, updater: Updater) -> None:
         """Set ``updater``, which makes updates in backwards."""
@@ -564,17 +586,19 @@ class StateChanges:
         self.broken = self.broken or cause
         self._passes.refuse = self.refuse
 
-    def drop_pending_update(self, updater: Updater) -> None:
-        """Drop the rest of an update begun in a backward, before a load. The state is half changed;
-        only a load that replaces all of it makes it usable again.
+    def begin_load(self) -> None:
+        """Drop what a backward has left for ``step()``, before a load. Of a half updated model only
+        a load that replaces all of the state makes it usable again.
         """
-        if updater.backward_update is not None:
-            self.break_off("a backward had updated a part of the model before a load")
-        updater.drop_backward_update()
+        if self._updater is not None:
+            if self._updater.backward_update is not None:
+                self.break_off("a backward had updated a part of the model before a load")
+            self._updater.drop_backward_update()
+        self.unconfirmed = None
 
     def refuse(self, what: str) -> None:
-        """Raise PartitionError for ``what`` if a change was broken off, or the step that completes
-        an update in the backward is pending.
+        """Raise PartitionError for ``what``, which reads the state, if a change was broken off, or
+        the model is half updated.
         """
         if self.broken:
             raise PartitionError(
@@ -582,14 +606,32 @@ class StateChanges:
                 "checkpoint (engine.load_checkpoint), or destroy() the engine and resume with "
                 "hf_zero.initialize(resume=...), on all ranks"
             )
-        self.refuse_pending_update(what)
+        self.refuse_until_step(what, acts=False)
 
-    def refuse_pending_update(self, what: str) -> None:
-        """Raise PartitionError for ``what`` while a step is pending that completes an update in the
-        backward.
+    def refuse_until_step(self, what: str, acts: bool = True) -> None:
+        """Raise PartitionError for ``what`` if the model is half updated; if it ``acts`` on the
+        update in a plain loop, also until ``step()`` confirms an update in the backward.
         """
-        if self._updater is not None:
-            refuse_pending_update(self._updater, what)
+        if self._updater is not None and self._updater.backward_update is not None:
+            raise PartitionError(
+                f"{what} comes inside a backward that has updated a part of the model already "
+                "(zero_optimization.update_in_backward), or after an exception has broken it. Call "
+                "it after the backward, or switch update_in_backward off; if an exception has "
+                "broken the backward, load a checkpoint"
+            )
+        if acts and self.unconfirmed is not None:
+            self.refuse_unconfirmed(what)
+
+    def refuse_unconfirmed(self, what: str) -> None:
+        """Raise PartitionError for ``what`` between an update in the backward and ``step()``."""
+        if self.unconfirmed is not None:
+            raise PartitionError(
+                f"{what} comes after a backward that has updated the model already "
+                "(zero_optimization.update_in_backward) and before its step(): without that key it "
+                "would precede the update. Call step() first, or switch update_in_backward off; "
+                "backwards before the last one of a step need "
+                "engine.set_gradient_accumulation_boundary(False)"
+            )
 
     def refuse_within(self, what: str) -> None:
         """Raise PartitionError for ``what`` inside a change."""
@@ -598,17 +640,3 @@ class StateChanges:
                 f"{what} in a hook of {self._under_way}, whose weights are changed and whose "
                 "counters and schedule are not; call it after the step"
             )
-
-
-def refuse_pending_update(updater: Updater, what: str) -> None:
-    """Raise PartitionError if a backward has updated a part of the model and its step is pending,
-    which must precede ``what``.
-    """
-    if updater.backward_update is not None:
-        raise PartitionError(
-            f"{what} comes after a backward that has updated a part of the model already "
-            "(zero_optimization.update_in_backward) and before the step() that updates the rest. "
-            "Call step() first, or switch update_in_backward off; backwards before the last one of "
-            "a step need engine.set_gradient_accumulation_boundary(False). If an exception has "
-            "broken that backward, load a checkpoint"
-        )

@@ -209,6 +209,9 @@ class StepMeasures(Generic[Engine]):
         """
         return spans.NOTHING
 
+    def begin_update(self, engine: Engine) -> None:
+        """Note the settings of an update in the backward, before it ends."""
+
     def step(self, engine: Engine) -> AbstractContextManager[object]:
         """Return a context for a ``step()`` call. May be collective."""
         return spans.NOTHING

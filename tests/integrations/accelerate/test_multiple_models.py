@@ -539,10 +539,7 @@ def updating_in_backward() -> tuple[Accelerator, Engine, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_metric_after_a_backward_that_updates(first: bool) -> None:
-    """The engine refuses it, as half of the model has been updated. Before the script has first
-    called ``optimizer.step()`` the step is made before it, as for scripts that never call it, and
-    that call is refused.
-    """
+    """The engine refuses it in training mode, as it has the weights after the step."""
     accelerator, engine, optimizer = updating_in_backward()
     plain = stack()
     theirs = torch.optim.AdamW(plain.parameters())
@@ -553,18 +550,38 @@ def test_a_metric_after_a_backward_that_updates(first: bool) -> None:
         theirs.step()
         if step == (0 if first else 1):
             with torch.no_grad():
-                if first:
+                with pytest.raises(PartitionError, match="Call step"):
                     squared(engine, step)
-                    assert engine.global_steps == 1
-                else:
-                    with pytest.raises(PartitionError, match="Call step"):
-                        squared(engine, step)
-        if first and not step:
-            with pytest.raises(PartitionError, match="update_in_backward off"):
-                optimizer.step()
-        else:
-            optimizer.step()
+                engine.eval()
+                torch.testing.assert_close(squared(engine, step), squared(plain, step))
+                engine.train()
         assert engine.global_steps == step + 1
+        optimizer.step()
+        assert engine.global_steps == step + 1
+    assert_same_weights(engine.module, plain)
+
+
+def test_a_schedule_beside_a_backward_that_updates() -> None:
+    """Accelerate's wrapper steps it after each ``optimizer.step()``, as in plain torch."""
+
+    def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+    accelerator, engine, optimizer = updating_in_backward()
+    plain = stack()
+    theirs = torch.optim.AdamW(plain.parameters())
+    wrapped, schedule = accelerator.prepare(schedule_of(optimizer.optimizer)), schedule_of(theirs)
+    for step in range(3):
+        accelerator.backward(squared(engine, step))
+        assert engine.get_lr() == schedule.get_last_lr()
+        optimizer.step()
+        wrapped.step()
+        optimizer.zero_grad()
+        squared(plain, step).backward()
+        theirs.step()
+        schedule.step()
+        theirs.zero_grad()
+        assert wrapped.get_last_lr() == engine.get_lr() == schedule.get_last_lr()
     assert_same_weights(engine.module, plain)
 
 
