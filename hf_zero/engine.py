@@ -335,7 +335,7 @@ class Engine(TrainingEngine):
                 writer,
                 offered,
             )
-            # not before: each generation in memory would be refused like this save
+            # after the save: client state that it refuses, generations in memory would refuse, too
             noted = isinstance(client_state, Mapping) and self.global_rank == 0
             self.generations.end_save(save_dir, client_state if noted else None)
         return True

@@ -116,10 +116,10 @@ def save(
     )
     rank = rank_save.rank
     try:
-        own, shared, not_staged = rank_save.plan_on_all_ranks(save_latest)
+        file_plan, shared, not_staged = rank_save.plan_on_all_ranks(save_latest)
         job = SaveJob(target, rank_save.path, rank, engine.mesh.dims.world, shared, keep)
         if background is not None and not not_staged:
-            background.start(job, own.file)
+            background.start(job, file_plan.file)
             return target.final
         # no thread depends on what was exchanged: this rank writes in the call
         rank_save.exchanged = _Exchanged.NOTHING
@@ -132,7 +132,9 @@ def save(
                 target.tag,
                 not_staged[0],
             )
-        failure, cause = job.run(partial(rank_save.write, own), ByCollectives(engine.mesh.job))
+        failure, cause = job.run(
+            partial(rank_save.write, file_plan), ByCollectives(engine.mesh.job)
+        )
     except BaseException as error:
         rank_save.abort(error)
         raise
@@ -145,13 +147,13 @@ def save(
 
 
 class _RankPlan(NamedTuple):
-    """One rank's plan of a save. not_staged: why its state could not be staged; "" if it was, or
-    the save blocks. extra, buffers: the parts that rank 0 adds.
+    """One rank's plan of a save. file_plan: of its file. not_staged: why its state could not be
+    staged; "" if it was, or the save blocks. non_tensors, buffers: the parts that rank 0 adds.
     """
 
-    own: SavePlan
+    file_plan: SavePlan
     not_staged: str
-    extra: NonTensorState | None
+    non_tensors: NonTensorState | None
     buffers: dict[str, torch.Tensor]
 
 
@@ -191,7 +193,7 @@ class _RankSave:
             self.prepare,
             self.path,
             nothing_saved,
-            lambda plan: (plan.own.report, plan.not_staged),
+            lambda plan: (plan.file_plan.report, plan.not_staged),
         )
         self.exchanged = _Exchanged.PLANS
         reports = [report for report, _ in planned]
@@ -199,45 +201,49 @@ class _RankSave:
         plan_shared_files = partial(self.plan_shared_files, plan, reports, save_latest)
         shared, _ = collective_try(job_ranks, plan_shared_files, self.path.parent, nothing_saved)
         self.exchanged = _Exchanged.MANIFEST
-        return plan.own, shared, not_staged
+        return plan.file_plan, shared, not_staged
 
     def prepare(self) -> _RankPlan:
         """Plan this rank's file, and copy its state to host memory for a background save. On rank 0
         first note the save and create the folder.
         """
-        engine, target, extra = self._engine, self._target, None
+        engine, target, non_tensors = self._engine, self._target, None
         buffers: dict[str, torch.Tensor] = {}
         if self.rank == 0:
             buffers = model_buffers(engine, self._exclude_frozen) | self._elsewhere
             # first: state that cannot be saved must raise before anything is written
-            extra = non_tensor_state(engine, self._client_state)
+            non_tensors = non_tensor_state(engine, self._client_state)
             target.refuse_others(engine.save_log.others())
             engine.save_log.note((target.save_id, canonical_path(target.final)))
             target.begin()
         save_id = target.save_id
-        own = plan_save(engine, self.path.name, save_id, self._exclude_frozen, self._names, buffers)
-        image = None if self._offered is None else self._offered.image_of(own)
+        file_plan = plan_save(
+            engine, self.path.name, save_id, self._exclude_frozen, self._names, buffers
+        )
+        image = None if self._offered is None else self._offered.image_of(file_plan)
         not_staged = ""
         if self._background is not None:
-            deferred = partial(states_copied_later, engine, own.report)
-            not_staged = self._background.copy_to_host(own.file, own.tensors, image, deferred)
-        return _RankPlan(own, not_staged, extra, buffers)
+            deferred = partial(states_copied_later, engine, file_plan.report)
+            not_staged = self._background.copy_to_host(
+                file_plan.file, file_plan.tensors, image, deferred
+            )
+        return _RankPlan(file_plan, not_staged, non_tensors, buffers)
 
     def plan_shared_files(
         self, plan: _RankPlan, reports: Sequence[RankReport], save_latest: bool
     ) -> SharedFiles | None:
         """Return the files that rank 0 writes beside its own; None on the other ranks."""
-        if plan.extra is None:
+        if plan.non_tensors is None:
             return None
         return shared_files(
-            self._engine, self._target, reports, plan.extra, plan.buffers, save_latest
+            self._engine, self._target, reports, plan.non_tensors, plan.buffers, save_latest
         )
 
-    def write(self, own: SavePlan) -> FileHashes:
+    def write(self, file_plan: SavePlan) -> FileHashes:
         """Write this rank's file, under a progress bar on rank 0."""
         shown = None if self.rank == 0 else False
-        with progress_bar(shown, own.file.size, f"saving {self._target.directory}") as tick:
-            return write_tensors(self.path, own.file, own.tensors, tick)
+        with progress_bar(shown, file_plan.file.size, f"saving {self._target.directory}") as tick:
+            return write_tensors(self.path, file_plan.file, file_plan.tensors, tick)
 
     def abort(self, error: BaseException) -> None:
         """Abort the save after ``error``, by which time the ranks have ``exchanged`` something."""
@@ -290,15 +296,15 @@ def shared_files(
     engine: TrainingEngine,
     target: CommitTarget,
     reports: Sequence[RankReport],
-    extra: NonTensorState,
+    non_tensors: NonTensorState,
     buffers: Mapping[str, torch.Tensor],
     save_latest: bool,
 ) -> SharedFiles:
     """Return the files that rank 0 writes beside its own rank file."""
-    head = manifest_head(engine, target.tag, target.save_id, extra, buffers)
+    head = manifest_head(engine, target.tag, target.save_id, non_tensors, buffers)
     manifest = join_reports(head, reports)
     files = config_files(engine.module)
-    objects = objects_file(extra, target.file_name(find.OBJECTS_NAME))
+    objects = objects_file(non_tensors, target.file_name(find.OBJECTS_NAME))
     if objects is not None:
         manifest = replace(manifest, objects=objects[0])
         files[objects[0].name] = objects[1]

@@ -120,9 +120,10 @@ def smoke(
 
 def examine(probe: bool = False) -> list[Finding]:
     """Return all findings; ``probe``: of probes of releases that tests have run with, too."""
-    others = (_environment, _devices, _slot, _kernels)
-    rest = (finding for part in others for finding in _whole(part))
-    return [*_whole(_versions), *_whole(_libraries, probe), *rest]
+    findings = [*_findings_of(_versions), *_findings_of(_libraries, probe)]
+    for part in (_environment, _devices, _slot, _kernels):
+        findings += _findings_of(part)
+    return findings
 
 
 def _ok(name: str, detail: str) -> Finding:
@@ -137,7 +138,7 @@ def _broken(name: str, detail: str) -> Finding:
     return Finding("", name, "broken", detail)
 
 
-def _whole(part: Callable[..., Iterator[Finding]], *arguments: object) -> Iterator[Finding]:
+def _findings_of(part: Callable[..., Iterator[Finding]], *arguments: object) -> Iterator[Finding]:
     """Yield the findings of ``part`` under its name. An error in it becomes a finding too, so that
     the other parts are still reported.
     """
@@ -397,6 +398,24 @@ def _triton() -> Finding:
     return _ok("triton", installed)
 
 
+def _why_no_triton(kind: str | None) -> str:
+    """Return why Triton runs no kernel on an accelerator of ``kind``, or ""."""
+    from hf_zero.device import kinds
+    from hf_zero.ops import dispatch
+
+    if is_off("HF_ZERO_TRITON"):
+        return f"HF_ZERO_TRITON={os.environ['HF_ZERO_TRITON']}; unset it"
+    if kind is None or not kinds.runs_triton(kind):
+        return "no GPU"
+    if not dispatch.installed():
+        return "no triton"
+    if dispatch.interpreted():
+        return "TRITON_INTERPRET=1; unset it"
+    if missing := dispatch.missing_driver():
+        return f"Triton finds no driver ({missing}); it needs the driver's libcuda and a C compiler"
+    return ""
+
+
 def _gpu_kernels() -> Iterator[Finding]:
     import torch
 
@@ -404,19 +423,7 @@ def _gpu_kernels() -> Iterator[Finding]:
     from hf_zero.ops import dispatch
 
     kernels, kind = dispatch.declared(), kinds.accelerator()
-    why_not = (
-        f"HF_ZERO_TRITON={os.environ['HF_ZERO_TRITON']}; unset it"
-        if is_off("HF_ZERO_TRITON")
-        else "no GPU"
-        if kind is None or not kinds.runs_triton(kind)
-        else "no triton"
-        if not dispatch.installed()
-        else "TRITON_INTERPRET=1; unset it"
-        if dispatch.interpreted()
-        else f"Triton finds no driver ({missing}); it needs the driver's libcuda and a C compiler"
-        if (missing := dispatch.missing_driver())
-        else ""
-    )
+    why_not = _why_no_triton(kind)
     if why_not or kind is None:
         yield _off("GPU kernels", f"{len(kernels)} kernels run their references: {why_not}")
         return

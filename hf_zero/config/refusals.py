@@ -116,9 +116,9 @@ def _complete_offload(reading: ConfigReading) -> None:
     if MOMENTS in reading.filled:
         reading.discard(MOMENTS)
     values, device = reading.values, f"{OPTIMIZER}.device"
-    away = values.get(device, "none") != "none" or device in reading.autos
+    offloads = values.get(device, "none") != "none" or device in reading.autos
     states = values.get("bf16.enabled") and values.get(BF16_STATES)
-    if away and states and MOMENTS not in values:
+    if offloads and states and MOMENTS not in values:
         reading.fill(MOMENTS, "bf16", f"computed: {BF16_STATES}")
 
 

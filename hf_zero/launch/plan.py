@@ -43,8 +43,7 @@ FAMILIES = (
     "DATASETS_", "TOKENIZERS_", "ACCELERATE_", "WANDB_", "MLFLOW_", "LD_LIBRARY_PATH", "LD_PRELOAD",
     "VIRTUAL_ENV", "DS_",
 )  # fmt: skip
-# Each host sees its own devices.
-KEPT = frozenset({"CUDA_VISIBLE_DEVICES"})
+NOT_EXPORTED = frozenset({"CUDA_VISIBLE_DEVICES"})  # each host sees its own devices
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # before the script: argparse would take an option of the script, --n, for one of torchrun
 END_OF_OPTIONS = "--"
@@ -166,27 +165,29 @@ def plan(request: Request, default_ranks: Callable[[], int]) -> LaunchPlan:
             "--num-procs, or leave --preset and --config out"
         )
     ssh = ssh_command(request.ssh, request.ssh_port)
-    local = request.node_rank is not None
+    on_each_host = request.node_rank is not None  # each host runs this command for itself
     meeting = _meeting(request, hosts, ssh)
     starts = []
     for rank, host in enumerate(hosts):
-        is_local = local or host.name == LOCAL or is_here(host.name)
-        only = len(hosts) == 1 and is_local
+        is_local = on_each_host or host.name == LOCAL or is_here(host.name)
+        alone = len(hosts) == 1 and is_local
         environment = exported(
-            os.environ, request.export, request.env_files, families=not (only or local)
+            os.environ, request.export, request.env_files, families=not (alone or on_each_host)
         )
-        if not (only or local):
+        if not (alone or on_each_host):
             environment[HOST_NAME] = host.name
         if request.interface:
             environment |= dict.fromkeys(INTERFACE_VARIABLES, request.interface)
         elif len(hosts) == 1 and (meeting is None or is_loopback(meeting[0])):
             environment = _loopback_of_gloo() | environment
         if host.chosen:
-            environment[VISIBLE] = _devices(host, only or (local and request.hostfile is None))
+            environment[VISIBLE] = _devices(
+                host, alone or (on_each_host and request.hostfile is None)
+            )
         agent = shlex.join(["cd", os.getcwd()]) + " && exec " + shlex.join(_agent(request.python))
-        reached = ["sh", "-c", agent] if is_local else [*ssh, host.name, agent]
+        reached_by = ["sh", "-c", agent] if is_local else [*ssh, host.name, agent]
         starts.append(
-            Start(host, _command(request, hosts, rank, meeting), environment, reached, is_local)
+            Start(host, _command(request, hosts, rank, meeting), environment, reached_by, is_local)
         )
     if request.node_rank is not None:
         starts = [starts[request.node_rank]]
@@ -242,15 +243,15 @@ def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tup
     if request.master_port is not None and not 0 < request.master_port < 65536:
         raise LaunchError(f"--master-port {request.master_port} is not a port; pass 1 to 65535")
     first, given = hosts[0].name, request.master_addr
-    apart = not all(is_loopback(host.name) for host in hosts)  # else all are this machine
-    if given and is_loopback(given) and apart and len(hosts) > 1:
+    remote = not all(is_loopback(host.name) for host in hosts)  # else all are this machine
+    if given and is_loopback(given) and remote and len(hosts) > 1:
         raise LaunchError(
             f"--master-addr {given} is a loopback address, which means another machine on each "
             f"host; pass the address by which the others reach {first}, or leave it out"
         )
     if request.node_rank is not None:
-        tells = request.hostfile is not None and not (apart and is_loopback(first))
-        address = given or (_address(first, apart, ssh) if tells else None)
+        tells = request.hostfile is not None and not (remote and is_loopback(first))
+        address = given or (_address(first, remote, ssh) if tells else None)
         if address is None or request.master_port is None:
             lacking = "--master-addr" if address is None else "--master-port"
             raise LaunchError(
@@ -263,13 +264,13 @@ def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tup
             if request.master_addr or request.master_port
             else None
         )
-    address = given or _address(first, apart, ssh)
+    address = given or _address(first, remote, ssh)
     return address, request.master_port or random.choice(PORTS)
 
 
-def _address(first: str, apart: bool, ssh: Sequence[str]) -> str:
-    """Return the address by which hosts reach ``first``; ``apart``: not all are one machine."""
-    return address_of(first, ssh) if apart or not is_loopback(first) else first
+def _address(first: str, remote: bool, ssh: Sequence[str]) -> str:
+    """Return the address by which hosts reach ``first``; ``remote``: not all are this machine."""
+    return address_of(first, ssh) if remote or not is_loopback(first) else first
 
 
 def _loopback_of_gloo() -> dict[str, str]:
@@ -278,11 +279,12 @@ def _loopback_of_gloo() -> dict[str, str]:
     return {gloo: name} if name and not os.environ.get(gloo) else {}
 
 
-def _devices(host: Host, only: bool) -> str:
-    """Return the devices of the slots; on this machine alone, slots index the visible ones. Where
-    CUDA_VISIBLE_DEVICES hides all devices, it stays. Raises LaunchError for slots beyond them.
+def _devices(host: Host, alone: bool) -> str:
+    """Return the devices of the slots; ``alone``: on this machine, where slots index the visible
+    ones. Where CUDA_VISIBLE_DEVICES hides all devices, it stays. Raises LaunchError for slots
+    beyond them.
     """
-    shown = os.environ.get(VISIBLE) if only else None
+    shown = os.environ.get(VISIBLE) if alone else None
     if shown is None:
         return ",".join(map(str, host.slots))
     entries = (entry.strip() for entry in shown.split(","))
@@ -401,7 +403,7 @@ def exported(
     out = {
         name: value
         for name, value in environ.items()
-        if families and name.startswith(FAMILIES) and name not in KEPT
+        if families and name.startswith(FAMILIES) and name not in NOT_EXPORTED
     }
     for path in files:
         out.update(_read(path))

@@ -155,15 +155,16 @@ class CommsLogger:
             name: {size: record[1] for size, record in sorted(sizes.items())}
             for name, sizes in self.comms_dict.items()
         }
-        every = [times]
+        times_of_ranks = [times]
         if process_group.is_initialized():
-            every = world_group.get_world_group().all_gather_object(times, "the log of collectives")
+            world = world_group.get_world_group()
+            times_of_ranks = world.all_gather_object(times, "the log of collectives")
         stragglers: dict[str, dict[int, dict[str, object]]] = {}
         for name, sizes in times.items():
-            for size, seconds in sizes.items():
-                ranks = [sizes_of_rank.get(name, {}).get(size, seconds) for sizes_of_rank in every]
-                fastest = [min(call) for call in zip(*ranks)]
-                late = [mine - least for mine, least in zip(seconds, fastest)]
+            for size, latencies in sizes.items():
+                by_rank = [of_rank.get(name, {}).get(size, latencies) for of_rank in times_of_ranks]
+                fastest = [min(call) for call in zip(*by_rank)]
+                late = [latency - least for latency, least in zip(latencies, fastest)]
                 stragglers.setdefault(name, {})[size] = {
                     "count": len(fastest),
                     "total_comm_lat_ms": sum(fastest),

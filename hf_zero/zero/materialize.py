@@ -279,14 +279,14 @@ def check_alike(plan: EnginePlan) -> None:
 
 
 def _difference(
-    one: dict[str, dict[str, str]], right: dict[str, dict[str, str]], first: int, second: int
+    left: dict[str, dict[str, str]], right: dict[str, dict[str, str]], first: int, second: int
 ) -> str:
     """Return the first difference between the parameters of ranks ``first`` and ``second``."""
-    for name in sorted({**one, **right}):
-        if name not in one or name not in right:
-            return f"rank {first if name in one else second} alone has {name}"
-        for kind in {**one[name], **right[name]}:
-            value, other = (info[name].get(kind, "not set") for info in (one, right))
+    for name in sorted({**left, **right}):
+        if name not in left or name not in right:
+            return f"rank {first if name in left else second} alone has {name}"
+        for kind in {**left[name], **right[name]}:
+            value, other = (info[name].get(kind, "not set") for info in (left, right))
             if value != other:
                 return f"{kind} of {name} is {value} on rank {first}, {other} on rank {second}"
     return "the order of their parameters"

@@ -26,7 +26,7 @@ from tests.helpers.commands import completed
 
 def named(part: Callable[[], Iterator[doctor.Finding]]) -> dict[str, doctor.Finding]:
     """The findings of one part, by name."""
-    return {each.name: each for each in doctor._whole(part)}
+    return {each.name: each for each in doctor._findings_of(part)}
 
 
 def kernels() -> dict[str, doctor.Finding]:

@@ -88,8 +88,8 @@ class RankRecord:
             )
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(
-                f"{source} is damaged ({type(error).__name__}: {error}); another copy, an older "
-                "generation or a checkpoint on disk is to be loaded"
+                f"{source} is damaged ({type(error).__name__}: {error}); load another copy, "
+                "an older generation, or a checkpoint on disk"
             ) from error
 
 
@@ -114,11 +114,17 @@ def join_records(records: Sequence[RankRecord]) -> Manifest:
     """
     head = records[0].head
     if head is None or len({record.save_id for record in records}) > 1:
-        raise CheckpointError("the records of this generation are of several saves")
+        raise CheckpointError(
+            "the records of this generation are of several saves; load an older generation, or a "
+            "checkpoint on disk"
+        )
     reports = [record.report for record in records]
-    names = {record.report.file.rank for record in records}
-    if names != set(range(records[0].world)):
-        raise CheckpointError(f"the records of this generation are of ranks {sorted(names)} alone")
+    ranks = {record.rank for record in records}
+    if ranks != set(range(records[0].world)):
+        raise CheckpointError(
+            f"the records of this generation are of ranks {sorted(ranks)} alone; load an older "
+            "generation, or a checkpoint on disk"
+        )
     joined = join_reports(head, reports)
     return Manifest.from_json(json.loads(json.dumps(joined.to_json())), f"generation {head.tag}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,16 @@ M = TypeVar("M", bound=nn.Module)
 ADDED = WRAPPERS | {"base_layer", "original_module", "token_adapter"}
 
 
+class AdaptedLayer(NamedTuple):
+    """A layer with adapters. ``base_paths``: the paths inside its base layer of the parameters of
+    that, by their names in the model. ``names``: those of all its parameters, by id.
+    """
+
+    layer: Any
+    base_paths: Mapping[str, str]
+    names: Mapping[int, str]
+
+
 class AdapterNames(Names):
     """The parameters of ``model``, which has adapters. ``merged``: with the active adapters merged
     into them; else the parameters of these adapters are sent beside them.
@@ -40,31 +50,29 @@ class AdapterNames(Names):
         self._prefix = next(
             f"{path}." if path else "" for path, module in model.named_modules() if module is base
         )
-        first = {id(parameter): name for name, parameter in model.named_parameters()}
-        # layers with adapters, the paths inside the base layer of its parameters' first names, and
-        # the first names of all their parameters by id
-        self._layers: list[tuple[Any, dict[str, str], dict[int, str]]] = []
+        # tied parameters have several names: the first one stands for all
+        first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._layers: list[AdaptedLayer] = []  # those whose adapters are active and not merged
         adapters: set[str] = set()
-        base_layers: set[str] = set()
-        layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
-        for layer in layers:
-            base_layer = layer.get_base_layer()
-            paths = {first[id(parameter)]: p for p, parameter in base_layer.named_parameters()}
-            every = {id(parameter): first[id(parameter)] for parameter in layer.parameters()}
-            base_layers.update(paths)
-            adapters.update(name for name in every.values() if name not in paths)
+        of_base: set[str] = set()
+        for layer in (m for m in model.modules() if isinstance(m, BaseTunerLayer)):
+            in_base = layer.get_base_layer().named_parameters()
+            paths = {first_names[id(parameter)]: path for path, parameter in in_base}
+            names = {id(parameter): first_names[id(parameter)] for parameter in layer.parameters()}
+            of_base.update(paths)
+            adapters.update(name for name in names.values() if name not in paths)
             if not (layer.merged or layer.disable_adapters):
-                self._layers.append((layer, paths, every))
+                self._layers.append(AdaptedLayer(layer, paths, names))
         self.form = ("hf", merged, *_active(model))
         # first names of parameters that are not sent under names of the base model
         self._dropped = adapters | {
-            name for name in first.values() if not name.startswith(self._prefix)
+            name for name in first_names.values() if not name.startswith(self._prefix)
         }
         unused = tuple(_unused_copies(model, merged))
-        used: dict[str, list[str]] = {name: [] for name in first.values()}
+        used: dict[str, list[str]] = {name: [] for name in first_names.values()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if not name.startswith(unused):
-                used[first[id(parameter)]].append(name)
+                used[first_names[id(parameter)]].append(name)
         self._dropped.update(name for name, others in used.items() if not others)
         # tied parameters whose first name is in an unused copy, and another name of each
         self._tied = {
@@ -73,7 +81,7 @@ class AdapterNames(Names):
         self._apart: dict[str, str] = {}
         if merged:
             self.held = frozenset(adapters)
-            self.merged = frozenset(name for _, paths, _ in self._layers for name in paths)
+            self.merged = frozenset(name for adapted in self._layers for name in adapted.base_paths)
         else:
             active = model.active_adapters
             files = described(model, {*persistent_buffers(model)})
@@ -84,8 +92,10 @@ class AdapterNames(Names):
                         f"{adapter!r}, so that its tensors have no names; pass adapters='merged', "
                         "or names='model'"
                     )
-                _, names = files[adapter]
-                self._apart.update((n, file) for file, n in names.items() if n not in base_layers)
+                _, names_in_file = files[adapter]
+                self._apart |= {
+                    name: in_file for in_file, name in names_in_file.items() if name not in of_base
+                }
 
     def sent(self, path: str, name: str) -> str | None:
         if path in self._apart:
@@ -106,19 +116,17 @@ class AdapterNames(Names):
         self, values: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         result = {name: value.clone() for name, value in values.items()}
-        for layer, paths, first in self._layers:
-            names = {name for name in paths if name in result}
-            if not names:
+        for layer, paths, names in self._layers:
+            sent = {name for name in paths if name in result}
+            if not sent:
                 continue
             # a bias may be in another bucket than its weight, which its merge does not need
-            whole = {key: result.get(name, others.get(name)) for key, name in first.items()}
+            whole = {key: result.get(name, others.get(name)) for key, name in names.items()}
             twin = _twin(layer, whole)
             twin.merged_adapters = []
             twin.merge(safe_merge=False)
             base = dict(twin.get_base_layer().named_parameters())
-            result.update(
-                (name, base[local].data) for name, local in paths.items() if name in names
-            )
+            result.update((name, base[path].data) for name, path in paths.items() if name in sent)
         return result
 
 

@@ -88,13 +88,13 @@ class Schedule:
         self.has_sharded_units = bool(self._sharded)
         self.shards = SharedShards(self._units, mesh)
         self._plans: dict[Hashable, list[Unit]] = {}
-        self._before: dict[Hashable, list[Unit]] = {}  # former plans, while they are recorded anew
+        self._former_plans: dict[Hashable, list[Unit]] = {}  # while they are recorded anew
         self._pass: Pass | None = None  # None between passes, and in passes without gathers
         self._in_backward = False  # the pass under way, or the last one, is a backward
         # the last pass to issue all its gathers: its plan is complete
         self._last_complete = Pass(None, False, [])
         self._to_release: list[Unit] = []
-        self._ahead: list[Unit] = []
+        self._prefetched: list[Unit] = []
         # units gathered only for other ranks so far, with their positions in the plan
         self.gathered_for_others: list[tuple[int, Unit]] = []
         self._kept_units: list[Unit] = []  # for the backward that may follow
@@ -201,7 +201,7 @@ class Schedule:
             plan = merged(
                 [
                     under_way.record,
-                    self._before.get(under_way.key, ()),
+                    self._former_plans.get(under_way.key, ()),
                     self._with_left_out(under_way),
                 ]
             )
@@ -332,9 +332,9 @@ class Schedule:
                 and unit not in under_way.left_out
             ):
                 # planned: issue the gathers of the plan up to this one
-                if self._ahead:
-                    self._skip(self._ahead)
-                    self._ahead = []
+                if self._prefetched:
+                    self._skip(self._prefetched)
+                    self._prefetched = []
                 self.issue_through(plan.index(unit, under_way.cursor))
                 under_way.cursor += 1
                 unit.launch_gather(backward=under_way.backward)
@@ -352,11 +352,11 @@ class Schedule:
         if self.computed.on and not for_script:
             self.computed.use(unit.flats, not self._in_backward)
         unit.guard.module_runs(module)
-        if unit in self._ahead:
-            at = self._ahead.index(unit)
+        if unit in self._prefetched:
+            at = self._prefetched.index(unit)
             if at:  # units gathered before it are not needed, or not in this order
-                self._skip(self._ahead[:at])
-            del self._ahead[: at + 1]
+                self._skip(self._prefetched[:at])
+            del self._prefetched[: at + 1]
         if under_way is None or plan is None:
             return
         # prefetch: read shards from files, and launch the next gathers of the plan
@@ -366,19 +366,19 @@ class Schedule:
                     flat.prefetch()
         if not self._ahead_bytes:
             return
-        waiting = sum(map(_nbytes, self._ahead))
-        while under_way.cursor < len(plan) and len(self._ahead) < MAX_PREFETCHED_UNITS:
+        waiting = sum(map(_nbytes, self._prefetched))
+        while under_way.cursor < len(plan) and len(self._prefetched) < MAX_PREFETCHED_UNITS:
             coming = plan[under_way.cursor]
             if coming in under_way.left_out:
                 under_way.cursor += 1
                 continue
             if coming.state is not GatherState.RELEASED or (
-                self._ahead and waiting + coming.nbytes > self._ahead_bytes
+                self._prefetched and waiting + coming.nbytes > self._ahead_bytes
             ):
                 return
             under_way.cursor += 1
             coming.launch_gather(backward=under_way.backward)
-            self._ahead.append(coming)
+            self._prefetched.append(coming)
             waiting += coming.nbytes
 
     def release_later(self, unit: Unit) -> None:
@@ -447,7 +447,7 @@ class Schedule:
     def end_step(self) -> None:
         """End a step. If a rank left its plan in this step, drop all plans and record again."""
         if self._mesh.consensus is not None and self._mesh.consensus.steps.end_step():
-            self._before.update(self._plans)
+            self._former_plans.update(self._plans)
             self._plans.clear()
 
     def _agree_on_gather(self, kind: int, unit: Unit | None) -> bool:
@@ -504,7 +504,7 @@ class Schedule:
                 and unit not in self._kept_units
             ):
                 unit.release()
-        self._to_release, self._ahead, self.gathered_for_others = [], [], []
+        self._to_release, self._prefetched, self.gathered_for_others = [], [], []
 
 
 def merged(orders: Sequence[Sequence[T]]) -> list[T]:

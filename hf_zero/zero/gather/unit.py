@@ -245,7 +245,7 @@ class Unit:
 
     def name_of(self, module: nn.Module) -> str:
         """Return the path in the model of ``module``, one of this unit's."""
-        return next((name for name, unit in self.modules.items() if unit is module), self.label)
+        return next((name for name, other in self.modules.items() if other is module), self.label)
 
     @property
     def module(self) -> nn.Module:
