@@ -108,8 +108,8 @@ class GroupMember(torch.nn.Parameter):
 
     gradients: GroupGradients | None = None
 
-    @property  # type: ignore[override]
-    def requires_grad(self) -> bool:
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
         """As of the parameters that it is a part of; autograd sees none."""
         return self.gradients is not None
 

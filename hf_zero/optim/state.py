@@ -25,6 +25,7 @@ from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.segments import (
     FetchedArrays,
+    GroupMember,
     MemoryRegion,
     ParamGroup,
     ParamState,
@@ -227,11 +228,10 @@ def collect(
     entries = dict(optimizer.state.items())
     for owner, entry in entries.items():
         # A frozen parameter is not stepped, so its state (Adagrad creates it at once) is not
-        # needed.
+        # needed. A member is of the engine that is built again.
         is_tensor = isinstance(owner, Tensor)
-        if not (
-            is_tensor and (id(owner) in known or not owner.requires_grad or not without_none(entry))
-        ):
+        trains = is_tensor and owner.requires_grad and not isinstance(owner, GroupMember)
+        if not (is_tensor and (id(owner) in known or not trains or not without_none(entry))):
             what = f"a tensor of shape {tuple(owner.shape)}" if is_tensor else repr(owner)
             raise UnsupportedOptimizerError(
                 f"optimizer {kind} has state for {what}, which is not a parameter of the model; "
