@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +79,8 @@ class BoundOptimizer:
         ranks: the ranks that share ``flats``; None: this rank owns them whole.
         bf16: the state in bf16 between steps; None: none.
         copied: keys of the flat buffers with copies of their master weights.
-        frozen: the frozen members of each group: whole parameters, or this rank's parts.
+        members: the name of each parameter of each group, in the order of a script, and that
+            parameter if it is frozen: whole, or this rank's part.
 
     Raises:
         UnsupportedOptimizerError: state exists that cannot be carried over; the optimizer is then
@@ -97,7 +99,7 @@ class BoundOptimizer:
         ranks: ShardRanks | None = None,
         bf16: Bf16State | None = None,
         copied: Collection[str] = (),
-        frozen: Sequence[Sequence[Tensor]] = (),
+        members: Sequence[Sequence[tuple[str, Tensor | None]]] = (),
     ) -> None:
         self.optimizer = optimizer
         self.group_of = dict(group_of)
@@ -109,10 +111,15 @@ class BoundOptimizer:
         device = DeviceState(self._entries, self._base, self._base in BEGIN_WITH_GRADIENT)
         self._own = OwnStep(optimizer, self._base, bf16, gradients, device)
         self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, device, bf16)
+        # by default those that train
+        self._members = members or [
+            [(name, None) for name, group in group_of.items() if group == index]
+            for index in range(len(optimizer.param_groups))
+        ]
+        frozen = [[part for _, part in of if part is not None] for of in self._members]
         self._table = SegmentTable(
             self._entries, self._base, device, self._fused, moments, gradients, copied, frozen
         )
-        self.stepping = self._table.stepping
         self.group_scalars = GroupScalars(self._entries, self._table)
         self.tensor_state = WholeTensorState(self._entries, self._table)
         self.scalars, self.overrides = self.group_scalars.scalars, self.group_scalars.overrides
@@ -153,11 +160,6 @@ class BoundOptimizer:
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's live ``param_groups``."""
         return self.optimizer.param_groups
-
-    @property
-    def segments(self) -> list[tuple[int, Tensor]]:
-        """(group index, tensor) of every segment of this rank, stand-ins included."""
-        return [(segment.group, segment.tensor) for segment in self._table.segments]
 
     def check_groups(self) -> None:
         """Raise PartitionError if the optimizer's groups are others, in another order or with other
@@ -226,7 +228,7 @@ class BoundOptimizer:
         """Call ``launch``, a step of this optimizer from a graph, with the hooks that torch calls
         for steps of all optimizers.
         """
-        with self.without_post_hooks(), self.stepping():
+        with self.without_post_hooks():
             torch.optim.Optimizer.profile_hook_step(lambda _: launch())(self.optimizer)
 
     def run_post_hooks(self) -> None:
@@ -283,10 +285,9 @@ class BoundOptimizer:
             return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
 
         segments = rest if without else None
-        with self.stepping():
-            written = self._step(
-                segments, self._flats, grad_scale, found_inf, shards or {}, steps_before
-            )
+        written = self._step(
+            segments, self._flats, grad_scale, found_inf, shards or {}, steps_before
+        )
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
         optimizer._opt_called = True
@@ -294,8 +295,7 @@ class BoundOptimizer:
             return set()
         # without a gradient scale on the device, unlike the other segments
         if table.offloaded_stand_ins and (found_inf is None or not bool(found_inf.ne(0))):
-            with self.stepping():
-                self._own.stand_ins(table.offloaded_stand_ins)
+            self._own.stand_ins(table.offloaded_stand_ins)
         return written
 
     def step_some(self, flats: Collection[OptimizerShard], steps_before: int) -> None:
@@ -306,8 +306,7 @@ class BoundOptimizer:
         def segments() -> list[Segment]:
             return [segment for flat in flats for segment, _ in self._table.parts(flat)]
 
-        with self.stepping():
-            self._step(segments, flats, None, None, {}, steps_before, hooks=False)
+        self._step(segments, flats, None, None, {}, steps_before, hooks=False)
 
     def _step(
         self,
@@ -552,31 +551,63 @@ class BoundOptimizer:
         for group, values in zip(self.groups, saved):
             load_settings(group, values)
 
-    def packed(self, packed: StateDict) -> StateDict:
-        """Return the optimizer's own state dict ``packed``, over the segments of this rank,
-        extended by the position of each segment and by the offloaded state, read into memory.
+    def state_dict(self, pack: Callable[[], StateDict]) -> StateDict:
+        """Return what ``pack``, the optimizer's own ``state_dict``, returns over this rank's parts
+        of the parameters of its groups; whole ones have the shape of their parameter. Those that
+        were never stepped have no entry, as in torch. Offloaded state is read into memory.
         """
-        packed = self._table.offloaded.packed(packed, snapshots.in_order(self._table.segments))
-        table = self._table
-        return snapshots.described(packed, table.segments, table.diverged, self._flats)
+        optimizer, table, entries = self.optimizer, self._table, self._entries
+        parts = snapshots.parts_of(self._members, self._flats)
+        arrays = {
+            flat.key: table.offloaded.copies(flat) if flat.offloaded else self.tensors(flat)
+            for flat in self._flats
+        }
+        states: defaultdict[Tensor, state.ParamState] = defaultdict(dict)
+        lists = [[part.member() for part in of_group] for of_group in parts]
+        for part, member in zip(chain(*parts), chain(*lists)):
+            if part.flat is None or part.first == part.last:
+                continue
+            segment, _ = table.parts(part.flat, part.start, part.stop)[0]
+            entry, own = entries.of(segment).items(), arrays[part.flat.key]
+            if entry and not (segment.offloaded and entries.is_unbegun(segment)):
+                states[member] = {
+                    name: part.of(own[name]) if name in own else state.copied(value)
+                    for name, value in entry
+                }
+        kept, between = optimizer.state, [group["params"] for group in self.groups]
+        try:
+            optimizer.state = states
+            for group, params in zip(self.groups, lists):
+                group["params"] = params
+            packed = pack()
+        finally:
+            optimizer.state = kept
+            for group, params in zip(self.groups, between):
+                group["params"] = params
+        return snapshots.described(packed, parts, self.scalars(), table.diverged, self._flats)
 
-    def with_positions(self, packed: StateDict) -> StateDict:
-        """Return ``packed``, a state dict of this model, with positions: the present segments'
-        positions if it has none. Raises UnsupportedOptimizerError for other groups, or other
-        segments.
+    def with_parts(self, packed: StateDict) -> StateDict:
+        """Return ``packed``, a state dict of this model, with the part of each entry: whole
+        parameters, or the parts of this rank, if it has none. Raises UnsupportedOptimizerError for
+        other groups.
         """
         self._same_groups(packed["param_groups"], "a state dict")
         if snapshots.KEY in packed:
             return packed
-        saved = [len(group["params"]) for group in packed["param_groups"]]
-        live = [len(segments) for segments in self._table.in_step]
+        parts = snapshots.parts_of(self._members, self._flats)
+        saved, live = [len(group["params"]) for group in packed["param_groups"]], [*map(len, parts)]
         if saved != live:
             raise UnsupportedOptimizerError(
-                f"a state dict of {saved} tensors a group cannot go into optimizer "
-                f"{type(self.optimizer).__name__}, which steps {live} segments on this rank; load "
-                "what its own state_dict() returned under an engine, or use load_checkpoint"
+                f"a state dict of {saved} parameters a group cannot go into optimizer "
+                f"{type(self.optimizer).__name__}, which has {live}; load one of the same groups, "
+                "or use load_checkpoint"
             )
-        return snapshots.described(packed, self._table.segments, self._table.diverged, self._flats)
+        given = iter(range(sum(live)))
+        read = [
+            [part.read_as(packed["state"].get(entry, {})) for part, entry in zip(of, given)]
+            for of in parts
+        ]
+        return snapshots.described(packed, read, None, (), self._flats)
 
     def drop_state(self) -> None:
         """Drop the state on the device, whose entries are gone: a load of torch removes them."""

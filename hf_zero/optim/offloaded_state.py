@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import StateDict
 
 from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER, StorageFormat, moment_format
@@ -326,33 +325,16 @@ class OffloadedState(Regions):
         storage.store(name, segment.start + at, values)
         self._entries.begun([segment])
 
-    def packed(self, packed: StateDict, segments: Iterable[Segment]) -> StateDict:
-        """Return the optimizer's own state dict ``packed`` over ``segments``, in the order of its
-        groups, with copies of arrays in place of their placeholders: a load here overwrites the
-        arrays, and a load of torch leaves the tensors of an earlier state dict unchanged. Segments
-        that were never stepped have no entry, as in torch.
+    def copies(self, flat: OptimizerShard) -> dict[str, Tensor]:
+        """Return copies of the per-element states of ``flat``: a load here overwrites the arrays,
+        and a load of torch leaves the tensors of an earlier state dict unchanged.
         """
-        index_of = {segment: index for index, segment in enumerate(segments)}
-        entries = dict(packed["state"])
-        for region in self.regions:
-            flat = region.flats[0][0]
-            storage, arrays = flat.storage, dict[str, Tensor]()
-            for name, dtype in self.arrays(flat).dtypes.items():
-                if name != MASTER:
-                    arrays[name] = torch.empty(region.numel, dtype=dtype)
-                    storage.fetch_into(name, 0, arrays[name])
-            for segment in region.segments:
-                index = index_of[segment]
-                entry = entries.pop(index, {})
-                if self._entries.is_unbegun(segment) or not entry:
-                    continue
-                entries[index] = {
-                    name: arrays[name][segment.start : segment.stop]
-                    if name in arrays
-                    else state.copied(value)
-                    for name, value in entry.items()
-                }
-        return {**packed, "state": entries}
+        copies = {}
+        for name, dtype in self.arrays(flat).dtypes.items():
+            if name != MASTER:
+                copies[name] = torch.empty(flat.spec.owned_numel, dtype=dtype)
+                flat.storage.fetch_into(name, 0, copies[name])
+        return copies
 
 
 def _like(segment: Segment) -> Tensor:

@@ -294,7 +294,7 @@ class OwnStep:
                 for group in groups
                 if group["momentum"] != 0
                 for p in group["params"]
-                if not self._has_state(p)
+                if p.requires_grad and not self._has_state(p)
             ]
             if any(group["dampening"] != 0 for group, _ in unstepped):
                 return False
@@ -327,6 +327,5 @@ class OwnStep:
 
     def _begin_with_zeros(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            dtype = step_dtype(tensor.dtype)
-            zeros = torch.zeros_like(tensor, dtype=dtype)
+            zeros = torch.zeros_like(tensor, dtype=step_dtype(tensor.dtype))
             self._optimizer.state[tensor]["momentum_buffer"] = zeros

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -79,10 +78,8 @@ class SegmentTable:
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.segments: list[Segment] = []
         self._segment_of: dict[Tensor, Segment] = {}
-        # ``group["params"]`` of each group in a step, and between steps: with frozen members
-        self.in_step: list[list[Tensor]] = []
-        self._between: list[list[Tensor]] = []
-        self._is_stepping = False
+        # ``group["params"]`` of each group, kept so that no other list can have its id
+        self._members: list[list[Tensor]] = []
         self.identities: list[int] = []  # see :func:`identities_of`
         # members whose values have copies elsewhere, and torch's count of their changes
         self.watched: list[Tensor] = []
@@ -151,8 +148,8 @@ class SegmentTable:
 
     def unite(self) -> None:
         """Cut the segments anew: none has state, and no parameter has been left out of a step."""
-        self.diverged, self._histories = set(), {}
-        self._recut(self._regions)
+        self.diverged = set()
+        self.join({})
 
     def part(self, names: Iterable[str]) -> None:
         """Let no segment hold both some of ``names`` and other parameters from now on."""
@@ -237,12 +234,14 @@ class SegmentTable:
             ]
             self.stepped = [s for s in self.stepped if s not in self.excluded]
         self._segment_of = {segment.tensor: segment for segment in self.segments}
-        self.in_step = [[] for _ in self._entries.groups]
+        for live in self._entries.groups:
+            live["params"] = []
         for tensor, segment in self._segment_of.items():
-            self.in_step[segment.group].append(tensor)
-        self._between = [[*own, *others] for own, others in zip(self.in_step, self._frozen)]
-        self._fill_groups()
-        self.identities = identities_of(self._between)
+            self._entries.groups[segment.group]["params"].append(tensor)
+        for live, frozen in zip(self._entries.groups, self._frozen):
+            live["params"] += frozen
+        self._members = [live["params"] for live in self._entries.groups]
+        self.identities = identities_of(self._members)
         # a stand-in, too: a script writes to the members of a group on every rank
         self.watched = [
             segment.tensor
@@ -254,22 +253,6 @@ class SegmentTable:
             segment.tensor.__class__ = GroupMember
             segment.tensor.gradients = self.gradients  # type: ignore[attr-defined]
         self.changes = sum(map(changes_of, self.watched))
-
-    def _fill_groups(self) -> None:
-        lists = self.in_step if self._is_stepping else self._between
-        for live, params in zip(self._entries.groups, lists):
-            live["params"] = params
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Context in which the groups of the optimizer have the segments alone."""
-        self._is_stepping = True
-        self._fill_groups()
-        try:
-            yield
-        finally:
-            self._is_stepping = False
-            self._fill_groups()
 
     def parts(
         self, flat: OptimizerShard, first: int = 0, last: int | None = None

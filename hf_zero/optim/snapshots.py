@@ -1,21 +1,73 @@
-"""State dicts of an optimizer over segments: positions of the elements of each entry, counted in
-whole flat buffers, equally on all ranks. ``hf_zero/zero/step/saved_segments.py`` reads them.
+"""State dicts of an optimizer under an engine: an entry for each parameter of its groups, as torch
+has them, with this rank's part of each. ``hf_zero/zero/step/saved_segments.py`` reads them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from hf_zero.optim.segments import Segment
+from hf_zero.offload.storage import MASTER
+from hf_zero.optim.segments import ParamState
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
 
 KEY = "segments"  # the entry of a state dict
 Layout = dict[str, list[list[Any]]]
+
+
+class Part(NamedTuple):
+    """This rank's part of the parameter ``name``: elements ``[first, last)`` of it, from ``start``
+    on in the owned range of ``flat``; ``whole``: its shape. A frozen one has no flat buffer here.
+    """
+
+    name: str
+    flat: OptimizerShard | None = None
+    first: int = 0
+    last: int = 0
+    start: int = 0
+    whole: tuple[int, ...] = (0,)
+
+    @property
+    def stop(self) -> int:
+        """The end of the part in the owned range."""
+        return self.start + self.last - self.first
+
+    def of(self, array: Tensor) -> Tensor:
+        """Return this part of ``array`` [owned], in the shape of the parameter if it is whole."""
+        part = array[self.start : self.stop]
+        return part.view(self.whole) if part.numel() == math.prod(self.whole) else part
+
+    def member(self) -> Tensor:
+        """Return this part of the master weights; a placeholder where these have no memory."""
+        return torch.empty(0) if self.flat is None else self.of(self.flat.storage.entry(MASTER))
+
+    def read_as(self, state: ParamState) -> Part:
+        """Return the part that has ``state``: the whole parameter, if a tensor has its shape."""
+        whole = any(isinstance(v, Tensor) and v.shape == self.whole for v in state.values())
+        return self._replace(first=0, last=math.prod(self.whole)) if whole else self
+
+
+def parts_of(
+    members: Iterable[Iterable[tuple[str, object]]], flats: Sequence[OptimizerShard]
+) -> list[list[Part]]:
+    """Return this rank's part of each of ``members``, the names of each group."""
+    place = {slot.name: (flat, slot) for flat in flats for slot in flat.layout.slots}
+
+    def part(name: str) -> Part:
+        if name not in place:
+            return Part(name)
+        flat, slot = place[name]
+        first, start, stop = flat.spec.own_range(name)
+        return Part(name, flat, first, first + stop - start, start, tuple(slot.shape))
+
+    return [[part(name) for name, _ in of_group] for of_group in members]
 
 
 def layout_of(flats: Iterable[OptimizerShard]) -> Layout:
@@ -26,27 +78,22 @@ def layout_of(flats: Iterable[OptimizerShard]) -> Layout:
     }
 
 
-def in_order(segments: Sequence[Segment]) -> list[Segment]:
-    """Return ``segments`` in the order of a state dict's entries: group by group."""
-    return sorted(segments, key=lambda segment: segment.group)
-
-
 def described(
     packed: StateDict,
-    segments: Sequence[Segment],
+    parts: Iterable[Iterable[Part]],
+    shared: Sequence[dict[str, float]] | None,
     diverged: Iterable[int],
     flats: Iterable[OptimizerShard],
 ) -> StateDict:
-    """Return ``packed``, a state dict over ``segments`` of ``flats``, with their positions added;
-    ``diverged``: optimizer groups whose parameters have made different numbers of steps on any
-    rank.
+    """Return ``packed``, a state dict with ``parts`` of each group, with a description of these
+    added. ``shared``: the scalars of each group, None: those of most entries; ``diverged``:
+    optimizer groups whose parameters have made different numbers of steps on any rank.
     """
-    places = [
-        [
-            [part.flat.key, part.flat.owned[0] + part.start, part.flat.owned[0] + part.stop]
-            for part in segment.parts
-        ]
-        for segment in in_order(segments)
-    ]
-    description = {"places": places, "parted": sorted(diverged), "layout": layout_of(flats)}
-    return {**packed, KEY: description}
+    return packed | {
+        KEY: {
+            "parts": [[part.name, part.first, part.last] for of in parts for part in of],
+            "shared": shared,
+            "parted": sorted(diverged),
+            "layout": layout_of(flats),
+        }
+    }

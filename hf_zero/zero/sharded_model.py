@@ -248,19 +248,24 @@ class ShardedModel:
             MeshRanks(self.mesh),
             self.extensions.narrow,
             frozenset(flat.key for flat in self.trainable if flat.copies_master),
-            self._frozen_members(optimizer),
+            self._members(optimizer),
         )
 
-    def _frozen_members(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-        """Return the frozen members of each group of ``optimizer``: whole parameters, or this
-        rank's parts of sharded ones.
+    def _members(
+        self, optimizer: torch.optim.Optimizer
+    ) -> list[list[tuple[str, torch.Tensor | None]]]:
+        """Return the name of each parameter in each group of ``optimizer``, with the parameter if
+        it is frozen: whole, or this rank's part if it is sharded.
         """
-        members: dict[int, torch.Tensor] = {}
+        members = dict[int, tuple[str, torch.Tensor | None]]()
         for flat in self.flats:
-            for name, p in flat.parameters.items() if not flat.trainable else ():
-                members[id(p)] = GroupMember(flat.member(name), False) if flat.sharded else p
+            for name, p in flat.parameters.items():
+                members[id(p)] = (name, None)
+                if not flat.trainable:
+                    part = GroupMember(flat.member(name), False) if flat.sharded else p
+                    members[id(p)] = (name, part)
         groups = optimizer.param_groups
-        return [[members[id(p)] for p in g["params"] if id(p) in members] for g in groups]
+        return [[members.get(id(p), ("", None)) for p in group["params"]] for group in groups]
 
 
 class UpdatedGather:

@@ -280,7 +280,7 @@ def test_frozen_flats_and_ungrouped_parameters_are_left_alone():
     before = [flat.master.clone() for flat in flats]
     bound.step()
     assert torch.equal(flats[0].master, before[0])
-    run = bound.segments[0][1].numel()
+    run = bound._table.segments[0].tensor.numel()
     assert run < flats[1].master.numel() or flats[1].layout.num_shards > 1
     assert torch.equal(flats[1].master[:run], before[1][:run] - 1.0)
     assert torch.equal(flats[1].master[run:], before[1][run:])
@@ -334,7 +334,7 @@ def test_state_before_the_first_step_and_views_that_may_be_written():
         assert again[name].data_ptr() == found[name].data_ptr()
     assert bound.scalars() == [{"step": 0.0}, {"step": 0.0}]
     it = world("Adagrad", shards=1, together=False)
-    for _, tensor in it.bound[0].segments:
+    for tensor in (segment.tensor for segment in it.bound[0]._table.segments):
         assert torch.all(it.bound[0].optimizer.state[tensor]["sum"][: tensor.numel() // 2] == 0.1)
     it = world("Rprop", shards=1)
     flat = it.ranks[0][0]

@@ -161,14 +161,14 @@ def test_entries_that_a_script_removes_or_assigns_leave_earlier_state_dicts(make
 def test_a_load_joins_what_it_gives_equal_counts():
     """Segments follow from the counts of parameters, and not from cuts before."""
     it = Pair(adamw)
-    whole = len(it.bound.segments)
+    whole = len(it.bound._table.segments)
     it.step()
     for unused in (("b.weight",), ("a.bias",)):
         it.step(unused=unused)
-    assert len(it.bound.segments) > whole
+    assert len(it.bound._table.segments) > whole
     before = [{name: of.clone() for name, of in arrays.items()} for arrays in it.arrays()]
     it.bound.load_by_parameter({key: {"step": 5.0} for key in SHAPES}, ())
-    assert len(it.bound.segments) == whole and it.bound.overrides() == [{}]
+    assert len(it.bound._table.segments) == whole and it.bound.overrides() == [{}]
     for arrays, former in zip(it.arrays(), before):
         assert all(torch.equal(arrays[name], of) for name, of in former.items())
     for state in it.plain.state.values():
@@ -177,7 +177,7 @@ def test_a_load_joins_what_it_gives_equal_counts():
     it.assert_equal()
     it.step(unused=("b.weight",))
     it.bound.forget()
-    assert len(it.bound.segments) == whole
+    assert len(it.bound._table.segments) == whole
 
 
 def test_a_load_through_a_view_reaches_parameters_that_have_not_begun():

@@ -173,7 +173,7 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
     ours.bound._fused._slices = {}
     ours.step(4)
     assert forced.count("adam_") == 4
-    states = [ours.optimizer.state[tensor]["exp_avg"] for _, tensor in ours.bound.segments]
+    states = [ours.optimizer.state[s.tensor]["exp_avg"] for s in ours.bound._table.segments]
     assert len({state.untyped_storage().data_ptr() for state in states}) == 1
     theirs.step(4)
     for each in (ours, theirs):

@@ -46,7 +46,8 @@ def test_the_states_of_one_step_arrive_in_place_and_the_old_ones_go():
         optimizer = stepped(torch.optim.AdamW, parameters)
         moments = [optimizer.state[p]["exp_avg"].float().reshape(-1) for p in parameters.values()]
         bound = bind(optimizer, parameters)
-        [(group, tensor)] = bound.segments
+        [segment] = bound._table.segments
+        group, tensor = segment.group, segment.tensor
         assert group == 0 and list(optimizer.state) == [tensor]
         kept = optimizer.state[tensor]["exp_avg"]
         assert kept.dtype == torch.float32 and torch.equal(kept[:24], torch.cat(moments))
@@ -126,7 +127,7 @@ def test_an_optimizer_the_user_vouches_for_runs_with_python_counters():
     assert all(torch.equal(out[name], p) for name, p in twins.items())
     assert bound.scalars() == [{"step": 2.0, "warm": 1.0}]
     bound.load_by_parameter({key: {"step": 7.0, "warm": 0.0} for key in parameters}, ())
-    state = optimizer.state[bound.segments[0][1]]
+    state = optimizer.state[bound._table.segments[0].tensor]
     assert state["step"] == 7 and type(state["step"]) is int and state["warm"] is False
 
 

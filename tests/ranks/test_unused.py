@@ -331,14 +331,14 @@ def test_elements_of_another_rank_and_other_groups_are_refused():
         with pytest.raises(UnsupportedOptimizerError, match="saved by another rank"):
             optimizer.load_state_dict(copy.deepcopy(dicts[1 - rank]))
         swapped = copy.deepcopy(dicts[rank])
-        swapped["segments"]["places"].reverse()
+        swapped["segments"]["parts"].reverse()
         swapped["param_groups"].reverse()
-        last = len(swapped["segments"]["places"]) - 1
+        last = len(swapped["segments"]["parts"]) - 1
         swapped["state"] = {last - number: entry for number, entry in swapped["state"].items()}
         with pytest.raises(UnsupportedOptimizerError, match="groups it was saved with"):
             optimizer.load_state_dict(swapped)
         plain = {"state": {}, "param_groups": [{"params": [*range(9)]}] * 2}
-        with pytest.raises(UnsupportedOptimizerError, match=r"\[9, 9\] tensors a group cannot go"):
+        with pytest.raises(UnsupportedOptimizerError, match=r"\[9, 9\] parameters a group cannot"):
             optimizer.load_state_dict(plain)
         close()
 

@@ -474,7 +474,8 @@ def refuse_foreign_step(optimizer: torch.optim.Optimizer, args: object, kwargs: 
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, OwnedParameter) and owner_of(parameter) is not None:
+            flat = owner_of(parameter) if isinstance(parameter, OwnedParameter) else None
+            if flat is not None and getattr(flat.live_engine, "optimizer", None) is not optimizer:
                 raise PartitionError(
                     f"{type(optimizer).__name__} holds {name_of(parameter)}, which an hf-zero "
                     "engine owns and trains; pass the optimizer with its model to "

@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,9 +127,9 @@ class _EngineMethods:
             alive.optimizer_step.counted_state() as changed,
             _taken_hooks(self._optimizer, "_optimizer_state_dict_post_hooks") as hooks,
         ):
-            with alive.bound.stepping():
-                packed = type(self._optimizer).state_dict(self._optimizer)
-            packed = alive.bound.packed(packed)
+            packed = alive.bound.state_dict(
+                partial(type(self._optimizer).state_dict, self._optimizer)
+            )
             packed = deepcopy(packed) if changed else packed
         return _through(hooks, self._optimizer, packed)
 
@@ -148,7 +149,7 @@ class _EngineMethods:
             _taken_hooks(self._optimizer, names[1]) as after,
         ):
             state_dict = _through(before, self._optimizer, dict(state_dict))
-            state_dict = alive.bound.with_positions(state_dict)
+            state_dict = alive.bound.with_parts(state_dict)
             source = SavedSegments(state_dict, alive)
             settings = alive.bound.settings_of(state_dict)
             type(self._optimizer).load_state_dict(self._optimizer, settings)

@@ -1,12 +1,13 @@
 """The state dict of the user's optimizer under an engine, as a source of state.
 
-Its entries belong to segments (``hf_zero/optim/snapshots.py``), whose borders move in the course of
-a run. With other units, or other parameters that stay whole, a rank owns other elements: ranks then
-exchange them.
+Its entries belong to parts of parameters (``hf_zero/optim/snapshots.py``), up to release 0.2 to
+segments of flat buffers. With other units, or other parameters that stay whole, a rank owns other
+elements: ranks then exchange them.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ class SavedSegments(StateSource):
         self.diverged = packed[KEY]["parted"]
         self._own = WholeNames(engine.module).own_of(bound.group_of)
         self._group_of = bound.group_of
+        self._shapes = {slot.name: tuple(slot.shape) for f in flats for slot in f.layout.slots}
         layout = layout_of(flat.optimizer_shard for flat in flats)
         former = packed[KEY].get("layout", layout)
         self._ranks = ShardRanks() if former == layout else bound.ranks
@@ -90,50 +92,63 @@ class SavedSegments(StateSource):
         for target, ranges in enumerate(self._wanted):
             for name in ranges:
                 for source, _ in self._runs(name, target):
-                    self._check_group(name, self._saved[source].group_of[name], groups.get(name))
-
-    def _check_group(self, name: str, saved: int, live: int | None) -> None:
-        if live is not None and saved != live:
-            raise UnsupportedOptimizerError(
-                f"a state dict of optimizer {self._kind} has {name!r} in group {saved}, here it is "
-                f"in group {live}; build the optimizer with the groups it was saved with"
-            )
+                    former_group, group = self._saved[source].group_of[name], groups.get(name)
+                    if group not in (None, former_group):
+                        raise UnsupportedOptimizerError(
+                            f"a state dict of optimizer {self._kind} has {name!r} in group "
+                            f"{former_group}, here it is in group {group}; build the optimizer "
+                            "with the groups it was saved with"
+                        )
 
     def _read(self, packed: Mapping[str, Any], layout: Layout) -> _Saved:
         groups = [at for at, group in enumerate(packed["param_groups"]) for _ in group["params"]]
         saved = _Saved(shared=[Counter() for _ in packed["param_groups"]])
         stepped = {group for entry, group in enumerate(groups) if self._state.get(entry)}
-        for entry, places in enumerate(packed[KEY]["places"]):
+        for entry, (shape, runs) in enumerate(self._entries(packed[KEY], layout)):
             state, group = self._state.get(entry, {}), groups[entry]
-            numel = sum(stop - start for _, start, stop in places)
             scalars, kinds, tensor_state = dict[str, float](), set[str](), dict[str, torch.Tensor]()
             for key, value in state.items():
                 if isinstance(value, Mapping):  # up to release 0.2
                     tensor_state |= {name: tensor.cpu().clone() for name, tensor in value.items()}
                 elif key in self._of_wholes:
                     tensor_state[key] = value.cpu().clone()
-                elif is_elementwise(key, value, (numel or 1,)):
+                elif is_elementwise(key, value, shape):
                     kinds.add(key)
-                elif is_scalar(key, value, (numel or 1,)):
+                elif is_scalar(key, value, shape):
                     scalars[key] = float(value)
                 elif value is not None:
-                    shape = tuple(getattr(value, "shape", ()))
+                    other = tuple(getattr(value, "shape", ()))
                     saved.refusal = (
                         f"a state dict of optimizer {self._kind} has state {key!r} of shape "
-                        f"{shape} for {numel} elements: {key!r} is of whole tensors, which ranks "
+                        f"{other} for one of {shape}: {key!r} is of whole tensors, which ranks "
                         "do not exchange; use load_checkpoint"
                     )
             if state or group not in stepped:
                 saved.shared[group][tuple(sorted(scalars.items()))] += 1
-            for name, run in _runs_of(entry, places, layout):
-                name = self._own.get(name, name)
+            for name, run in runs:
                 saved.runs.setdefault(name, []).append(run)
                 saved.kinds.setdefault(name, set()).update(kinds)
                 saved.group_of[name] = group
                 saved.scalars[name] = scalars if state or group not in stepped else None
                 if tensor_state:
                     saved.tensor_state[name] = tensor_state
+        if packed[KEY].get("shared"):
+            saved.shared = [Counter({tuple(sorted(of.items())): 1}) for of in packed[KEY]["shared"]]
         return saved
+
+    def _entries(
+        self, description: Mapping[str, Any], layout: Layout
+    ) -> Iterator[tuple[tuple[int, ...], list[tuple[str, _Run]]]]:
+        """Yield the shape of each entry, and its runs by parameter of the whole model."""
+        own = self._own
+        for entry, (name, first, last) in enumerate(description.get("parts", ())):
+            runs = [(own.get(name, name), _Run(first, last, entry, 0))] if first < last else []
+            whole = self._shapes.get(name, ())
+            yield whole if last - first == math.prod(whole) else (last - first,), runs
+        for entry, places in enumerate(description.get("places", ())):  # up to release 0.2
+            numel = sum(stop - start for _, start, stop in places)
+            runs = [(own.get(name, name), run) for name, run in _runs_of(entry, places, layout)]
+            yield (numel or 1,), runs
 
     def _runs(self, name: str, target: int) -> Iterator[tuple[int, _Run]]:
         """Yield (rank, run) of the elements of ``name`` that rank ``target`` owns, in order: from
@@ -182,7 +197,7 @@ class SavedSegments(StateSource):
             [run for _, source, run in runs(target) if source == rank] for target in range(size)
         ]
         parts = [
-            self._state[run.entry][kind][run.offset : run.offset + run.stop - run.start]
+            self._state[run.entry][kind].reshape(-1)[run.offset : run.offset + run.stop - run.start]
             for of_target in outgoing
             for run in of_target
         ]
