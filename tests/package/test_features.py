@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,43 @@ def test_a_step_calls_the_methods_that_features_override_and_no_others() -> None
         assert counting.calls == ["backward", (1, False, 1.0), "backward", (2, False, 1.0)]
         engine.destroy()
         assert engine.optimizer_step.hooks == NO_HOOKS
+
+    on_ranks(1, run, build=lambda: torch.nn.Linear(2, 2))
+
+
+class Remembering(Feature):
+    """A feature with state in checkpoints."""
+
+    seen = 0
+
+    def state_dict(self) -> dict[str, object]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state.get("seen", 0)
+
+
+def test_a_checkpoint_with_state_of_a_feature_that_is_off_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def engine_with(**features: Feature) -> Engine:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = Engine.plan(model, ZeroConfig(stage=1).resolve(1), optimizer, extensions_of)
+        return Engine(plan, FeatureSet(features))
+
+    def run(rank: int, model: torch.nn.Module) -> None:
+        saving, loading = Remembering(), Remembering()
+        saving.seen = 7
+        engine = engine_with(remembering=saving)
+        engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+        for features in ({"remembering": loading}, {}):
+            engine = engine_with(**features)
+            engine.load_checkpoint(str(tmp_path))
+            engine.destroy()
+            said = "has state of remembering, which this configuration leaves off" in caplog.text
+            assert loading.seen == 7 and said is not bool(features)
 
     on_ranks(1, run, build=lambda: torch.nn.Linear(2, 2))
 
