@@ -27,6 +27,7 @@ from hf_zero.integrations import finder, seams
 from hf_zero.integrations.engine_protocol import holder_of
 from hf_zero.integrations.seams import Original, Seam
 from hf_zero.logging import JsonObject
+from hf_zero.parity.accelerate_states import folder_to_load, folder_to_save
 from hf_zero.parity.observed import Observed
 from hf_zero.parity.recorder import StepRecorder
 from hf_zero.parity.start import FULL_PRECISION, LAST_BITS, change_last_bits
@@ -258,16 +259,16 @@ def save_state_for_a_while(
     original: Original, self: Accelerator, output_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Wraps ``Accelerator.save_state``: saves into the folder of the run."""
-    return original(self, observer().recorder_of().saves_in(output_dir), *args, **kwargs)
+    folder = folder_to_save(observer().recorder_of(), self, output_dir)
+    return original(self, folder, *args, **kwargs)
 
 
 def load_state_of_this_run(
     original: Original, self: Accelerator, input_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Wraps ``Accelerator.load_state``: loads what this run has saved, or what was there before."""
-    folder = observer().recorder_of().saves_in(input_dir)
-    saved = folder if folder is not None and os.path.isdir(folder) else input_dir
-    return original(self, saved, *args, **kwargs)
+    folder = folder_to_load(observer().recorder_of(), input_dir)
+    return original(self, folder, *args, **kwargs)
 
 
 def without_deepspeed(original: Original, self: TrainingArguments) -> None:

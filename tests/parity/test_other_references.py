@@ -6,14 +6,17 @@ import json
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate.utils import ProjectConfiguration
 
 from hf_zero.errors import ParityError
 from hf_zero.launch.plan import Request
-from hf_zero.parity import real_deepspeed
+from hf_zero.parity import plain_frameworks, real_deepspeed
 from hf_zero.parity.rank_starts import start_of
+from hf_zero.parity.recorder import StepRecorder
 from hf_zero.parity.runs import DEEPSPEED, ENGINE
 from tests.helpers import launched
 
@@ -123,3 +126,29 @@ def test_a_deepspeed_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(PathFinder, "find_spec", lambda name: None)
     with pytest.raises(ParityError, match="not installed: pip install deepspeed, or write"):
         real_deepspeed.refuse_missing()
+
+
+@pytest.mark.parametrize("reference", [plain_frameworks, real_deepspeed])
+def test_states_of_accelerate_are_saved_and_loaded_in_the_folder_of_the_run(
+    reference: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = StepRecorder(tmp_path / "run", 6)
+    observer = SimpleNamespace(recorder_of=lambda: recorder)
+    monkeypatch.setattr(reference, "_observer", observer)
+    monkeypatch.chdir(tmp_path)
+    project = ProjectConfiguration(project_dir="project")
+    accelerator = SimpleNamespace(project_configuration=project)
+    wrappers = {row.target.rpartition(".")[2]: row.wrapper for row in reference.ROWS}
+    calls = [(name, wrappers[name].rpartition(":")[2]) for name in ("save_state", "load_state")]
+    save, load = (getattr(reference, wrapper) for _, wrapper in calls)
+
+    def of(self: Any, folder: str | None) -> str | None:
+        return folder
+
+    assert load(of, accelerator, input_dir="outputs/step1") == "outputs/step1"  # of an earlier run
+    folder = save(of, accelerator, output_dir="outputs/step1")
+    assert Path(folder).is_relative_to(tmp_path / "run")
+    Path(folder).mkdir(parents=True)
+    assert load(of, accelerator, input_dir="outputs/step1") == folder
+    assert save(of, accelerator) is None  # Accelerate names it, in the folder of the project
+    assert Path(project.project_dir).is_relative_to(tmp_path / "run")
