@@ -289,13 +289,8 @@ class OwnStep:
             # torch's fused SGD leaves a new momentum buffer uninitialized when its first step
             # overflows. Zeros give the same first step unless there is dampening; then the host
             # checks the flag.
-            unstepped = [
-                (group, p)
-                for group in groups
-                if group["momentum"] != 0
-                for p in group["params"]
-                if p.requires_grad and not self._has_state(p)
-            ]
+            members = [(g, p) for g in groups if g["momentum"] for p in g["params"]]
+            unstepped = [(g, p) for g, p in members if p.requires_grad and not self._has_state(p)]
             if any(group["dampening"] != 0 for group, _ in unstepped):
                 return False
             self._begin_with_zeros([p for _, p in unstepped])
