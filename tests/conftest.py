@@ -27,6 +27,7 @@ import torch
 
 from tests.helpers import cells, stress
 from tests.helpers.cells import off_turn, parted, runs_long
+from tests.helpers.leases import guard_storages
 from tests.helpers.plain_process import plain_process as plain_process
 
 # A forked worker of a DataLoader would collect its parent's garbage. There the destructor of a
@@ -48,6 +49,14 @@ gc.set_threshold(20_000)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 stress.install()
+
+
+@pytest.fixture(autouse=True)
+def storages_need_leases() -> Iterator[None]:
+    """A storage of an optimizer's state raises where an update or a save under way uses it."""
+    with pytest.MonkeyPatch.context() as patch:
+        guard_storages(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

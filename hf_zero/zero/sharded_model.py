@@ -119,11 +119,10 @@ class ShardedModel:
         for unit in self.units:
             unit.wait_for_update()
 
-    def wait_for_copy(self) -> None:
-        """Wait until a save under way in the background has copied all training state."""
+    def writing(self) -> None:
+        """Wait until all training state may be written to (:meth:`OptimizerShard.writing`)."""
         for flat in self.flats:
-            if flat.optimizer_shard.wait_until_copied is not None:
-                flat.optimizer_shard.wait_for_copy()
+            flat.optimizer_shard.writing()
 
     def forget_streams(self) -> None:
         """Forget the streams on which units have run, as :meth:`UnitStreams.forget` does."""

@@ -247,8 +247,7 @@ def _transfer_flat(
 ) -> None:
     """Write the part of :func:`transfer` that is in ``flat``."""
     shard = flat.optimizer_shard
-    if shard.wait_until_copied is not None:
-        shard.wait_for_copy()
+    shard.writing()
     if not flat.trainable:
         flat.recall()
     begun = optimizer and state.bound.create_offloaded(shard)

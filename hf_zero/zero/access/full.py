@@ -376,7 +376,7 @@ def _write(
     flat: FlatBuffer, parameter: torch.Tensor, value: torch.Tensor, what: str, own: torch.Tensor
 ) -> None:
     _check_shape(parameter, value, what)
-    flat.optimizer_shard.wait_for_copy()
+    flat.optimizer_shard.writing()
     first, start, stop = flat.spec.own_range(name_of(parameter))
     own[start:stop].copy_(value.reshape(-1)[first : first + stop - start])
 

@@ -53,7 +53,7 @@ def _put(
     flat: FlatBuffer, parameter: torch.Tensor, value: torch.Tensor, what: str, own: torch.Tensor
 ) -> None:
     part = _check_numel(flat, parameter, value, what, own)
-    flat.optimizer_shard.wait_for_copy()
+    flat.optimizer_shard.writing()
     part.copy_(value.reshape(-1))
 
 

@@ -435,7 +435,7 @@ class CapturedStep:
 
     def _capture(self, what: str, run: Callable[[], object]) -> tuple[Graph, object]:
         """Return the graph of ``run``, called ``what`` in messages, and its result."""
-        self._model.wait_for_copy()  # no other thread may use the device under a capture
+        self._model.writing()  # no other thread may use the device under a capture
         self._forget()
         try:
             with self._graphs.capture() as graph:

@@ -440,8 +440,7 @@ class OptimizerStep:
         Raises PartitionError if a backward has used it already.
         """
         self.changes.refuse_until_step("optimizer.state.clear()")
-        self.updater.finish()
-        self.model.wait_for_copy()
+        self.model.writing()
         self.bound.forget()
 
     def take_user_writes(self) -> None:
