@@ -19,7 +19,15 @@ import torch
 
 from hf_zero.device import streams
 from hf_zero.offload.nvme_files import FileExtent, NvmeFiles
-from hf_zero.offload.storage import Allocator, StorageFormat, SubGroup, decoded, overwrite
+from hf_zero.offload.storage import (
+    Allocator,
+    StorageFormat,
+    SubGroup,
+    decoded,
+    overwrite,
+    paged,
+    size_in_file,
+)
 from hf_zero.ops.files import ALIGNMENT, Priority
 from hf_zero.ops.moment_blocks import BLOCK, Blocks, Moment
 
@@ -206,18 +214,6 @@ class BufferPool:
 
 def _is_over(copied: streams.Event | None) -> bool:
     return copied is None or copied.query()
-
-
-def paged(nbytes: int) -> int:
-    """Round ``nbytes`` up to a multiple of the alignment of direct transfers."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def size_in_file(how: StorageFormat, numel: int) -> int:
-    """Return the bytes that a sub-group of ``numel`` elements takes."""
-    if how.blocks:
-        return paged(numel) + paged(4 * -(-numel // BLOCK))
-    return paged(numel * how.dtype.itemsize)
 
 
 class NvmeStorage:

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.feature_rows import provided
 from hf_zero.device import free_memory, kinds
-from hf_zero.offload.nvme import BufferPool, NvmeStorage, pool_size
-from hf_zero.offload.nvme_files import NvmeFiles
 from hf_zero.offload.storage import (
     MASTER,
     SHARD,
+    Allocator,
     DeviceStorage,
     HostStorage,
     Storage,
@@ -147,6 +147,34 @@ class PlacementRules:
         return spec.master_dtype
 
 
+class FileTier(Protocol):
+    """The storages of one engine in files, which a feature provides."""
+
+    def reserve(self, nbytes_by_paths: Mapping[tuple[str, ...], int]) -> None:
+        """Reserve room for everything that will be in files: bytes by the folders that share them.
+
+        Raises ConfigError and DiskSpaceError, before anything else has been done.
+        """
+
+    def shard(self, spec: ShardSpec, take: Allocator) -> Storage:
+        """Create the storage of a parameter shard, with buffers that ``take`` allocates."""
+
+    def state(self, spec: ShardSpec, sub_groups: Sequence[SubGroup], take: Allocator) -> Storage:
+        """Create the storage of optimizer state, with buffers that ``take`` allocates."""
+
+    def write_error(self) -> OSError | None:
+        """Return the error of a failed write, if any; the data is still in memory.
+
+        Waits for pending writes, and warns of folders that refused O_DIRECT in a transfer.
+        """
+
+    def buffer_bytes(self) -> Mapping[str, int]:
+        """Return the bytes of buffers by their content, ``states`` or ``shards``."""
+
+    def close(self) -> None:
+        """Drop the references: files are freed with their last user."""
+
+
 class Placement(PlacementRules):
     """Storage for the flat buffers of one engine on this rank.
 
@@ -155,24 +183,11 @@ class Placement(PlacementRules):
 
     def __init__(self, config: ZeroConfig, device: torch.device, rank: int, world: int):
         super().__init__(config, world)
-        self._device, self._rank, self._aio = device, rank, config.aio
+        self._device = device
         self._arenas: dict[bool, HostArena] = {}
-        self._files: dict[tuple[str, ...], NvmeFiles] = {}
-        self._pools: dict[str, BufferPool] = {}  # by kind of content
+        self.files: FileTier | None = provided("file_tier")(config, rank) if self.in_files else None
         # whether a first step must still measure how much of the offloaded state fits on the device
         self.awaits_first_step = self._optimizer.on and self._optimizer.ratio == "auto"
-
-    def write_error(self) -> OSError | None:
-        """Return the error of a failed write, if any; the data is still in memory.
-
-        Waits for pending writes, and warns of folders that refused O_DIRECT in a transfer.
-        """
-        for pool in self._pools.values():
-            pool.flush()
-        for files in self._files.values():
-            files.warn_of_buffering()
-        errors = [pool.write_error for pool in self._pools.values()]
-        return next((error for error in errors if error is not None), None)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate host memory that only the host reads and writes."""
@@ -195,18 +210,6 @@ class Placement(PlacementRules):
         if pinned not in self._arenas:
             self._arenas[pinned] = HostArena(pinned, self._device)
         return self._arenas[pinned]
-
-    def _files_on(self, paths: tuple[str, ...]) -> NvmeFiles:
-        if paths not in self._files:
-            aio = self._aio
-            self._files[paths] = NvmeFiles(
-                paths,
-                self._rank,
-                block_size=aio.block_size,
-                queue_depth=aio.queue_depth,
-                threads=aio.threads,
-            )
-        return self._files[paths]
 
     def shards(
         self, specs: Sequence[ShardSpec], tiers: Mapping[str, str]
@@ -232,41 +235,21 @@ class Placement(PlacementRules):
         return lambda spec: placed[spec.key]
 
     def _shard(self, spec: ShardSpec, in_files: bool) -> Storage:
-        whole: list[SubGroup] = [(0, spec.numel)]
         storage: Storage
         if in_files:
-            count = pool_size(self._param.buffer_count)
-            pool = self._pool("shards", count, self.take_for_shards)
-            files = self._files_on(self._param.nvme_path)
-            storage = NvmeStorage(spec.key, spec.numel, whole, files, pool)
+            assert self.files is not None
+            storage = self.files.shard(spec, self.take_for_shards)
         else:
-            storage = HostStorage(spec.numel, whole, self.take_for_shards)
+            storage = HostStorage(spec.numel, [(0, spec.numel)], self.take_for_shards)
         storage.add(SHARD, StorageFormat(spec.dtype))
         return storage
-
-    def _pool(self, what: str, *args: Any) -> BufferPool:
-        if what not in self._pools:
-            self._pools[what] = BufferPool(*args)
-        return self._pools[what]
-
-    def reserve(self, nbytes_by_paths: Mapping[tuple[str, ...], int]) -> None:
-        """Reserve room for everything that will be in files: bytes by the folders that share them.
-
-        Raises ConfigError and DiskSpaceError, before anything else has been done.
-        """
-        for paths, nbytes in nbytes_by_paths.items():
-            self._files_on(paths).reserve(nbytes)
 
     def optimizer_state(self, spec: ShardSpec, sub_groups: Sequence[SubGroup]) -> Storage:
         """Create the storage of offloaded optimizer state, with zeros as master weights."""
         storage: Storage
-        how = self._optimizer
-        if how.device == "nvme":
-            count = pool_size(how.buffer_count)
-            reads, writes = how.pipeline_read, how.pipeline_write
-            pool = self._pool("states", count, self.take, reads, writes)
-            files = self._files_on(how.nvme_path)
-            storage = NvmeStorage(spec.key, spec.numel, sub_groups, files, pool)
+        if self._optimizer.device == "nvme":
+            assert self.files is not None
+            storage = self.files.state(spec, sub_groups, self.take)
         else:
             storage = HostStorage(spec.numel, sub_groups, self.take)
         storage.add(MASTER, StorageFormat(spec.master_dtype))
@@ -274,10 +257,11 @@ class Placement(PlacementRules):
 
     def close(self) -> None:
         """Drop the references: memory and files are freed with their last user."""
-        self._files.clear()
+        if self.files is not None:
+            self.files.close()
         self._arenas.clear()
 
-    def buffer_bytes(self) -> dict[str, Any]:
+    def buffer_bytes(self) -> dict[str, int]:
         """Return the bytes of buffers by their content, ``states`` or ``shards``."""
-        pools = self._pools
-        return {what: pools[what].nbytes if what in pools else 0 for what in ("states", "shards")}
+        nbytes = {} if self.files is None else self.files.buffer_bytes()
+        return {what: nbytes.get(what, 0) for what in ("states", "shards")}

@@ -128,6 +128,21 @@ def size_in_memory(how: StorageFormat, numel: int) -> int:
     return numel + 4 * -(-numel // BLOCK) if how.blocks else numel * how.dtype.itemsize
 
 
+PAGE = 4096  # bytes: the alignment of direct transfers (``ALIGNMENT`` of ops/files.py)
+
+
+def paged(nbytes: int) -> int:
+    """Round ``nbytes`` up to a multiple of :data:`PAGE`."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def size_in_file(how: StorageFormat, numel: int) -> int:
+    """Return the bytes that a sub-group of ``numel`` elements takes in a file."""
+    if how.blocks:
+        return paged(numel) + paged(4 * -(-numel // BLOCK))
+    return paged(numel * how.dtype.itemsize)
+
+
 class DeviceStorage:
     """Arrays in memory of the compute device: ``fetch`` returns the array without a copy."""
 

@@ -35,6 +35,7 @@ from hf_zero.errors import OffloadError
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.storage import Allocator
 from hf_zero.offload.sub_group_update import SubGroupUpdate
+from hf_zero.offload.unit_updates import UnitUpdates
 from hf_zero.offload.update_gathers import Gather, UpdateGathers
 
 if TYPE_CHECKING:
@@ -42,13 +43,15 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 
-class Updater:
+class Updater(UnitUpdates):
     """Updates the units with offloaded state; ``copies`` sends new parameters to a GPU.
 
     If parameters are whole and their state is sharded, ``mesh`` has a dimension for updates: their
     units are then also gathered, in one order on all ranks (``update_gathers.py``), before those
     of sharded parameters: every other collective waits for these gathers.
     """
+
+    takes_offloaded = True
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class Updater:
         copies: StagedCopies,
         offload: GradientOffload | None,
     ):
+        super().__init__()
         self._all = list(units)
         self._watchdog = mesh.watchdog
         self._gathers: UpdateGathers | None = None
@@ -74,23 +78,17 @@ class Updater:
         self._uses: list[Unit] = []  # units in the order of their first use since the last step
         self._queue = UpdateQueue(device)
         self._process = os.getpid()
-        # update begun in the backward under way, before its step, and the units it has updated
-        self.backward_update: SubGroupUpdate | None = None
-        self.units_updated_in_backward: list[Unit] = []
         self.find_units()
 
     def find_units(self) -> None:
-        """Find the units that have offloaded flat buffers now."""
         units = [unit for unit in self._all if unit.offloaded_flats]
         self.units = sorted(units, key=lambda unit: bool(unit.sharded_flats))
 
     @property
     def pending(self) -> tuple[Unit, ...]:
-        """Units whose update has begun and not been waited for."""
         return tuple(self._pending)
 
     def used(self, unit: Unit) -> None:
-        """Record that a pass or a script needs ``unit`` now, and wait for its update."""
         if unit in self.units and unit not in self._uses:
             self._uses.append(unit)
         unit.wait_for_update()
@@ -121,30 +119,12 @@ class Updater:
             self._gathers.complete()
 
     def start_in_backward(self, update: SubGroupUpdate, unit: Unit) -> None:
-        """Begin ``update`` with the offloaded state of ``unit``, whose gradients are complete while
-        the backward continues. :meth:`start` updates the rest.
-        """
-        self.begin_in_backward(update)
-        self.units_updated_in_backward.append(unit)
+        super().start_in_backward(update, unit)
         self._submit(update, [unit])
 
-    def begin_in_backward(self, update: SubGroupUpdate) -> None:
-        """Begin ``update`` in a backward, unless it has begun; :meth:`start` ends it."""
-        if self.backward_update is not update:
-            self.finish()
-            self.backward_update, self.units_updated_in_backward = update, []
-
     def end_backward(self) -> None:
-        """Note that the backward has issued all its reductions: a rank that needs updated values
-        may have them.
-        """
         if self._gathers is not None:
             self._gathers.end_backward()
-
-    def drop_backward_update(self) -> None:
-        """Drop the rest of an update begun in a backward: all state is about to be overwritten."""
-        self.finish()
-        self.backward_update, self.units_updated_in_backward = None, []
 
     def _submit(self, update: SubGroupUpdate, units: Sequence[Unit]) -> None:
         units = self._first_two_by_arrival(units)
@@ -225,7 +205,6 @@ class Updater:
         return [units[1], units[0], *units[2:]]
 
     def finish(self, unit: Unit | None = None) -> None:
-        """Wait for the update of ``unit``, or of all units, and raise its exception."""
         for updated in [unit] if unit is not None else list(self._pending):
             if updated not in self._pending:
                 continue
@@ -249,7 +228,6 @@ class Updater:
                 _end(updated, copied)
 
     def close(self) -> BaseException | None:
-        """Wait for all updates, end the thread, and return the first exception, if any."""
         failure: BaseException | None = None
         for unit in list(self._pending):
             try:

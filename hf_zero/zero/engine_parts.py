@@ -220,6 +220,7 @@ class EngineParts(ModelWrapper):
             sharded, self.optimizer, config, scaler, sanity, self.feature_set.hooks, self.changes
         )
         self.feature_set.bind(self.optimizer_step)
+        self.optimizer_step.check_updates()
         self.updater, self.scaler = self.optimizer_step.updater, scaler
         self.changes.connect(self.updater)
         sharded.patches.refuse_load = self.changes.refuse_until_step

@@ -438,7 +438,7 @@ class TrainingEngine(EngineParts):
         if self.optimizer_step.measured is not None or self.optimizer_step.is_clipped:
             self.optimizer_step.forget_gradient()
         if self.sharded_model.placement.awaits_first_step and not overflow:
-            self.optimizer_step.bring_back_what_fits()
+            self.optimizer_step.bring_state_back()
 
     def _run_post_hooks(self) -> Exception | None:
         """Run the post hooks of the optimizer, and take what they write to its groups over into the

@@ -11,19 +11,26 @@ from hf_zero.offload.nvme import BufferPool, NvmeStorage
 from hf_zero.offload.nvme_files import NvmeFiles
 from hf_zero.offload.storage import (
     MASTER,
+    PAGE,
     SHARD,
     CastStorage,
     DeviceStorage,
     HostStorage,
     StorageFormat,
     decoded,
+    paged,
 )
+from hf_zero.ops.files import ALIGNMENT
 from hf_zero.ops.host import Blocks
 from tests.helpers.accelerators import play_streams
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8]
 ROWS = ("device", "host", "files")
+
+
+def test_sizes_in_files_are_those_of_direct_transfers():
+    assert paged(1) == PAGE == ALIGNMENT and paged(PAGE) == PAGE
 
 
 def zeros(numel, dtype):

@@ -35,6 +35,7 @@ from tests.helpers.stacks import on_ranks
 DOCS = Path(hf_zero.__file__).parent / "docs"
 # The order in which features with an object are applied to a model and its engine.
 APPLIED = """
+zero_optimization.offload_optimizer
 narrow_state
 pipeline
 parallel_axes
@@ -199,6 +200,19 @@ def test_a_checkpoint_with_state_of_a_feature_that_is_off_says_so(
             engine.destroy()
             said = "has state of remembering, which this configuration leaves off" in caplog.text
             assert loading.seen == 7 and said is not bool(features)
+
+    on_ranks(1, run, build=lambda: torch.nn.Linear(2, 2))
+
+
+def test_state_that_no_feature_updates_is_refused() -> None:
+    offload: Any = {"offload_optimizer": {"device": "cpu"}}
+    settings = ZeroConfig.from_dict({"zero_optimization": {"stage": 2, **offload}}).resolve(1)
+
+    def run(rank: int, model: torch.nn.Module) -> None:
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine_plan = Engine.plan(model, settings, optimizer, extensions_of)
+        with pytest.raises(ConfigError, match="no feature of this engine updates it there; remove"):
+            Engine(engine_plan, FeatureSet())
 
     on_ranks(1, run, build=lambda: torch.nn.Linear(2, 2))
 

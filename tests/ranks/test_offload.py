@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import hf_zero.zero.step.optimizer_step as optimizer_step
+import hf_zero.setup.offloaded_updates as offloaded_updates
 from hf_zero.offload.sub_group_update import SubGroupUpdate
 from hf_zero.offload.update import Updater
 from tests.helpers import oracle
@@ -68,7 +68,7 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
     """Device memory that the first step left free takes the first units."""
     # for some of the flats of a rank, not all
     room = {"fp32": 12 * 12_000, "bf16": 16 * 12_000}[precision] * 2 // ranks
-    monkeypatch.setattr(optimizer_step, "free_beside_a_step", lambda device: room)
+    monkeypatch.setattr(offloaded_updates, "free_beside_a_step", lambda device: room)
     seen = []
 
     def opener(model, optimizer, plan):

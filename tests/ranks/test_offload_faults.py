@@ -38,7 +38,7 @@ def opened(model, way, stage, folder):
 
 def inject(engine, fault):
     """``fault`` happens on this rank from now on, as HF_ZERO_IO_FAULT would have it on all."""
-    for files in engine.sharded_model.placement._files.values():
+    for files in engine.sharded_model.placement.files._files.values():
         files._queue.inject(parse_faults(fault))
 
 
@@ -57,7 +57,7 @@ def test_a_disk_that_is_full_loses_no_step(tmp_path):
         engine = opened(model, way, stage, disk)
         train(engine, rank, range(2))
         engine.updater.finish()
-        engine.sharded_model.placement.write_error()
+        engine.sharded_model.placement.files.write_error()
         if rank == 1:
             inject(engine, fault)
         train(engine, rank, range(2, 3))

@@ -20,9 +20,14 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.config.sections import awaited_by_updates
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.offload.nvme import paged, size_in_file
 from hf_zero.offload.placement import PlacementRules, ShardSpec
-from hf_zero.offload.storage import StorageFormat, SubGroup, size_in_memory
+from hf_zero.offload.storage import (
+    StorageFormat,
+    SubGroup,
+    paged,
+    size_in_file,
+    size_in_memory,
+)
 from hf_zero.optim.elementwise import updates_in_parts
 from hf_zero.optim.offloaded_state import compressible, stored_format
 from hf_zero.optim.segments import group_runs

@@ -32,9 +32,9 @@ class FlatMemory:
     ):
         self._placement, self._device, self._upcasts = placement, device, plan.upcasts
         self._plans = dict(zip(flats, plan.flats))
-        if placement.in_files:
+        if placement.files is not None:
             with raise_on_all_ranks("take the room on its disk that offloading needs"):
-                placement.reserve(plan.file_bytes())
+                placement.files.reserve(plan.file_bytes())
         training = [flat for flat in plan.flats if flat.spec.trainable]
         self._full = _arena(
             [(f.layout.padded, f.dtype) for f in flats if not f.sharded], device, MATRIX_ALIGNMENT

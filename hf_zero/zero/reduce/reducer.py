@@ -19,7 +19,7 @@ import torch
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logging import listed
-from hf_zero.offload.gradient_offload import GradientOffload
+from hf_zero.offload.unit_updates import GradientCopies
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads
@@ -81,7 +81,7 @@ class Reducer:
         mesh: Mesh,
         policy: StagePolicy,
         usage: UsedParameters,
-        offload: GradientOffload | None,
+        offload: GradientCopies | None,
         schedule: Schedule,
         *,
         scaling: Scaling,

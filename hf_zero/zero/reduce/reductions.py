@@ -27,7 +27,7 @@ from hf_zero.distributed.collectives import Handle, minus_zero
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import log_rank0
-from hf_zero.offload.gradient_offload import GradientOffload
+from hf_zero.offload.unit_updates import GradientCopies
 from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads, raw_grads
@@ -78,7 +78,7 @@ class Reductions:
         mesh: Mesh,
         intake: GradientIntake,
         buffers: TensorPool,
-        offload: GradientOffload | None,
+        offload: GradientCopies | None,
         kernels: str | tuple[str, ...],
         packed: int,
         before_wait: Callable[[], None],
@@ -322,7 +322,7 @@ def wire_buffers(flats: Iterable[FlatBuffer]) -> TensorPool:
 class GradientIntake:
     """Takes gradients off the parameters of a unit."""
 
-    def __init__(self, scaling: Scaling, buffers: TensorPool, offload: GradientOffload | None):
+    def __init__(self, scaling: Scaling, buffers: TensorPool, offload: GradientCopies | None):
         self.scaling = scaling
         self._buffers = buffers
         self._offload = offload

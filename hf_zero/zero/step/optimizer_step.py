@@ -15,20 +15,14 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import NOTHING, span
 from hf_zero.distributed.recovery import PassTracker
-from hf_zero.errors import OffloadError, PartitionError
-from hf_zero.logging import counted, listed, log_rank0, logger
-from hf_zero.offload.gradient_offload import GradientOffload
-from hf_zero.offload.placement import free_beside_a_step
-from hf_zero.offload.storage import MASTER
-from hf_zero.offload.update import StagedCopies, Updater
+from hf_zero.errors import ConfigError, OffloadError, PartitionError
+from hf_zero.logging import counted, listed, log_rank0
+from hf_zero.offload.unit_updates import GradientCopies, UnitUpdates
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.group_settings import plain_settings
-from hf_zero.optim.moment_formats import updates_in_host_memory
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.gather.unit import Unit, unit_of
-from hf_zero.zero.layout.engine_plan import shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
 from hf_zero.zero.layout.training_state import (
     ChangeCount,
     GradientBuffer,
@@ -59,24 +53,19 @@ class OptimizerStep:
         hooks: StepHooks,
         changes: StateChanges,
     ):
-        mesh, placement = model.mesh, model.placement
+        mesh = model.mesh
         # its attributes are checked; that there is one, by the callers
         self.bound: BoundOptimizer | Any = (
             None if optimizer is None else model.bind(optimizer, config)
         )
-        # copies gradients from a GPU to the host
-        self.gradient_offload: GradientOffload | None = None
-        offloads = placement.offloads_optimizer and self.bound is not None
-        if offloads and not kinds.is_synchronous(mesh.device):
-            self.gradient_offload = GradientOffload(mesh.device, placement.take_pinned)
-        widest = max((flat.dtype.itemsize for flat in model.trainable), default=1)
-        copies = StagedCopies(mesh.device, placement.sub_group_size * widest, placement.take_pinned)
-        self.updater = Updater(model.units, mesh, mesh.device, copies, self.gradient_offload)
-        # called when a unit is needed, if its update may outlast the step
+        # those that features set: copies of gradients to the host, updates of offloaded state, the
+        # call when a unit is needed whose update may outlast the step
+        self.gradient_offload: GradientCopies | None = None
+        self.updater = UnitUpdates()
+        # moves the state that fits beside a first step to the device (collective)
+        self.bring_state_back: Callable[[], None] = nothing
         self.on_use: Callable[[Unit], None] | None = None
-        if offloads:
-            self.on_use = self.updater.used
-        elif model.overlaps:
+        if model.overlaps:
             self.on_use = Unit.wait_for_update
         self.usage = UsedParameters(model.trainable, mesh, mesh.device)
         # the norm to which gradients are clipped; 0.0: no clipping
@@ -99,7 +88,6 @@ class OptimizerStep:
         self.model = model
         self.scaler = scaler
         self.kernels = config.kernels
-        self._keeps_buffers = config.zero.keep_step_buffers
         self.sanity = sanity
         # whether non-finite gradients prevent a step even without a loss scale
         self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
@@ -109,6 +97,16 @@ class OptimizerStep:
         self.is_captured = False  # the update under way is captured in a graph: nothing runs yet
         self.hooks = hooks
         self.changes = changes
+
+    def check_updates(self) -> None:
+        """Raise ConfigError for state that is not on the device, and that nothing updates."""
+        offloads = self.model.placement.offloads_optimizer and self.bound is not None
+        if offloads and not self.updater.takes_offloaded:
+            raise ConfigError(
+                "zero_optimization.offload_optimizer keeps state outside of the device, and no "
+                "feature of this engine updates it there; remove the section, or pass the "
+                "features of the configuration (FeatureSet.of)"
+            )
 
     @contextmanager
     def _updating_state(self) -> Iterator[None]:
@@ -126,10 +124,10 @@ class OptimizerStep:
         (offload/nvme.py, the note).
         """
         model = self.model
-        if not model.placement.in_files:
+        if model.placement.files is None:
             return ""
         self.updater.finish()
-        error = model.placement.write_error()
+        error = model.placement.files.write_error()
         if not model.schedule.agree("a look at what was written", int(error is not None)):
             return ""
         errors = model.mesh.all_gather_object(str(error or ""), "writes that failed")
@@ -480,45 +478,6 @@ class OptimizerStep:
             flat.optimizer_shard.wait_for_update()
         return {flat.key: flat.shard_memory() for flat in flats}
 
-    def bring_back_what_fits(self) -> None:
-        """Move the state of the first units back to the device, as far as it has room after the
-        first step (collective).
-        """
-        model = self.model
-        model.placement.awaits_first_step = False
-        if updates_in_host_memory(self.bound.optimizer, model.mesh.device):
-            return
-        self.updater.finish()
-        specs = [
-            shard_spec(flat.spec) for flat in self.model.trainable if flat.optimizer_shard.offloaded
-        ]
-        names = {
-            name for flat in model.trainable for name in self.bound.arrays(flat.optimizer_shard)
-        } - {MASTER}
-        free = min(
-            model.mesh.all_gather_object(
-                free_beside_a_step(model.mesh.device), "room on the device"
-            )
-        )
-        with_master = {flat.key for flat in model.trainable if keeps_master(flat)}
-        chosen = model.placement.fitting(specs, len(names), free, with_master)
-        self.bound.move_to_device(
-            ways_back(
-                [flat for flat in model.trainable if flat.key in chosen],
-                model.mesh.device,
-                self._keeps_buffers,
-                model.updates_in_backward,
-            )
-        )
-        self.updater.find_units()
-        if model.mesh.rank == 0:
-            logger.info(
-                "offload ratio auto: %d of %d flat buffers fit on the device beside the "
-                "first step and stay there",
-                len(chosen),
-                len(specs),
-            )
-
     def close(self) -> None:
         """Wait for the update under way and its gathers, and raise their first exception."""
         failures = [self.updater.close(), self.model.end_gathers()]
@@ -528,6 +487,10 @@ class OptimizerStep:
         self.bound, self.hooks = None, NO_HOOKS
         for failure in filter(None, failures):  # the model lacks values of the last step
             raise failure
+
+
+def nothing() -> None:
+    """Move no state: all of it is on the device."""
 
 
 def failed_write(failed: str) -> OffloadError:
@@ -555,12 +518,12 @@ class StateChanges:
         self._passes = passes
         self.broken = ""  # the change that was broken off, and why
         self._under_way = ""
-        self._updater: Updater | None = None
+        self._updater: UnitUpdates | None = None
         # what ``step()`` has yet to confirm, of an update that a backward has made: the settings of
         # the optimizer's groups after it, and the error of a post hook of the optimizer
         self.unconfirmed: tuple[list[ParamGroup], Exception | None] | None = None
 
-    def connect(self, updater: Updater) -> None:
+    def connect(self, updater: UnitUpdates) -> None:
         """Set ``updater``, which makes updates in backwards."""
         self._updater = updater
 
