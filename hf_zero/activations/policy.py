@@ -40,6 +40,7 @@ from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.wrap import repeated_blocks
+from hf_zero.zero.training_engine import TrainingEngine
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -93,7 +94,7 @@ class ActivationPatches(Feature):
             plan.model, self._config.section_of(ActivationCheckpointing)
         )
 
-    def apply(self, engine: Any) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         model, units, device = engine.module, engine.units, engine.device
         self.activations = Activations(
             model, self._blocks, self._config, units, device, engine.mesh.rank == 0

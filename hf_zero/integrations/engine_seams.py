@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.integrations import finder
 from hf_zero.integrations.bitsandbytes import keep_packing
 from hf_zero.zero.feature import Feature
+from hf_zero.zero.training_engine import TrainingEngine
 
 
 class EngineSeams(Feature):
@@ -21,6 +20,6 @@ class EngineSeams(Feature):
     def prepare(self, model: nn.Module) -> None:
         keep_packing(model)
 
-    def apply(self, engine: Any) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         if engine.device.type != "meta":  # a simulation
             finder.watch("torch")

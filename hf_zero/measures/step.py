@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -65,7 +65,7 @@ class StepMeasuring(Feature):
     def check(self, plan: EnginePlan) -> None:
         self._plan = plan
 
-    def apply(self, engine: Any) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         assert self._plan is not None
         self._engine, plan, self._plan = weakref.ref(engine), self._plan, None
         engine.measures = measures_of(engine, plan)

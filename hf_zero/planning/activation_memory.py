@@ -193,7 +193,7 @@ def _save(model: nn.Module, saving: ActivationSettings) -> Callable[[], None]:
     if saving.tiled_mlp.enabled and TiledMlps.mlps(model):
         alone = SimpleNamespace(size=1)
         mesh = SimpleNamespace(shard=alone, replicate=alone)
-        engine = SimpleNamespace(module=model, stage=0, mesh=mesh, device=META)
+        engine: Any = SimpleNamespace(module=model, stage=0, mesh=mesh, device=META)
         TiledMlps(saving.tiled_mlp).apply(engine)
     return checkpoints.remove
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hf_zero.config import ZeroConfig
 from hf_zero.planning.checking import PreflightReport, check_on_all_ranks
 from hf_zero.planning.start_summary import describe
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.training_engine import TrainingEngine
 
 
 class MemoryCheck(Feature):
@@ -21,7 +20,7 @@ class MemoryCheck(Feature):
         self._report = check_on_all_ranks(plan, freed)
         return self._report.spare
 
-    def apply(self, engine: Any) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         report, self._report = self._report, None  # an engine that is built anew logs nothing
         if report is not None and engine.global_rank == 0:
             describe(report)

@@ -5,7 +5,6 @@ reads anew in each step cannot be in a graph of the device that is captured once
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from hf_zero.zero.feature import EngineInputs, Feature
 from hf_zero.zero.gather.model_patches import hooks_of
 from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.step.captured_step import CapturedStep
+from hf_zero.zero.training_engine import TrainingEngine
 
 
 class CapturedSteps(Feature):
@@ -40,7 +40,7 @@ class CapturedSteps(Feature):
     def prepare(self, model: nn.Module) -> None:
         finder.install_hooks()  # a forward of Transformers then takes the same way in each step
 
-    def apply(self, engine: Any) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         if engine.optimizer is not None:
             runner = CapturedStep(engine.pass_runner, engine.optimizer_step, engine.accumulation)
             engine.pass_runner.step_runner = runner

@@ -21,7 +21,6 @@ from hf_zero.ops import native
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.moment_formats import refuse_on_device
-from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.probing import switches_weights
 from hf_zero.optim.segments import GroupMember
 from hf_zero.optim.state import collect
@@ -342,7 +341,7 @@ def check_optimizer(plan: EnginePlan) -> None:
         _refuse_switched_weights(optimizer, plan.trainable)
     offloaded = [flat for flat in plan.trainable if flat.sub_groups is not None]
     if offloaded:
-        refuse_offload(optimizer)
+        plan.extensions.offloaded_moments.refuse(optimizer)
     for flat in plan.trainable:
         if flat.sub_groups is None:
             refuse_on_device(optimizer, plan.device, flat.spec.key)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from hf_zero.zero.gather.model_patches import Attached, Override
 from hf_zero.zero.layout.declared import text_config_of
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.wrap import described, repeated_blocks
+from hf_zero.zero.training_engine import TrainingEngine
 
 KEY = "tiled_mlp"
 
@@ -37,7 +37,7 @@ class TiledMlps(Feature):
     def __init__(self, section: TiledMlpSection):
         self._written = section.shards
         self._shards = section.shards or 1
-        self._engine: Any = None
+        self._engine: TrainingEngine | None = None
         self._undo: list[tuple[nn.Module, Override, object] | RemovableHandle] = []
 
     @classmethod
@@ -66,7 +66,7 @@ class TiledMlps(Feature):
         )
         return list(mlps)
 
-    def apply(self, engine: Any) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         """Override the MLPs' forwards."""
         model, self._engine = engine.module, engine
         for module in self.mlps(model):
@@ -131,6 +131,7 @@ class TiledMlps(Feature):
         width = getattr(text_config_of(model), "hidden_size", 0) or tokens
         self._shards = math.ceil(tokens / width)
         engine = self._engine
+        assert engine is not None  # its hook has called this
         dims = [dim for dim in (engine.mesh.shard, engine.mesh.replicate) if dim.size > 1]
         if engine.stage != 3 or not dims:
             return

@@ -29,8 +29,7 @@ from hf_zero.offload.storage import (
     size_in_memory,
 )
 from hf_zero.optim.elementwise import updates_in_parts
-from hf_zero.optim.offloaded_state import compressible, stored_format
-from hf_zero.optim.segments import group_runs
+from hf_zero.optim.segments import ParamGroup, group_runs
 from hf_zero.optim.state import SegmentStateAccess, is_elementwise
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.parameter_codec import ParameterCodec
@@ -60,6 +59,37 @@ def shape_of(parameter: nn.Parameter, cuts: Cuts) -> tuple[int, ...]:
     return tuple(parameter.shape) if box is None else box.shape
 
 
+class OffloadedMoments:
+    """How moments are kept outside of the device; without a feature as they are on it."""
+
+    def compressible(
+        self, optimizer: torch.optim.Optimizer, group: ParamGroup
+    ) -> Mapping[str, bool]:
+        """Return the states of ``group`` that may be in fewer bits, and whether they have signs."""
+        return {}
+
+    def stored_format(
+        self,
+        entries: SegmentStateAccess,
+        moments: str,
+        group: int,
+        name: str,
+        dtype: torch.dtype,
+        unquantized_sub_groups: frozenset[int] | None,
+    ) -> StorageFormat:
+        """Return the format of state ``name``, of ``dtype`` on the device, of group ``group`` under
+        the configured ``moments``. ``unquantized_sub_groups``: those without 8-bit moments; None:
+        all. Raises ConfigError for a state that has one format only.
+        """
+        return StorageFormat(dtype)
+
+    def refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UnsupportedOptimizerError for an optimizer whose state stays on the device."""
+
+
+AS_ON_DEVICE = OffloadedMoments()
+
+
 @dataclass(frozen=True)
 class PlannedExtensions:
     """The extensions that a plan reads; the defaults are for an engine without any.
@@ -78,6 +108,7 @@ class PlannedExtensions:
     route: Callable[[MeshDim, MeshDim], GatherRoute] | None = None
     needs_one_mesh: tuple[str, ...] = ()
     narrow: Any = None
+    offloaded_moments: OffloadedMoments = AS_ON_DEVICE
 
 
 ExtensionsOf = Callable[[ZeroConfig, "torch.optim.Optimizer | None"], PlannedExtensions]
@@ -303,6 +334,7 @@ class EnginePlan:
         if self.optimizer is None or not self.moments:
             return False
         groups = enumerate(self.optimizer.param_groups)
+        compressible = self.extensions.offloaded_moments.compressible
         pairs = (
             (self._kept(at, torch.float32), compressible(self.optimizer, g)) for at, g in groups
         )
@@ -382,6 +414,7 @@ class EnginePlan:
             self._unquantized_sub_groups(flat),
             [StorageFormat(flat.spec.master_dtype)],
         )
+        stored_format = self.extensions.offloaded_moments.stored_format
         for name, (group, _, dtype) in self.moments_of(flat).items():
             how = stored_format(self._entries, self.rules.moments, group, name, dtype, others)
             formats.append(how)
