@@ -175,7 +175,7 @@ class Engine(TrainingEngine):
             self.window_start.note(self)
         if ends_window and self.async_saves.writer is not None:
             self.async_saves.raise_failure()
-        if ends_window:
+        if ends_window and self.generations.exist:
             self.generations.end_step(self)
 
     def update_in_backward(self) -> None:
@@ -336,8 +336,9 @@ class Engine(TrainingEngine):
                 offered,
             )
             # after the save: client state that it refuses, generations in memory would refuse, too
-            noted = isinstance(client_state, Mapping) and self.global_rank == 0
-            self.generations.end_save(save_dir, client_state if noted else None)
+            if self.generations.exist:
+                noted = isinstance(client_state, Mapping) and self.global_rank == 0
+                self.generations.end_save(save_dir, client_state if noted else None)
         return True
 
     def load_checkpoint(
@@ -386,10 +387,12 @@ class Engine(TrainingEngine):
             self.rebuild_if_unfrozen(loads=True)
         with torch.device("cpu"), self.mesh.watchdog.during("load"):
             resumes = load_optimizer_states and not load_module_only
-            chosen = self.generations.choose(self, load_dir, tag, load_module_strict, resumes)
-            load_dir, tag, in_memory = chosen.directory, chosen.tag, chosen.in_memory
-            if in_memory and str(as_path(load_dir)) == run:
-                run = None  # the folder was chosen before; its run is unknown
+            in_memory = False
+            if self.generations.exist:
+                chosen = self.generations.choose(self, load_dir, tag, load_module_strict, resumes)
+                load_dir, tag, in_memory = chosen.directory, chosen.tag, chosen.in_memory
+                if in_memory and str(as_path(load_dir)) == run:
+                    run = None  # the folder was chosen before; its run is unknown
             self.measures.finish(self)
             with self.schedule.shards.writing():
                 answer = load(
@@ -410,7 +413,8 @@ class Engine(TrainingEngine):
         if run == answer[0]:  # a checkpoint itself, without its run's folder
             run = str(as_path(run).absolute().parent)
         self.measures.loaded(self, not load_module_only, run)
-        self.generations.end_load(run, answer[1], resumes)
+        if self.generations.exist:
+            self.generations.end_load(run, answer[1], resumes)
         return answer
 
     def _run_folder(self, given: str | os.PathLike[str] | None, who: str) -> str:

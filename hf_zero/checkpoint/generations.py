@@ -40,6 +40,9 @@ class Newest:
 class Generations:
     """The interface, and what an engine does without any."""
 
+    exist = False
+    """Whether there are any: without, no save, load or step calls the methods below."""
+
     begun = 0
     """``begun`` of the next save: after that of the last load."""
 
@@ -110,13 +113,10 @@ class Generations:
     def end_load(self, run: str | None, client_state: Mapping[str, Any], resumes: bool) -> None:
         """Note a load in the folder ``run``; None: not known."""
 
-    def loaded(self, begun: int, step: int, goes_back: bool, module_only: bool = False) -> None:
+    def loaded(self, begun: int, step: int, goes_back: bool) -> None:
         """Count a load of a checkpoint with ``begun`` and ``step``. ``goes_back``: all state goes
-        back to it, and it is on disk; ``module_only``: only the weights do. Collective.
+        back to it, and it is on disk. Collective.
         """
-        if not module_only:
-            self.begun = max(self.begun, begun)
-            self.begun += self.begun > 0
 
     def close(self, failing: bool | None = None, keep: bool = False) -> None:
         """End them with the engine. ``failing``: the job ends with an error (None: if an exception

@@ -18,6 +18,7 @@ from torch import nn
 
 from hf_zero.checkpoint import find, loader_state
 from hf_zero.checkpoint.find import complete_tags_beside
+from hf_zero.checkpoint.generations import Generations
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, MASTER, RNG, GroupEntry, Manifest
 from hf_zero.checkpoint.match import LoadTarget, match, match_names
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
@@ -117,8 +118,12 @@ def load(
         replaces &= load_optimizer_states or engine.bound is None
         rank_load.apply(replaces, load_module_only, load_rng, load_loader)
     step = manifest.counters.get("global_steps", -1)
-    goes_back = load_optimizer_states and not in_memory
-    engine.generations.loaded(manifest.begun, step, goes_back, load_module_only)
+    generations: Generations = engine.generations
+    if generations.exist:
+        generations.loaded(manifest.begun, step, load_optimizer_states and not in_memory)
+    elif not load_module_only:
+        generations.begun = max(generations.begun, manifest.begun)
+        generations.begun += generations.begun > 0
     log_rank0(
         f"loaded {folder}, {_origin(manifest)}: "
         f"{in_units(rank_load.nbytes)} on this rank in {time.perf_counter() - begun:.2f} s"

@@ -96,6 +96,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
     else the engine does both, at the end of its steps and in a load without a tag.
     """
 
+    exist = True
     _is_closed = False
     _owns = False  # the generations are this attempt's to remove: it has loaded or saved one
     _writer: AsyncSaver | None = None  # of saves on disk, beside the training
@@ -567,7 +568,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         """
         return all(self._ranks.all_gather_object(self.has_stepped, KEY))
 
-    def loaded(self, begun: int, step: int, goes_back: bool, module_only: bool = False) -> None:
+    def loaded(self, begun: int, step: int, goes_back: bool) -> None:
         """Count a load of a checkpoint with ``begun`` and ``step``: steps behind the last save may
         come again, and what they save prevails, on disk and in memory. If all state ``goes_back``
         to that of the checkpoint, on disk, what this attempt has saved later is removed. Collective
