@@ -208,6 +208,8 @@ class EngineParts(ModelWrapper):
             pass
         if sharded.schedule.has_sharded_units:
             sharded.schedule.shards.serve()
+        installed.callback(self.feature_set.remove)
+        self.feature_set.apply(self)
 
     def _build_step(self, mesh: Mesh, installed: ExitStack) -> None:
         """Build the backward and the optimizer step of the sharded model, with their reports."""

@@ -28,7 +28,6 @@ from hf_zero.zero.step.hooks_of_features import StepHooks
 
 if TYPE_CHECKING:
     from hf_zero.zero.step.optimizer_step import OptimizerStep
-    from hf_zero.zero.training_engine import TrainingEngine
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,9 +143,9 @@ class Feature:
     def bind(self, step: OptimizerStep) -> None:
         """Prepare the feature's part of the steps that ``step`` makes, of an engine under way."""
 
-    def apply(self, engine: TrainingEngine) -> None:
-        """Install the feature on ``engine``, after the engine's own hooks. What depends on the step
-        reads ``engine.global_steps``, which a load restores.
+    def apply(self, engine: Any) -> None:
+        """Install the feature on ``engine``, a TrainingEngine, after the engine's own hooks. What
+        depends on the step reads ``engine.global_steps``, which a load restores.
         """
 
     # ---- in a step; ``StepHooks`` has those that a feature overrides. All but the first two may be
@@ -358,7 +357,7 @@ class FeatureSet:
         for feature in self:
             feature.bind(step)
 
-    def apply(self, engine: TrainingEngine) -> None:
+    def apply(self, engine: Any) -> None:
         for feature in self:
             feature.apply(engine)
 

@@ -5,7 +5,7 @@ optimizer state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -13,13 +13,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ELASTICITY
-from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import ConfigError, HfZeroError, PartitionError
 from hf_zero.logging import listed, logger
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
 from hf_zero.zero.engine_parts import EngineParts
-from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.precision import COMPUTE, refuse_mixed_dtypes
 from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.rebuild import groups_over, rebuild, unfrozen
@@ -39,11 +37,6 @@ class TrainingEngine(EngineParts):
     scales for fp16. With ``shard_only`` it trains nothing: parameters keep their dtypes, and may be
     frozen and unfrozen.
     """
-
-    def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
-        super()._build(plan, mesh, installed)
-        installed.callback(self.feature_set.remove)
-        self.feature_set.apply(self)
 
     # ---- forward and backward ----
 
