@@ -28,14 +28,14 @@ CORE = {
     "zero": "*",
     "zero.access": "* - weight_stream",
     "zero.gather": "*",
-    "zero.layout": "* - attributes",
+    "zero.layout": "* - attributes meta_run",
     "zero.reduce": "*",
     "zero.step": "* - captured_step",
     "optim": "__init__ adam_lion bound_optimizer build elementwise fused group_settings "
     "moment_formats own_step probing schedules segment_table segments snapshots state whole_tensor",
     "offload": "__init__ placement storage unit_updates",
     "ops": "__init__ dispatch file_locks flat_optimizers flat_reference flat_tiles host_memory "
-    "host_norm native operators",
+    "host_norm native",
     "loading": "*",
     "setup": "__init__ plan request steps",
     "checkpoint": "__init__ commit file_writer find generations host_folders load_sharded "
