@@ -22,7 +22,7 @@ KEY = "segments"  # the entry of a state dict
 Layout = dict[str, list[list[Any]]]
 
 
-class Part(NamedTuple):
+class MemberPart(NamedTuple):
     """This rank's part of the parameter ``name``: elements ``[first, last)`` of it, from ``start``
     on in the owned range of ``flat``; ``whole``: its shape. A frozen one has no flat buffer here.
     """
@@ -48,7 +48,7 @@ class Part(NamedTuple):
         """Return this part of the master weights; a placeholder where these have no memory."""
         return torch.empty(0) if self.flat is None else self.of(self.flat.storage.entry(MASTER))
 
-    def read_as(self, state: ParamState) -> Part:
+    def read_as(self, state: ParamState) -> MemberPart:
         """Return the part that has ``state``: the whole parameter, if a tensor has its shape."""
         whole = any(isinstance(v, Tensor) and v.shape == self.whole for v in state.values())
         return self._replace(first=0, last=math.prod(self.whole)) if whole else self
@@ -56,16 +56,16 @@ class Part(NamedTuple):
 
 def parts_of(
     members: Iterable[Iterable[tuple[str, object]]], flats: Sequence[OptimizerShard]
-) -> list[list[Part]]:
+) -> list[list[MemberPart]]:
     """Return this rank's part of each of ``members``, the names of each group."""
     place = {slot.name: (flat, slot) for flat in flats for slot in flat.layout.slots}
 
-    def part(name: str) -> Part:
+    def part(name: str) -> MemberPart:
         if name not in place:
-            return Part(name)
+            return MemberPart(name)
         flat, slot = place[name]
         first, start, stop = flat.spec.own_range(name)
-        return Part(name, flat, first, first + stop - start, start, tuple(slot.shape))
+        return MemberPart(name, flat, first, first + stop - start, start, tuple(slot.shape))
 
     return [[part(name) for name, _ in of_group] for of_group in members]
 
@@ -80,7 +80,7 @@ def layout_of(flats: Iterable[OptimizerShard]) -> Layout:
 
 def described(
     packed: StateDict,
-    parts: Iterable[Iterable[Part]],
+    parts: Iterable[Iterable[MemberPart]],
     shared: Sequence[dict[str, float]] | None,
     diverged: Iterable[int],
     flats: Iterable[OptimizerShard],
