@@ -290,8 +290,13 @@ class _RankLoad(StateSource):
         ``replaces``: all state is loaded. ``module_only``: weights and buffers alone.
         """
         engine, folder = self.engine, self.checkpoint.folder
-        if not module_only:
-            self._warn_of_features_that_are_off()
+        off = sorted(self.manifest.techniques.keys() - engine.feature_set.by_name.keys())
+        if off and not module_only:
+            text = (
+                f"{folder} has state of {listed(off, 6)}, which this configuration leaves off: it "
+                "is not loaded, and the next checkpoints lack it; switch it on to go on with it"
+            )
+            log_rank0(text, logging.WARNING)
         read = partial(self._read_state, module_only, rng, data_position)
         with engine.changes.change(f"the load of {folder}", replaces=replaces):
             engine.changes.begin_load()
@@ -305,16 +310,6 @@ class _RankLoad(StateSource):
             if not data_position and engine.training_dataloader is not None:
                 engine.window_start.note(engine)
             engine.set_scale_on_optimizer()
-
-    def _warn_of_features_that_are_off(self) -> None:
-        off = sorted(self.manifest.techniques.keys() - self.engine.feature_set.by_name.keys())
-        if off:
-            log_rank0(
-                f"{self.checkpoint.folder} has state of {listed(off, 6)}, which this configuration "
-                "leaves off: it is not loaded, and the next checkpoints lack it; switch the "
-                "feature on to continue with it",
-                logging.WARNING,
-            )
 
     @torch.no_grad()
     def _read_state(self, module_only: bool, rng: bool, data_position: bool) -> None:

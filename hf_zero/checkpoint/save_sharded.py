@@ -116,10 +116,10 @@ def save(
     )
     rank = rank_save.rank
     try:
-        file_plan, shared, not_staged = rank_save.plan_on_all_ranks(save_latest)
+        plan, shared, not_staged = rank_save.plan_on_all_ranks(save_latest)
         job = SaveJob(target, rank_save.path, rank, engine.mesh.dims.world, shared, keep)
         if background is not None and not not_staged:
-            background.start(job, file_plan.file)
+            background.start(job, plan.file)
             return target.final
         # no thread depends on what was exchanged: this rank writes in the call
         rank_save.exchanged = _Exchanged.NOTHING
@@ -132,9 +132,7 @@ def save(
                 target.tag,
                 not_staged[0],
             )
-        failure, cause = job.run(
-            partial(rank_save.write, file_plan), ByCollectives(engine.mesh.job)
-        )
+        failure, cause = job.run(partial(rank_save.write, plan), ByCollectives(engine.mesh.job))
     except BaseException as error:
         rank_save.abort(error)
         raise
@@ -216,18 +214,15 @@ class _RankSave:
             target.refuse_others(engine.save_log.others())
             engine.save_log.note((target.save_id, canonical_path(target.final)))
             target.begin()
-        save_id = target.save_id
-        file_plan = plan_save(
-            engine, self.path.name, save_id, self._exclude_frozen, self._names, buffers
+        plan = plan_save(
+            engine, self.path.name, target.save_id, self._exclude_frozen, self._names, buffers
         )
-        image = None if self._offered is None else self._offered.image_of(file_plan)
+        image = None if self._offered is None else self._offered.image_of(plan)
         not_staged = ""
         if self._background is not None:
-            deferred = partial(states_copied_later, engine, file_plan.report)
-            not_staged = self._background.copy_to_host(
-                file_plan.file, file_plan.tensors, image, deferred
-            )
-        return _RankPlan(file_plan, not_staged, non_tensors, buffers)
+            deferred = partial(states_copied_later, engine, plan.report)
+            not_staged = self._background.copy_to_host(plan.file, plan.tensors, image, deferred)
+        return _RankPlan(plan, not_staged, non_tensors, buffers)
 
     def plan_shared_files(
         self, plan: _RankPlan, reports: Sequence[RankReport], save_latest: bool
@@ -239,11 +234,11 @@ class _RankSave:
             self._engine, self._target, reports, plan.non_tensors, plan.buffers, save_latest
         )
 
-    def write(self, file_plan: SavePlan) -> FileHashes:
+    def write(self, plan: SavePlan) -> FileHashes:
         """Write this rank's file, under a progress bar on rank 0."""
         shown = None if self.rank == 0 else False
-        with progress_bar(shown, file_plan.file.size, f"saving {self._target.directory}") as tick:
-            return write_tensors(self.path, file_plan.file, file_plan.tensors, tick)
+        with progress_bar(shown, plan.file.size, f"saving {self._target.directory}") as tick:
+            return write_tensors(self.path, plan.file, plan.tensors, tick)
 
     def abort(self, error: BaseException) -> None:
         """Abort the save after ``error``, by which time the ranks have ``exchanged`` something."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,20 +64,13 @@ def read(text: str) -> dict[str, Entry]:
     }
 
 
-def with_note(key: Key, entry: Entry) -> Key:
+def with_note(key: Key, entries: Mapping[str, Entry]) -> Key:
     """Return the key of a field with the sentence of its entry."""
+    assert key.path in entries, f"{key.path}: write what it sets into hf_zero/config/keys.toml"
+    entry = entries[key.path]
     if isinstance(entry, str):
         return replace(key, note=entry)
     return replace(key, note=entry["inert"], status=Status.INERT)
-
-
-def with_notes(declared: Iterable[Key], entries: Mapping[str, Entry]) -> dict[str, Key]:
-    """Return the keys of fields with the sentences of their ``entries``, by path."""
-    keys: dict[str, Key] = {}
-    for key in declared:
-        assert key.path in entries, f"{key.path}: write what it sets into hf_zero/config/keys.toml"
-        keys[key.path] = with_note(key, entries[key.path])
-    return keys
 
 
 def without_field(path: str, entry: JsonObject) -> Key:
@@ -118,7 +111,7 @@ def asks_for_section(off: str, entry: JsonObject) -> Callable[[Mapping[str, obje
 
 
 _ENTRIES = read(TABLE.read_text("utf-8"))
-_FIELDS = with_notes(declared_keys(Settings), _ENTRIES)
+_FIELDS = {key.path: with_note(key, _ENTRIES) for key in declared_keys(Settings)}
 
 KEYS: dict[str, Key] = _FIELDS | {
     path: without_field(path, entry)

@@ -238,12 +238,11 @@ def refusals(values: Mapping[str, Any]) -> dict[str, str]:
                 reasons[f"{section}.type"] = str(error)
             else:
                 row = named(name) if section == "optimizer" else None
-                found = conflicts_in(row.feature, values) if row is not None and row.feature else []
-                if found:
-                    reasons[f"{section}.type"] = f"{name}: {'; '.join(found)}"
-    launcher = launcher_refusal(values.get(MULTINODE), values.get("num_machines"))
-    if launcher:
-        reasons[MULTINODE] = launcher
+                feature = row.feature if row is not None else ""
+                if feature and (conflicting := conflicts_in(feature, values)):
+                    reasons[f"{section}.type"] = f"{name}: {'; '.join(conflicting)}"
+    if why := launcher_refusal(values.get(MULTINODE), values.get("num_machines")):
+        reasons[MULTINODE] = why
     elastic = values.get(ELASTICITY) or {}
     written = [key for key in BATCH if key in values]
     if elastic.get("enabled"):

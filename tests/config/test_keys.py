@@ -16,7 +16,7 @@ import pytest
 import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.config.feature_rows import FEATURES
-from hf_zero.config.keys import EXPERIMENTAL, KEYS, is_experimental, with_notes
+from hf_zero.config.keys import EXPERIMENTAL, KEYS, is_experimental, with_note
 from hf_zero.config.value_types import COUNT, Key, Status
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.config.samples import VALUES
@@ -144,7 +144,7 @@ def test_experimental_keys_are_those_of_pages_marked_so() -> None:
 
 def test_a_key_without_a_sentence_is_named() -> None:
     with pytest.raises(AssertionError, match=r"steps_per_lap: write .* hf_zero/config/keys\.toml"):
-        with_notes([Key("steps_per_lap", COUNT, Status.ACTIVE)], {})
+        with_note(Key("steps_per_lap", COUNT, Status.ACTIVE), {})
 
 
 # It has one value: the section's switch says all.

@@ -138,11 +138,8 @@ class Schedule:
         A rank that fetched a unit outside the plan may hold more; these must not be part of the
         key.
         """
-        resident = []
-        for unit in self._sharded:
-            if unit.guard.pins or unit in self._kept_units:
-                resident.append(unit.index)
-        return tuple(resident)
+        kept = self._kept_units
+        return tuple([unit.index for unit in self._sharded if unit.guard.pins or unit in kept])
 
     def begin(
         self,
