@@ -231,6 +231,16 @@ class BoundOptimizer:
         with self.without_post_hooks():
             torch.optim.Optimizer.profile_hook_step(lambda _: launch())(self.optimizer)
 
+    @property
+    def is_stepping(self) -> bool:
+        """Return whether a step is under way, whose members have the gradients."""
+        return self._table.gradients.in_step
+
+    def run_pre_hooks(self) -> None:
+        """Run the optimizer's own pre hooks, as a step of torch does at its beginning."""
+        for hook in [*self.optimizer._optimizer_step_pre_hooks.values()]:
+            hook(self.optimizer, (self.optimizer,), {})
+
     def run_post_hooks(self) -> None:
         """Run the optimizer's own post hooks, as a step of torch does at its end."""
         optimizer = self.optimizer
@@ -337,11 +347,14 @@ class BoundOptimizer:
             return fused.step(table.stepped, segments, grad_scale, found_inf, shards, hooks)
         if fused.ready:
             fused.separate_counters()
+        run_pre_hooks = self.run_pre_hooks if hooks else None
         if self._bf16 is None:
             step = None if hooks else self._own.bare
-            stepped = self._own.update(segments, grad_scale, found_inf, step)
+            stepped = self._own.update(segments, grad_scale, found_inf, step, run_pre_hooks)
         else:
-            stepped = self._own.update_rounded(segments, grad_scale, found_inf, steps_before, hooks)
+            stepped = self._own.update_rounded(
+                segments, grad_scale, found_inf, steps_before, run_pre_hooks
+            )
         return set() if stepped else None
 
     # ---- the second half of a step: offloaded state ----

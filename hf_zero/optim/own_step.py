@@ -4,8 +4,9 @@ them, and workarounds for errors of these kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -89,6 +90,17 @@ def _is_fused(base: type, op: str, device_type: str) -> bool:
     return True
 
 
+@contextmanager
+def _without_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context in which a step runs none of the optimizer's own pre hooks."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks = hooks
+
+
 class WidenedSteps(Protocol):
     """State that is kept in fewer bits between steps, in which it is in fp32."""
 
@@ -134,16 +146,17 @@ class OwnStep:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         steps_before: int,
-        hooks: bool,
+        run_pre_hooks: Callable[[], None] | None,
     ) -> bool:
         """Make :meth:`update` in batches of segments, whose state is kept in bf16. ``steps_before``
-        seeds the rounding. ``hooks``: run the hooks of the optimizer.
+        seeds the rounding. ``run_pre_hooks``: None: without any hooks of the optimizer.
         """
         assert self._bf16 is not None
         bf16, optimizer = self._bf16, self._optimizer
         batches, step = bf16.batches(segments), self.bare
         reads_all = not is_own(self.step, optimizer) or optimizer._optimizer_step_pre_hooks
         # a step of the user's, and hooks that read gradients, need all segments at once
+        hooks = run_pre_hooks is not None
         if hooks and reads_all:
             batches, step = [list(segments)], self.step
         stepped = []
@@ -152,7 +165,7 @@ class OwnStep:
         def run(optimizer: torch.optim.Optimizer) -> None:
             for batch in batches:
                 with bf16.widened(batch, optimizer.state, steps_before):
-                    stepped.append(self.update(batch, grad_scale, found_inf, step))
+                    stepped.append(self.update(batch, grad_scale, found_inf, step, run_pre_hooks))
 
         if hooks and step == self.bare:
             torch.optim.Optimizer.profile_hook_step(run)(optimizer)
@@ -168,21 +181,30 @@ class OwnStep:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         step: Callable[[], object] | None = None,
+        run_pre_hooks: Callable[[], None] | None = None,
     ) -> bool:
         """Step ``segments`` from the gradients of their flat buffers, divided by ``grad_scale``, by
         ``step``, the user's by default. Return False if the host has read ``found_inf`` and nothing
         may change.
+
+        ``run_pre_hooks`` runs the optimizer's own hooks before a step, in which the members of
+        groups are those between steps.
         """
         unfused = self._groups_to_unfuse(segments) if self._base is torch.optim.SGD else ()
         for group in unfused:
             group["fused"] = False
         try:
             in_kernel = self._takes_scale(found_inf)
+            if not self._optimizer._optimizer_step_pre_hooks:
+                run_pre_hooks = None
+            elif grad_scale is not None:
+                in_kernel = False  # the hooks read and write gradients that have been divided
             if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
                 return False
             by_step = self._device.begin(segments)
             gradients = [*map(Segment.gradient, segments)]
-            self._over(segments, gradients, grad_scale, found_inf, in_kernel, step or self.step)
+            step = step or self.step
+            self._over(segments, gradients, grad_scale, found_inf, in_kernel, step, run_pre_hooks)
             if by_step:
                 self._device.adopt(by_step, by_step=True)
         finally:
@@ -235,6 +257,7 @@ class OwnStep:
         found_inf: Tensor | None,
         in_kernel: bool,
         step: Callable[[], object],
+        run_pre_hooks: Callable[[], None] | None = None,
     ) -> None:
         """Run ``step`` with ``gradients`` of ``segments``; the optimizer skips all others. Their
         tensors have the class that torch's implementations ask for meanwhile.
@@ -258,9 +281,13 @@ class OwnStep:
                     None if found_inf is None else found_inf.ne(0).to(torch.float32).reshape(())
                 )
             for segment, gradient in zip(segments, gradients):
-                segment.tensor.__class__ = torch.nn.Parameter
                 segment.tensor.grad = gradient
-            step()
+            if run_pre_hooks is not None:
+                run_pre_hooks()
+            for segment in segments:
+                segment.tensor.__class__ = torch.nn.Parameter
+            with _without_pre_hooks(optimizer) if run_pre_hooks is not None else nullcontext():
+                step()
         finally:
             for segment, kind in zip(segments, classes):
                 segment.tensor.grad = None

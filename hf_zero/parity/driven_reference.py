@@ -87,6 +87,11 @@ class DrivenReference(Reference):
         sizes = {MICRO: micro, ACCUMULATION: accumulation_steps, TOTAL: total}
         return self.config.override(sizes, "set by the script")
 
+    def run_step_hooks(self) -> None:
+        if self.optimizer is not None:
+            self.zero_grad()
+            type(self.optimizer).step(self.optimizer)
+
     # ---- clipping ----
 
     def measure_gradient(self) -> torch.Tensor:

@@ -297,6 +297,8 @@ class EngineParts(ModelWrapper):
         No communication: each rank keeps its part. The step leaves a parameter unchanged if all
         ranks pass None.
         """
+        if self.bound is not None and self.bound.is_stepping:
+            self.changes.refuse_gradients(f"writing {name}.grad")
         self.pass_runner.write(flat, name, value)
 
     def take_user_writes(self) -> None:

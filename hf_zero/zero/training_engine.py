@@ -462,6 +462,22 @@ class TrainingEngine(EngineParts):
         self.optimizer_step.bound.accept_writes()
         return failure
 
+    def run_step_hooks(self) -> None:
+        """Run the hooks of the optimizer's step, as torch's step does for which ``zero_grad()`` has
+        left no gradient, and take over what they write (collective). No step is counted.
+        """
+        optimizer = self.bound.optimizer
+        if not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
+            return
+        self.bound.check_groups()
+        with torch.no_grad(), self.changes.change("a step without gradients"):
+            self.bound.run_pre_hooks()
+            self.bound.accept_writes()
+            self.take_user_writes()
+            failure = self._run_post_hooks()
+        if failure is not None:
+            raise failure
+
     def refuse_update(self) -> None:
         """Raise ConfigError without an optimizer, PartitionError for changed groups of it, for a
         scheduler that the script has stepped, OffloadError after a failed write of offloaded state
@@ -526,6 +542,8 @@ class TrainingEngine(EngineParts):
         first. Every rank must call it, or none. ``optimizer.zero_grad()`` does the same, unless the
         script calls it after every micro-batch of a window.
         """
+        if self.bound is not None and self.bound.is_stepping:
+            self.changes.refuse_gradients("zero_grad()")
         self.pass_runner.reset()
         self.changes.refuse_until_step("zero_grad()")
         self.pass_runner.reducer.clear()

@@ -107,6 +107,7 @@ class EngineSteps:
         self.due = False  # a backward has ended a window, and no step has used its gradients
         # the step was made before a forward with gradients, as its script had called no step yet
         self._stepped_early = False
+        self._emptied = False  # zero_grad() has dropped the gradients of a window that had ended
         self._clipped: set[EngineProtocol] = set()  # by the script, since their last step
         self._named_limit: set[EngineProtocol] = set()  # whose script has called clip_grad_norm_
         self._told_limit: set[EngineProtocol] = set()  # whose script was told of none
@@ -144,7 +145,7 @@ class EngineSteps:
         """
         if self.claim is StepCaller.CLIPPING:
             self._make_overdue_step()
-        self._stepped_early = False
+        self._stepped_early = self._emptied = False
         self._trained = self.engines[0].training
         self._accumulation.pass_on(self.engines)
         for engine in self.engines:
@@ -246,6 +247,9 @@ class EngineSteps:
                 "accelerator.backward(loss) in place of loss.backward()"
             )
         self._make_step()
+        if self._emptied:
+            single.run_step_hooks()
+            self._emptied = False
         self._held = single.held_micro_batches
 
     def _make_step(self) -> None:
@@ -288,6 +292,7 @@ class EngineSteps:
                 engine.zero_grad()
                 self._clipped.discard(engine)
                 if self._single is not None:
+                    self._emptied |= self.due
                     self.due, self._backwards, self._held = False, 0, 0
 
     def forget_window(self) -> None:
@@ -295,7 +300,7 @@ class EngineSteps:
         its gradients; with several engines the next step of each does nothing, unless a backward
         brings new ones.
         """
-        self.due = self._stepped_early = False
+        self.due = self._stepped_early = self._emptied = False
         self._backwards = self._held = 0
         self._clipped.clear()
         if self._single is None:

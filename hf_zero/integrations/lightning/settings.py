@@ -131,11 +131,13 @@ def _micro_batch(config: ZeroConfig, trainer: Trainer, ranks: int) -> int | None
 
 def step_if_due(engine: EngineProtocol) -> None:
     """Step ``engine`` if backwards have left gradients: those that were clipped as they are, others
-    with the limit of the configuration (collective).
+    with the limit of the configuration; else run the hooks of its optimizer (collective).
     """
     engine.set_gradient_accumulation_boundary(True)
     if engine.holds_gradients():
         engine.step()
+    else:
+        engine.run_step_hooks()
 
 
 class PrecisionMethods:

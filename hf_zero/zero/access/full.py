@@ -298,6 +298,7 @@ def _reduced_gradient(flat: FlatBuffer) -> tuple[EngineParts, torch.Tensor | Non
     and after an update in the backward, which frees gradients.
     """
     engine = _engine_of(flat)
+    engine.changes.refuse_gradients("reading or setting a whole gradient")
     engine.reduce_gradients()
     if flat.gradient.stays_local:
         raise PartitionError(

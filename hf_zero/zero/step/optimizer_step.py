@@ -175,20 +175,28 @@ class OptimizerStep:
 
     def _warn_of_hooks(self) -> None:
         """Warn once of hooks before the optimizer's step that do not see all gradients."""
+        if self._warned_of_hooks:
+            return
+        self._warned_of_hooks = True
         if self.model.updates_in_backward:
             key, does = "update_in_backward", "has updated"
         elif self.updater.units:
             key, does = "offload_optimizer", "updates"
         else:
+            if self.model.policy.shards_optimizer and self.model.mesh.shard.size > 1:
+                log_rank0(
+                    "hooks before the optimizer's step find in optimizer.param_groups this rank's "
+                    "parts of the gradients: a norm of them is not that of the whole gradient; "
+                    "clip with gradient_clipping, or before optimizer.step()",
+                    logging.WARNING,
+                )
             return
-        if not self._warned_of_hooks:
-            self._warned_of_hooks = True
-            log_rank0(
-                "hooks before the optimizer's step find no gradients of the parameters that "
-                f"zero_optimization.{key} {does}, and change nothing of their update; if they "
-                f"change gradients, switch {key} off",
-                logging.WARNING,
-            )
+        log_rank0(
+            "hooks before the optimizer's step find no gradients of the parameters that "
+            f"zero_optimization.{key} {does}, and change nothing of their update; if they "
+            f"change gradients, switch {key} off",
+            logging.WARNING,
+        )
 
     def _apply_rest(self, divisor: torch.Tensor | None, steps_before: int) -> set[OptimizerShard]:
         """Update each flat buffer on the device that the backward has not updated, unless pre-step
@@ -593,6 +601,17 @@ class StateChanges:
                 "would precede the update. Call step() first, or switch update_in_backward off; "
                 "backwards before the last one of a step need "
                 "engine.set_gradient_accumulation_boundary(False)"
+            )
+
+    def refuse_gradients(self, what: str) -> None:
+        """Raise PartitionError for ``what`` of whole gradients inside a step, which divides them in
+        place.
+        """
+        if self._under_way:
+            raise PartitionError(
+                f"{what} in a hook of {self._under_way}, which uses the gradients up; do it before "
+                "optimizer.step(), or change the gradients of this rank's parts in a hook before "
+                "the update: member.grad of each member of optimizer.param_groups"
             )
 
     def refuse_within(self, what: str) -> None:
