@@ -7,7 +7,7 @@ beside the same script in plain torch. Nothing reads it in a training.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -19,6 +19,8 @@ class StepPhase(Enum):
     WINDOW = "inside the window, after a micro-batch"
     COMPLETE = "after the last backward"
     CLIPPED = "after clipping"
+    BEFORE_UPDATE = "in a hook before the update"
+    AFTER_UPDATE = "in a hook after it"
 
 
 class Effect(Enum):
@@ -32,6 +34,7 @@ class Effect(Enum):
     MICRO_BATCH = "next micro-batch"  # as a gradient of this rank, which the engine averages
     RESTARTS = "restarts the window"
     NO_EFFECT = "no effect"
+    UNLESS_MISSED = "this step, or an error"  # where other ranks or copies miss the write
     AS_IN_TORCH = "torch's error"
     REFUSED = "refused"
 
@@ -63,7 +66,8 @@ class AccessOutcome:
 class Access:
     """A read or a write of a script, ``code``, with its outcome in each phase.
 
-    ``sharded``: the outcome at stage 3 in each phase but GRAPH, in which some parameters are whole.
+    ``sharded``: the outcome at stage 3 in each phase but GRAPH, in which some parameters are whole;
+    in hooks some may be.
     """
 
     name: str
@@ -79,8 +83,9 @@ def _all(
     return {**dict.fromkeys(StepPhase, outcome), **(changed or {})}
 
 
-BETWEEN, GRAPH, WINDOW, COMPLETE, CLIPPED = StepPhase
+BETWEEN, GRAPH, WINDOW, COMPLETE, CLIPPED, BEFORE_UPDATE, AFTER_UPDATE = StepPhase
 HELD = (WINDOW, COMPLETE, CLIPPED)  # phases with a gradient
+HOOKS = (BEFORE_UPDATE, AFTER_UPDATE)
 
 _VALUE = AccessOutcome(Effect.VALUE)
 _NONE = AccessOutcome(Effect.NOTHING_HELD)
@@ -91,7 +96,7 @@ _MICRO = AccessOutcome(Effect.MICRO_BATCH)
 _RESTARTS = AccessOutcome(Effect.RESTARTS)
 _NO_EFFECT = AccessOutcome(Effect.NO_EFFECT)
 _IN_TORCH = AccessOutcome(Effect.AS_IN_TORCH)
-_ACTS = _all(_THIS, {BETWEEN: _NEXT})
+_ACTS = _all(_THIS, {BETWEEN: _NEXT, AFTER_UPDATE: _NEXT})
 
 
 def _refused(
@@ -102,6 +107,7 @@ def _refused(
 
 _GRAD = _refused("gradient", "safe_get_full_grad")
 _STATE = _refused("optimizer state", "safe_get_full_optimizer_state")
+_SET_STATE = _refused("set optimizer state", "safe_set_full_optimizer_state")
 _RELEASED = _refused("weights", "GatheredParameters", error="ReleasedParameterError")
 _NO_GRADIENT = _refused("set gradient", "between backward and step", COMPLETE)
 _NOT_READ = _refused("set gradient", "safe_set_full_grad")
@@ -109,19 +115,41 @@ _AFTER_STEP = _refused("unfreeze", "after", BETWEEN)
 _IN_STEP = _refused("unfreeze", "between batches", BETWEEN)
 _SET_BACK = _refused("unfreeze", "set it back", BETWEEN)
 _NO_STEP = _refused("drop gradients", "engine.backward(loss) first", BETWEEN)
+_GRAD_IN_HOOK = _refused("gradient", "safe_get_full_grad", COMPLETE)
+_READ_IN_HOOK = _refused("gradient", "before optimizer.step()", COMPLETE)
+_SET_IN_HOOK = _refused("set gradient", "before optimizer.step()", COMPLETE)
+_DROP_IN_HOOK = _refused("drop gradients", "before optimizer.step()", BETWEEN)
+_NOT_READ_IN_HOOK = _refused("set gradient", "safe_set_full_grad", COMPLETE)
+_SAVE_IN_HOOK = _refused("save", "call it after the step", BETWEEN)
+_CLIP = _refused("limit", "gradient_clipping")
+_CLIP_IN_HOOK = _refused("limit", "gradient_clipping", COMPLETE)
+_UNLESS_MISSED = AccessOutcome(
+    Effect.UNLESS_MISSED, "PartitionError", Remedy("weights", "write to the parameters")
+)
 
 READS = (
     Access("read weights", "with GatheredParameters(…)", False, _all(_VALUE)),
     Access("read master weights", "safe_get_full_fp32_param(p)", False, _all(_VALUE)),
     Access("state dict", "model.state_dict()", False, _all(_VALUE)),
-    Access("gradient", "safe_get_full_grad(p)", False, _all(_NONE, dict.fromkeys(HELD, _VALUE))),
-    Access("p.grad", "p.grad", False, _all(_NONE, dict.fromkeys(HELD, _GRAD))),
+    Access(
+        "gradient", "safe_get_full_grad(p)", False,
+        _all(_NONE, {**dict.fromkeys(HELD, _VALUE), **dict.fromkeys(HOOKS, _READ_IN_HOOK)}),
+    ),
+    Access(
+        "p.grad", "p.grad", False,
+        _all(_NONE, {**dict.fromkeys(HELD, _GRAD), **dict.fromkeys(HOOKS, _GRAD_IN_HOOK)}),
+    ),
     Access("norm", "engine.get_global_grad_norm()", False, _all(_VALUE)),
     Access("rate", 'optimizer.param_groups[0]["lr"]', False, _all(_VALUE)),
     Access("optimizer state", "safe_get_full_optimizer_state(p, …)", False, _all(_VALUE)),
     Access("optimizer.state", "optimizer.state[p]", False, _all(_STATE)),
     Access("evaluation", "with torch.no_grad(): model(x)", False, _all(_VALUE)),
-)
+    Access("training forward", "model(x), without a backward", False, _all(_VALUE)),
+    Access(
+        "save", "engine.save_checkpoint(…)", False,
+        _all(_VALUE, dict.fromkeys(HOOKS, _SAVE_IN_HOOK)),
+    ),
+)  # fmt: skip
 WRITES = (
     Access(
         "weights",
@@ -140,23 +168,65 @@ WRITES = (
     Access("p.data", "p.data.mul_(…)", True, _ACTS, sharded=_RELEASED),
     Access(
         "set gradient", "safe_set_full_grad(p, …)", True,
-        {**_ACTS, BETWEEN: _NO_GRADIENT, GRAPH: _NO_GRADIENT},
+        {
+            **_ACTS, BETWEEN: _NO_GRADIENT, GRAPH: _NO_GRADIENT,
+            **dict.fromkeys(HOOKS, _SET_IN_HOOK),
+        },
     ),
-    Access("set p.grad", "p.grad = …", True, {**_ACTS, BETWEEN: _MICRO, GRAPH: _MICRO}),
-    Access("p.grad in place", "p.grad.mul_(…)", True, dict.fromkeys(HELD, _NOT_READ)),
-    Access("remove p.grad", "p.grad = None", True, _ACTS),
+    Access(
+        "set p.grad", "p.grad = …", True,
+        {**_ACTS, BETWEEN: _MICRO, GRAPH: _MICRO, BEFORE_UPDATE: _SET_IN_HOOK,
+         AFTER_UPDATE: _NO_EFFECT},
+    ),
+    Access(
+        "p.grad in place", "p.grad.mul_(…)", True,
+        {**dict.fromkeys(HELD, _NOT_READ), **dict.fromkeys(HOOKS, _NOT_READ_IN_HOOK)},
+    ),
+    Access(
+        "remove p.grad", "p.grad = None", True,
+        {**_ACTS, BEFORE_UPDATE: _SET_IN_HOOK, AFTER_UPDATE: _NO_EFFECT},
+    ),
     Access("set rate", 'group["lr"] = …', True, _ACTS),
     Access("decay", 'group["weight_decay"] = …', True, _ACTS),
-    Access("limit", "engine.max_norm = …", True, _ACTS),
+    Access("limit", "engine.max_norm = …", True, {p: _ACTS[p] for p in (BETWEEN, GRAPH, *HELD)}),
     Access("set optimizer state", "safe_set_full_optimizer_state(p, …)", True, _ACTS),
-    Access("freeze", "p.requires_grad_(False)", True, _ACTS),
+    Access("states", "for state in optimizer.state.values(): …mul_(…)", True, _ACTS),
+    Access("clear state", "optimizer.state.clear()", True, _ACTS),
+    Access("replace state", "optimizer.state[p] = {}", True, _all(_SET_STATE)),
+    Access("load state", "optimizer.load_state_dict(…)", True, _ACTS),
+    Access("load weights", "model.load_state_dict(…)", True, {**_ACTS, GRAPH: _IN_TORCH}),
+    Access(
+        "members", 'for p in group["params"]: p.mul_(…)', True,
+        {
+            **dict.fromkeys((BETWEEN, *HELD), _UNLESS_MISSED),
+            BEFORE_UPDATE: _THIS, AFTER_UPDATE: _NEXT,
+        },
+    ),
+    Access(
+        "member gradients",
+        'for p in group["params"]: p.grad.clamp_(…)',
+        True,
+        {**dict.fromkeys(HELD, _NOT_READ), BEFORE_UPDATE: _THIS, AFTER_UPDATE: _NOT_READ_IN_HOOK},
+    ),
+    Access(
+        "clip parameters", "clip_grad_norm_(model.parameters(), …)", True,
+        {**dict.fromkeys(HELD, _CLIP), **dict.fromkeys(HOOKS, _CLIP_IN_HOOK)},
+    ),
+    Access(
+        "clip members", 'clip_grad_norm_(group["params"], …)', True,
+        {**dict.fromkeys(HELD, _CLIP), AFTER_UPDATE: _CLIP_IN_HOOK},
+    ),
+    Access("freeze", "p.requires_grad_(False)", True, {**_ACTS, BEFORE_UPDATE: _NEXT}),
     Access(
         "unfreeze", "p.requires_grad_(True)", True,
         _all(_NEXT, {GRAPH: _SET_BACK, WINDOW: _AFTER_STEP}),
     ),
     Access(
         "drop gradients", "optimizer.zero_grad()", True,
-        {BETWEEN: _NEXT, GRAPH: _THIS, WINDOW: _RESTARTS, COMPLETE: _NO_STEP, CLIPPED: _THIS},
+        {
+            BETWEEN: _NEXT, GRAPH: _THIS, WINDOW: _RESTARTS, COMPLETE: _NO_STEP, CLIPPED: _THIS,
+            BEFORE_UPDATE: _DROP_IN_HOOK, AFTER_UPDATE: _NO_EFFECT,
+        },
     ),
 )  # fmt: skip
 ACCESSES = {access.name: access for access in (*READS, *WRITES)}
@@ -182,7 +252,8 @@ class Route:
             return self.different[access.name, point]
         phase = self.points[point]
         if access.sharded is not None and stage == 3 and phase is not GRAPH:
-            return access.sharded
+            refused = access.sharded
+            return replace(refused, effect=Effect.UNLESS_MISSED) if phase in HOOKS else refused
         return access.outcomes.get(phase)
 
     def cells(self, writes: bool) -> Iterator[tuple[Access, str]]:
@@ -199,6 +270,8 @@ _LOOP = {
     "after backward in the window": WINDOW,
     "after micro-batch": WINDOW,
     "after the last backward": COMPLETE,
+    "register_step_pre_hook": BEFORE_UPDATE,
+    "register_step_post_hook": AFTER_UPDATE,
     "after scheduler": BETWEEN,
     "after zero_grad": BETWEEN,
 }
@@ -215,6 +288,8 @@ _ACCELERATE = {
     "after the last backward": COMPLETE,
     "after unscale": COMPLETE,
     "after clipping": CLIPPED,
+    "register_step_pre_hook": BEFORE_UPDATE,
+    "register_step_post_hook": AFTER_UPDATE,
     "after step": BETWEEN,
     "after scheduler": BETWEEN,
     "after zero_grad": BETWEEN,
@@ -226,6 +301,8 @@ _TRAINER = {
     "on_substep_end": WINDOW,
     "training_step, last": COMPLETE,
     "on_pre_optimizer_step": CLIPPED,
+    "register_step_pre_hook": BEFORE_UPDATE,
+    "register_step_post_hook": AFTER_UPDATE,
     "on_optimizer_step": BETWEEN,
     "on_step_end": BETWEEN,
 }
@@ -239,6 +316,7 @@ _LIGHTNING = {
     "on_after_backward, last": COMPLETE,
     "on_before_optimizer_step": COMPLETE,
     "configure_gradient_clipping": CLIPPED,
+    "register_step_post_hook": AFTER_UPDATE,
     "optimizer_step": BETWEEN,
     "on_train_batch_end, last": BETWEEN,
 }
@@ -250,6 +328,8 @@ _MANUAL = {
     "after the last backward": COMPLETE,
     "after clipping": CLIPPED,
     "on_before_optimizer_step": CLIPPED,
+    "register_step_pre_hook": BEFORE_UPDATE,
+    "register_step_post_hook": AFTER_UPDATE,
     "after step": BETWEEN,
     "after scheduler": BETWEEN,
     "after zero_grad": BETWEEN,
@@ -261,6 +341,8 @@ _FABRIC = {
     "after backward in the window": WINDOW,
     "after the last backward": COMPLETE,
     "after clipping": CLIPPED,
+    "register_step_pre_hook": BEFORE_UPDATE,
+    "register_step_post_hook": AFTER_UPDATE,
     "after step": BETWEEN,
     "after scheduler": BETWEEN,
     "after zero_grad": BETWEEN,

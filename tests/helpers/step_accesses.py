@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from tests.helpers.models import floats, seeded
 
 WIDTH, ROWS, STEPS, MICROS = 6, 4, 3, 2
@@ -63,6 +66,9 @@ class Session:
     norm: float = 0.0
     divides: bool = True  # the engine divides gradients by the micro-batches, not the script
     held: int = 0  # micro-batches of the window, in plain torch
+    step_norm: float | None = None  # ``norm`` in the next step, where that is known before it
+    folder: Path | None = None  # of checkpoints, of which there are ``saves``
+    saves: int = 0
 
     @property
     def plain(self) -> bool:
@@ -72,6 +78,24 @@ class Session:
     def trained(self) -> dict[str, Any]:
         frozen = self.model.get_parameter("2.bias")
         return {n: p for n, p in self.model.named_parameters() if p is not frozen}
+
+
+def in_hook(session: Session, register: str, call: Callable[[], None]) -> None:
+    """Call ``call`` in the next step of the optimizer, in a hook that its method ``register``
+    registers.
+    """
+    optimizer = session.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer  # of Accelerate's and Lightning's wrappers
+
+    def hook(*_: object) -> None:
+        handle.remove()
+        before = session.norm
+        session.norm = before if session.step_norm is None else session.step_norm
+        call()
+        session.norm = before
+
+    handle = getattr(optimizer, register)(hook)
 
 
 @dataclass
@@ -121,6 +145,20 @@ def _evaluated(session: Session) -> float:
         return float(squared(session.call, batch(99, 0, 0)))
 
 
+def _saved(session: Session) -> Value:
+    """The weights in a checkpoint, as rank 0 reads them."""
+    if session.plain:
+        return {name: _copied(value) for name, value in session.model.named_parameters()}
+    assert session.folder is not None
+    tag = f"save{session.saves}"
+    session.saves += 1
+    session.engine.save_checkpoint(session.folder, tag=tag)
+    if session.engine.global_rank:
+        return None
+    saved = get_fp32_state_dict_from_zero_checkpoint(session.folder, tag)
+    return {name.removeprefix("net."): value for name, value in saved.items()}
+
+
 READS: dict[str, Callable[[Session], Value]] = {
     "read weights": lambda s: _gathered(s) if not s.plain else _each(s, _copied, _copied),
     "read master weights": lambda s: _each(s, _copied, hf_zero.safe_get_full_fp32_param),
@@ -140,6 +178,8 @@ READS: dict[str, Callable[[Session], Value]] = {
         lambda p: s.optimizer.state[p]["momentum_buffer"],
     ),
     "evaluation": _evaluated,
+    "training forward": lambda s: float(squared(s.call, batch(99, 0, 0)).detach()),
+    "save": _saved,
 }
 
 
@@ -221,6 +261,49 @@ def _limit(session: Session) -> None:
     session.limit(0.02)
 
 
+def _scale_states(session: Session) -> None:
+    """Halve the state of all parameters, as scripts do that have the optimizer alone."""
+    for state in session.optimizer.state.values():
+        for value in state.values():
+            value.mul_(0.5)
+
+
+def _clip_parameters(session: Session) -> None:
+    nn.utils.clip_grad_norm_(session.model.parameters(), 0.01)
+
+
+def _clip_members(session: Session) -> None:
+    for group in session.optimizer.param_groups:
+        nn.utils.clip_grad_norm_(group["params"], 0.01)
+
+
+def _write_members(session: Session) -> None:
+    with torch.no_grad():
+        for group in session.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9)
+
+
+def _clamp_members(session: Session) -> None:
+    for group in session.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is not None:
+                parameter.grad.clamp_(-0.004, 0.003)
+
+
+def _load_weights(session: Session) -> None:
+    state = session.model.state_dict()
+    session.model.load_state_dict({name: value * 0.9 for name, value in state.items()})
+
+
+def _load_state(session: Session) -> None:
+    """Load a state dict of the optimizer that was kept, with another rate."""
+    kept = copy.deepcopy(session.optimizer.state_dict())
+    for group in kept["param_groups"]:
+        group["lr"] = 0.02
+    session.optimizer.load_state_dict(kept)
+
+
 WRITES: dict[str, Callable[[Session], None]] = {
     "weights": lambda s: _write_weights(s, 0),
     "equal weights": lambda s: _write_weights(s, None),
@@ -235,6 +318,15 @@ WRITES: dict[str, Callable[[Session], None]] = {
     "decay": lambda s: _set(s, "weight_decay", 0.3),
     "limit": _limit,
     "set optimizer state": _write_state,
+    "states": _scale_states,
+    "clear state": lambda s: s.optimizer.state.clear(),
+    "replace state": lambda s: s.optimizer.state.__setitem__(_one(s), {}),
+    "load state": _load_state,
+    "load weights": _load_weights,
+    "members": _write_members,
+    "member gradients": _clamp_members,
+    "clip parameters": _clip_parameters,
+    "clip members": _clip_members,
     "freeze": lambda s: s.model.get_parameter("0.weight").requires_grad_(False),
     "unfreeze": lambda s: s.model.get_parameter("2.bias").requires_grad_(True),
     "drop gradients": lambda s: s.optimizer.zero_grad(),

@@ -266,7 +266,7 @@ def _fit(
             set_limit = getattr(module, "set_limit", lambda x: setattr(run, "gradient_clip_val", x))
             session.limit = set_limit
         if stage is None and name == before_clipping:
-            noted = norm_of(module)
+            noted = session.step_norm = norm_of(module)
         limit = run.gradient_clip_val or getattr(module, "limit", 0.0)
         if name == (clipping if limit else step_ended):
             session.norm = noted
@@ -332,6 +332,7 @@ def fabric(stage: int | None, clip: float, at: At) -> dict[str, Any]:
         at("after the last backward", step, session)
         norm = norm_of(bare) if stage is None else 0.0
         session.norm = norm if clipping.limit else session.norm
+        session.step_norm = norm if engine is None else None
         clipping()
         at("after clipping", step, session)
         optimizer.step()
