@@ -35,7 +35,6 @@ from hf_zero.optim.segment_table import (
     SegmentTable,
     WholeTensorState,
     changes_of,
-    identities_of,
     scalars_of_ranks,
 )
 from hf_zero.optim.segments import GroupGradients, ParamGroup, Segment, current_settings, masters
@@ -166,7 +165,10 @@ class BoundOptimizer:
         members than those that have the segments: groups are found by their place; or if a script
         has written to members where other ranks, or copies of the weights, miss that.
         """
-        if identities_of(group["params"] for group in self.groups) != self._table.identities:
+        identities: list[int] = []
+        for group in self.optimizer.param_groups:
+            identities += id(group["params"]), *map(id, group["params"])
+        if identities != self._table.identities:
             raise PartitionError(
                 f"optimizer.param_groups of {type(self.optimizer).__name__} was reordered, or "
                 "groups or members were added, removed or moved, and an engine finds groups by "

@@ -42,11 +42,6 @@ if TYPE_CHECKING:
 changes_of, _start_of = attrgetter("_version"), attrgetter("start")
 
 
-def identities_of(lists: Iterable[list[Tensor]]) -> list[int]:
-    """Return the identities of ``lists`` of the members of groups, and of the members."""
-    return [id(each) for members in lists for each in (members, *members)]
-
-
 class SegmentTable:
     """The segments of one optimizer, with their state on the device and offloaded. ``copied``: keys
     of the flat buffers with copies of their master weights, which writes of a script would miss;
@@ -80,7 +75,7 @@ class SegmentTable:
         self._segment_of: dict[Tensor, Segment] = {}
         # ``group["params"]`` of each group, kept so that no other list can have its id
         self._members: list[list[Tensor]] = []
-        self.identities: list[int] = []  # see :func:`identities_of`
+        self.identities: list[int] = []  # of these lists and their members
         # members whose values have copies elsewhere, and torch's count of their changes
         self.watched: list[Tensor] = []
         self.changes = 0
@@ -241,7 +236,9 @@ class SegmentTable:
         for live, frozen in zip(self._entries.groups, self._frozen):
             live["params"] += frozen
         self._members = [live["params"] for live in self._entries.groups]
-        self.identities = identities_of(self._members)
+        self.identities = []
+        for members in self._members:
+            self.identities += id(members), *map(id, members)
         # a stand-in, too: a script writes to the members of a group on every rank
         self.watched = [
             segment.tensor
