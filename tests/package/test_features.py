@@ -250,6 +250,10 @@ def test_what_keys_alone_show_is_refused_by_key() -> None:
 
 # The files that go with a row: all else of the package does without them.
 FILES = {
+    "launch_options": ("setup/launch_options.py",),
+    "offload_files": ("offload/file_tier.py",),
+    "torch_state_dicts": ("checkpoint/torch_state_dict.py",),
+    "checkpoint.memory": ("checkpoint/memory/generations.py",),
     "compressed_communication": (),
     "one_bit": (),
     "quantize_training": (),
