@@ -17,9 +17,9 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.ops.moment_blocks import Blocks, Moment
 
 if TYPE_CHECKING:
-    from hf_zero.optim.bf16_state import Bf16State
     from hf_zero.optim.segments import Segment
     from hf_zero.optim.sharded_tensors import ShardedTensors
+    from hf_zero.optim.state import NarrowStates
     from hf_zero.optim.whole_tensor import TensorPlace
     from hf_zero.zero.layout.training_state import OptimizerShard
 
@@ -114,7 +114,7 @@ class SubGroupUpdate:
         divisor: float,
         steps_before: int,
         sums: ShardedTensors | None = None,
-        bf16: Bf16State | None = None,
+        bf16: NarrowStates | None = None,
     ) -> None:
         self._bound, self._steps_before = bound, steps_before
         self._rules, self.groups, self._divisor = rules, groups, divisor

@@ -128,6 +128,11 @@ class Bf16State:
 
     # ---- on the device ----
 
+    @property
+    def most_widened(self) -> int:
+        """The most elements that are in fp32 together."""
+        return WIDENED
+
     def batches(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """Return ``segments`` in batches to be widened together; at least one."""
         batches: list[list[Segment]] = [[]]

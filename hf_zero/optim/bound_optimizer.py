@@ -17,7 +17,6 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.offload.sub_group_update import Counted, Rule, SubGroupUpdate
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import snapshots, state
-from hf_zero.optim.bf16_state import Bf16State
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.group_settings import (
@@ -39,7 +38,7 @@ from hf_zero.optim.segment_table import (
 )
 from hf_zero.optim.segments import GroupGradients, ParamGroup, Segment, current_settings, masters
 from hf_zero.optim.sharded_tensors import ShardedTensors, ShardRanks
-from hf_zero.optim.state import DeviceState, SegmentStateAccess
+from hf_zero.optim.state import DeviceState, NarrowStates, SegmentStateAccess
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_layout import Slot
 
@@ -96,7 +95,7 @@ class BoundOptimizer:
         kernels: str | tuple[str, ...] = "auto",
         moments: str = "fp32",
         ranks: ShardRanks | None = None,
-        bf16: Bf16State | None = None,
+        bf16: NarrowStates | None = None,
         copied: Collection[str] = (),
         members: Sequence[Sequence[tuple[str, Tensor | None]]] = (),
     ) -> None:

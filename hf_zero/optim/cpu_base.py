@@ -25,17 +25,12 @@ class CPUOptimizer(FormattedOptimizer):
     updates one parameter at a time, in one pass over memory. Parameters in 16 bits get fp32 master
     weights of their own, the state ``master``.
 
-    A subclass lists in ``moment_names`` the states that a group's ``moments`` setting applies to,
-    and whether they are signed. In memory they are fp32 tensors, bf16 tensors or
+    In memory the moments of ``moment_names`` are fp32 tensors, bf16 tensors or
     :class:`~hf_zero.ops.moment_blocks.Blocks`. A state dict holds plain tensors of the parameter's
     shape, as torch.optim's does: Blocks are decoded, and encode to the same codes when they are
     loaded. So a state dict can be loaded under any setting of ``moments``, and into the torch class
     of the same update.
     """
-
-    moment_names: dict[str, bool] = {}
-    # the format of the moments of a segment, by an engine that has cut parameters into segments
-    segment_format: Callable[[Tensor], str] | None = None
 
     def updates_in_host_memory(self, device: torch.device) -> bool:
         """Return whether the update runs on the CPU alone, and state is elsewhere; and with moments

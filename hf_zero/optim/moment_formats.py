@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ FORMATS = ("moments", "optim_bits", "min_8bit_size", "whole_blocks_of")
 
 class FormattedOptimizer(torch.optim.Optimizer):
     """An optimizer whose groups have settings of :data:`FORMATS`."""
+
+    # the states that a group's ``moments`` setting applies to, and whether they are signed
+    moment_names: dict[str, bool] = {}
+    # the format of the moments of a segment, by an engine that has cut parameters into segments
+    segment_format: Callable[[Tensor], str] | None = None
 
     def updates_in_host_memory(self, device: torch.device) -> bool:
         """Return whether the optimizer cannot update state on ``device``."""

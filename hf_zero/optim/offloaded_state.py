@@ -23,8 +23,8 @@ from hf_zero.ops import native
 from hf_zero.optim import state
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, adam, lion, sgd
-from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
+from hf_zero.optim.moment_formats import FormattedOptimizer
 from hf_zero.optim.segments import (
     FetchedArrays,
     ParamGroup,
@@ -85,7 +85,7 @@ def stored_format(
     if moments == "fp32" or dtype != torch.float32 or narrow:
         return StorageFormat(dtype)
     if moments == "dynamic8":
-        moment_names = optimizer.moment_names if isinstance(optimizer, CPUOptimizer) else {}
+        moment_names = optimizer.moment_names if isinstance(optimizer, FormattedOptimizer) else {}
         if unquantized_sub_groups is None or name not in moment_names:
             return StorageFormat(dtype)
         blocks = moment_format(moments, dtype, moment_names[name])

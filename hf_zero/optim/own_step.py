@@ -5,10 +5,10 @@ them, and workarounds for errors of these kernels.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from hf_zero.optim.segments import GroupGradients, ParamState, Segment, StateArr
 from hf_zero.optim.state import (
     MADE_BY_CONSTRUCTORS,
     DeviceState,
+    NarrowStates,
     bare_step,
     step_dtype,
     without_none,
@@ -101,21 +102,6 @@ def _without_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer._optimizer_step_pre_hooks = hooks
 
 
-class WidenedSteps(Protocol):
-    """State that is kept in fewer bits between steps, in which it is in fp32."""
-
-    def batches(self, segments: Sequence[Segment]) -> Sequence[Sequence[Segment]]:
-        """Return ``segments`` in batches to be widened together; at least one."""
-
-    def widened(
-        self,
-        segments: Sequence[Segment],
-        states: MutableMapping[Tensor, ParamState],
-        steps_before: int,
-    ) -> AbstractContextManager[None]:
-        """Context in which ``segments`` and their ``states`` are in fp32."""
-
-
 class OwnStep:
     """Steps of ``optimizer``; ``base``: its class among the classes with a known update; ``bf16``:
     its state in bf16; ``device``: the state of its segments on the device.
@@ -125,7 +111,7 @@ class OwnStep:
         self,
         optimizer: torch.optim.Optimizer,
         base: type[torch.optim.Optimizer] | None,
-        bf16: WidenedSteps | None,
+        bf16: NarrowStates | None,
         gradients: GroupGradients,
         device: DeviceState,
     ) -> None:

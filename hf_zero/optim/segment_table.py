@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.optim import bf16_state, state
 from hf_zero.optim import segments as cuts
-from hf_zero.optim.cpu_base import CPUOptimizer
+from hf_zero.optim import state
 from hf_zero.optim.fused import FusedStep
+from hf_zero.optim.moment_formats import FormattedOptimizer
 from hf_zero.optim.offloaded_state import OffloadedState
 from hf_zero.optim.own_step import choose_fused
 from hf_zero.optim.segments import (
@@ -31,7 +31,6 @@ from hf_zero.optim.segments import (
     SegmentPart,
     masters,
 )
-from hf_zero.optim.sharded_tensors import extent_of
 from hf_zero.optim.state import DeviceState, SegmentStateAccess
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 
@@ -65,7 +64,7 @@ class SegmentTable:
         self._copied = copied
         self._base = base
         self._fused = fused
-        self._widens = entries.bf16 is not None
+        self._most_widened = None if entries.bf16 is None else entries.bf16.most_widened
         # A step sums over the ranks, so no segment can be stepped without the others.
         self._adds_up = isinstance(entries.optimizer, WholeTensorOptimizer)
         self.device = device
@@ -123,7 +122,7 @@ class SegmentTable:
             for region in self._regions:
                 divided = [cuts.divide(span, formats.get) for span in region.spans]
                 region.spans = [piece for pieces in divided for _, piece in pieces]
-        if isinstance(self._optimizer, CPUOptimizer):
+        if isinstance(self._optimizer, FormattedOptimizer):
             self._optimizer.segment_format = self._format_of
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
         self.diverged, self._histories = set(), {}
@@ -209,7 +208,7 @@ class SegmentTable:
             kind_of = (lambda name: name) if by_name else (lambda name: history.get(name, 0))
             pieces = [piece for _, piece in cuts.divide(span, kind_of)]
         for piece in pieces:
-            longest = bf16_state.WIDENED if self._widens and not span.offloaded else span.stop
+            longest = (None if span.offloaded else self._most_widened) or span.stop
             yield from cuts.split(piece, range(longest, piece.stop - piece.start, longest))
 
     def _format_of(self, tensor: Tensor) -> str:
@@ -449,7 +448,7 @@ class WholeTensorState:
         """Return the state by parameter; ``firsts``: only if this rank has its first element."""
         by_name = {}
         for segment in self._table.segments if self.known else ():
-            start, stop = extent_of(segment) if segment.parts else (0, 0)
+            start, stop = segment.extent if segment.parts else (0, 0)
             if start < stop and not (firsts and start):
                 entries = self._entries.of(segment)
                 tensor_state = {name: entries[name] for name in self.known if name in entries}

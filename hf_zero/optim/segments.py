@@ -196,6 +196,13 @@ class Segment:
         """Its rows in tables by parameter: its parameters, or the group of a stand-in."""
         return self.names or frozenset({self.group})
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The range of elements of its tensor, if it is a part of one; empty for padding."""
+        pieces = [piece for part in self.parts for piece in part.pieces()]
+        starts, stops = [start for _, start, *_ in pieces], [stop for _, _, stop, _ in pieces]
+        return min(starts, default=0), max(stops, default=0)
+
     @cached_property
     def part_of(self) -> dict[str, SegmentPart]:
         """Its part of each flat buffer, by key."""

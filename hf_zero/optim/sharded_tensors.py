@@ -64,7 +64,7 @@ class ShardedTensors(Tensors):
 
     def place_of(self, segment: Segment) -> TensorPlace:
         """Return the place of ``segment`` in its tensor."""
-        return TensorPlace(self._shapes[min(segment.names)], *extent_of(segment))
+        return TensorPlace(self._shapes[min(segment.names)], *segment.extent)
 
     def totals(
         self, parts: Sequence[Sequence[Tensor]], sums: Tensor
@@ -192,13 +192,6 @@ class ShardedTensors(Tensors):
         updated = every.any(dim=1, keepdim=True)
         self._last = torch.where(updated, every, self._last.to(every.device))
         return every[indices]
-
-
-def extent_of(segment: Segment) -> tuple[int, int]:
-    """Return the range of elements of its tensor that ``segment`` has; empty for padding."""
-    pieces = [piece for part in segment.parts for piece in part.pieces()]
-    starts, stops = [start for _, start, *_ in pieces], [stop for _, _, stop, _ in pieces]
-    return min(starts, default=0), max(stops, default=0)
 
 
 def device_of(tensors: Sequence[Tensor]) -> torch.device:

@@ -6,7 +6,8 @@ device, slices of arrays in which each state of a flat buffer is one view.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import wraps
@@ -21,7 +22,7 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER, decoded
 from hf_zero.ops.flat_tiles import PHASE
 from hf_zero.ops.moment_blocks import Blocks, Moment
-from hf_zero.optim.cpu_base import CPUOptimizer
+from hf_zero.optim.moment_formats import FormattedOptimizer
 from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.segments import (
     FetchedArrays,
@@ -311,12 +312,41 @@ for _name in _OF_KEYS:
 
 
 class NarrowStates(Protocol):
-    """The state of an optimizer in bf16 (bf16_state.py); ``moments``: its per-element states."""
+    """The state of an optimizer in fewer bits between steps, in which it is in fp32: ``masters``
+    and ``moments``, its per-element states; ``kahan``: with rounding errors of the former.
+    """
 
     @property
+    def masters(self) -> bool: ...
+    @property
     def moments(self) -> bool: ...
+    @property
+    def kahan(self) -> bool: ...
+    @property
+    def most_widened(self) -> int:
+        """The most elements on the device that are in fp32 together."""
+
     def cast_initial(self, state: ParamState, like: Tensor) -> ParamState:
         """Return the initial ``state`` in the dtypes in which it is kept."""
+
+    def widen(self, arrays: StateArrays) -> ParamState:
+        """Return ``arrays``, master weights and states by name, in fp32."""
+
+    def narrow(
+        self, segment: Segment, arrays: StateArrays, wide: StateArrays, steps_before: int
+    ) -> None:
+        """Round the arrays of ``segment`` in ``wide`` into those of ``arrays``."""
+
+    def batches(self, segments: Sequence[Segment]) -> Sequence[Sequence[Segment]]:
+        """Return ``segments`` in batches to be widened together; at least one."""
+
+    def widened(
+        self,
+        segments: Sequence[Segment],
+        states: MutableMapping[Tensor, ParamState],
+        steps_before: int,
+    ) -> AbstractContextManager[None]:
+        """Context in which ``segments`` and their ``states`` are in fp32."""
 
 
 class SegmentStateAccess:
@@ -497,7 +527,7 @@ class DeviceState(Regions):
     def _pieces(self, region: MemoryRegion, name: str, dtype: torch.dtype) -> list[Moment]:
         """Return state ``name`` of each span of ``region``, in the format of its moments."""
         optimizer, device = self._entries.optimizer, region.segments[0].tensor.device
-        moments = optimizer.moment_names if isinstance(optimizer, CPUOptimizer) else {}
+        moments = optimizer.moment_names if isinstance(optimizer, FormattedOptimizer) else {}
         return [
             Blocks.zeros(span.stop - span.start, moments[name], True, device)
             if name in moments and self._is_coded(span)
