@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.ops.moment_blocks import Blocks, Moment
 
 if TYPE_CHECKING:
+    from hf_zero.optim.offloaded_segments import SubGroupOptimizer
     from hf_zero.optim.segments import Segment
     from hf_zero.optim.sharded_tensors import ShardedTensors
     from hf_zero.optim.state import NarrowStates
@@ -79,47 +80,27 @@ class Counted:
     tensor_state: dict[str, Tensor] = field(default_factory=dict)
 
 
-class SubGroupOptimizer(Protocol):
-    """The interface of the bound optimizer that a step needs."""
-
-    def offloaded_segments(self, flat: OptimizerShard) -> Sequence[Segment]:
-        """Return the segments of ``flat``, whose state is offloaded."""
-
-    def count(
-        self, flat: OptimizerShard, rules: Sequence[Rule | None]
-    ) -> Mapping[Segment, Counted]:
-        """Advance the step counters of ``flat`` and return its segments with their counts. Segments
-        of unused parameters are left out of both.
-        """
-
-    def step_sub_group(
-        self,
-        segment: Segment,
-        arrays: Mapping[str, object],
-        grad: Tensor,
-        divisor: float,
-        is_first_step: bool,
-    ) -> None:
-        """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
-
-
 class SubGroupUpdate:
-    """One step of the offloaded state. Each flat buffer is to be run once."""
+    """One step of the offloaded state. Each flat buffer is to be run once. ``count`` advances the
+    step counters of a flat buffer and returns its segments with their counts, both without those of
+    unused parameters.
+    """
 
     def __init__(
         self,
         bound: SubGroupOptimizer,
+        count: Callable[[OptimizerShard], Mapping[Segment, Counted]],
         rules: Sequence[Rule | None],
         groups: Sequence[Mapping[str, object]],
         divisor: float,
         steps_before: int,
-        sums: ShardedTensors | None = None,
-        bf16: NarrowStates | None = None,
+        tensors: ShardedTensors | None,
+        bf16: NarrowStates | None,
     ) -> None:
-        self._bound, self._steps_before = bound, steps_before
+        self._bound, self._count, self._steps_before = bound, count, steps_before
         self._rules, self.groups, self._divisor = rules, groups, divisor
         self._counted: dict[Segment, Counted] = {}
-        self._tensors = sums
+        self._tensors = tensors
         self._bf16 = bf16
         self._prepared: dict[Segment, Tensor] = {}  # in the current round
         self._results: dict[Segment, tuple[Tensor, ...]] = {}  # of finished rounds
@@ -143,7 +124,7 @@ class SubGroupUpdate:
 
         No update of the flat buffer may be running.
         """
-        counted = self._bound.count(flat, self._rules)
+        counted = self._count(flat)
         with self._lock:
             self._counted.update(counted)
             self._line |= dict.fromkeys(

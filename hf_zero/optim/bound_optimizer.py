@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
+from hf_zero.config.feature_rows import provided
 from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
-from hf_zero.offload.sub_group_update import Counted, Rule, SubGroupUpdate
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import snapshots, state
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
@@ -36,10 +36,9 @@ from hf_zero.optim.segment_table import (
     changes_of,
     scalars_of_ranks,
 )
-from hf_zero.optim.segments import GroupGradients, ParamGroup, Segment, current_settings, masters
-from hf_zero.optim.sharded_tensors import ShardedTensors, ShardRanks
+from hf_zero.optim.segments import GroupGradients, ParamGroup, Segment, masters
 from hf_zero.optim.state import DeviceState, NarrowStates, SegmentStateAccess
-from hf_zero.optim.whole_tensor import WholeTensorOptimizer
+from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
 from hf_zero.zero.layout.flat_layout import Slot
 
 if TYPE_CHECKING:
@@ -126,11 +125,10 @@ class BoundOptimizer:
         self.exclude, self.offloaded_segments = self._table.exclude, self._table.offloaded.segments
         self.step_sub_group = self._own.sub_group
         self._flats, self.ranks = [flat for flat in flats if flat.trainable], ranks or ShardRanks()
-        self.sums: ShardedTensors | None = None  # set only for an update that needs whole tensors
         if isinstance(optimizer, WholeTensorOptimizer):
-            table, flats = self._table, self._flats
-            self.sums = ShardedTensors(
-                optimizer, flats, group_of, lambda: table.segments, self.ranks, kernels
+            table, sharded_tensors = self._table, provided("sharded_tensors")
+            optimizer.tensors = sharded_tensors(
+                optimizer, self._flats, group_of, lambda: table.segments, self.ranks, kernels
             )
         slots: dict[str, Slot] = {
             slot.name: slot for flat in self._flats for slot in flat.layout.slots
@@ -360,37 +358,22 @@ class BoundOptimizer:
 
     # ---- the second half of a step: offloaded state ----
 
-    def begin(self, divisor: float, steps_before: int) -> SubGroupUpdate:
+    def begin(self, divisor: float, steps_before: int) -> Any:
         """Return the update of all offloaded state, with the group settings of this moment; step
         counters advance as flat buffers are announced.
 
         ``steps_before``, the number of earlier steps, is equal on all ranks: it seeds rounding.
         """
-        self._table.offloaded.start_momentum()
-        self._table.offloaded.begin_first_steps()
-        rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
-        groups = [current_settings(group) for group in self.groups]
-        return SubGroupUpdate(self, rules, groups, divisor, steps_before, self.sums, self._bf16)
+        return self._table.offloaded.begin(self, divisor, steps_before)
 
-    def count(self, flat: OptimizerShard, rules: Sequence[Rule | None]) -> dict[Segment, Counted]:
-        """Advance the step counters of ``flat`` and return its segments with their counts. Segments
-        of unused parameters are left out of both.
+    def used_segments(self, flat: OptimizerShard) -> list[Segment]:
+        """Return the segments of ``flat``, whose state is offloaded, without those of unused
+        parameters.
         """
         table, unused = self._table, flat.gradient.unused
         if unused:
             table.part_unused(table.offloaded.segments(flat), unused)
-        segments = [s for s in table.offloaded.segments(flat) if not unused.issuperset(s.names)]
-        for segment in segments:
-            table.offloaded.renew_removed(segment)
-        table.offloaded.adopt(segments)
-        first, counted = table.offloaded.take_unbegun(segments), {}
-        for segment in segments:
-            count = self.optimizer.state[segment.tensor].get("step")
-            if count is not None and rules[segment.group] is not None:
-                count += 1
-            step = 0 if count is None else int(count)
-            counted[segment] = Counted(step, segment in first, self.tensor_state.of(segment))
-        return counted
+        return [s for s in table.offloaded.segments(flat) if not unused.issuperset(s.names)]
 
     def move_to_device(self, moved: Mapping[str, Callable[[], None]]) -> None:
         """Move the optimizer state of some flat buffers from their offload tier to the device,

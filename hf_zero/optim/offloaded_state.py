@@ -11,26 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER, StorageFormat, moment_format
-from hf_zero.offload.sub_group_update import Call, Rule
+from hf_zero.offload.sub_group_update import Call, Counted, Rule, SubGroupUpdate
 from hf_zero.ops import native
 from hf_zero.optim import state
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, adam, lion, sgd
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
 from hf_zero.optim.moment_formats import FormattedOptimizer
+from hf_zero.optim.offloaded_segments import OffloadedSegments, SubGroupOptimizer
 from hf_zero.optim.segments import (
     FetchedArrays,
     ParamGroup,
-    Regions,
     Segment,
     StateArrays,
+    current_settings,
     offloaded_region,
 )
 from hf_zero.optim.state import InitialValues, SegmentStateAccess
@@ -100,7 +101,7 @@ def stored_format(
     return moment_format(moments, dtype, signs[name])
 
 
-class OffloadedState(Regions):
+class OffloadedState(OffloadedSegments):
     """The state of the segments whose state is offloaded.
 
     ``moments``: the storage format, ``"fp32"``, ``"bf16"`` or ``"int8"``, of the states that a rule
@@ -108,11 +109,10 @@ class OffloadedState(Regions):
     """
 
     def __init__(self, entries: SegmentStateAccess, base: type | None, moments: str) -> None:
-        super().__init__()
+        super().__init__(entries, base, moments)
         self._entries = entries
         self._base = base
         self._moments = moments
-        self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
 
     def cut(self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> None:
         """Cut ``flats``, whose state is offloaded, into regions."""
@@ -128,7 +128,41 @@ class OffloadedState(Regions):
         for region in self.regions:
             region.flats[0][0].wait_for_update()
 
-    # ---- first steps ----
+    # ---- steps ----
+
+    def begin(self, bound: SubGroupOptimizer, divisor: float, steps_before: int) -> SubGroupUpdate:
+        """Return the update of all state in one step, with the group settings of this moment."""
+        self.start_momentum()
+        self.begin_first_steps()
+        groups, narrow = self._entries.groups, self._entries.bf16
+        rules = [self.rule(index) for index in range(len(groups))]
+
+        def count(flat: OptimizerShard) -> dict[Segment, Counted]:
+            return self.count(bound, flat, rules)
+
+        settings = [current_settings(group) for group in groups]
+        optimizer = self._entries.optimizer
+        tensors: Any = optimizer.tensors if isinstance(optimizer, WholeTensorOptimizer) else None
+        return SubGroupUpdate(bound, count, rules, settings, divisor, steps_before, tensors, narrow)
+
+    def count(
+        self, bound: SubGroupOptimizer, flat: OptimizerShard, rules: Sequence[Rule | None]
+    ) -> dict[Segment, Counted]:
+        """Advance the step counters of ``flat`` and return its segments with their counts. Segments
+        of unused parameters are left out of both.
+        """
+        segments = bound.used_segments(flat)
+        for segment in segments:
+            self.renew_removed(segment)
+        self.adopt(segments)
+        first, counted = self.take_unbegun(segments), {}
+        for segment in segments:
+            count = self._entries.optimizer.state[segment.tensor].get("step")
+            if count is not None and rules[segment.group] is not None:
+                count += 1
+            step = 0 if count is None else int(count)
+            counted[segment] = Counted(step, segment in first, self._entries.of_whole(segment))
+        return counted
 
     def take_unbegun(self, segments: Sequence[Segment]) -> set[Segment]:
         """Return those of ``segments`` that make their first step now, and note that they have

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hf_zero.config.feature_rows import provided
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import segments as cuts
 from hf_zero.optim import state
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.moment_formats import FormattedOptimizer
-from hf_zero.optim.offloaded_state import OffloadedState
+from hf_zero.optim.offloaded_segments import OffloadedSegments
 from hf_zero.optim.own_step import choose_fused
 from hf_zero.optim.segments import (
     GroupGradients,
@@ -68,7 +69,8 @@ class SegmentTable:
         # A step sums over the ranks, so no segment can be stepped without the others.
         self._adds_up = isinstance(entries.optimizer, WholeTensorOptimizer)
         self.device = device
-        self.offloaded = OffloadedState(entries, base, moments)
+        offloaded_state = provided("offloaded_state", OffloadedSegments)
+        self.offloaded: OffloadedSegments = offloaded_state(entries, base, moments)
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.segments: list[Segment] = []
         self._segment_of: dict[Tensor, Segment] = {}
@@ -259,7 +261,7 @@ class SegmentTable:
         store = self.offloaded if flat.offloaded else self.device
         return store.parts(flat, first, last)
 
-    def state_of(self, segment: Segment) -> DeviceState | OffloadedState:
+    def state_of(self, segment: Segment) -> DeviceState | OffloadedSegments:
         """Return the store that keeps the state of ``segment``."""
         return self.offloaded if segment.offloaded else self.device
 
@@ -437,12 +439,6 @@ class WholeTensorState:
         self._entries = entries
         self._table = table
         self.known = entries.of_wholes
-
-    def of(self, segment: Segment) -> dict[str, Tensor]:
-        """Return the live entries of ``segment``, which must have been stepped or be stepped now,
-        with the state of its whole tensor; empty if there can be none.
-        """
-        return self._entries.optimizer.state[segment.tensor] if self.known else {}
 
     def by_parameter(self, firsts: bool = False) -> dict[str, dict[str, Tensor]]:
         """Return the state by parameter; ``firsts``: only if this rank has its first element."""

@@ -56,7 +56,6 @@ class ShardedTensors(Tensors):
         self._sums: int = getattr(optimizer, "SUMS", 0)
         # the sums of each tensor in the last step that updated it, and a row for stand-ins
         self._last = torch.zeros(len(names) + 1, self._sums, dtype=torch.float64)
-        optimizer.tensors = self
 
     def places(self, parts: Sequence[Sequence[Tensor]]) -> list[list[TensorPlace]]:
         place_of = {s.tensor: self.place_of(s) for s in self._segments() if s.parts}

@@ -372,6 +372,12 @@ class SegmentStateAccess:
         # an engine's states wait for the update under way at each look: one look is enough
         return without_none(dict.__getitem__(states, tensor)) if tensor in states else {}
 
+    def of_whole(self, segment: Segment) -> ParamState:
+        """Return the live entries of ``segment``, which must have been stepped or be stepped now,
+        with the state of its whole tensor; empty if there can be none.
+        """
+        return self.optimizer.state[segment.tensor] if self.of_wholes else {}
+
     def elementwise(self, segment: Segment) -> dict[str, Moment]:
         """Return the per-element states of ``segment``."""
         shape = segment.tensor.shape

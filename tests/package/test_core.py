@@ -32,7 +32,8 @@ CORE = {
     "zero.reduce": "*",
     "zero.step": "* - captured_step",
     "optim": "__init__ adam_lion bound_optimizer build elementwise fused group_settings "
-    "moment_formats own_step probing schedules segment_table segments snapshots state whole_tensor",
+    "moment_formats offloaded_segments own_step probing schedules segment_table segments snapshots "
+    "state whole_tensor",
     "offload": "__init__ placement storage unit_updates",
     "ops": "__init__ dispatch file_locks flat_optimizers flat_reference flat_tiles host_memory "
     "host_norm native",
@@ -48,7 +49,7 @@ CORE = {
 DOORS = ("hf_zero", "hf_zero.checkpoint", "hf_zero.optim", "hf_zero.config.keywords")
 
 # Exactly: imports of a module outside by a module of the core. Write a lower number where it falls.
-LEAVING = 6
+LEAVING = 3
 # At most: lines of code of the core, and of the package.
 LINES, ALL_LINES = 33_600, 93_000
 

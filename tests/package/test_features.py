@@ -254,6 +254,7 @@ FILES = {
     "offload_files": ("offload/file_tier.py",),
     "torch_state_dicts": ("checkpoint/torch_state_dict.py",),
     "checkpoint.memory": ("checkpoint/memory/generations.py",),
+    "whole_tensor_optimizers": ("optim/sharded_tensors.py",),
     "compressed_communication": (),
     "one_bit": (),
     "quantize_training": (),
@@ -278,6 +279,12 @@ before = engine.state_dict()["weight"].clone()
 engine.backward(engine(torch.ones(2, 4)).square().mean())
 engine.step()
 assert not torch.equal(before, engine.state_dict()["weight"])
+"""
+# what the row of a feature provides to the core is not loaded without the row
+UNLOADED = """
+import sys
+provided = {"hf_zero.optim.offloaded_state", "hf_zero.optim.sharded_tensors"}
+assert not sys.modules.keys() & provided
 """
 
 
@@ -307,7 +314,7 @@ def run_in(folder: Path, code: str, *arguments: str) -> None:
 
 
 def test_a_package_without_features_trains(tmp_path: Path) -> None:
-    run_in(without(tmp_path, *FEATURES), TRAINS)
+    run_in(without(tmp_path, *FEATURES), TRAINS + UNLOADED)
 
 
 @pytest.mark.long

@@ -1,0 +1,107 @@
+"""Segments whose state is not on the device, as a step, loads and checkpoints see them. A feature
+provides the state and its updates; without one all state is on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from hf_zero.optim.segments import Regions, Segment, StateArrays
+from hf_zero.optim.state import SegmentStateAccess
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.training_state import OptimizerShard
+
+
+class SubGroupOptimizer(Protocol):
+    """The interface of the bound optimizer that an update of offloaded state needs."""
+
+    def offloaded_segments(self, flat: OptimizerShard) -> Sequence[Segment]:
+        """Return the segments of ``flat``, whose state is offloaded."""
+
+    def used_segments(self, flat: OptimizerShard) -> Sequence[Segment]:
+        """Return :meth:`offloaded_segments` without those of unused parameters."""
+
+    def step_sub_group(
+        self,
+        segment: Segment,
+        arrays: StateArrays,
+        grad: Tensor,
+        divisor: float,
+        is_first_step: bool,
+    ) -> None:
+        """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
+
+
+class OffloadedSegments(Regions):
+    """The segments of one optimizer whose state is offloaded; in this class there are none.
+
+    ``moments``: the configured storage format. ``base``: the optimizer's class among those with a
+    known update.
+    """
+
+    names_in_8_bits: frozenset[str] = frozenset()
+    """The parameters with moments in 8 bits."""
+
+    def __init__(self, entries: SegmentStateAccess, base: type | None, moments: str) -> None:
+        super().__init__()
+
+    def cut(self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> None:
+        """Cut ``flats``, whose state is offloaded, into regions."""
+
+    def wait(self) -> None:
+        """Wait until no update is running."""
+
+    def begin(self, bound: SubGroupOptimizer, divisor: float, steps_before: int) -> Any:
+        """Return the update of all state by ``bound`` in one step, with the group settings of this
+        moment, and gradients divided by ``divisor``; ``steps_before``: number of earlier steps.
+        """
+        return object()
+
+    def create_all(self) -> None:
+        """Create the state of every segment, see :meth:`create`."""
+
+    def renew_all(self) -> None:
+        """Reset all segments, whose entries are gone, to before the first step."""
+
+    # ---- one segment ----
+
+    @staticmethod
+    def view(segment: Segment, name: str) -> Any:
+        """Return the entry of state ``name`` of ``segment``."""
+
+    def create(self, segment: Segment) -> None:
+        """Create the entries of ``segment`` before its first step, if it has none, and arrays that
+        do not exist yet.
+        """
+
+    def is_initial(self, segment: Segment) -> bool:
+        """Return whether ``segment`` has its initial state: it was not stepped yet."""
+        return False
+
+    def unstep(self, segment: Segment) -> None:
+        """Reset ``segment`` as if it had never been stepped."""
+
+    def adopt(self, segments: Iterable[Segment]) -> None:
+        """Store the arrays that a script has assigned to entries of ``optimizer.state``."""
+
+    def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
+        """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
+
+    # ---- one flat buffer ----
+
+    def arrays(self, flat: OptimizerShard) -> Mapping[str, Tensor]:
+        """Return the master weights and each per-element state of ``flat``, 1-D over
+        ``flat.owned``, that holds values; they may be copies.
+        """
+        return {}
+
+    def load_tensor(self, flat: OptimizerShard, name: str, tensor: Tensor, first: int) -> None:
+        """Copy ``tensor`` (1-D) into an array of ``flat``, from element ``first`` on."""
+
+    def copies(self, flat: OptimizerShard) -> dict[str, Tensor]:
+        """Return copies of the per-element states of ``flat``."""
+        return {}
