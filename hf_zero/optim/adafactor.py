@@ -91,6 +91,8 @@ class FactoredOptimizer(WholeTensorOptimizer):
     ROUNDS = 2
     TENSOR_STATE_NAMES: tuple[str, str, str]
     """By rows, by columns, and of a vector."""
+    SUMMED: tuple[int, ...] = ()
+    """The dimension over which a factor is summed, in its shape; empty if it has none."""
 
     @classmethod
     def added_to_squares(cls, group: ParamGroup) -> float:
@@ -199,13 +201,14 @@ class FactoredOptimizer(WholeTensorOptimizer):
             else:
                 rows, columns = _matrices(sums[:-1], shape)
                 means = {
-                    by_rows: (rows / shape[-1]).view(shape[:-1]),
-                    by_columns: (columns / shape[-2]).view(*shape[:-2], shape[-1]),
+                    by_rows: (rows / shape[-1]).view(*shape[:-1], *cls.SUMMED),
+                    by_columns: (columns / shape[-2]).view(*shape[:-2], *cls.SUMMED, shape[-1]),
                 }
             decay = cls.decay(group, step)
             for name, mean in means.items():
                 if name not in state:
                     state[name] = torch.zeros_like(mean, dtype=weight.dtype)
+                state[name] = state[name].view_as(mean)  # up to release 0.2: of another shape
                 state[name].mul_(decay).add_(mean.to(weight.dtype), alpha=1 - decay)
 
     @classmethod
@@ -375,12 +378,7 @@ class TorchAdafactor(FactoredOptimizer):
 
     MOMENTS = ()
     TENSOR_STATE_NAMES = ("row_var", "col_var", "variance")
-
-    @classmethod
-    def adopt_state(cls, state: ParamState) -> None:
-        for name, dim in (("row_var", -1), ("col_var", -2)):
-            if name in state:
-                state[name] = state[name].squeeze(dim)
+    SUMMED = (1,)
 
     @classmethod
     def decay(cls, group: ParamGroup, step: int) -> float:

@@ -17,7 +17,7 @@ from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import snapshots, state
-from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
+from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, adopt_states, update_base
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.group_settings import (
     SharedSettings,
@@ -600,11 +600,12 @@ class BoundOptimizer:
                 "or use load_checkpoint"
             )
         given = iter(range(sum(live)))
+        states = {entry: dict(of) for entry, of in packed["state"].items()}
+        adopt_states(self.optimizer, states.values())
         read = [
-            [part.read_as(packed["state"].get(entry, {})) for part, entry in zip(of, given)]
-            for of in parts
+            [part.read_as(states.get(entry, {})) for part, entry in zip(of, given)] for of in parts
         ]
-        return snapshots.described(packed, read, None, (), self._flats)
+        return snapshots.described(packed | {"state": states}, read, None, (), self._flats)
 
     def drop_state(self) -> None:
         """Drop the state on the device, whose entries are gone: a load of torch removes them."""

@@ -25,6 +25,7 @@ from hf_zero.config.feature_rows import loaded
 from hf_zero.config.optimizers import INSTEAD, OPTIMIZERS, WHOLE
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.probing import difference
+from hf_zero.optim.segments import ParamState
 from hf_zero.optim.whole_tensor import whole_tensor_base
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = tuple(
@@ -185,8 +186,16 @@ def adopt(optimizer: torch.optim.Optimizer) -> None:
     optimizer.__class__ = adopted
     patch: torch.optim.Optimizer = optimizer
     patch._patch_step_function()
-    for state in optimizer.state.values():
-        adopted.adopt_state(state)
+    adopt_states(optimizer, optimizer.state.values())
+
+
+def adopt_states(optimizer: torch.optim.Optimizer, states: Iterable[ParamState]) -> None:
+    """Convert ``states`` of parameters in place, from the format of the class that ``optimizer``
+    had before :func:`adopt`.
+    """
+    adopt_state = getattr(type(optimizer), "adopt_state", None)
+    for state in states if adopt_state else ():
+        adopt_state(state)
 
 
 def give_back(optimizer: torch.optim.Optimizer) -> None:

@@ -244,6 +244,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: ParamState) -> None:
         super().__setstate__(state)
+        self.adopt_groups(self)  # groups that the original class has saved lack settings
         for entries in self.state.values():
             entries.update(entries.pop("factors", {}))  # up to release 0.2
 

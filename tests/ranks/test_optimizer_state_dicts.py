@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 
 import torch
+import transformers
 
 from hf_zero.optim import Adafactor
 from tests.helpers import oracle
@@ -15,6 +16,15 @@ from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.offloads import offload
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, stack
 
+
+def matrices_of(groups):
+    """``groups`` of their matrices alone; all else is frozen."""
+    for group in groups:
+        for parameter in group["params"]:
+            parameter.requires_grad_(parameter.requires_grad and parameter.ndim == 2)
+    return [{"params": [p for p in group["params"] if p.ndim == 2]} for group in groups]
+
+
 RANKS, BEFORE, STEPS = 2, 2, 4
 WINDOWS = [[(1.0, 0)]] * STEPS
 KINDS = {
@@ -22,6 +32,12 @@ KINDS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
     "adafactor": lambda groups: Adafactor(groups, lr=1e-3, relative_step=False),
     "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-3),
+    "torch's adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-3),
+    "transformers' adafactor": lambda groups: transformers.Adafactor(
+        groups, lr=1e-3, relative_step=False
+    ),
+    "torch's muon": lambda groups: torch.optim.Muon(matrices_of(groups), lr=1e-3),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
 }
 
 
@@ -61,6 +77,10 @@ PLACES = [
     ("adamw", 2, "optimizer on cpu", 1),
     ("nadam", 3, "optimizer in files", RANKS),
     ("adafactor", 3, "device", RANKS),
+    ("torch's adafactor", 2, "device", RANKS),
+    ("transformers' adafactor", 3, "device", RANKS),
+    ("torch's muon", 1, "device", RANKS),
+    ("adagrad", 3, "device", RANKS),
 ]
 
 
@@ -80,7 +100,10 @@ def test_a_state_dict_of_plain_torch_is_loaded(kind, stage, way, ranks, tmp_path
         oracle.compare_tensors("weights", found, want, floor=oracle.ADAM_ROUNDING)
 
 
-@in_turn("kind, stage, way, ranks", [row for row in PLACES if row[1] == 0 or row[3] == 1])
+WHOLE = [row for row in PLACES if row[1] == 0 or row[3] == 1]
+
+
+@in_turn("kind, stage, way, ranks", [*WHOLE, ("torch's adafactor", 0, "device", RANKS)])
 def test_a_state_dict_over_whole_parameters_is_as_in_plain_torch(kind, stage, way, ranks, tmp_path):
     """It has the frozen parameters of the groups, in the order of the script; and a plain loop
     continues with it.
@@ -106,6 +129,39 @@ def test_a_state_dict_over_whole_parameters_is_as_in_plain_torch(kind, stage, wa
     on_ranks(ranks, run, build=partly_frozen)
 
 
+@in_turn("stage, plain", [(0, True), (0, False), (2, False), (3, True)])
+def test_state_of_parameters_that_are_frozen_now_is_dropped(stage, plain, tmp_path, caplog):
+    """With a warning; the others go on."""
+    (weights, packed), _ = plainly("adamw", RANKS)
+    frozen = next(name for name, _ in partly_frozen().named_parameters())
+
+    def freeze(step, model, optimizer):
+        model.get_parameter(frozen).requires_grad_(step + 1 < BEFORE)
+
+    make = lambda model: optimizer_of("adamw", model)  # noqa: E731
+    want, _ = by_hand(make, WINDOWS, RANKS, after_step=freeze, build=partly_frozen)
+
+    def run(rank, model):
+        given = copy.deepcopy(packed)
+        if not plain:
+            engine = engine_of("adamw", stage, "device", tmp_path, model)
+            run_steps(engine, rank, range(BEFORE))
+            given = copy.deepcopy(engine.optimizer.state_dict())
+            engine.destroy()
+            model = partly_frozen()
+        model.load_state_dict(weights)
+        model.get_parameter(frozen).requires_grad_(False)
+        engine = engine_of("adamw", stage, "device", tmp_path, model)
+        engine.optimizer.load_state_dict(given)
+        run_steps(engine, rank, range(BEFORE, STEPS))
+        return full_weights(engine)
+
+    caplog.clear()
+    for found in on_ranks(RANKS, run, build=partly_frozen):
+        oracle.compare_tensors("weights", found, want, floor=oracle.ADAM_ROUNDING)
+    assert f"has state of {frozen}, frozen here: it is dropped" in caplog.text
+
+
 def of_release_0_2(engine):
     """The state dict of ``engine`` as release 0.2 has written it: by segment."""
     optimizer, table = engine.optimizer, engine.bound._table
@@ -125,10 +181,16 @@ def of_release_0_2(engine):
     state = {
         n: packed["state"][index] for n, index in enumerate(entries) if index in packed["state"]
     }
+    for states in state.values():  # torch's Adafactor had factors without their dimension of one
+        of_factors = {"row_var": -1, "col_var": -2}.items()
+        states |= {name: states[name].squeeze(dim) for name, dim in of_factors if name in states}
     return {**packed, "state": state, "segments": kept}
 
 
-@in_turn("kind, stage, whole", [("adamw", 2, 0), ("sgd", 3, 10**6), ("adafactor", 3, 0)])
+OF_0_2 = [("adamw", 2, 0), ("sgd", 3, 10**6), ("adafactor", 3, 0), ("torch's adafactor", 2, 0)]
+
+
+@in_turn("kind, stage, whole", OF_0_2)
 def test_a_state_dict_of_release_0_2_is_loaded(kind, stage, whole, tmp_path):
     """Also with other parameters whole."""
     (weights, _), (want, _) = plainly(kind, RANKS)

@@ -7,6 +7,7 @@ elements: ranks then exchange them.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.logging import listed, log_rank0
 from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
 from hf_zero.optim.snapshots import KEY, layout_of
 from hf_zero.optim.state import is_elementwise, is_scalar
@@ -64,11 +66,12 @@ class SavedSegments(StateSource):
         bound, flats = engine.bound, engine.sharded_model.trainable
         self._kind = type(engine.optimizer).__name__
         self._of_wholes = tensor_state_names(engine.optimizer)
-        self._state: Mapping[Any, Any] = packed["state"]
+        self._shapes = {slot.name: tuple(slot.shape) for f in flats for slot in f.layout.slots}
+        self._state = dict[Any, Any](packed["state"])
+        self._drop_frozen(packed[KEY])
         self.diverged = packed[KEY]["parted"]
         self._own = WholeNames(engine.module).own_of(bound.group_of)
         self._group_of = bound.group_of
-        self._shapes = {slot.name: tuple(slot.shape) for f in flats for slot in f.layout.slots}
         layout = layout_of(flat.optimizer_shard for flat in flats)
         former = packed[KEY].get("layout", layout)
         self._ranks = ShardRanks() if former == layout else bound.ranks
@@ -99,6 +102,22 @@ class SavedSegments(StateSource):
                             f"{former_group}, here it is in group {group}; build the optimizer "
                             "with the groups it was saved with"
                         )
+
+    def _drop_frozen(self, description: Mapping[str, Any]) -> None:
+        """Drop the state of parameters that are frozen here; log which have made a step."""
+        dropped = [
+            name
+            for entry, (name, *_) in enumerate(description.get("parts", ()))
+            if name not in self._shapes and (state := self._state.pop(entry, None))
+            if state.get("step", 1)  # Adagrad creates state before the first step
+        ]
+        if dropped:
+            text = (
+                f"a state dict of optimizer {self._kind} has state of {listed(dropped, 3)}, frozen "
+                "here: it is dropped, and begins anew where they train again; to keep it, set "
+                "requires_grad to True before the load, and freeze them after it"
+            )
+            log_rank0(text, logging.WARNING)
 
     def _read(self, packed: Mapping[str, Any], layout: Layout) -> _Saved:
         groups = [at for at, group in enumerate(packed["param_groups"]) for _ in group["params"]]
