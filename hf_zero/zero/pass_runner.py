@@ -23,7 +23,7 @@ from hf_zero.logging import listed
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
-from hf_zero.zero.passes import BackwardTracker, Hooks, graph_task
+from hf_zero.zero.passes import BackwardTracker, Hooks
 from hf_zero.zero.reduce.losses import Fp16LossScaler, LossScaling, Scaling
 from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.reduce.reductions import BackwardSettings
@@ -249,6 +249,7 @@ class PassRunner:
         self._removed = False
         self.runs_captured = False  # a backward of the step runner is under way
         self.step_runner: StepRunner | None = None
+        self._by_step = False  # step() takes in what no hook has announced
 
     def install(self, scaler: Fp16LossScaler) -> None:
         """Register the hooks on the model; in fp16 also one that scales unscaled losses."""
@@ -385,8 +386,9 @@ class PassRunner:
             self._sanity.on_backward(window.managed and closes)
         ends_window = window.syncs and window.ends
         updates = ends_window and self._model.updates_in_backward and not step.max_norm
-        # a backward that no hook has seen is taken in outside of it
-        if updates := updates and graph_task() != -1:
+        # One that no hook has seen is taken in outside of it, and more may follow unless by step():
+        # that of another rank, whose hooks have seen it, has made the update by then.
+        if updates := updates and (self._by_step or self.tracker.inside):
             self._engine().refuse_update()  # collective: the conditions are equal on all ranks
         window.begin_backward(closes)
         alone = not any(window.counts_before)
@@ -412,13 +414,17 @@ class PassRunner:
         engine: Any = self._model.flats[0].engine_flats.engine()
         return engine
 
-    def reduce_stray_gradients(self) -> None:
+    def reduce_stray_gradients(self, by_step: bool = False) -> None:
         """Take in gradients that no hook has announced, and abort a backward that an exception has
-        left open (collective).
+        left open (collective). ``by_step``: for a ``step()``, before which no backward follows.
         """
         if self.tracker.tasks:
             self.tracker.abort_broken_backward()
-        self.hooks.reduce_stray_gradients()
+        self._by_step = by_step
+        try:
+            self.hooks.reduce_stray_gradients()
+        finally:
+            self._by_step = False
 
     def reduce(self) -> None:
         """Reduce the unreduced gradients of earlier backwards (collective)."""

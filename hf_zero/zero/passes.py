@@ -136,7 +136,7 @@ class Hooks:
         if (
             not self._tracker.tasks
             and not self._running
-            and graph_task() == -1
+            and not self._tracker.inside
             and any_raw_grad(self._training)
         ):
             self._tracker.reduce_stray_gradients()
@@ -164,7 +164,7 @@ class Hooks:
     @property
     def current_root(self) -> OutermostForward | None:
         """The outermost forward under way; in a backward, the one that is recomputed."""
-        return self._root if graph_task() == -1 else self._tracker.current_root
+        return self._tracker.current_root if self._tracker.inside else self._root
 
     # ---- forwards of modules ----
 
@@ -183,7 +183,7 @@ class Hooks:
                 unit.wait_for_update()
             return None
         tracker = self._tracker
-        inside = graph_task() != -1
+        inside = tracker.inside
         if inside:
             tracker.enter()
         elif tracker.tasks:
@@ -227,7 +227,7 @@ class Hooks:
         # post-forward hook of ``module``
         if _transforms() and transformed():
             return None
-        inside, running = graph_task() != -1, self._running
+        inside, running = self._tracker.inside, self._running
         # The hook also runs after an exception, which is then being handled. One that was handled
         # before, around the call, is none of this forward.
         raised, handled = sys.exc_info()[1], None
@@ -270,7 +270,7 @@ class Hooks:
         """Keep ``unit`` gathered for the backward of ``node``, which was recorded outside the
         unit's own forward.
         """
-        root = OutermostForward(of_whole_model=self.forward_runs or graph_task() != -1)
+        root = OutermostForward(of_whole_model=self.forward_runs or self._tracker.inside)
         unit.keep_for_backward(root)
         node.register_prehook(partial(self._tracker.reach_root, root))
 
@@ -280,7 +280,7 @@ class Hooks:
         """
         if self._tracker.tasks:
             self._tracker.abort_broken_backward()
-        if self._running and graph_task() == -1:
+        if self._running and not self._tracker.inside:
             self._running, self._root, self._last = [], None, None
             for unit in self._units:
                 unit.forwards.in_forward.clear()
@@ -342,6 +342,7 @@ class BackwardTracker:
         self.remaining = reducer.remaining
         # graph tasks under way, outermost first, and their callbacks
         self.tasks: list[tuple[int, weakref.ref[object]]] = []
+        self._ended_task = -1  # the last outermost one whose callback was called
         # forwards since the last backward, by kind; None: those that may have run on one rank only
         self._forwards: Counter[Hashable] = Counter()
         self._first = False  # until the backward under way reaches its first call
@@ -355,6 +356,13 @@ class BackwardTracker:
         self._left_out: frozenset[Unit] = frozenset()
         # forwards without hooks: any backward may be theirs
         self._untracked: list[OutermostForward] = []
+
+    @property
+    def inside(self) -> bool:
+        """Return whether this thread runs a backward. torch calls the callback for its end, with
+        which an update in the backward runs hooks of the optimizer, within the same graph task.
+        """
+        return graph_task() not in (-1, self._ended_task)
 
     @property
     def under_way(self) -> bool:
@@ -506,7 +514,7 @@ class BackwardTracker:
     def enter(self) -> None:
         """Begin a backward if none is under way. Called by every hook in a backward."""
         task = graph_task()
-        if task == -1 or (self.tasks and self.tasks[-1][0] == task):
+        if not self.inside or (self.tasks and self.tasks[-1][0] == task):
             return
         for open_task, _ in self.tasks:
             if open_task == task:
@@ -527,7 +535,7 @@ class BackwardTracker:
 
     def abort_broken_backward(self) -> None:
         """Abort a backward that an exception has left open, if any, outside of passes."""
-        if self.tasks and graph_task() == -1:
+        if self.tasks and not self.inside:
             self._abort()
 
     def _begin(self) -> None:
@@ -562,6 +570,7 @@ class BackwardTracker:
         del self.tasks[numbers.index(task) :]
         if self.tasks:
             return  # a backward inside a backward: reentrant checkpointing
+        self._ended_task = task
         self._end()
 
     def _end(self) -> None:

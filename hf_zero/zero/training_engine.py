@@ -329,7 +329,7 @@ class TrainingEngine(EngineParts):
             self.changes.refuse("step()")
         ends_window = self.accumulation.ends_by_step or self.changes.unconfirmed is not None
         self.pass_runner.reset(inside_window=not ends_window)
-        self.pass_runner.reduce_stray_gradients()
+        self.pass_runner.reduce_stray_gradients(by_step=True)
         self.sharded_model.patches.check()
         self.pass_runner.refuse_unusable()
         window = self.accumulation
@@ -370,15 +370,16 @@ class TrainingEngine(EngineParts):
         """Make the rest of the update, and end the step, at the end of a backward that has made a
         part of it and closes the window (collective). Gradients stay for :meth:`step`.
         """
-        step = self.optimizer_step
+        step, window = self.optimizer_step, self.accumulation
         self.measures.begin_update(self)
         step.refuse_changed()
         self.pass_runner.reduce_for_step()
         with self.changes.change(f"step {self.counters.global_steps + 1}"):
-            self._count_micro_batches(self.accumulation.take_count())
-            self.accumulation.unannounced = True  # the window stays until then, too
+            before = window.micro_batches
+            self._count_micro_batches(window.take_count(restart=True))
             failure = self._update(in_backward=True)
             settings = step.settings()
+            window.micro_batches, window.unannounced = before, True  # it stays until then, too
         self.changes.unconfirmed = settings, failure
 
     def _confirm_update(self) -> Exception | None:
@@ -395,7 +396,8 @@ class TrainingEngine(EngineParts):
         step.refuse_writes()
         self.accumulation.take_count(restart=True)
         changes.unconfirmed = None
-        self._drop_gradients()
+        with changes.change(f"step {self.counters.global_steps}"):
+            self._drop_gradients()
         return failure
 
     # ---- the update ----
@@ -481,7 +483,7 @@ class TrainingEngine(EngineParts):
     def refuse_update(self) -> None:
         """Raise ConfigError without an optimizer, PartitionError for changed groups of it, for a
         scheduler that the script has stepped, OffloadError after a failed write of offloaded state
-        (collective).
+        (collective), unless a backward has made the update: that is not waited for.
         """
         if self.optimizer_step.bound is None:
             raise ConfigError(
@@ -499,7 +501,7 @@ class TrainingEngine(EngineParts):
                 "steps the learning-rate schedule itself: it would advance twice as fast; remove "
                 "the call, or give no scheduler to initialize and keep the call"
             )
-        if failed := self.optimizer_step.failed_writes():
+        if self.changes.unconfirmed is None and (failed := self.optimizer_step.failed_writes()):
             raise failed_write(failed)
 
     def _end_update(self, overflow: bool, scaler: Fp16LossScaler) -> None:

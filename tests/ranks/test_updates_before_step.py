@@ -64,14 +64,15 @@ def plain_run(
     make: Any = adamw,
     before: Callable[[int, nn.Module, Any], None] = lambda step, model, optimizer: None,
     after: Callable[[int, nn.Module, Any], None] = lambda step, model, optimizer: None,
+    ranks: int = RANKS,
 ) -> list[Values]:
     """The state after each step of one plain process."""
     model = stack()
     optimizer, states = make(model), []
     for step in range(steps):
         optimizer.zero_grad()
-        for micro, rank in product(range(micros), range(RANKS)):
-            (squared(model, At(step, micro, rank)) / (micros * RANKS)).backward()
+        for micro, rank in product(range(micros), range(ranks)):
+            (squared(model, At(step, micro, rank)) / (micros * ranks)).backward()
         before(step, model, optimizer)
         optimizer.step()
         after(step, model, optimizer)
