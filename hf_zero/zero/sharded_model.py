@@ -118,6 +118,15 @@ class ShardedModel:
         for unit in self.units:
             unit.wait_for_update()
 
+    def finish_copies(self) -> None:
+        """Let the host wait for copies of shards in host memory to the device, before hooks of the
+        optimizer may write to them: members of its groups are views of that memory.
+        """
+        offloaded = any(flat.shard_offloaded for flat in self.flats)
+        reads = streams.shard_stream(self.mesh.device) if offloaded else None
+        if reads is not None:
+            streams.record_event(reads).synchronize()
+
     def writing(self) -> None:
         """Wait until all training state may be written to (:meth:`OptimizerShard.writing`)."""
         for flat in self.flats:

@@ -452,6 +452,7 @@ class TrainingEngine(EngineParts):
             for flat in unit.flats:
                 # parameters made of one tensor share a count, which an update advances for each
                 flat.user_writes.accept()
+        self.sharded_model.finish_copies()
         try:
             self.optimizer_step.bound.run_post_hooks()
         except Exception as error:
@@ -473,6 +474,8 @@ class TrainingEngine(EngineParts):
             return
         self.bound.check_groups()
         with torch.no_grad(), self.changes.change("a step without gradients"):
+            self.sharded_model.wait_for_updates()  # that of the step before may be under way
+            self.sharded_model.finish_copies()
             self.bound.run_pre_hooks()
             self.bound.accept_writes()
             self.take_user_writes()

@@ -8,6 +8,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
+from hf_zero.device import streams
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.zero import sharded_model
 from hf_zero.zero.layout.flat_buffer import owner_of
@@ -101,6 +103,38 @@ def test_readers_see_the_step(rank, model, held_up, stage, tmp_path):
         torch.testing.assert_close(
             got, want, rtol=1e-5, atol=1e-7, msg=lambda text, what=what: f"{what}: {text}"
         )
+    engine.destroy()
+
+
+@on_each_rank(1)
+def test_hooks_of_a_step_without_gradients_wait_for_the_step_before(rank, model, held_up, tmp_path):
+    engine, pending = opened(model, offload("optimizer on cpu", 2, tmp_path)), list[Any]()
+    engine.optimizer.register_step_pre_hook(lambda *given: pending.extend(engine.updater.pending))
+    train(engine, rank, range(1))
+    assert engine.updater.pending and not pending
+    engine.run_step_hooks()
+    assert not pending
+    engine.destroy()
+
+
+@on_each_rank(1)
+def test_hooks_write_to_shards_once_their_copies_to_the_device_are_over(
+    rank, model, monkeypatch, tmp_path
+):
+    """As if this were a device that copies beside the host."""
+    calls = list[str]()
+    event = SimpleNamespace(synchronize=lambda: calls.append("copied"))
+    as_on_a_gpu = {"shard_stream": lambda device: "shards", "record_event": lambda stream: event}
+    engine = opened(model, offload("parameters on cpu", 3, tmp_path))
+    fakes = SimpleNamespace(**{**vars(streams), **as_on_a_gpu})
+    monkeypatch.setattr(sharded_model, "streams", fakes)
+    engine.optimizer.register_step_pre_hook(lambda *given: calls.append("before"))
+    engine.optimizer.register_step_post_hook(lambda *given: calls.append("after"))
+    train(engine, rank, range(1))
+    assert calls == ["copied", "before", "copied", "after"]
+    calls.clear()
+    engine.run_step_hooks()
+    assert calls == ["copied", "before", "copied", "after"]
     engine.destroy()
 
 

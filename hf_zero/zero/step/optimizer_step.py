@@ -379,6 +379,7 @@ class OptimizerStep:
                 prepare()
             if self.bound.optimizer._optimizer_step_pre_hooks:
                 self._warn_of_hooks()
+                model.finish_copies()
             already_updated = (
                 self._apply_rest(divisor, steps_before) if model.updates_in_backward else ()
             )
