@@ -219,6 +219,7 @@ class StepFigures:
     def end_step(self, engine: TrainingEngine) -> None:
         """Sum up a step that has ended (collective), and read those before that are over."""
         if self.collects:
+            self._go_on()  # an evaluation after an update in the backward has paused
             self._unread.append(self._ended(engine, engine.global_steps))
         self._clear(engine)
         self._begin = mark(self._device) if self.collects else None

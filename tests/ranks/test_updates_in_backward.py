@@ -530,6 +530,28 @@ def test_what_may_be_read_is_right():
     same(got, want, exact=True)
 
 
+@in_turn("pauses", ["evaluation", "save"])
+def test_figures_of_a_step_that_an_evaluation_or_a_save_follows(pauses, tmp_path):
+    """They come before ``step()``, which counts the step once."""
+
+    def run(rank: int, model: nn.Module) -> None:
+        engine = opened(model, 2, True, metrics={"enabled": True, "path": str(tmp_path)})
+        for step in range(2):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            if pauses == "save":
+                engine.save_checkpoint(str(tmp_path))
+            else:
+                with torch.no_grad():
+                    squared(engine.eval(), At(step, 0, rank))
+                engine.train()
+            engine.step()
+            assert engine.figures["step"] == step + 1
+            assert engine.figures["samples_per_second"] > 0
+        engine.destroy()
+
+    on_ranks(2, run, build=build)
+
+
 @in_turn("mends, offload", [*product((False, True), OFFLOADS)])
 def test_a_backward_that_breaks_half_way(mends, offload, tmp_path):
     """Only a checkpoint mends what it has left half updated."""
