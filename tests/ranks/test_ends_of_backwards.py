@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from hf_zero.errors import PartitionError
 from hf_zero.offload.update import Updater
+from hf_zero.zero.step import optimizer_step
 from tests.helpers.cells import in_turn
 from tests.helpers.offloads import same
 from tests.helpers.stacks import on_ranks, squared, stack
@@ -141,6 +143,29 @@ def test_step_waits_for_no_update_into_files(monkeypatch, tmp_path):
     monkeypatch.setattr(Updater, "_run", wait)
     on_ranks(1, run)
     assert held and all(held)
+
+
+def test_the_end_of_an_update_follows_those_of_branches_on_other_streams(monkeypatch):
+    """As if a branch of the model had a stream of its own, on a GPU."""
+    waits = list[tuple[list[Any], Any]]()
+    fakes = SimpleNamespace(
+        current_stream=lambda device: "stream of the script",
+        wait_for=lambda others, waiting: waits.append((others, waiting)),
+    )
+
+    def run(rank: int, model: nn.Module) -> None:
+        engine = opened(model, 2)
+        monkeypatch.setattr(optimizer_step, "streams", fakes)
+        backward(engine, rank, 0)
+        assert not waits
+        engine.step()
+        engine.optimizer_step._updated_on = "stream of a branch"  # by the backward that follows
+        backward(engine, rank, 1)
+        assert waits == [(["stream of a branch"], "stream of the script")]
+        engine.step()
+        engine.destroy()
+
+    on_ranks(1, run)
 
 
 def test_state_that_does_not_come_back_to_the_device_breaks_the_step():

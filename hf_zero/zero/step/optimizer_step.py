@@ -146,10 +146,7 @@ class OptimizerStep:
         if not flats[0].optimizer_shard.offloaded:
             self.model.schedule.shards.wait_for_copy()
         if unit.streams.device is not None:
-            # another branch of the model: updates share the counters of the optimizer
-            current = streams.current_stream(unit.streams.device)
-            streams.wait_for([self._updated_on or current], current)
-            self._updated_on = current
+            self._follow_updates(unit.streams.device)
         unit.take_user_writes()
         with self._updating_state(), self.bound.scaled_rates(self.lr_scale):
             update = updater.backward_update or self.bound.begin(1.0, steps_before)
@@ -164,6 +161,14 @@ class OptimizerStep:
         for flat in flats:
             if flat.follows_updates and not flat.sharded and not flat.gradient.all_unused:
                 flat.user_writes.mark_updated()  # the rest of the backward must not read it
+
+    def _follow_updates(self, device: torch.device) -> None:
+        """Let the current stream of ``device`` wait for the last update, which another branch of
+        the model may have made on a stream of its own: updates share the optimizer's counters.
+        """
+        current = streams.current_stream(device)
+        streams.wait_for([self._updated_on or current], current)
+        self._updated_on = current
 
     def _apply(self, flats: Sequence[FlatBuffer], steps_before: int) -> None:
         """Update the state of ``flats``, on the device, and free their gradients."""
@@ -345,6 +350,8 @@ class OptimizerStep:
         skipped for non-finite gradients: with ``may_overflow``, or with ``refuses_infinite``.
         """
         assert self.bound is not None
+        if self._updated_on is not None:  # torch's engine waits for streams of leaves alone
+            self._follow_updates(self.model.mesh.device)
         model, may_skip = self.model, may_overflow or self.refuses_infinite
         local = False
         for begin in self.hooks.begin_step:
