@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from hf_zero.logging import counted
 from hf_zero.parity.comparison import Difference, RunRecord, same_inputs, tolerances
 
 # of a script in a traceback, and at the end of an error of hf-zero without one
@@ -55,6 +56,14 @@ def cause_of(
     return OF_ENGINE
 
 
+def of_kept_settings(names: Iterable[str]) -> str:
+    """Return the cause of a difference of a run with settings ``names``, kept by ``--keep``."""
+    return (
+        f"the configuration keeps {'; '.join(names)}: it changes the training on purpose, and this "
+        "is how far; leave out --keep to compare without it"
+    )
+
+
 def _of_gradients(script: Path, lines: list[int]) -> str:
     where = f"{script.name}, line {', '.join(map(str, lines[:3]))}"
     return (
@@ -92,9 +101,10 @@ def cause_of_resume(
         )
     if ranks[0] != ranks[1] and difference.what in ("gradient norm", "number of steps"):
         return (
-            f"a step of {ranks[1]} ranks trains on other samples than one of {ranks[0]}: pass the "
-            "data as training_data to initialize, which keeps the samples of a step, or resume on "
-            f"{ranks[0]} ranks"
+            f"a step on {counted(ranks[1], 'rank')} trains on other samples than one on "
+            f"{ranks[0]}, or draws other random numbers for them, as dropout does: pass the data "
+            "as training_data to initialize, which keeps the samples of a step, and set dropout to "
+            f"0, or resume on {counted(ranks[0], 'rank')}"
         )
     return OF_ENGINE
 

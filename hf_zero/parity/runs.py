@@ -103,6 +103,7 @@ class _Installed:
             answer = start_reference(request, run.variant, run.skipped, run.engine == PLAIN)
             answer[0].__class__ = recorded(type(answer[0]), self.recorder)
         header = {"left_out": compared.left_out, "own_update": own_update(answer[1])}
+        header["kept"] = compared.kept
         if run.engine != ENGINE:
             header["bytes"] = answer[0].nbytes
         recorder.add(answer[0], header)

@@ -24,6 +24,7 @@ from hf_zero.parity.causes import (
     cause_of_failure,
     cause_of_resume,
     is_repeated,
+    of_kept_settings,
 )
 from hf_zero.parity.comparison import (
     Comparison,
@@ -307,19 +308,22 @@ def compare(
     first, cause, log = outcome.first, None, list[str]()
     if first is not None:
         cause = cause_of(first, reference, run, repeats, script)
+        if cause == OF_ENGINE and (kept := run.about(first.engine).get("kept")):
+            cause = of_kept_settings(kept)
         for line in run.steps.get((first.engine, first.step), []):
             log += [message for message in line["log"] if message not in log]
     resumed = None
     if resume is not None and first is None:
         resumed = _resumed(make_run, reference, measured, resume)
     about = [run.about(engine) for engine in range(run.engines)]
+    own = [{of.about(n)["own_update"] for n in range(of.engines)} for of in (reference, run)]
     return Answer(
         outcome,
         int(about[0]["world"]),
         str(reference.about(0)["precision"]),
         measured is not None,
         sorted({name for of in about for name in of["left_out"]}),
-        sorted({of["own_update"] for of in about if of["own_update"]}),
+        sorted(own[0] & own[1] - {None}),
         cause,
         log,
         resumed,

@@ -89,36 +89,43 @@ TWINS: dict[type, type[torch.optim.Optimizer]] = {
 
 @dataclass
 class Comparable:
-    """A request without the settings in ``left_out``, which change the training on purpose."""
+    """A request without the settings in ``left_out``, which change the training on purpose, and
+    with those in ``kept``.
+    """
 
     request: SetupRequest[Any]
     left_out: list[str]
+    kept: list[str]
 
 
 def comparable(request: SetupRequest[Any], keep: bool = False) -> Comparable:
     """Return ``request`` as both runs make it. ``keep``: nothing is left out of it. Raises
     ConfigError for a parallel axis, along which no rank has the whole model.
     """
-    config, left_out = request.config, list[str]()
+    config = request.config
     _refuse_axes(request)
     for key in WRITES:
         if _is_on(config, key):
             config = config.without(key)
-    if keep:
-        return Comparable(replace(request, config=config), left_out)
-    for key in ON_PURPOSE:
-        if _is_on(config, key):
-            config = config.without(key)
-            left_out.append(key)
-    if config.optimizer is not None:
+    exact, names = with_exact_optimizer(config), [key for key in ON_PURPOSE if _is_on(config, key)]
+    for key in names:
+        exact = exact.without(key)
+    if exact.optimizer != config.optimizer and config.optimizer and exact.optimizer:
         name = canonical_name(config.optimizer.type)
-        if name in EXACT:
-            exact, more = EXACT[name]
-            params = {k: v for k, v in config.optimizer.params.items() if k in COMMON}
-            section = {"optimizer": {"type": exact, "params": {**params, **more}}}
-            config = config.without("optimizer").override(section, "computed: hf-zero parity")
-            left_out.append(f"optimizer.type {name}, compared as {exact}")
-    return Comparable(replace(request, config=config), left_out)
+        names.append(f"optimizer.type {name}, compared as {exact.optimizer.type}")
+    if keep:
+        return Comparable(replace(request, config=config), [], names)
+    return Comparable(replace(request, config=exact), names, [])
+
+
+def with_exact_optimizer(config: ZeroConfig) -> ZeroConfig:
+    """Return ``config`` with torch's optimizer in place of one with few bits that it names."""
+    if config.optimizer is None or canonical_name(config.optimizer.type) not in EXACT:
+        return config
+    exact, more = EXACT[canonical_name(config.optimizer.type)]
+    params = {k: v for k, v in config.optimizer.params.items() if k in COMMON}
+    section = {"optimizer": {"type": exact, "params": {**params, **more}}}
+    return config.without("optimizer").override(section, "computed: hf-zero parity")
 
 
 def _is_on(config: ZeroConfig, key: str) -> bool:
@@ -172,6 +179,7 @@ def start_reference(
         off["torch_autocast"] = {"enabled": False}
         config = config.override(off, "computed: hf-zero parity")
         model.float()
+    config = with_exact_optimizer(config)  # also if both runs keep it
     request = replace(request, config=config)
     optimizer = request.make_optimizer()
     if optimizer is not None:

@@ -368,3 +368,12 @@ def test_settings_that_change_the_training_are_left_out() -> None:
         "optimizer.type AdamW8bit, compared as AdamW",
     ]
     assert "--keep compares with them" in str(result)
+
+
+def test_kept_settings_are_compared_with_torch_and_are_the_cause() -> None:
+    settings = config(1, optimizer={"type": "AdamW8bit", "params": {"lr": 1e-3}})
+    result = answer(2, settings, keep=True)
+    assert not (result.equal or result.left_out or result.own_updates)
+    assert "cause: the configuration keeps optimizer.type AdamW8bit, compared as AdamW: it" in str(
+        result
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import hf_zero
 from hf_zero.errors import ParityError
-from hf_zero.parity.causes import OF_ENGINE
+from hf_zero.parity.causes import OF_ENGINE, cause_of_resume
 from hf_zero.parity.session import Answer
 from tests.helpers import launched
 from tests.helpers.ranks import run_ranks
@@ -82,6 +84,16 @@ def test_a_buffer_that_is_not_saved_is_found() -> None:
     assert result.resumed is not None
     assert result.resumed.cause == OF_ENGINE
     assert "at step 4 on rank 0, resumed after step 3: the loss" in str(result)
+
+
+def test_other_samples_or_random_numbers_are_the_cause_on_another_number_of_ranks() -> None:
+    records: list[Any] = [SimpleNamespace(steps={(0, 0): [None] * ranks}) for ranks in (2, 1)]
+    difference: Any = SimpleNamespace(what="gradient norm", step=5)
+    cause = cause_of_resume(difference, *records, after=4)
+    assert cause.startswith(
+        "a step on 1 rank trains on other samples than one on 2, or draws other"
+    )
+    assert cause.endswith("set dropout to 0, or resume on 2 ranks")
 
 
 @pytest.mark.long
