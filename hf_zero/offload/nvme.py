@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -23,13 +23,12 @@ from hf_zero.offload.storage import (
     Allocator,
     StorageFormat,
     SubGroup,
-    decoded,
     overwrite,
     paged,
     size_in_file,
 )
+from hf_zero.ops.coded_arrays import CodedArray, StateArray, decoded
 from hf_zero.ops.files import ALIGNMENT, Priority
-from hf_zero.ops.moment_blocks import BLOCK, Blocks, Moment
 
 
 @dataclass(eq=False)
@@ -42,7 +41,7 @@ class BufferedSubGroup:
     owner: NvmeStorage
     sub_group: int
     memory: torch.Tensor
-    arrays: dict[str, Moment]
+    arrays: dict[str, StateArray]
     tickets: list[Any] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -238,7 +237,7 @@ class NvmeStorage:
         self._extents: dict[str, FileExtent] = {}
         self._offsets: dict[str, list[int]] = {}  # offsets of the sub-groups in each extent
         self._buffered: dict[int, BufferedSubGroup] = {}  # prefetched, or acquired
-        self._unwritten: dict[int, dict[str, Moment]] = {}  # copies of arrays whose write failed
+        self._unwritten: dict[int, dict[str, StateArray]] = {}  # arrays whose write failed
 
     def names(self) -> list[str]:
         return list(self._formats)
@@ -258,14 +257,13 @@ class NvmeStorage:
     def _bytes(self, sub_group: int) -> int:
         return sum(self._size(name, sub_group) for name in self._formats)
 
-    def _array(self, name: str, sub_group: int, memory: torch.Tensor) -> Moment:
+    def _array(self, name: str, sub_group: int, memory: torch.Tensor) -> StateArray:
         """Return the array of ``sub_group`` at the beginning of ``memory`` (bytes)."""
         start, stop = self.sub_groups[sub_group]
         numel, how = stop - start, self._formats[name].of(sub_group)
-        if how.blocks:
-            scales, at = -(-numel // BLOCK), paged(numel)
-            scale_array = memory[at : at + 4 * scales].view(torch.float32)
-            return Blocks(memory[:numel], scale_array, how.signed, how.dynamic)
+        if how.codec is not None:
+            codes, scales = how.codec.sizes(numel)
+            return how.codec.over(memory[:codes], memory[paged(codes) : paged(codes) + scales])
         return memory[: numel * how.dtype.itemsize].view(how.dtype)
 
     def _parts(self, sub_group: int, memory: torch.Tensor) -> list[tuple[str, int, torch.Tensor]]:
@@ -295,7 +293,7 @@ class NvmeStorage:
             if memory is not None:
                 pool.add_prefetched(self._read(sub_group, memory, Priority.AHEAD))
 
-    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
+    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, StateArray]:
         with self._pool.lock:
             buffered = self._buffered.get(sub_group)
             if buffered is not None:
@@ -357,20 +355,15 @@ class NvmeStorage:
             for sub_group in list(self._buffered):
                 self._discard(sub_group)
 
-    def keep(self, sub_group: int, arrays: dict[str, Moment]) -> None:
+    def keep(self, sub_group: int, arrays: dict[str, StateArray]) -> None:
         """Keep a copy of ``arrays``, which could not be written."""
-        self._unwritten[sub_group] = {
-            name: replace(array, codes=array.codes.clone(), scales=array.scales.clone())
-            if isinstance(array, Blocks)
-            else array.clone()
-            for name, array in arrays.items()
-        }
+        self._unwritten[sub_group] = {name: array.clone() for name, array in arrays.items()}
 
     # ---- whole arrays ----
 
     def dtype(self, name: str) -> torch.dtype:
         how = self._formats[name]
-        return torch.float32 if how.blocks else how.dtype
+        return how.dtype if how.codec is None else torch.float32
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (sub-group, first, last) of the elements ``[start, stop)``."""
@@ -412,7 +405,7 @@ class NvmeStorage:
                 else:
                     self._store_alone(name, sub_group, first - begin, part, whole)
 
-    def _alone(self, name: str, sub_group: int, read: bool = True) -> Moment:
+    def _alone(self, name: str, sub_group: int, read: bool = True) -> StateArray:
         """Read the array ``name`` of ``sub_group`` into separate memory, without the other arrays;
         without ``read`` return memory as it is, because it will be overwritten whole.
         """
@@ -434,7 +427,7 @@ class NvmeStorage:
         overwrite(array, start, values)
         if sub_group in self._unwritten:
             return
-        memory = array.codes if isinstance(array, Blocks) else array.view(torch.uint8)
+        memory = array.codes if isinstance(array, CodedArray) else array.view(torch.uint8)
         data = memory.as_strided((self._size(name, sub_group),), (1,))
         offset = self._offsets[name][sub_group]
         self._extents[name].write(offset, data, Priority.NEEDED).wait()

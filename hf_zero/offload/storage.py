@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from hf_zero.device import kinds
-from hf_zero.ops.moment_blocks import BLOCK, Blocks, Moment
+from hf_zero.ops.coded_arrays import ArrayCodec, CodedArray, StateArray, decoded
 
 SHARD, MASTER = "shard", "master"
 COMPENSATION = "compensation"  # rounding errors of master weights, where they are kept
@@ -26,14 +26,12 @@ Allocator = Callable[[int, torch.dtype], torch.Tensor]  # (numel, dtype) -> zero
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """Storage format of an array: elements of ``dtype``, or 8-bit ``blocks`` (``dynamic``: with
-    bitsandbytes' map). ``unquantized_sub_groups``: sub-groups that are stored in ``dtype`` even so.
+    """Storage format of an array: elements of ``dtype``, or codes of a ``codec``.
+    ``unquantized_sub_groups``: sub-groups that are stored in ``dtype`` even so.
     """
 
     dtype: torch.dtype
-    blocks: bool = False
-    signed: bool = True
-    dynamic: bool = False
+    codec: ArrayCodec | None = None
     unquantized_sub_groups: frozenset[int] = frozenset()
 
     def of(self, sub_group: int) -> StorageFormat:
@@ -75,7 +73,7 @@ class Storage(Protocol):
     def prefetch(self, sub_group: int) -> None:
         """Announce that ``sub_group`` will be acquired or fetched soon. Does not wait."""
 
-    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
+    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, StateArray]:
         """Return the arrays of ``sub_group``, to be changed in place until :meth:`release`; until
         then further calls return the same arrays. With ``overwrite`` they are not read, because all
         values will be written.
@@ -96,19 +94,9 @@ class Storage(Protocol):
         """Release memory and files."""
 
 
-def moment_format(moments: str, dtype: torch.dtype, signed: bool = True) -> StorageFormat:
-    """Return the format of a moment of ``dtype`` if ``moments`` is ``"fp32"``, ``"bf16"``,
-    ``"int8"`` or ``"dynamic8"``.
-    """
-    if moments == "bf16":
-        return StorageFormat(torch.bfloat16)
-    dynamic = moments == "dynamic8"
-    return StorageFormat(dtype, moments == "int8" or dynamic, signed, dynamic)
-
-
-def overwrite(array: Moment, start: int, values: torch.Tensor) -> None:
+def overwrite(array: StateArray, start: int, values: torch.Tensor) -> None:
     """Overwrite elements of the array of one sub-group from ``start`` on."""
-    if isinstance(array, Blocks):
+    if isinstance(array, CodedArray):
         whole = array.decode()
         whole[start : start + values.numel()].copy_(values)
         array.encode(whole)
@@ -118,14 +106,9 @@ def overwrite(array: Moment, start: int, values: torch.Tensor) -> None:
             target.copy_(values)
 
 
-def decoded(array: Moment) -> torch.Tensor:
-    """Return the elements of the array of one sub-group: itself, or a decoded copy if quantized."""
-    return array.decode() if isinstance(array, Blocks) else array
-
-
 def size_in_memory(how: StorageFormat, numel: int) -> int:
     """Return the bytes that a sub-group of ``numel`` elements takes in host memory."""
-    return numel + 4 * -(-numel // BLOCK) if how.blocks else numel * how.dtype.itemsize
+    return numel * how.dtype.itemsize if how.codec is None else sum(how.codec.sizes(numel))
 
 
 PAGE = 4096  # bytes: the alignment of direct transfers (``ALIGNMENT`` of ops/files.py)
@@ -138,9 +121,8 @@ def paged(nbytes: int) -> int:
 
 def size_in_file(how: StorageFormat, numel: int) -> int:
     """Return the bytes that a sub-group of ``numel`` elements takes in a file."""
-    if how.blocks:
-        return paged(numel) + paged(4 * -(-numel // BLOCK))
-    return paged(numel * how.dtype.itemsize)
+    sizes = (numel * how.dtype.itemsize,) if how.codec is None else how.codec.sizes(numel)
+    return sum(map(paged, sizes))
 
 
 class DeviceStorage:
@@ -181,7 +163,7 @@ class DeviceStorage:
     def prefetch(self, sub_group: int) -> None:
         """Do nothing: the array is in memory."""
 
-    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
+    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, StateArray]:
         return dict(self._arrays)
 
     def release(self, sub_group: int) -> None:
@@ -220,7 +202,7 @@ class CastStorage(DeviceStorage):
             values = torch.where(same, target, source.to(target.dtype))
         super().store(name, start, values)
 
-    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
+    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, StateArray]:
         return {SHARD: self.fetch(SHARD)}
 
     def entry(self, name: str) -> torch.Tensor:
@@ -240,17 +222,17 @@ class HostStorage:
         self._numel = numel
         self._allocator = allocator
         self._whole: dict[str, torch.Tensor] = {}
-        self._blocks: dict[str, list[Moment]] = {}
+        self._coded: dict[str, list[StateArray]] = {}
 
     def names(self) -> list[str]:
-        return [*self._whole, *self._blocks]
+        return [*self._whole, *self._coded]
 
     def add(self, name: str, how: StorageFormat) -> None:
-        if how.blocks:
-            self._blocks[name] = [
-                Blocks.zeros(stop - start, how.signed, how.dynamic)
-                if how.of(sub_group).blocks
-                else self._allocator(stop - start, how.dtype)
+        if how.codec is not None:
+            self._coded[name] = [
+                self._allocator(stop - start, how.dtype)
+                if sub_group in how.unquantized_sub_groups
+                else how.codec.zeros(stop - start)
                 for sub_group, (start, stop) in enumerate(self.sub_groups)
             ]
         else:
@@ -263,8 +245,8 @@ class HostStorage:
         if name in self._whole:
             return self._whole[name]
         out = torch.zeros(self._numel)
-        for (start, stop), blocks in zip(self.sub_groups, self._blocks[name]):
-            out[start:stop] = decoded(blocks)
+        for (start, stop), array in zip(self.sub_groups, self._coded[name]):
+            out[start:stop] = decoded(array)
         return out
 
     def fetch_into(self, name: str, start: int, out: torch.Tensor) -> None:
@@ -276,18 +258,20 @@ class HostStorage:
         if name in self._whole:
             overwrite(self._whole[name], start, values)
             return
-        for (begin, end), blocks in zip(self.sub_groups, self._blocks[name]):
+        for (begin, end), array in zip(self.sub_groups, self._coded[name]):
             first, last = max(begin, start), min(end, start + values.numel())
             if first < last:
-                overwrite(blocks, first - begin, values[first - start : last - start])
+                overwrite(array, first - begin, values[first - start : last - start])
 
     def prefetch(self, sub_group: int) -> None:
         """Do nothing: the array is in memory."""
 
-    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, Moment]:
+    def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, StateArray]:
         start, stop = self.sub_groups[sub_group]
-        arrays: dict[str, Moment] = {name: array[start:stop] for name, array in self._whole.items()}
-        return arrays | {name: blocks[sub_group] for name, blocks in self._blocks.items()}
+        arrays: dict[str, StateArray] = {
+            name: array[start:stop] for name, array in self._whole.items()
+        }
+        return arrays | {name: blocks[sub_group] for name, blocks in self._coded.items()}
 
     def release(self, sub_group: int) -> None:
         """Do nothing: the array was changed in place."""
@@ -297,9 +281,9 @@ class HostStorage:
 
     def nbytes(self) -> dict[str, int]:
         whole = sum(array.nbytes for array in self._whole.values())
-        blocks = sum(block.nbytes for array in self._blocks.values() for block in array)
+        blocks = sum(block.nbytes for array in self._coded.values() for block in array)
         return {"device": 0, "ram": whole + blocks, "disk": 0}
 
     def close(self) -> None:
         self._whole.clear()
-        self._blocks.clear()
+        self._coded.clear()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import dynamic_map, native, reference
+from hf_zero.ops.coded_arrays import CodedArray
 from hf_zero.ops.native import (
     FP32,
     SIGNED_BLOCKS,
@@ -50,8 +51,28 @@ def _set_maps(core: ModuleType) -> None:
         core.set_dynamic_map(signed, *(table.data_ptr() for table in tables))
 
 
+@dataclass(frozen=True)
+class BlocksFormat:
+    """The format of :class:`Blocks`: whether codes have a sign, and are of the dynamic map."""
+
+    signed: bool = True
+    dynamic: bool = False
+
+    def zeros(self, numel: int, device: torch.device | str = "cpu") -> Blocks:
+        """Return ``numel`` zeros."""
+        return Blocks.zeros(numel, self.signed, self.dynamic, device)
+
+    def sizes(self, numel: int) -> tuple[int, int]:
+        """Return the bytes of the codes and of the scales of ``numel`` elements."""
+        return numel, 4 * -(-numel // BLOCK)
+
+    def over(self, codes: Tensor, scales: Tensor) -> Blocks:
+        """Return the blocks in this memory, uint8 each."""
+        return Blocks(codes, scales.view(torch.float32), self.signed, self.dynamic)
+
+
 @dataclass(eq=False)
-class Blocks:
+class Blocks(CodedArray):
     """``numel`` numbers in ``numel`` bytes and a scale for each 256, in the memory of any device.
 
     Attributes:
@@ -82,12 +103,9 @@ class Blocks:
         return cls(codes, scales, signed, dynamic)
 
     @property
-    def numel(self) -> int:
-        return self.codes.numel()
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
+    def codec(self) -> BlocksFormat:
+        """The format."""
+        return BlocksFormat(self.signed, self.dynamic)
 
     @property
     def kind(self) -> int:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import StateDict
 from hf_zero.config.feature_rows import provided
 from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
-from hf_zero.ops.moment_blocks import Blocks
+from hf_zero.ops.coded_arrays import CodedArray
 from hf_zero.optim import snapshots, state
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, adopt_states, update_base
 from hf_zero.optim.fused import FusedStep
@@ -628,7 +628,7 @@ class BoundOptimizer:
         entries = dict.values(self.optimizer.state)  # without the wait for an update under way
         # a list: an update on another thread may add entries
         values = [value for entry in entries for value in list(entry.values())]
-        codes = [value.codes if isinstance(value, Blocks) else value for value in values]
+        codes = [value.codes if isinstance(value, CodedArray) else value for value in values]
         tensors = [value for value in codes if torch.is_tensor(value)]
         versions = tuple((id(tensor), tensor._version) for tensor in tensors)
         return self.group_scalars.loads, self.group_scalars.writes, versions

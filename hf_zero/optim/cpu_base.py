@@ -11,7 +11,7 @@ from torch.optim.optimizer import StateDict
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
-from hf_zero.ops.moment_blocks import Blocks
+from hf_zero.ops.moment_blocks import Blocks, BlocksFormat
 from hf_zero.optim.moment_formats import FORMATS, FormattedOptimizer
 from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.zero.layout.flat_layout import LARGE, Slot
@@ -32,6 +32,9 @@ class CPUOptimizer(FormattedOptimizer):
     of the same update.
     """
 
+    # the states that a group's ``moments`` setting applies to, and whether they are signed
+    moment_names: dict[str, bool] = {}
+
     def updates_in_host_memory(self, device: torch.device) -> bool:
         """Return whether the update runs on the CPU alone, and state is elsewhere; and with moments
         in blocks of int8, which only offloaded state has. Moments in bitsandbytes' 8 bits have a
@@ -47,6 +50,11 @@ class CPUOptimizer(FormattedOptimizer):
         """
         large = group.get("moments") == "dynamic8" and slot.numel >= LARGE
         return large and in_8_bits(group, param, math.prod(slot.whole))
+
+    def codec_of(self, name: str) -> BlocksFormat | None:
+        """Return bitsandbytes' format of the moment ``name``."""
+        signs = self.moment_names
+        return BlocksFormat(signs[name], dynamic=True) if name in signs else None
 
     def update(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.ops.coded_arrays import ArrayCodec
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.layout.flat_layout import Slot
 
@@ -18,8 +19,6 @@ FORMATS = ("moments", "optim_bits", "min_8bit_size", "whole_blocks_of")
 class FormattedOptimizer(torch.optim.Optimizer):
     """An optimizer whose groups have settings of :data:`FORMATS`."""
 
-    # the states that a group's ``moments`` setting applies to, and whether they are signed
-    moment_names: dict[str, bool] = {}
     # the format of the moments of a segment, by an engine that has cut parameters into segments
     segment_format: Callable[[Tensor], str] | None = None
 
@@ -33,10 +32,19 @@ class FormattedOptimizer(torch.optim.Optimizer):
         """
         return False
 
+    def codec_of(self, name: str) -> ArrayCodec | None:
+        """Return the format of state ``name`` of such parameters; None: that of others."""
+        return None
+
 
 def updates_in_host_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Return whether ``optimizer`` cannot update state on ``device``."""
     return isinstance(optimizer, FormattedOptimizer) and optimizer.updates_in_host_memory(device)
+
+
+def codec_of(optimizer: torch.optim.Optimizer, name: str) -> ArrayCodec | None:
+    """Return the format of state ``name`` of parameters with moments in 8 bits, if it has one."""
+    return optimizer.codec_of(name) if isinstance(optimizer, FormattedOptimizer) else None
 
 
 def refuse_on_device(optimizer: torch.optim.Optimizer, device: torch.device, key: str) -> None:

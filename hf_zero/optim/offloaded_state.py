@@ -10,21 +10,21 @@ update.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerError
-from hf_zero.offload.storage import MASTER, StorageFormat, moment_format
+from hf_zero.offload.storage import MASTER, StorageFormat
 from hf_zero.offload.sub_group_update import Call, Counted, Rule, SubGroupUpdate
 from hf_zero.ops import native
+from hf_zero.ops.moment_blocks import BlocksFormat
 from hf_zero.optim import state
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, adam, lion, sgd
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
-from hf_zero.optim.moment_formats import FormattedOptimizer
+from hf_zero.optim.moment_formats import codec_of
 from hf_zero.optim.offloaded_segments import OffloadedSegments, SubGroupOptimizer
 from hf_zero.optim.segments import (
     FetchedArrays,
@@ -86,11 +86,10 @@ def stored_format(
     if moments == "fp32" or dtype != torch.float32 or narrow:
         return StorageFormat(dtype)
     if moments == "dynamic8":
-        moment_names = optimizer.moment_names if isinstance(optimizer, FormattedOptimizer) else {}
-        if unquantized_sub_groups is None or name not in moment_names:
+        codec = codec_of(optimizer, name)
+        if unquantized_sub_groups is None or codec is None:
             return StorageFormat(dtype)
-        blocks = moment_format(moments, dtype, moment_names[name])
-        return replace(blocks, unquantized_sub_groups=unquantized_sub_groups)
+        return StorageFormat(dtype, codec, unquantized_sub_groups)
     signs = compressible(optimizer, settings)
     if name not in signs:
         raise ConfigError(
@@ -98,7 +97,9 @@ def stored_format(
             f"{type(optimizer).__name__} is kept in fp32 only; use Adam, AdamW or Lion, or write "
             '"moments": "fp32"'
         )
-    return moment_format(moments, dtype, signs[name])
+    if moments == "bf16":
+        return StorageFormat(torch.bfloat16)
+    return StorageFormat(dtype, BlocksFormat(signs[name]))
 
 
 class OffloadedState(OffloadedSegments):

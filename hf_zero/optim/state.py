@@ -19,10 +19,10 @@ from torch import Tensor
 
 from hf_zero.device import kinds
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.offload.storage import MASTER, decoded
+from hf_zero.offload.storage import MASTER
+from hf_zero.ops.coded_arrays import CodedArray, StateArray, decoded
 from hf_zero.ops.flat_tiles import PHASE
-from hf_zero.ops.moment_blocks import Blocks, Moment
-from hf_zero.optim.moment_formats import FormattedOptimizer
+from hf_zero.optim.moment_formats import codec_of
 from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.segments import (
     FetchedArrays,
@@ -244,7 +244,7 @@ def collect(
         shape, state = slots[name].shape, without_none(entries.get(parameters[name], {}))
         scalars, per_element = dict[str, float](), dict[str, Tensor]()
         for key, value in state.items():
-            if isinstance(value, Blocks):
+            if isinstance(value, CodedArray):
                 per_element[key] = value.decode()
             elif key in tensor_state_names(optimizer):
                 carried.tensor_state.setdefault(name, {})[key] = value
@@ -378,13 +378,13 @@ class SegmentStateAccess:
         """
         return self.optimizer.state[segment.tensor] if self.of_wholes else {}
 
-    def elementwise(self, segment: Segment) -> dict[str, Moment]:
+    def elementwise(self, segment: Segment) -> dict[str, StateArray]:
         """Return the per-element states of ``segment``."""
         shape = segment.tensor.shape
         return {
             name: value
             for name, value in self.of(segment).items()
-            if isinstance(value, Blocks)
+            if isinstance(value, CodedArray)
             or (is_elementwise(name, value, shape) and name not in self.of_wholes)
         }
 
@@ -530,13 +530,13 @@ class DeviceState(Regions):
                         if value is not None and bool(value):
                             array[segment.start : segment.stop] = value
 
-    def _pieces(self, region: MemoryRegion, name: str, dtype: torch.dtype) -> list[Moment]:
+    def _pieces(self, region: MemoryRegion, name: str, dtype: torch.dtype) -> list[StateArray]:
         """Return state ``name`` of each span of ``region``, in the format of its moments."""
         optimizer, device = self._entries.optimizer, region.segments[0].tensor.device
-        moments = optimizer.moment_names if isinstance(optimizer, FormattedOptimizer) else {}
+        codec = codec_of(optimizer, name)
         return [
-            Blocks.zeros(span.stop - span.start, moments[name], True, device)
-            if name in moments and self._is_coded(span)
+            codec.zeros(span.stop - span.start, device)
+            if codec is not None and self._is_coded(span)
             else torch.zeros(span.stop - span.start, dtype=dtype, device=device)
             for span in region.spans
         ]
@@ -598,7 +598,7 @@ class DeviceState(Regions):
 
     def _view(
         self, segment: Segment, name: str, dtype: torch.dtype, first: InitialValues
-    ) -> Moment:
+    ) -> StateArray:
         """Return the memory of state ``name`` of ``segment``; allocate the array if it is new."""
         region = segment.region
         if name not in region.arrays:
@@ -609,7 +609,7 @@ class DeviceState(Regions):
         return self.view(segment, name)
 
     @staticmethod
-    def view(segment: Segment, name: str) -> Moment:
+    def view(segment: Segment, name: str) -> StateArray:
         """Return the entry of state ``name`` of ``segment``."""
         [(_, moment)] = segment.region.moments(name, segment.start, segment.stop)
         return moment
@@ -645,7 +645,7 @@ class DeviceState(Regions):
             dtype = step_dtype(segment.tensor.dtype)
             live[name] = self._view(segment, name, dtype, self._entries.initial_values())
             _set(live[name], 0.0)
-        if isinstance(live[name], Blocks):
+        if isinstance(live[name], CodedArray):
             live[name].put(at, values)
             return
         live[name][at : at + values.numel()].copy_(values)
@@ -657,11 +657,11 @@ class DeviceState(Regions):
         Raises UnsupportedOptimizerError for state that is neither per element nor a scalar.
         """
         first, live = self._entries.initial_values(), self._entries.optimizer.state
-        others = list[tuple[Segment, str, Moment]]()
+        others = list[tuple[Segment, str, StateArray]]()
         for segment in segments:
             shape = segment.tensor.shape
             for name, value in self._entries.of(segment).items():
-                if isinstance(value, Blocks) and value.dynamic:
+                if isinstance(value, CodedArray):
                     dtype = torch.float32
                 elif is_scalar(name, value, shape) or name in self._entries.of_wholes:
                     continue
@@ -708,7 +708,7 @@ class DeviceState(Regions):
         if views.keys() == pieces.keys():
             return arrays | views
         dtypes = {MASTER: arrays[MASTER].dtype} | {
-            name: torch.float32 if isinstance(of[0][1], Blocks) else of[0][1].dtype
+            name: torch.float32 if isinstance(of[0][1], CodedArray) else of[0][1].dtype
             for name, of in sorted(pieces.items())
         }
 
@@ -723,7 +723,7 @@ class DeviceState(Regions):
 
         return FetchedArrays(dtypes, read)
 
-    def _moments_of(self, flat: OptimizerShard, name: str) -> list[tuple[int, Moment]]:
+    def _moments_of(self, flat: OptimizerShard, name: str) -> list[tuple[int, StateArray]]:
         region, base = self._region_of[flat.key]
         return region.moments(name, base, base + flat.owned[1] - flat.owned[0])
 
@@ -736,7 +736,7 @@ class DeviceState(Regions):
         names = self._region_of[flat.key][0].arrays
         tensors = list[Tensor]()
         for _, moment in (piece for name in names for piece in self._moments_of(flat, name)):
-            if isinstance(moment, Blocks):
+            if isinstance(moment, CodedArray):
                 tensors += moment.codes, moment.scales
             else:
                 tensors.append(moment)
@@ -753,20 +753,17 @@ class DeviceState(Regions):
         return 0
 
 
-def _address(moment: Moment) -> int:
-    return (moment.codes if isinstance(moment, Blocks) else moment).data_ptr()
+def _address(moment: StateArray) -> int:
+    return (moment.codes if isinstance(moment, CodedArray) else moment).data_ptr()
 
 
-def _set(moment: Moment, values: Moment | float) -> None:
-    """Overwrite ``moment`` with ``values``, of its shape, or one for all elements: 0 in blocks."""
+def _set(moment: StateArray, values: StateArray | float) -> None:
+    """Overwrite ``moment`` with ``values``, of its shape, or one for all elements: 0 in codes."""
     if isinstance(moment, Tensor):
-        moment[:] = values.decode() if isinstance(values, Blocks) else values
-        return
-    if isinstance(values, Tensor) and values.numel() == moment.numel > 1:
+        moment[:] = decoded(values) if isinstance(values, CodedArray) else values
+    elif isinstance(values, Tensor) and values.numel() == moment.numel > 1:
         moment.encode(values)
-        return
-    if not isinstance(values, Blocks):
-        device = moment.codes.device
-        values = Blocks.zeros(moment.numel, moment.signed, moment.dynamic, device)
-    moment.codes.copy_(values.codes)
-    moment.scales.copy_(values.scales)
+    elif isinstance(values, CodedArray):
+        moment.copy_(values)
+    else:
+        moment.copy_(moment.codec.zeros(moment.numel, moment.codes.device))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_zero.errors import KernelError
 from hf_zero.ops.host import adam
-from hf_zero.ops.moment_blocks import BLOCK, Blocks
+from hf_zero.ops.moment_blocks import BLOCK, Blocks, BlocksFormat
 from tests.helpers.buffers import reference
 
 
@@ -49,6 +49,20 @@ def test_codes_are_those_of_the_reference_within_half_a_step(isa: str, signed: b
     assert bool(((decoded - values).abs()[inside] <= values.abs()[inside] / 16 * 1.0001).all())
     # the largest is exact
     assert torch.equal(decoded.view(-1, BLOCK).abs().amax(1), values.view(-1, BLOCK).abs().amax(1))
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_copy_into_another_format_is_encoded(dynamic: bool) -> None:
+    values = spread(300, True)
+    source = blocks_of(values, True)
+    target = BlocksFormat(dynamic=dynamic).zeros(300)
+    want = BlocksFormat(dynamic=dynamic).zeros(300)
+    want.encode(source.decode())
+    target.copy_(source)
+    assert torch.equal(target.codes, want.codes) and torch.equal(target.scales, want.scales)
+    again = target.clone()
+    target.copy_(target.codec.zeros(300))
+    assert target.decode().eq(0).all() and torch.equal(again.decode(), want.decode())
 
 
 def test_a_second_moment_never_becomes_zero_and_what_is_not_finite_takes_its_block_along(isa):

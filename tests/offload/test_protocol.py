@@ -17,11 +17,11 @@ from hf_zero.offload.storage import (
     DeviceStorage,
     HostStorage,
     StorageFormat,
-    decoded,
     paged,
 )
+from hf_zero.ops.coded_arrays import decoded
 from hf_zero.ops.files import ALIGNMENT
-from hf_zero.ops.host import Blocks
+from hf_zero.ops.moment_blocks import Blocks, BlocksFormat
 from tests.helpers.accelerators import play_streams
 
 CPU = torch.device("cpu")
@@ -249,7 +249,7 @@ def test_a_range_over_sub_groups_is_overwritten(storage):
 
 def test_moments_in_eight_bits_take_a_quarter_and_a_scale(storage):
     storage.add(MASTER, StorageFormat(torch.float32))
-    storage.add("exp_avg_sq", StorageFormat(torch.float32, blocks=True, signed=False))
+    storage.add("exp_avg_sq", StorageFormat(torch.float32, BlocksFormat(signed=False)))
     values = torch.rand(NUMEL)
     storage.store("exp_avg_sq", 0, values)
     got = storage.fetch("exp_avg_sq")

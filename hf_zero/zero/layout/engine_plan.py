@@ -29,6 +29,7 @@ from hf_zero.offload.storage import (
     size_in_memory,
 )
 from hf_zero.optim.elementwise import updates_in_parts
+from hf_zero.optim.moment_formats import codec_of
 from hf_zero.optim.segments import ParamGroup, group_runs
 from hf_zero.optim.state import SegmentStateAccess, is_elementwise
 from hf_zero.zero.layout.flat_spec import FlatSpec
@@ -395,9 +396,10 @@ class EnginePlan:
         for run in group_runs(flat.spec.layout, flat.spec.owned, self.formats):
             if run.group is not None:
                 (group, in_8_bits), numel = run.group, run.stop - run.start
-                for _, dtype, _ in self._kept(group, flat.spec.master_dtype).values():
-                    how = StorageFormat(dtype, blocks=in_8_bits and dtype == torch.float32)
-                    nbytes += size_in_memory(how, numel)
+                for name, (_, dtype, _) in self._kept(group, flat.spec.master_dtype).items():
+                    coded = in_8_bits and dtype == torch.float32
+                    codec = codec_of(self._entries.optimizer, name) if coded else None
+                    nbytes += size_in_memory(StorageFormat(dtype, codec), numel)
         return nbytes
 
     @cached_property

@@ -40,7 +40,8 @@ from hf_zero.device.spans import NOTHING, span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logging import abridged
-from hf_zero.offload.storage import SHARD, CastStorage, DeviceStorage, Storage, decoded
+from hf_zero.offload.storage import SHARD, CastStorage, DeviceStorage, Storage
+from hf_zero.ops.coded_arrays import decoded
 from hf_zero.zero.layout.compute_copy import Change, WeightTransform
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec
