@@ -278,10 +278,6 @@ class Checkpoint(ClosedAtExit):
                     "or load another tag of this run"
                 )
 
-    def buffer_file(self) -> TensorFile:
-        """Return the file that holds the buffers: rank 0's, the first."""
-        return self.file(0)
-
     def fill(
         self,
         out: torch.Tensor,
@@ -338,7 +334,7 @@ class Checkpoint(ClosedAtExit):
         1-D, of any dtype and device, through a small buffer.
         """
         if name in self.manifest.buffers:
-            file = self.buffer_file()
+            file = self.file(0)  # that of rank 0 has the buffers
             read_range(file, BUFFER + name, start, out, scratch or Scratch())
             return
         runs = parameter_ranges(self.manifest, name, start, start + out.numel())

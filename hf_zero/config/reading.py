@@ -355,7 +355,8 @@ class ConfigReading:
         """Raise ConfigError if a value is still "auto", naming each key and the values to write."""
         if self.autos:
             lines = [
-                f"  {path} ({self.sources[path]}): write {_expected(path)}"
+                f"  {path} ({self.sources[path]}): write "
+                f"{KEYS[path].value_type.expected if path in KEYS else 'a value'}"
                 for path in sorted(self.autos)
             ]
             raise ConfigError(
@@ -472,10 +473,6 @@ def _options(schema: JsonObject) -> list[str]:
     inner = [*schema.get("anyOf", ()), schema.get("items", {})]
     names = [name for name in schema.get("enum", ()) if isinstance(name, str)]
     return [*names, *(name for part in inner if part for name in _options(part))]
-
-
-def _expected(path: str) -> str:
-    return KEYS[path].value_type.expected if path in KEYS else "a value"
 
 
 def _known() -> list[str]:

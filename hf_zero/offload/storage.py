@@ -268,10 +268,8 @@ class HostStorage:
 
     def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, StateArray]:
         start, stop = self.sub_groups[sub_group]
-        arrays: dict[str, StateArray] = {
-            name: array[start:stop] for name, array in self._whole.items()
-        }
-        return arrays | {name: blocks[sub_group] for name, blocks in self._coded.items()}
+        whole = {name: array[start:stop] for name, array in self._whole.items()}
+        return {**whole, **{name: arrays[sub_group] for name, arrays in self._coded.items()}}
 
     def release(self, sub_group: int) -> None:
         """Do nothing: the array was changed in place."""

@@ -287,8 +287,8 @@ class BoundOptimizer:
         """
         optimizer: Any = self.optimizer
         table = self._table
-        if table.excluded:
-            table.count_excluded()
+        for segment in table.excluded:  # other code updates them
+            optimizer.state[segment.tensor]["step"] += 1
 
         def rest() -> list[Segment]:
             return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
@@ -480,19 +480,15 @@ class BoundOptimizer:
         first, because creation overwrites storage, and torch's ``load_state_dict`` has dropped
         entries.
         """
-        offloaded = self._table.offloaded
-        segments = offloaded.segments(flat) if flat.offloaded else []
-        begun = bool(segments) and all(map(offloaded.is_initial, segments))
-        for segment in segments:
-            offloaded.create(segment)
-        return begun
+        return flat.offloaded and self._table.offloaded.create_missing(flat)
 
     def forget(self) -> None:
         """Reset all state to before the first step."""
         self.group_scalars.note_load([])
         self._table.offloaded.wait()
         dict.clear(self.optimizer.state)
-        self._table.unite()
+        self._table.diverged = set()
+        self._table.join({})  # no parameter has been left out of a step
         self.drop_state()
         self._table.offloaded.renew_all()
 

@@ -118,7 +118,8 @@ class SharedSettings:
         if values != self._last:
             self._last = values
             self._changes = abridged(
-                f"{name} {_in_words(value)} in group {at}"
+                # hosts may differ in the last bits of a schedule's cosine
+                f"{name} {f'{value:.6g}' if isinstance(value, float) else value} in group {at}"
                 for at, (group, first) in enumerate(zip(values, self._first))
                 for name, value, before in zip(self._names, group, first)
                 if value != before
@@ -140,8 +141,3 @@ def _compared(value: object) -> object:
         return [*map(_compared, value)]
     on_host = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1
     return value.item() if on_host else None  # type: ignore[attr-defined]
-
-
-def _in_words(value: object) -> str:
-    # hosts may differ in the last bits of a schedule's cosine
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -4,7 +4,7 @@ provides the state and its updates; without one all state is on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -25,15 +25,11 @@ class SubGroupOptimizer(Protocol):
     def used_segments(self, flat: OptimizerShard) -> Sequence[Segment]:
         """Return :meth:`offloaded_segments` without those of unused parameters."""
 
-    def step_sub_group(
-        self,
-        segment: Segment,
-        arrays: StateArrays,
-        grad: Tensor,
-        divisor: float,
-        is_first_step: bool,
-    ) -> None:
-        """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
+    @property
+    def step_sub_group(self) -> Callable[[Segment, StateArrays, Tensor, float, bool], None]:
+        """The update of a segment by the optimizer itself, over arrays, with a gradient, its
+        divisor, and whether the step is the first.
+        """
 
 
 class OffloadedSegments(Regions):
@@ -78,10 +74,6 @@ class OffloadedSegments(Regions):
         do not exist yet.
         """
 
-    def is_initial(self, segment: Segment) -> bool:
-        """Return whether ``segment`` has its initial state: it was not stepped yet."""
-        return False
-
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
 
@@ -92,6 +84,12 @@ class OffloadedSegments(Regions):
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
 
     # ---- one flat buffer ----
+
+    def create_missing(self, flat: OptimizerShard) -> bool:
+        """Create the missing state of ``flat``, with its values before a first step; return whether
+        all of its segments already had state with such values.
+        """
+        return False
 
     def arrays(self, flat: OptimizerShard) -> Mapping[str, Tensor]:
         """Return the master weights and each per-element state of ``flat``, 1-D over

@@ -243,13 +243,23 @@ class OffloadedState(OffloadedSegments):
             elif name in entries:
                 self._entries.optimizer.state[segment.tensor][name] = state.copied(value)
 
-    def is_initial(self, segment: Segment) -> bool:
+    def create_missing(self, flat: OptimizerShard) -> bool:
+        """Create the missing state of ``flat``, with its values before a first step; return whether
+        all of its segments already had state with such values.
+        """
+        segments = self.segments(flat)
+        begun = bool(segments) and all(map(self._is_initial, segments))
+        for segment in segments:
+            self.create(segment)
+        return begun
+
+    def _is_initial(self, segment: Segment) -> bool:
         """Return whether ``segment`` has its initial state: it was not stepped yet."""
         return self._entries.is_unbegun(segment) and bool(self._entries.of(segment))
 
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
-        if self.is_initial(segment):
+        if self._is_initial(segment):
             return
         self._entries.optimizer.state.pop(segment.tensor, None)
         self._renew(segment)

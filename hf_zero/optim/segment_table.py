@@ -87,7 +87,7 @@ class SegmentTable:
         self.excluded_names: frozenset[str] = frozenset()
         self.excluded: list[Segment] = []  # their segments, which other code updates
         # by parameter; those with different numbers may have different scalars
-        self._histories: dict[str, int] = {}
+        self.histories: dict[str, int] = {}
         self._region_of: dict[str, MemoryRegion] = {}  # by parameter; empty until it is needed
         # optimizer groups whose parameters have made different numbers of steps on any rank, as
         # far as this rank knows: it left parameters out of a step, or loaded their step counts
@@ -127,7 +127,7 @@ class SegmentTable:
         if isinstance(self._optimizer, FormattedOptimizer):
             self._optimizer.segment_format = self._format_of
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
-        self.diverged, self._histories = set(), {}
+        self.diverged, self.histories = set(), {}
         self._region_of = {}
         self._cut(self._regions)
         self._list()
@@ -142,32 +142,22 @@ class SegmentTable:
 
     # ---- cuts ----
 
-    def unite(self) -> None:
-        """Cut the segments anew: none has state, and no parameter has been left out of a step."""
-        self.diverged = set()
-        self.join({})
-
     def part(self, names: Iterable[str]) -> None:
         """Let no segment hold both some of ``names`` and other parameters from now on."""
-        last, numbers = max(self._histories.values(), default=0), dict[int, int]()
+        last, numbers = max(self.histories.values(), default=0), dict[int, int]()
         if not self._region_of:
             spans = [span for region in self._regions for span in region.spans]
             self._region_of = {name: span.region for span in spans for name in span.names}
         concerned = sorted(self._region_of.keys() & names)
         for name in concerned:
-            former = self._histories.get(name, 0)
-            self._histories[name] = numbers.setdefault(former, last + 1 + len(numbers))
+            former = self.histories.get(name, 0)
+            self.histories[name] = numbers.setdefault(former, last + 1 + len(numbers))
         self._recut(dict.fromkeys(self._region_of[name] for name in concerned))
-
-    @property
-    def is_parted(self) -> bool:
-        """Return whether parameters have different histories."""
-        return bool(self._histories)
 
     def join(self, kind_of: Mapping[str, Hashable]) -> None:
         """Let segments hold all parameters of one kind, in place of those of one history."""
         numbers: dict[Hashable, int] = {}
-        self._histories = {
+        self.histories = {
             name: numbers.setdefault(kind, len(numbers)) for name, kind in kind_of.items()
         }
         self._recut(self._regions)
@@ -205,7 +195,7 @@ class SegmentTable:
     def _pieces(self, span: Segment) -> Iterator[Segment]:
         """Yield ``span``, cut; on the device, each piece is short enough to be widened."""
         by_name = self._adds_up  # each segment must be a part of one tensor
-        history, pieces = self._histories, [span]
+        history, pieces = self.histories, [span]
         if span.parts and (by_name or history):
             kind_of = (lambda name: name) if by_name else (lambda name: history.get(name, 0))
             pieces = [piece for _, piece in cuts.divide(span, kind_of)]
@@ -291,11 +281,6 @@ class SegmentTable:
     def separate_counters(self) -> None:
         """Give each segment its own step counter: one launch over all of them shares counters."""
         self._fused.separate_counters()
-
-    def count_excluded(self) -> None:
-        """Count a step of the parameters that other code updates."""
-        for segment in self.excluded:
-            self._optimizer.state[segment.tensor]["step"] += 1
 
     def part_unused(self, segments: Iterable[Segment], unused: frozenset[str]) -> None:
         """Cut ``segments`` such that none holds both ``unused`` parameters and others."""
@@ -394,7 +379,7 @@ class GroupScalars:
         self.note_load([*shared, *filter(None, scalars.values())] if diverged else shared)
         table.separate_counters()
         kinds = dict[str, Hashable]()
-        for segment in table.segments if diverged or table.is_parted else ():
+        for segment in table.segments if diverged or table.histories else ():
             existing = frozenset(entries.of(segment))
             for name in segment.names:
                 own = scalars.get(name)

@@ -760,10 +760,9 @@ def _address(moment: StateArray) -> int:
 def _set(moment: StateArray, values: StateArray | float) -> None:
     """Overwrite ``moment`` with ``values``, of its shape, or one for all elements: 0 in codes."""
     if isinstance(moment, Tensor):
-        moment[:] = decoded(values) if isinstance(values, CodedArray) else values
+        moment[:] = values.decode() if isinstance(values, CodedArray) else values
     elif isinstance(values, Tensor) and values.numel() == moment.numel > 1:
         moment.encode(values)
-    elif isinstance(values, CodedArray):
-        moment.copy_(values)
     else:
-        moment.copy_(moment.codec.zeros(moment.numel, moment.codes.device))
+        none = moment.codec.zeros(moment.numel, moment.codes.device)
+        moment.copy_(values if isinstance(values, CodedArray) else none)
