@@ -193,8 +193,8 @@ def adopt_states(optimizer: torch.optim.Optimizer, states: Iterable[ParamState])
     """Convert ``states`` of parameters in place, from the format of the class that ``optimizer``
     had before :func:`adopt`.
     """
-    adopt_state = getattr(type(optimizer), "adopt_state", None)
-    for state in states if adopt_state else ():
+    adopt_state = getattr(type(optimizer), "adopt_state", lambda state: None)
+    for state in states:
         adopt_state(state)
 
 
