@@ -19,12 +19,7 @@ from hf_zero.ops.coded_arrays import CodedArray
 from hf_zero.optim import snapshots, state
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, adopt_states, update_base
 from hf_zero.optim.fused import FusedStep
-from hf_zero.optim.group_settings import (
-    SharedSettings,
-    load_settings,
-    plain_settings,
-    scaled_rates,
-)
+from hf_zero.optim.group_settings import SharedSettings, load_settings, plain_settings, scaled_rates
 from hf_zero.optim.moment_formats import names_in_8_bits
 from hf_zero.optim.own_step import OwnStep
 from hf_zero.optim.segment_table import (

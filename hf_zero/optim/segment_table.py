@@ -64,7 +64,7 @@ class SegmentTable:
         self.gradients = gradients
         self._copied = copied
         self._base = base
-        self._fused = fused
+        self.fused = fused
         self._most_widened = None if entries.bf16 is None else entries.bf16.most_widened
         # A step sums over the ranks, so no segment can be stepped without the others.
         self._adds_up = isinstance(entries.optimizer, WholeTensorOptimizer)
@@ -101,7 +101,7 @@ class SegmentTable:
         """
         on_device = [flat for flat in flats if not flat.offloaded]
         away = [flat for flat in flats if flat.offloaded]
-        self._fused.reset(masters(on_device[0]).device if on_device else None)
+        self.fused.reset(masters(on_device[0]).device if on_device else None)
         self.device.names_in_8_bits = self.offloaded.names_in_8_bits = self.names_in_8_bits
         regions = cuts.cut(on_device, group_of)
         self.offloaded.cut(away, group_of)
@@ -164,7 +164,7 @@ class SegmentTable:
 
     def _recut(self, regions: Iterable[MemoryRegion]) -> None:
         if self._cut(regions):
-            self._fused.divide()
+            self.fused.divide()
             self._list()
 
     def _cut(self, regions: Iterable[MemoryRegion]) -> bool:
@@ -276,11 +276,7 @@ class SegmentTable:
             entries = self._optimizer.state[segment.tensor]
             if isinstance(entries.get("step"), torch.Tensor):
                 entries["step"] = entries["step"].clone()
-        self._fused.divide()
-
-    def separate_counters(self) -> None:
-        """Give each segment its own step counter: one launch over all of them shares counters."""
-        self._fused.separate_counters()
+        self.fused.divide()
 
     def part_unused(self, segments: Iterable[Segment], unused: frozenset[str]) -> None:
         """Cut ``segments`` such that none holds both ``unused`` parameters and others."""
@@ -377,7 +373,7 @@ class GroupScalars:
         table, entries = self._table, self._entries
         # equal in each group unless they diverge
         self.note_load([*shared, *filter(None, scalars.values())] if diverged else shared)
-        table.separate_counters()
+        table.fused.separate_counters()
         kinds = dict[str, Hashable]()
         for segment in table.segments if diverged or table.histories else ():
             existing = frozenset(entries.of(segment))

@@ -21,13 +21,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.sections import awaited_by_updates
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.offload.placement import PlacementRules, ShardSpec
-from hf_zero.offload.storage import (
-    StorageFormat,
-    SubGroup,
-    paged,
-    size_in_file,
-    size_in_memory,
-)
+from hf_zero.offload.storage import StorageFormat, SubGroup, paged, size_in_file, size_in_memory
 from hf_zero.optim.elementwise import updates_in_parts
 from hf_zero.optim.moment_formats import codec_of
 from hf_zero.optim.segments import ParamGroup, group_runs

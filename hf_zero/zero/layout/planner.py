@@ -41,12 +41,7 @@ from hf_zero.zero.layout.engine_plan import (
 from hf_zero.zero.layout.flat_layout import BLOCK, FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.outside import described, outside_unit
-from hf_zero.zero.layout.parameter_codec import (
-    FlatUse,
-    MessageCodecs,
-    ParameterCodec,
-    ParameterUse,
-)
+from hf_zero.zero.layout.parameter_codec import FlatUse, MessageCodecs, ParameterCodec, ParameterUse
 from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, holds_raw_bytes, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding
 from hf_zero.zero.layout.stage_policy import POLICIES, StagePolicy
