@@ -65,6 +65,9 @@ ON_PURPOSE = (
     f"{ZERO}.zero_quantized_nontrainable_weights",
     f"{ZERO}.zeropp_loco_param",
     f"{ZERO}.offload_optimizer.moments",
+    "bf16.kahan_summation",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
 )
 # settings by which an engine writes beside its checkpoints, among the files of other runs
 WRITES = ("metrics", "tensorboard", "wandb", "comet", "csv_monitor", "checkpoint.memory")

@@ -370,6 +370,18 @@ def test_settings_that_change_the_training_are_left_out() -> None:
     assert "--keep compares with them" in str(result)
 
 
+@pytest.mark.parametrize("state", [False, True])
+def test_master_weights_in_bf16_are_left_out(state: bool) -> None:
+    settings = config(2, "bf16")
+    settings["bf16"] |= {"bf16_master_weights_and_grads": True, "stochastic_rounding_seed": 5}
+    settings["bf16"] |= {"bf16_optimizer_states": state, "kahan_summation": state}
+    result = answer(2, settings)
+    assert result.equal, str(result)
+    names = [name.removeprefix("bf16.") for name in result.left_out]
+    others = ["bf16_optimizer_states", "kahan_summation"]
+    assert names == ["bf16_master_weights_and_grads", *(others if state else [])]
+
+
 def test_kept_settings_are_compared_with_torch_and_are_the_cause() -> None:
     settings = config(1, optimizer={"type": "AdamW8bit", "params": {"lr": 1e-3}})
     result = answer(2, settings, keep=True)
