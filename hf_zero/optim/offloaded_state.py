@@ -274,7 +274,8 @@ class OffloadedState(OffloadedSegments):
         live = self._entries.optimizer.state
         if live.get(segment.tensor) or self._entries.is_unbegun(segment):
             return
-        if self.arrays(segment.parts[0].flat).dtypes.keys() - {MASTER}:
+        kept = self.arrays(segment.parts[0].flat).dtypes.keys() - {MASTER}
+        if kept or self._entries.of_wholes:
             self._renew(segment)
 
     def adopt(self, segments: Iterable[Segment]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import hf_zero
@@ -19,6 +20,7 @@ from hf_zero.ops.native import Share
 from hf_zero.optim import CPUSGD, CPUAdam, Lion
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
+from tests.helpers.models import seeded
 from tests.helpers.offloads import DEVICE, PLACES, ended, offload, opened, same, train, trained
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, stack
 from tests.helpers.training import adamw
@@ -206,6 +208,35 @@ def test_a_class_of_ones_own_begins_its_state(update, way, tmp_path):
     section = offload(way, 2, tmp_path)
     keys = {"elementwise_optimizers": ["Begun"]}
     same(trained(section, make, change(), ranks=2, steps=6, **keys), want)
+
+
+@in_turn("way", [DEVICE, *PLACES])
+def test_factors_that_a_script_has_removed_begin_anew(way, tmp_path):
+    """Also of flat buffers whose parameters have no other state."""
+
+    def make(model):
+        return transformers.Adafactor(model.parameters())
+
+    def matrices():
+        return seeded(
+            lambda: nn.Sequential(
+                nn.Linear(7, 16, bias=False), nn.Tanh(), nn.Linear(16, 2, bias=False)
+            )
+        )
+
+    def removed(step, optimizer):
+        if step == 1:
+            for member in (p for group in optimizer.param_groups for p in group["params"]):
+                optimizer.state[member] = {}
+
+    want, _ = by_hand(
+        make,
+        [[(1.0, 0)]] * 4,
+        2,
+        after_step=lambda step, _, optimizer: removed(step, optimizer),
+        build=matrices,
+    )
+    same(trained(offload(way, 2, tmp_path), make, removed, matrices, ranks=2), want)
 
 
 @in_turn("way", [DEVICE, *PLACES])
