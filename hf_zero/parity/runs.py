@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,9 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.initialize import replace_start, start_engine
 from hf_zero.integrations.checkpoint_folders import redirect_saves
 from hf_zero.parity import plain_frameworks, real_deepspeed
+from hf_zero.parity.deepspeed_reference import DeepSpeedReference
 from hf_zero.parity.fewer_layers import make_fewer
 from hf_zero.parity.framework_resumes import FrameworkResumes, follow
 from hf_zero.parity.recorder import (
@@ -101,6 +104,7 @@ class _Installed:
             )
         else:
             answer = start_reference(request, run.variant, run.skipped, run.engine == PLAIN)
+            self._unwrap_references()
             answer[0].__class__ = recorded(type(answer[0]), self.recorder)
         header = {"left_out": compared.left_out, "own_update": own_update(answer[1])}
         header["kept"] = compared.kept
@@ -108,6 +112,14 @@ class _Installed:
             header["bytes"] = answer[0].nbytes
         recorder.add(answer[0], header)
         return answer
+
+    def _unwrap_references(self) -> None:
+        """Let libraries that unwrap models of ``deepspeed.DeepSpeedEngine`` unwrap references."""
+        module: Any = sys.modules.get("deepspeed")
+        with _lock:
+            if getattr(module, "DeepSpeedEngine", None) is DeepSpeedEngine:
+                self.undo.callback(setattr, module, "DeepSpeedEngine", DeepSpeedEngine)
+                module.DeepSpeedEngine = DeepSpeedReference
 
 
 def _end_process(recorder: StepRecorder) -> None:

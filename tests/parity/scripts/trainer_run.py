@@ -29,6 +29,7 @@ def main() -> None:
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         max_grad_norm=0.5,
+        label_smoothing_factor=0.1,
         max_steps=8,
         learning_rate=1e-2,
         warmup_steps=2,
