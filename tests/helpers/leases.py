@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import pytest
 
@@ -24,17 +24,19 @@ def guard_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the storage of each shard raise AssertionError for a use without a lease. The update
     itself, on its own thread, is the holder of one.
     """
-    shards: WeakKeyDictionary[Any, OptimizerShard] = WeakKeyDictionary()
+    # a shard holds its storage
+    shards: WeakKeyDictionary[Any, ReferenceType[OptimizerShard]] = WeakKeyDictionary()
     keep_in = OptimizerShard.keep_in
 
     def kept(shard: OptimizerShard, storage: Any, separate_master: bool) -> None:
-        shards[storage] = shard
+        shards[storage] = ref(shard)
         keep_in(shard, storage, separate_master)
 
     def checked(method: Callable[..., Any], writes: bool) -> Callable[..., Any]:
         @wraps(method)
         def call(storage: Any, *given: Any, **more: Any) -> Any:
-            shard = shards.get(storage)
+            known = shards.get(storage)
+            shard = None if known is None else known()
             if shard is not None and not threading.current_thread().name.startswith("hf-zero"):
                 what = f"{shard.key}: {method.__qualname__}{given[:1]} without a lease, "
                 assert shard.finish_update is None, what + "while its update is under way"
