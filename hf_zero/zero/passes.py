@@ -164,7 +164,8 @@ class Hooks:
     @property
     def current_root(self) -> OutermostForward | None:
         """The outermost forward under way; in a backward, the one that is recomputed."""
-        return self._tracker.current_root if self._tracker.inside else self._root
+        inside = graph_task() != -1 and self._tracker.inside
+        return self._tracker.current_root if inside else self._root
 
     # ---- forwards of modules ----
 
@@ -183,7 +184,7 @@ class Hooks:
                 unit.wait_for_update()
             return None
         tracker = self._tracker
-        inside = tracker.inside
+        inside = graph_task() != -1 and tracker.inside  # of each block: no call outside
         if inside:
             tracker.enter()
         elif tracker.tasks:
@@ -227,7 +228,7 @@ class Hooks:
         # post-forward hook of ``module``
         if _transforms() and transformed():
             return None
-        inside, running = self._tracker.inside, self._running
+        inside, running = graph_task() != -1 and self._tracker.inside, self._running
         # The hook also runs after an exception, which is then being handled. One that was handled
         # before, around the call, is none of this forward.
         raised, handled = sys.exc_info()[1], None
@@ -514,7 +515,7 @@ class BackwardTracker:
     def enter(self) -> None:
         """Begin a backward if none is under way. Called by every hook in a backward."""
         task = graph_task()
-        if not self.inside or (self.tasks and self.tasks[-1][0] == task):
+        if (self.tasks and self.tasks[-1][0] == task) or not self.inside:
             return
         for open_task, _ in self.tasks:
             if open_task == task:

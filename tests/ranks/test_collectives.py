@@ -226,7 +226,7 @@ def test_the_engine_reads_nothing_back(build, stage, precision, clip, offload, m
     for syncs in on_ranks(2, syncs_of, config, build=build):
         engine = syncs.of("hf_zero")
         if offload:  # step counters of states that are in host memory
-            engine.pop(f"bound_optimizer.py: {SCALAR}", None)
+            engine.pop(f"offloaded_state.py: {SCALAR}", None)
         assert engine == Counter(expected)
         assert syncs.of("transformers") == theirs
         assert {owner for owner, _, _ in syncs.found} <= {"hf_zero", "transformers"}
