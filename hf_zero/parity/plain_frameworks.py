@@ -27,7 +27,7 @@ from hf_zero.integrations import finder, seams
 from hf_zero.integrations.engine_protocol import holder_of
 from hf_zero.integrations.seams import Original, Seam
 from hf_zero.logging import JsonObject
-from hf_zero.parity.accelerate_states import folder_to_load, folder_to_save
+from hf_zero.parity import accelerate_states
 from hf_zero.parity.observed import Observed
 from hf_zero.parity.recorder import StepRecorder
 from hf_zero.parity.start import FULL_PRECISION, LAST_BITS, change_last_bits
@@ -54,8 +54,7 @@ ROWS = (
     _row("accelerate.accelerator:Accelerator.__init__", "without_plugin"),
     _row("accelerate.accelerator:Accelerator.prepare_model", "note_prepared"),
     _row("accelerate.accelerator:Accelerator.backward", "note_loss"),
-    _row("accelerate.accelerator:Accelerator.save_state", "save_state_for_a_while"),
-    _row("accelerate.accelerator:Accelerator.load_state", "load_state_of_this_run"),
+    *accelerate_states.ROWS,
     _row("transformers.training_args:TrainingArguments.__post_init__", "without_deepspeed"),
     _row("transformers.trainer:Trainer.__init__", "without_callback"),
     _row(
@@ -170,6 +169,7 @@ def observe(recorder_of: Callable[[], StepRecorder], variant: str) -> None:
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     register_optimizer_step_pre_hook(_observer.before_step)
     register_optimizer_step_post_hook(_observer.after_step)
+    accelerate_states.redirect_states(recorder_of)
     seams.replace_rows(ROWS)
     finder.choose()  # of the facade, whose engines are references
     finder.watch("torch", "hf_zero")
@@ -253,22 +253,6 @@ def note_loss(original: Original, self: Accelerator, loss: Any, **kwargs: Any) -
     recorder.note_loss(loss)
     with recorder.within():
         original(self, loss, **kwargs)
-
-
-def save_state_for_a_while(
-    original: Original, self: Accelerator, output_dir: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """Wraps ``Accelerator.save_state``: saves into the folder of the run."""
-    folder = folder_to_save(observer().recorder_of(), self, output_dir)
-    return original(self, folder, *args, **kwargs)
-
-
-def load_state_of_this_run(
-    original: Original, self: Accelerator, input_dir: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """Wraps ``Accelerator.load_state``: loads what this run has saved, or what was there before."""
-    folder = folder_to_load(observer().recorder_of(), input_dir)
-    return original(self, folder, *args, **kwargs)
 
 
 def without_deepspeed(original: Original, self: TrainingArguments) -> None:

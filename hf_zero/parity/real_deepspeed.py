@@ -25,7 +25,8 @@ from hf_zero.integrations import finder, seams
 from hf_zero.integrations.seams import Original, Seam
 from hf_zero.loading.training_loader import data_loader
 from hf_zero.logging import JsonObject
-from hf_zero.parity.accelerate_states import folder_to_load, folder_to_save
+from hf_zero.parity import accelerate_states
+from hf_zero.parity.accelerate_states import folder_to_load
 from hf_zero.parity.observed import Observed
 from hf_zero.parity.plain_frameworks import without_zero
 from hf_zero.parity.recorder import StepRecorder
@@ -35,7 +36,6 @@ from hf_zero.parity.start import FULL_PRECISION, LAST_BITS, change_last_bits
 from hf_zero.setup.request import SetupRequest
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from accelerate.state import PartialState
     from torch import nn
     from transformers import TrainingArguments
@@ -71,8 +71,7 @@ ROWS = (
     _row(f"{ENGINE}.load_checkpoint", "load_of_this_run"),
     _row("deepspeed.runtime.config:DeepSpeedConfig.__init__", "with_torch_s_adam"),
     _row("accelerate.state:PartialState._prepare_backend", "with_gloo"),
-    _row("accelerate.accelerator:Accelerator.save_state", "save_state_for_a_while"),
-    _row("accelerate.accelerator:Accelerator.load_state", "load_state_of_this_run"),
+    *accelerate_states.ROWS,
     _row("transformers.training_args:TrainingArguments.__post_init__", "with_deepspeed"),
     _row("transformers.training_args:TrainingArguments._validate_args", "with_bf16_on_cpu"),
     Seam(f"{TRAINING_ARGUMENTS}.__post_init__", f"{without_zero.__module__}:without_zero", ""),
@@ -153,6 +152,7 @@ def observe(recorder_of: Callable[[], StepRecorder], variant: str) -> None:
     _observer = _Observer(recorder_of, variant)
     if not device_count():
         os.environ.setdefault(ACCELERATOR, "cpu")
+    accelerate_states.redirect_states(recorder_of)
     seams.replace_rows(ROWS)
     finder.watch(NAME, "hf_zero", "accelerate", "transformers")
 
@@ -298,22 +298,6 @@ def with_gloo(original: Original, self: PartialState, *args: Any, **kwargs: Any)
     if backend is None and not device_count() and "LOCAL_RANK" in os.environ:
         backend = "gloo"
     return backend, distributed_type
-
-
-def save_state_for_a_while(
-    original: Original, self: Accelerator, output_dir: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """Wraps ``Accelerator.save_state``: saves into the folder of the run."""
-    folder = folder_to_save(observer().recorder_of(), self, output_dir)
-    return original(self, folder, *args, **kwargs)
-
-
-def load_state_of_this_run(
-    original: Original, self: Accelerator, input_dir: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """Wraps ``Accelerator.load_state``: loads what this run has saved, or what was there before."""
-    folder = folder_to_load(observer().recorder_of(), input_dir)
-    return original(self, folder, *args, **kwargs)
 
 
 def with_deepspeed(original: Original, self: TrainingArguments) -> None:

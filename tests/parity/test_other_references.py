@@ -6,6 +6,7 @@ import json
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from accelerate.utils import ProjectConfiguration
 
 from hf_zero.errors import ParityError
 from hf_zero.launch.plan import Request
-from hf_zero.parity import plain_frameworks, real_deepspeed
+from hf_zero.parity import accelerate_states, plain_frameworks, real_deepspeed
 from hf_zero.parity.rank_starts import start_of
 from hf_zero.parity.recorder import StepRecorder
 from hf_zero.parity.runs import DEEPSPEED, ENGINE
@@ -133,14 +134,12 @@ def test_states_of_accelerate_are_saved_and_loaded_in_the_folder_of_the_run(
     reference: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = StepRecorder(tmp_path / "run", 6)
-    observer = SimpleNamespace(recorder_of=lambda: recorder)
-    monkeypatch.setattr(reference, "_observer", observer)
+    monkeypatch.setattr(accelerate_states, "_recorder_of", lambda: recorder)
     monkeypatch.chdir(tmp_path)
     project = ProjectConfiguration(project_dir="project")
     accelerator = SimpleNamespace(project_configuration=project)
     wrappers = {row.target.rpartition(".")[2]: row.wrapper for row in reference.ROWS}
-    calls = [(name, wrappers[name].rpartition(":")[2]) for name in ("save_state", "load_state")]
-    save, load = (getattr(reference, wrapper) for _, wrapper in calls)
+    save, load = (resolve_name(wrappers[name]) for name in ("save_state", "load_state"))
 
     def of(self: Any, folder: str | None) -> str | None:
         return folder
