@@ -4,8 +4,6 @@ to host memory, and the share that comes back to the device after the first step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from hf_zero.config import ZeroConfig
@@ -13,12 +11,10 @@ from hf_zero.device import kinds
 from hf_zero.logging import logger
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import free_beside_a_step
-from hf_zero.offload.storage import MASTER, StorageFormat
+from hf_zero.offload.storage import MASTER
 from hf_zero.offload.update import StagedCopies, Updater
 from hf_zero.optim.moment_formats import updates_in_host_memory
 from hf_zero.optim.offloaded_state import compressible, refuse_offload, stored_format
-from hf_zero.optim.segments import ParamGroup
-from hf_zero.optim.state import SegmentStateAccess
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.engine_plan import OffloadedMoments, shard_spec
 from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
@@ -28,24 +24,9 @@ from hf_zero.zero.step.optimizer_step import OptimizerStep
 class Formats(OffloadedMoments):
     """The formats of offloaded moments, by the rule of the optimizer's update."""
 
-    def compressible(
-        self, optimizer: torch.optim.Optimizer, group: ParamGroup
-    ) -> Mapping[str, bool]:
-        return compressible(optimizer, group)
-
-    def stored_format(
-        self,
-        entries: SegmentStateAccess,
-        moments: str,
-        group: int,
-        name: str,
-        dtype: torch.dtype,
-        unquantized_sub_groups: frozenset[int] | None,
-    ) -> StorageFormat:
-        return stored_format(entries, moments, group, name, dtype, unquantized_sub_groups)
-
-    def refuse(self, optimizer: torch.optim.Optimizer) -> None:
-        refuse_offload(optimizer)
+    compressible = staticmethod(compressible)
+    stored_format = staticmethod(stored_format)
+    refuse = staticmethod(refuse_offload)
 
 
 FORMATS = Formats()
