@@ -6,7 +6,7 @@ them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
 
@@ -45,6 +45,12 @@ def opened(model: nn.Module, stage: int, early: bool = True, make: Any = adamw, 
 def backward(engine: Any, rank: int, step: int, micro: int = 0) -> None:
     dtype = next(engine.module.parameters()).dtype
     engine.backward(squared(engine, At(step, micro, rank), dtype))
+
+
+def train(engine: Any, rank: int, steps: Iterable[int]) -> None:
+    for step in steps:
+        backward(engine, rank, step)
+        engine.step()
 
 
 def state_of(engine: Any) -> Values:
@@ -164,9 +170,7 @@ def test_a_run_resumes_from_a_save_before_step(stage, offload, tmp_path):
         _, client = engine.load_checkpoint(str(tmp_path))
         assert client == {"step": 2} and engine.global_steps == 3
         same(state_of(engine), plain[2])
-        for step in (3, 4):
-            backward(engine, rank, step)
-            engine.step()
+        train(engine, rank, (3, 4))
         same(state_of(engine), plain[4])
         engine.destroy()
 
@@ -188,9 +192,7 @@ def test_a_load_before_step_drops_its_gradients(tmp_path):
         engine.load_checkpoint(str(tmp_path))
         with pytest.raises(PartitionError, match="no gradient"):
             engine.step()
-        for step in (1, 2):
-            backward(engine, rank, step)
-            engine.step()
+        train(engine, rank, (1, 2))
         same(state_of(engine), plain[2])
         engine.destroy()
 
@@ -232,9 +234,7 @@ def test_an_error_of_a_post_hook_comes_from_step():
         with pytest.raises(ZeroDivisionError):
             engine.step()
         handle.remove()
-        for step in (1, 2):
-            backward(engine, rank, step)
-            engine.step()
+        train(engine, rank, (1, 2))
         same(state_of(engine), plain[-1])
         engine.destroy()
 
@@ -351,9 +351,7 @@ def test_a_backward_that_no_hook_sees_is_updated_with_in_step():
 
     def run(rank: int, model: nn.Module) -> Values:
         engine = opened(model, 1)
-        for step in range(STEPS):
-            backward(engine, rank, step)
-            engine.step()
+        train(engine, rank, range(STEPS))
         penalty(engine.module).backward()
         assert engine.changes.unconfirmed is None and engine.global_steps == STEPS
         engine.step()
@@ -440,9 +438,7 @@ def test_an_exception_in_the_update_breaks_its_step(stage, offload, tmp_path):
             with pytest.raises(PartitionError, match=broken):
                 use()
         engine.load_checkpoint(str(tmp_path))
-        for step in (1, 2):
-            backward(engine, rank, step)
-            engine.step()
+        train(engine, rank, (1, 2))
         same(state_of(engine), plain[2])
         engine.destroy()
 
@@ -460,9 +456,7 @@ def test_reads_inside_the_backward_are_refused():
                 caught.append(str(error))
 
         handle = model.enter.register_full_backward_hook(look)
-        for step in range(2):
-            backward(engine, rank, step)
-            engine.step()
+        train(engine, rank, range(2))
         handle.remove()
         assert caught and all("inside a backward that has updated a part" in c for c in caught)
         engine.destroy()
