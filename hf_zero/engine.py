@@ -16,10 +16,10 @@ from torch import nn
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint.generations import Generations, kept_generations
+from hf_zero.checkpoint.host_folders import SaveLog
 from hf_zero.checkpoint.load_sharded import load
-from hf_zero.checkpoint.loader_state import WindowStart
+from hf_zero.checkpoint.run_state import WindowStart
 from hf_zero.checkpoint.save_job import AsyncSaver
-from hf_zero.checkpoint.save_log import SaveLog
 from hf_zero.checkpoint.save_sharded import save
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.config.feature_rows import provided

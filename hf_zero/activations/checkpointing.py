@@ -31,8 +31,8 @@ from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.zero.gather.model_patches import Override
-from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.tree import transformed
+from hf_zero.zero.layout.walk import attribute_of
 from hf_zero.zero.layout.wrap import repeated_blocks
 
 PRODUCTS = frozenset(

@@ -53,9 +53,8 @@ from hf_zero.logging import logger
 from hf_zero.zero.gather.model_patches import Attached, Override
 from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.attributes import kept_in_attributes
-from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.tree import transformed
-from hf_zero.zero.layout.walk import named_modules_of
+from hf_zero.zero.layout.walk import attribute_of, named_modules_of
 from hf_zero.zero.layout.wrap import find_units
 
 # limit on recompilations of one forward; torch's default of 8 is too low for a class with several

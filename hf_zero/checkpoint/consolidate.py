@@ -215,7 +215,7 @@ def save_whole(
     Raises:
         CheckpointError: on all ranks, if rank 0 could not write. An existing file is then kept.
     """
-    save_plan.check_not_destroyed(engine, "save")
+    engine.refuse_destroyed("save")
     engine.changes.refuse("a save")
     path = local_path(directory, "one file of the whole model") / filename
     temporary = path.with_name(f"{find.NEW}{path.name}")

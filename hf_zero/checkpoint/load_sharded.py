@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from hf_zero.checkpoint import find, loader_state
+from hf_zero.checkpoint import find, run_state
 from hf_zero.checkpoint.find import complete_tags_beside
 from hf_zero.checkpoint.generations import Generations
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, MASTER, RNG, GroupEntry, Manifest
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, MASTER, RNG, GroupEntry, Manifest, class_name
 from hf_zero.checkpoint.match import LoadTarget, match, match_names
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
-from hf_zero.checkpoint.save_plan import check_not_destroyed, class_name, set_rng_state
+from hf_zero.checkpoint.run_state import set_rng_state
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.device import kinds
@@ -85,7 +85,7 @@ def load(
             must not train on.
     """
     begun = time.perf_counter()
-    check_not_destroyed(engine, "load into")
+    engine.refuse_destroyed("load into")
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
     def open_and_check() -> _RankLoad:
@@ -331,7 +331,7 @@ class _RankLoad(StateSource):
                     setattr(self.engine.counters, field.name, self.manifest.counters[field.name])
             self.engine.feature_set.load_state_dict(self.manifest.techniques)
         if data_position:
-            loader_state.restore(self.engine, self.manifest, self._file_of_this_rank())
+            run_state.restore(self.engine, self.manifest, self._file_of_this_rank())
         if rng:
             self._load_rng()
 

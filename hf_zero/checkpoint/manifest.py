@@ -735,3 +735,7 @@ def _check(manifest: Manifest) -> None:
         or (manifest.lr_scheduler and manifest.lr_scheduler["state"]["objects"])
     ) and not manifest.objects:
         raise ValueError("keys are promised in objects.pt, which is not listed")
+
+
+def class_name(instance: object) -> str:
+    return f"{type(instance).__module__}.{type(instance).__qualname__}"

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_zero.checkpoint.manifest import GroupEntry, Manifest, pair_names, strip_wrappers
-from hf_zero.checkpoint.save_plan import class_name
+from hf_zero.checkpoint.manifest import GroupEntry, Manifest, class_name, pair_names, strip_wrappers
 from hf_zero.config.optimizers import STATE_OF
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, listed, log_rank0

@@ -453,7 +453,7 @@ def load_objects(path: AnyPath) -> dict[str, dict[str, object]]:
 def join(
     what: str, state: JsonObject, objects: Mapping[str, object], source: AnyPath
 ) -> dict[str, object]:
-    """Inverse of :func:`hf_zero.checkpoint.save_manifest.split`.
+    """Inverse of :func:`hf_zero.checkpoint.run_state.split`.
 
     Raises CheckpointError for a promised key that ``objects`` lacks.
     """

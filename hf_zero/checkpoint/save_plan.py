@@ -4,16 +4,12 @@ pipeline, described stage by stage).
 
 from __future__ import annotations
 
-import json
-import random
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from hf_zero.checkpoint.manifest import (
@@ -21,7 +17,6 @@ from hf_zero.checkpoint.manifest import (
     BUFFER,
     FORMAT,
     MASTER,
-    RNG,
     SHARD,
     Adapter,
     Export,
@@ -32,32 +27,23 @@ from hf_zero.checkpoint.manifest import (
     is_tensor_name,
     strip_wrappers,
 )
+from hf_zero.checkpoint.run_state import rng_states
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
 from hf_zero.config import ZeroConfig
 from hf_zero.config.feature_rows import provided
-from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import listed, logger, parse_json
+from hf_zero.logging import listed
 from hf_zero.optim.segments import FetchedArrays
-from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
+from hf_zero.zero.layout.walk import attribute_of
 from hf_zero.zero.state_entries import EngineState
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
     from hf_zero.zero.training_engine import TrainingEngine
-
-MT19937 = "MT19937"  # NumPy's generator unless a script sets another
-# of a state of that; the place of the next one, where a draw reads, is not checked by NumPy
-NUMPYS_NUMBERS = 624
-
-# torch holds a mutex while it creates the tensor of a generator's state. A garbage collection at
-# that point may switch to another thread, which would wait for the mutex while it holds the GIL:
-# a deadlock.
-_generator = threading.Lock()
 
 
 def pp_stage_key(flat: FlatBuffer) -> str:
@@ -153,99 +139,9 @@ def buffers_of_other_stages(
     return {name: buffer for held in every for name, buffer in held.items()}
 
 
-def check_not_destroyed(engine: TrainingEngine, what: str) -> None:
-    """Raise CheckpointError if the engine has released its shards and optimizer state."""
-    if engine.destroyed:
-        raise CheckpointError(
-            f"the engine was destroyed and holds no weights and no optimizer state to {what}; "
-            f"{what} before destroy()"
-        )
-
-
 def frozen_names(engine: TrainingEngine) -> set[str]:
     """Return the names of the parameters that are not trained."""
     return {slot.name for flat in engine.flats if not flat.trainable for slot in flat.layout.slots}
-
-
-def rng_states() -> dict[str, torch.Tensor]:
-    """Return the states of this rank's generators: torch's, and those of Python and NumPy as JSON.
-    The accelerator's is included only if it is in use, so that a save does not initialize it.
-    """
-    with _generator:
-        states = {f"{RNG}cpu": torch.get_rng_state()}
-    others: dict[str, object] = {"python": random.getstate()}
-    if _numpys_generator() == MT19937:
-        others["numpy"] = np.random.get_state()
-    else:
-        _warn_of_generator()
-    for kind, state in others.items():
-        # padded, so that files of one run are equally long
-        content = json.dumps(state, default=np.ndarray.tolist).encode().ljust(8192)
-        states[f"{RNG}{kind}"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    accelerator = kinds.initialized_accelerator()
-    if accelerator is not None:
-        states[f"{RNG}{accelerator}"] = kinds.module_of(accelerator).get_rng_state()
-    return states
-
-
-def _numpys_generator() -> str:
-    """Return the name of the generator behind NumPy's functions (``np.random.rand``)."""
-    name: str = np.random.get_state(legacy=False)["bit_generator"]
-    return name
-
-
-@cache
-def _warn_of_generator() -> None:
-    """Warn, once in a process, that NumPy's generator is neither saved nor restored."""
-    logger.warning(  # on the rank concerned: a script may replace it on some ranks alone
-        "NumPy's generator was replaced (%s, or another at the save): its state is neither saved "
-        "nor restored; keep the default, MT19937, or seed it after a resume",
-        _numpys_generator(),
-    )
-
-
-def set_rng_state(kind: str, state: torch.Tensor) -> None:
-    """Set the generator of ``kind``, as :func:`rng_states` names it, to ``state``.
-
-    Raises CheckpointError for a state that it cannot have.
-    """
-    try:
-        _set_rng_state(kind, state)
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the state of the random generator {kind!r} is damaged: {error}; restore the file, or "
-            "load another tag of this run"
-        ) from error
-
-
-def _set_rng_state(kind: str, state: torch.Tensor) -> None:
-    if kind == "python":
-        version, internal, gauss = parse_json(state.numpy().tobytes())
-        random.setstate((version, tuple(internal), None if gauss is None else float(gauss)))
-    elif kind == "numpy":
-        saved = parse_json(state.numpy().tobytes())
-        if isinstance(saved, dict) or _numpys_generator() != MT19937:
-            _warn_of_generator()  # former releases wrote a dict for other generators
-            return
-        name, key, place, *gauss = saved
-        if not (len(key) == NUMPYS_NUMBERS and 0 <= place <= NUMPYS_NUMBERS):
-            raise ValueError(f"place {place} in {len(key)} of {NUMPYS_NUMBERS} numbers")
-        np.random.set_state((name, key, place, *gauss))
-    elif kind == "cpu":
-        torch.set_rng_state(state)
-    else:
-        kinds.module_of(kind).set_rng_state(state)
-
-
-def restorer_of_generators() -> Callable[[], None]:
-    """Return a function that restores the present states of this rank's generators."""
-    states = rng_states()
-
-    def restore() -> None:
-        for name, state in states.items():
-            set_rng_state(name.removeprefix(RNG), state)
-
-    return restore
 
 
 def batch_of(engine: TrainingEngine) -> dict[str, int]:
@@ -340,10 +236,6 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     inner = module._modules.get("_orig_mod") or module
     cut: torch.nn.Module | None = inner.__dict__.get("hf_model")  # the stages of a pipeline
     return inner if cut is None else cut
-
-
-def class_name(instance: object) -> str:
-    return f"{type(instance).__module__}.{type(instance).__qualname__}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import asdict, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -20,9 +22,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+import hf_zero
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget, canonical_path, check_keep, commit_target
 from hf_zero.checkpoint.file_writer import write_tensors
+from hf_zero.checkpoint.manifest import (
+    Chunk,
+    Export,
+    FactorEntry,
+    FlatEntry,
+    GroupEntry,
+    Manifest,
+    OptimizerEntry,
+    class_name,
+)
+from hf_zero.checkpoint.run_state import NonTensorState, non_tensor_state, objects_file
 from hf_zero.checkpoint.save_job import (
     NOTHING_SAVED,
     AsyncSaver,
@@ -30,20 +44,15 @@ from hf_zero.checkpoint.save_job import (
     SaveJob,
     SharedFiles,
 )
-from hf_zero.checkpoint.save_manifest import (
-    NonTensorState,
-    join_reports,
-    manifest_head,
-    non_tensor_state,
-    objects_file,
-)
 from hf_zero.checkpoint.save_plan import (
+    ModelEntries,
     RankReport,
     SavePlan,
+    batch_of,
     buffers_of_other_stages,
-    check_not_destroyed,
     model_buffers,
     plan_save,
+    sizes_of_axes,
     unwrapped,
 )
 from hf_zero.checkpoint.staging import CopiedFile, states_copied_later
@@ -51,9 +60,9 @@ from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progres
 from hf_zero.checkpoint.tensorfile import FileHashes
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units, logger
-from hf_zero.zero.layout.declared import attribute_of, config_of
+from hf_zero.optim.segment_table import scalars_of_ranks
 from hf_zero.zero.layout.sharding import WholeNames
-from hf_zero.zero.layout.walk import modules_of
+from hf_zero.zero.layout.walk import attribute_of, config_of, modules_of
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
@@ -108,7 +117,7 @@ def save(
             message says that the checkpoint is complete.
     """
     begun = time.perf_counter()
-    check_not_destroyed(engine, "save")
+    engine.refuse_destroyed("save")
     engine.optimizer_step.complete_state()
     target = _agree_on_target(engine, directory, tag, keep, offered)
     rank_save = _RankSave(
@@ -328,3 +337,130 @@ def config_files(module: torch.nn.Module) -> dict[str, bytes]:
     if hasattr(generation, "to_json_string"):
         files["generation_config.json"] = generation.to_json_string().encode()
     return files
+
+
+def manifest_head(
+    engine: TrainingEngine,
+    tag: str,
+    save_id: str,
+    extra: NonTensorState,
+    buffers: Mapping[str, torch.Tensor],
+) -> Manifest:
+    """Return the part of the manifest that rank 0 knows, without what the ranks report and without
+    ``objects``. It shares state with the engine.
+    """
+    if engine.measures.counts_samples and not engine.config.has_batch_size:
+        engine.measures.finish(engine)
+    optimizer = None
+    if engine.bound is not None:
+        optimizer = OptimizerEntry(
+            class_name(engine.bound.optimizer),
+            tuple(
+                GroupEntry(dict(hyperparameters), {}, ())
+                for hyperparameters in engine.bound.hyperparameters()
+            ),
+        )
+    return Manifest(
+        save_id=save_id,
+        tag=tag,
+        begun=engine.generations.begun,
+        world={
+            "size": engine.mesh.dims.world,
+            "shard": engine.mesh.shard.size,
+            "replicate": engine.mesh.pp_stage_ranks // engine.mesh.shard.size,
+            **sizes_of_axes(engine),
+        },
+        stage=engine.stage,
+        precision=engine.config.precision,
+        files=(),
+        flats=(),
+        parameters={},
+        buffers={name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()},
+        aliases={},
+        excluded=(),
+        export=Export(),
+        optimizer=optimizer,
+        scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
+        lr_scheduler=extra.lr_scheduler,
+        counters=asdict(engine.window_start.counters(engine)),
+        techniques=engine.feature_set.state_dict(),
+        loader=engine.window_start.data_position(engine),
+        batch=batch_of(engine),
+        client_state=extra.client_state,
+        objects=None,
+        software=_software(),
+    )
+
+
+def manifest_of_run(engine: TrainingEngine) -> Manifest:
+    """Return what rank 0 knows of the manifest of a save without a collective: the head, and the
+    flat buffers, without chunks, unless ranks hold different parts of the model.
+    """
+    head = manifest_head(engine, "", "", NonTensorState({}, None, {}), {})
+    parallel = {axis for axis, size in sizes_of_axes(engine).items() if size > 1}
+    flats = engine.flats if parallel <= {"sequence"} else ()
+    entries = (FlatEntry(each.key, each.trainable, each.dtype, each.layout, ()) for each in flats)
+    return replace(head, flats=tuple(entries))
+
+
+def _software() -> dict[str, str]:
+    """Return the versions of hf-zero and torch, and that of Transformers if the script uses it."""
+    transformers = sys.modules.get("transformers")
+    known = {} if transformers is None else {"transformers": transformers.__version__}
+    return {"hf_zero": hf_zero.__version__, "torch": torch.__version__, **known}
+
+
+def join_reports(head: Manifest, reports: Sequence[RankReport]) -> Manifest:
+    """Return the manifest of rank 0's ``head`` and the ``reports`` of all ranks, by rank. It is a
+    copy: later changes of the engine do not reach it.
+    """
+    flats = []
+    model = ModelEntries.joined([report.model for report in reports if report.model is not None])
+    for flat in model.flats:
+        layouts = {
+            key: layout
+            for report in reports
+            for key, (of, layout) in report.layouts.items()
+            if of == flat.key
+        }
+        for key, layout in sorted(layouts.items()) or [(flat.key, flat.layout)]:
+            chunks = _chunks(key, reports)
+            flats.append(replace(flat, key=key, layout=layout, chunks=chunks))
+    manifest = replace(
+        head,
+        files=tuple(report.file for report in reports),
+        flats=tuple(flats),
+        parameters=model.parameters,
+        aliases=model.aliases,
+        excluded=model.excluded,
+        export=model.export,
+        optimizer=head.optimizer and _optimizer(head.optimizer, model.groups, reports),
+    )
+    return deepcopy(manifest)
+
+
+def _chunks(key: str, reports: Sequence[RankReport]) -> tuple[Chunk, ...]:
+    """Return the chunks of the flat ``key``, in order."""
+    held = sorted(
+        (report.chunks[key][0], file, report.chunks[key])
+        for file, report in enumerate(reports)
+        if key in report.chunks
+    )
+    return tuple(Chunk(file, start, stop, tensors) for _, file, (start, stop, tensors) in held)
+
+
+def _optimizer(
+    head: OptimizerEntry, names: Sequence[tuple[str, ...]], reports: Sequence[RankReport]
+) -> OptimizerEntry:
+    groups = []
+    for index, group in enumerate(head.groups):
+        scalars, overrides = scalars_of_ranks(
+            [(report.scalars[index], report.overrides[index]) for report in reports]
+        )
+        groups.append(replace(group, scalars=scalars, parameters=names[index], overrides=overrides))
+    factors = {
+        parameter: FactorEntry(file, shapes)
+        for file, report in enumerate(reports)
+        for parameter, shapes in report.factors.items()
+    }
+    return replace(head, groups=tuple(groups), factors=factors)

@@ -265,7 +265,8 @@ class ZeroConfig(Settings):
     @cached_property
     def has_batch_size(self) -> bool:
         """Return whether the number of samples of a micro-batch is known."""
-        return not self.sources[resolving.MICRO].startswith(resolving.NO_BATCH_SIZE)
+        source = self._reading.sources.get(resolving.MICRO, "")
+        return not source.startswith(resolving.NO_BATCH_SIZE)
 
     @property
     def autos(self) -> frozenset[str]:

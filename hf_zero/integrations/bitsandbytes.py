@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.errors import PartitionError
-from hf_zero.zero.layout.declared import attribute_of
-from hf_zero.zero.layout.walk import named_modules_of
+from hf_zero.zero.layout.walk import attribute_of, named_modules_of
 
 _PACKS = "support_avx512bf16_for_cpu"
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from hf_zero.checkpoint.loader_state import is_stateful
+from hf_zero.checkpoint.run_state import is_stateful
 from hf_zero.config import ZeroConfig
 from hf_zero.config.feature_rows import FEATURES, loaded
 from hf_zero.config.features import is_on

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_zero.device import kinds
-from hf_zero.zero.layout.declared import config_of, text_config_of
+from hf_zero.zero.layout.walk import config_of, text_config_of
 
 # dense TFLOP/s in 16 bits, by the vendors' data sheets; the first name whose words a device has
 PEAKS = (

@@ -330,3 +330,17 @@ def address(tensor: Tensor | None) -> int:
 
 def kind(tensor: Tensor | None) -> int:
     return 0 if tensor is None else DTYPE_CODES[tensor.dtype]
+
+
+def squared_norm(tensor: Tensor) -> float:
+    """Return the sum of squares of ``tensor`` in float64; not finite if an element is not.
+
+    Equal for any number of threads of the core; torch, without a core, adds in another order.
+    Raises KernelError, naming the tensor, for a wrong device, layout or dtype.
+    """
+    flat("squared_norm", "tensor", tensor, FLOATS)
+    native = core()
+    if native is None:
+        return float(tensor.double().square().sum())
+    norm: float = native.squared_norm(tensor.data_ptr(), DTYPE_CODES[tensor.dtype], tensor.numel())
+    return norm

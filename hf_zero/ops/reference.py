@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hf_zero.ops import dynamic_map
 from hf_zero.ops.flat_reference import signs
-from hf_zero.ops.host_norm import reference as squared_norm
 
 BLOCK = 256
 _SMALLEST_SCALE = 2.0**-90
@@ -149,6 +148,10 @@ def lamb_measure(
     exp_avg_sq.copy_(exp_avg_sq * beta2 + (g * (1 - beta2)) * g)
     update = _lamb_update(master, exp_avg, exp_avg_sq, settings)
     return squared_norm(master), squared_norm(update)
+
+
+def squared_norm(tensor: Tensor) -> float:
+    return float(tensor.double().square().sum())
 
 
 def lamb_apply(

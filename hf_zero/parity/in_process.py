@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.save_plan import restorer_of_generators
+from hf_zero.checkpoint.run_state import restorer_of_generators
 from hf_zero.distributed import process_group, world_group
 from hf_zero.parity.comparison import RunRecord
 from hf_zero.parity.runs import ComparedRun, recording

@@ -22,7 +22,7 @@ from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.own_step import is_own
 from hf_zero.zero.feature import EngineInputs, Feature
 from hf_zero.zero.gather.model_patches import hooks_of
-from hf_zero.zero.layout.declared import attribute_of
+from hf_zero.zero.layout.walk import attribute_of
 from hf_zero.zero.step.captured_step import CapturedStep
 from hf_zero.zero.training_engine import TrainingEngine
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hf_zero.checkpoint.resume import LATEST
-from hf_zero.checkpoint.save_plan import restorer_of_generators
+from hf_zero.checkpoint.run_state import restorer_of_generators
 from hf_zero.config import ZeroConfig
 from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders

@@ -19,6 +19,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import dims_in_effect
 from hf_zero.distributed.world_group import get_world_group
+from hf_zero.errors import CheckpointError
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.own_step import reopen_fused
@@ -423,6 +424,16 @@ class EngineParts(ModelWrapper):
     def destroyed(self) -> bool:
         """Return whether :meth:`destroy` has been called."""
         return self._installed is None
+
+    def refuse_destroyed(self, what: str) -> None:
+        """Raise CheckpointError if the engine has released its shards and optimizer state, which
+        are needed to ``what``.
+        """
+        if self.destroyed:
+            raise CheckpointError(
+                f"the engine was destroyed and holds no weights and no optimizer state to {what}; "
+                f"{what} before destroy()"
+            )
 
     def destroy(self, gather: bool = False) -> None:
         """Remove the engine from the model and free gradients and optimizer state. Idempotent.

@@ -20,8 +20,7 @@ import torch
 from hf_zero.errors import ConfigError, KernelError
 from hf_zero.ops import native
 from hf_zero.ops.host import cast
-from hf_zero.ops.host_norm import squared_norm
-from hf_zero.ops.native import Share, cpu_quota, share_of_this_rank
+from hf_zero.ops.native import Share, cpu_quota, share_of_this_rank, squared_norm
 from tests.helpers.commands import completed
 
 LARGE = 1_000_000
@@ -76,7 +75,7 @@ def test_variables_choose_the_set(loaded_anew, monkeypatch):
 PROCESS = """
 import os, threading, time, torch
 from hf_zero.ops import native
-from hf_zero.ops.host_norm import squared_norm
+from hf_zero.ops.native import squared_norm
 print(native.threads())
 def threads(): return len(os.listdir("/proc/self/task"))
 x = torch.ones(1_000_000)
@@ -117,7 +116,7 @@ def test_threads_are_made_once_and_leave_and_a_child_of_fork_has_its_own() -> No
 ONE_CPU = """
 import os, torch
 from hf_zero.ops import native
-from hf_zero.ops.host_norm import squared_norm
+from hf_zero.ops.native import squared_norm
 native.set_threads(2)
 x, before = torch.ones(1_000_000), set(os.listdir("/proc/self/task"))
 squared_norm(x)

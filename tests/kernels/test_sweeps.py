@@ -10,7 +10,7 @@ import torch
 
 from hf_zero.ops import native
 from hf_zero.ops.host import accumulate, cast
-from hf_zero.ops.host_norm import squared_norm
+from hf_zero.ops.native import squared_norm
 from tests.helpers.buffers import Guarded, same_bits
 
 SIZES = [0, 1, 3, 31, 32, 33, 511, 512, 513, 2**20 + 1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.ops import host_norm, lamb
+from hf_zero.ops import lamb, native, reference
 from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, settings_table
 from hf_zero.ops.flat_tiles import run_tables
 from hf_zero.ops.moment_blocks import Blocks
@@ -93,7 +93,7 @@ def rounded() -> list[torch.Tensor]:
 
 def summed() -> list[float]:
     data = torch.linspace(-1, 1, 5000, dtype=torch.float32, device="cpu")
-    return [host_norm.squared_norm(data), host_norm.reference(data)]
+    return [native.squared_norm(data), reference.squared_norm(data)]
 
 
 CASES = {

@@ -34,12 +34,12 @@ CORE = {
     "moment_formats offloaded_segments own_step probing schedules segment_table segments snapshots "
     "state whole_tensor",
     "offload": "__init__ placement storage unit_updates",
-    "ops": "__init__ coded_arrays dispatch file_locks flat_optimizers flat_reference flat_tiles "
-    "host_memory host_norm native",
+    "ops": "__init__ coded_arrays dispatch flat_optimizers flat_reference flat_tiles "
+    "host_memory native",
     "loading": "*",
     "setup": "__init__ plan request steps",
     "checkpoint": "__init__ commit file_writer find generations host_folders load_sharded "
-    "loader_state manifest match reader resume save_job save_log save_manifest save_plan "
+    "manifest match reader resume run_state save_job save_plan "
     "save_sharded staging storage tensorfile",
 }  # fmt: skip
 

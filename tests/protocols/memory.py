@@ -155,6 +155,7 @@ def engine_at(step: int) -> Any:
     return SimpleNamespace(
         counters=SimpleNamespace(global_steps=step),
         changes=nothing,
+        refuse_destroyed=lambda what: None,
         mesh=SimpleNamespace(watchdog=nothing),
         module=None,
         take_user_writes=lambda: None,
@@ -175,6 +176,5 @@ def processes() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(saving, "copy_to_memory", copy_in_parts)
         patch.setattr(saving, "WholeNames", lambda module: None)
         patch.setattr(saving.native, "release_at_exit", lambda *args: False)
-        for name in ("check_not_destroyed", "buffers_of_other_stages"):
-            patch.setattr(saving, name, lambda *args: {})
+        patch.setattr(saving, "buffers_of_other_stages", lambda *args: {})
         yield patch

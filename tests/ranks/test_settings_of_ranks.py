@@ -15,7 +15,7 @@ from torch import nn
 import hf_zero
 from hf_zero.device import streams
 from hf_zero.errors import RankMismatchError
-from hf_zero.zero.reduce import settings_check
+from hf_zero.zero.reduce import rank_codes
 from tests.helpers.engines import config_of
 from tests.helpers.ranks import run_ranks
 
@@ -133,14 +133,12 @@ class Copied:
 
 def test_on_a_device_the_sum_is_read_once_its_copy_is_over(monkeypatch: Any) -> None:
     event = Copied()
-    monkeypatch.setattr(settings_check.kinds, "is_synchronous", lambda device: False)
+    monkeypatch.setattr(rank_codes.kinds, "is_synchronous", lambda device: False)
     monkeypatch.setattr(streams, "record_here", lambda device: event)
-    monkeypatch.setattr(
-        settings_check.pinned, "empty", lambda n, dtype: torch.empty(n, dtype=dtype)
-    )
+    monkeypatch.setattr(rank_codes.pinned, "empty", lambda n, dtype: torch.empty(n, dtype=dtype))
     mesh: Any = types.SimpleNamespace(pp_stage_ranks=2, rank=1)
-    check = settings_check.SettingsCheck(mesh, torch.device("cpu"))
-    monkeypatch.setattr(settings_check, "upload", lambda tensor, device: tensor)
+    check = rank_codes.SettingsCheck(mesh, torch.device("cpu"))
+    monkeypatch.setattr(rank_codes, "upload", lambda tensor, device: tensor)
     mine, other = check.upload(), check.upload()
     assert check.change("lr 0.5 in group 0") and not check.change("lr 0.5 in group 0")
     mine = check.upload()

@@ -26,6 +26,7 @@ import torch
 
 from hf_zero.checkpoint import find, storage
 from hf_zero.checkpoint.convert.outputs import OutputTensor
+from hf_zero.checkpoint.host_folders import FileLock
 from hf_zero.checkpoint.reader import Checkpoint, Scratch
 from hf_zero.checkpoint.storage import (
     AnyPath,
@@ -39,7 +40,6 @@ from hf_zero.checkpoint.storage import (
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject, logger, parse_json
-from hf_zero.ops.file_locks import FileLock
 
 LOCK = find.NEW + "lock"
 

@@ -34,10 +34,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_zero.checkpoint.host_folders import CLAIM_SECONDS, is_in_memory, lock_in, refuse_foreign
+from hf_zero.checkpoint.host_folders import (
+    CLAIM_SECONDS,
+    FileLock,
+    is_in_memory,
+    lock_in,
+    refuse_foreign,
+)
 from hf_zero.device.host_limits import free_ram
 from hf_zero.errors import CheckpointError
-from hf_zero.ops.file_locks import FileLock
 
 PREFIX = "hf-zero-"
 IN_USE = "in-use"

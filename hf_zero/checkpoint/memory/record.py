@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hf_zero.checkpoint import manifest as form
 from hf_zero.checkpoint.manifest import DIGEST, Manifest, is_as_written, sealed
-from hf_zero.checkpoint.save_manifest import join_reports
 from hf_zero.checkpoint.save_plan import ModelEntries, RankReport
+from hf_zero.checkpoint.save_sharded import join_reports
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject, parse_json
 from hf_zero.zero.layout.flat_layout import FlatLayout

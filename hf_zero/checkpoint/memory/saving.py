@@ -39,21 +39,15 @@ from hf_zero.checkpoint.memory.inventory import generation_to_keep, is_later, re
 from hf_zero.checkpoint.memory.job_folders import JobFolders, remember
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
 from hf_zero.checkpoint.memory.slot_files import SlotCopy, SlotFiles, Staged, changes_of
-from hf_zero.checkpoint.save_manifest import (
-    copy_as_saved,
-    manifest_head,
-    non_tensor_state,
-    objects_file,
-)
+from hf_zero.checkpoint.run_state import copy_as_saved, non_tensor_state, objects_file
 from hf_zero.checkpoint.save_plan import (
     SavePlan,
     buffers_of_other_stages,
-    check_not_destroyed,
     model_buffers,
     plan_save,
     planned_size,
 )
-from hf_zero.checkpoint.save_sharded import config_files
+from hf_zero.checkpoint.save_sharded import config_files, manifest_head
 from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, place_of, remove_tree
 from hf_zero.checkpoint.tensorfile import FileHasher, bytes_view
 from hf_zero.config import ZeroConfig
@@ -238,7 +232,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         first save finds no room, and RankMismatchError if this rank's collectives have been
         aborted. Later failures are logged: the generation before stays, and training goes on.
         """
-        check_not_destroyed(engine, "save")
+        engine.refuse_destroyed("save")
         tag = None if tag is None else find.check_tag(tag)
         engine.changes.refuse("a save in memory")
         self._wait_for_last()

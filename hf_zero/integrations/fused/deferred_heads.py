@@ -32,9 +32,9 @@ from hf_zero.ops.deferred.programs import Autocast
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, gather
 from hf_zero.parallel.tensor.layers import gathered_output_part
 from hf_zero.zero.gather.model_patches import hooks_of
-from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter import given_class
+from hf_zero.zero.layout.walk import attribute_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -29,9 +29,9 @@ from hf_zero.integrations.fused.sublayers import replaced
 from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.ops.packed_linear import adjacent, pack_
-from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.initial_values import source_of
+from hf_zero.zero.layout.walk import attribute_of
 from hf_zero.zero.layout.wrap import PACKED
 from hf_zero.zero.transaction import on_rollback, transaction
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.errors import ConfigError
 from hf_zero.zero.gather.model_patches import HOOKS
-from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.meta_run import META, NUMBERS, MetaAnswers, inputs_on_meta
+from hf_zero.zero.layout.walk import attribute_of
 
 CONTAINERS = (list, dict, set)
 CONSTANT = (bool, int, float, str, type, types.FunctionType, types.BuiltinFunctionType)

@@ -550,7 +550,7 @@ def add_run(original: Original, self: Trainer, *args: object, **kwargs: object) 
 def _described(text: str, trainer: Trainer, engine: Engine) -> str:
     from hf_zero.checkpoint.convert.card import carded, datasets_of, front_of
     from hf_zero.checkpoint.convert.run_facts import facts, last_numbers, recorded
-    from hf_zero.checkpoint.save_manifest import manifest_of_run
+    from hf_zero.checkpoint.save_sharded import manifest_of_run
 
     engine.measures.finish(engine)
     manifest = manifest_of_run(engine)

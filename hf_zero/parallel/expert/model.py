@@ -23,9 +23,8 @@ from hf_zero.parallel.expert.dispatch import KEPT, RoutesOfForwards, run_experts
 from hf_zero.parallel.expert.marks import AXIS, expert_dims, expert_mesh_dim, mark
 from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
-from hf_zero.zero.layout.declared import attribute_of
 from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
-from hf_zero.zero.layout.walk import named_modules_of
+from hf_zero.zero.layout.walk import attribute_of, named_modules_of
 
 # style of stacked expert parameters in plans of transformers
 STACKED = "grouped_gemm"

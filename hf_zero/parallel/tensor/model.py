@@ -43,8 +43,8 @@ from hf_zero.parallel.tensor.rehearsal import (
     without_memory,
 )
 from hf_zero.parallel.tensor.verification import Verification
-from hf_zero.zero.layout.declared import text_config_of
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
+from hf_zero.zero.layout.walk import text_config_of
 
 RECORD = "_hf_zero_tensor_parallel"
 

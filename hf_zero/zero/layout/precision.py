@@ -12,10 +12,9 @@ from torch import nn
 
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import listed
-from hf_zero.zero.layout.declared import declared
 from hf_zero.zero.layout.parameter import given_class
 from hf_zero.zero.layout.tree import tensors_in
-from hf_zero.zero.layout.walk import named_modules_of
+from hf_zero.zero.layout.walk import declared, named_modules_of
 
 # smaller floats are quantized weights, handled as raw bytes
 CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -14,8 +14,13 @@ from torch import nn
 
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import JsonObject, log_rank0
-from hf_zero.zero.layout.declared import attribute_of, declared
-from hf_zero.zero.layout.walk import modules_of, named_modules_of, parameters_of
+from hf_zero.zero.layout.walk import (
+    attribute_of,
+    declared,
+    modules_of,
+    named_modules_of,
+    parameters_of,
+)
 
 LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
 PARTS = 16  # a model without blocks is cut into about this many units

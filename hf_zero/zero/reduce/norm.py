@@ -19,7 +19,7 @@ the device, only if another parameter has no gradient on this rank. A rank with 
 nothing. A rank with a gradient of a left-out parameter, from a penalty on the weights, reads
 whether all others have it, too.
 
-A code of what a script has set on this rank is in the same message (settings_check.py).
+A code of what a script has set on this rank is in the same message (rank_codes.py).
 
 The message counts ranks: an fp64 number holds the counts of as many parameters as fit exactly.
 """
@@ -37,13 +37,12 @@ from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
-from hf_zero.ops import dispatch, host_norm
+from hf_zero.ops import dispatch, native
 from hf_zero.ops.flat_tiles import RUNS, squared_norms
 from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.training_state import GradientBuffer, GradState
-from hf_zero.zero.reduce.batch_codes import BatchCodes
-from hf_zero.zero.reduce.settings_check import SettingsCheck
+from hf_zero.zero.reduce.rank_codes import BatchCodes, SettingsCheck
 
 RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 
@@ -103,7 +102,7 @@ def sums_of_squares(
         if by_kernel[device] and grad.dtype != torch.float64:
             by_device.setdefault(device, []).append(index)
         elif device.type == "cpu" and grad.dtype != torch.float64:
-            sums[index] = torch.tensor(host_norm.squared_norm(grad), dtype=torch.float64)
+            sums[index] = torch.tensor(native.squared_norm(grad), dtype=torch.float64)
         else:
             by_kind.setdefault((device, grad.dtype), []).append(index)
     for indices in by_device.values():

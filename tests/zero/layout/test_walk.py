@@ -3,8 +3,13 @@
 import pytest
 from torch import nn
 
-from hf_zero.zero.layout.declared import attribute_of
-from hf_zero.zero.layout.walk import buffers_of, modules_of, named_modules_of, parameters_of
+from hf_zero.zero.layout.walk import (
+    attribute_of,
+    buffers_of,
+    modules_of,
+    named_modules_of,
+    parameters_of,
+)
 
 
 def shared() -> nn.Module:
