@@ -24,9 +24,8 @@ from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.passes import BackwardTracker, Hooks
-from hf_zero.zero.reduce.losses import Fp16LossScaler, LossScaling, Scaling
-from hf_zero.zero.reduce.reducer import Reducer
-from hf_zero.zero.reduce.reductions import BackwardSettings
+from hf_zero.zero.reduce.losses import AveragingFactors, Fp16LossScaler, LossScaling
+from hf_zero.zero.reduce.reducer import BackwardSettings, Reducer
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.optimizer_step import OptimizerStep
 from hf_zero.zero.step.step_reports import SanityChecks
@@ -226,7 +225,7 @@ class PassRunner:
             optimizer_step.usage,
             optimizer_step.gradient_offload,
             model.schedule,
-            scaling=Scaling.over(
+            averaging=AveragingFactors.over(
                 model.mesh.pp_stage_ranks,
                 config.precision,
                 config.prescale_gradients,

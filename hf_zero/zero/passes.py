@@ -475,26 +475,27 @@ class BackwardTracker:
             self._left_out -= units
             self._reducer.restore_left_out(units)
 
-    def advance_to(self, call: UnitCall, tick: int) -> None:
-        """Advance the backward, which is in ``call``, to ``tick``: every forward of its graph that
-        began later is done. Reduce the units that are complete by then.
+    def launch_complete_units(self, call: UnitCall, tick: int) -> None:
+        """Launch the reductions of the units that are complete once the backward, which is in
+        ``call``, has come to ``tick``: every forward of its graph that began later is done. Release
+        the units that were gathered for other ranks alone.
         """
         if len(self.tasks) == 1 and call.root is not self.remaining.recomputation:
             if self._first:
                 self._first = False
                 for root in self._with_graph:
                     if root is not call.root and root.began < tick and root.pending:
-                        self._reducer.wait_for_older()
+                        self._reducer.note_older_pending()
                         break
             for unit in self.remaining.advance_to(tick):
                 self._reducer.mark_complete(unit)
         while (complete := self._reducer.take_next()) is not None:
             self._reducer.launch(complete)
         if self._schedule.gathered_for_others:
-            self._schedule.release_skipped(self._reducer.progress.depth, self._awaits)
-
-    def _awaits(self, unit: Unit) -> bool:
-        return self.remaining.awaits(unit, self._reducer.progress.learns)
+            progress = self._reducer.progress
+            self._schedule.release_skipped(
+                progress.depth, partial(self.remaining.awaits, learning=progress.learns)
+            )
 
     def refuse_updated(self, unit: Unit) -> None:
         """Raise PartitionError for a forward of ``unit`` inside the backward under way, if that has

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class ReductionsUnderWay(Protocol):
-    """The reductions of a backward, as its gathers see them."""
+    """``Reducer`` (``reduce/reducer.py``), as gathers call it."""
 
     @property
     def launched(self) -> int: ...

@@ -170,7 +170,7 @@ class UnitForwards:
 
 
 class GatherOrder(Protocol):
-    """The order of gathers and releases (``schedule.py``), as units call it."""
+    """``Schedule`` (``schedule.py``), as units call it."""
 
     def ensure_gathered(self, unit: Unit, module: nn.Module | None = None) -> None: ...
 
@@ -178,7 +178,7 @@ class GatherOrder(Protocol):
 
 
 class BackwardPasses(Protocol):
-    """The backward of an engine (``passes.py``), as units call it."""
+    """``BackwardTracker`` (``passes.py``), as units call it."""
 
     def enter(self) -> None: ...
 
@@ -190,7 +190,7 @@ class BackwardPasses(Protocol):
 
     def end_call(self, call: UnitCall) -> None: ...
 
-    def advance_to(self, call: UnitCall, tick: int) -> None: ...
+    def launch_complete_units(self, call: UnitCall, tick: int) -> None: ...
 
 
 class Unit:
@@ -618,7 +618,7 @@ class Unit:
                     "use stage 2 for losses with gradients of gradients"
                 )
             self._backward.begin_call(call)
-            self._backward.advance_to(call, call.ended_at)
+            self._backward.launch_complete_units(call, call.ended_at)
             if not call.marked:
                 self._backward.add_unmarked(call)
             call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
@@ -646,4 +646,4 @@ class Unit:
         if self.sharded_flats:
             self._schedule.release_later(self)
         self._backward.end_call(call)
-        self._backward.advance_to(call, call.began)
+        self._backward.launch_complete_units(call, call.began)

@@ -40,7 +40,7 @@ SCALED_OUTSIDE = (
 
 
 @dataclass(frozen=True)
-class Scaling:
+class AveragingFactors:
     """Factors before (``pre``) and after (``post``) the reduction, for the average over ranks and
     the weight of a micro-batch.
 
@@ -62,7 +62,7 @@ class Scaling:
         predivide: float = 1.0,
         wire: str | None = None,
         averages: bool = True,
-    ) -> Scaling:
+    ) -> AveragingFactors:
         """Return the factors for ``world`` ranks. ``prescale`` divides by ``predivide`` before and
         by the rest of ``world`` after; ``wire`` is the dtype sent, None: ``precision``. Without
         ``averages`` gradients are summed: ``post`` undoes the division.
@@ -182,8 +182,8 @@ class _ScaleGradient(torch.autograd.Function):
         return (None, *(grad if grad is None or factor == 1.0 else grad * factor for grad in grads))
 
 
-class _Rank:
-    """State of the backward under way that the engines of one rank share."""
+class _FactorsOfBackward:
+    """The loss factors of the backward under way, which the engines of one rank share."""
 
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[LossScaling] = weakref.WeakSet()
@@ -219,7 +219,7 @@ class _Rank:
         return self._task is not None
 
 
-_ranks: dict[int, _Rank] = {}  # by rank, because ranks may be threads of one process
+_ranks: dict[int, _FactorsOfBackward] = {}  # by rank, because ranks may be threads of one process
 
 
 class LossScaling:
@@ -252,7 +252,7 @@ class LossScaling:
         self._borrowed_scale = 1.0  # that scale
         # a gradient with this engine's scale has overflowed in another engine
         self._overflow_reported = False
-        self._rank = _ranks.setdefault(rank, _Rank())
+        self._rank = _ranks.setdefault(rank, _FactorsOfBackward())
         self._watch = watch
         if any(engine._scales for engine in self._rank.engines):
             # An engine that was dropped without ``destroy`` is collected at different times on

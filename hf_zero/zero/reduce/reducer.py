@@ -1,4 +1,4 @@
-"""Reduction of gradients: units are reduced as they become ready, in one order on all ranks.
+"""Reduction of gradients: units are reduced as they become complete, in one order on all ranks.
 
 [Note: order of reductions]
 In every backward that reduces, all ranks launch the reductions of all trainable units in one fixed
@@ -9,7 +9,7 @@ Units that all ranks leave out of the backward, and know it, are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads
 from hf_zero.zero.layout.stage_policy import StagePolicy
 from hf_zero.zero.layout.training_state import GradientMemory
-from hf_zero.zero.reduce.losses import Scaling
+from hf_zero.zero.reduce.losses import AveragingFactors
 from hf_zero.zero.reduce.norm import IdleParameters, UsedParameters, zero_left_out
 from hf_zero.zero.reduce.reduction_order import (
     BackwardObservations,
@@ -33,9 +33,8 @@ from hf_zero.zero.reduce.reduction_order import (
     RemainingForwards,
 )
 from hf_zero.zero.reduce.reductions import (
-    BackwardSettings,
-    GradientIntake,
-    Reductions,
+    ReductionMessages,
+    WindowSums,
     collect_gradients,
     grad_versions,
     mark_present,
@@ -44,6 +43,25 @@ from hf_zero.zero.reduce.reductions import (
 
 if TYPE_CHECKING:
     from hf_zero.zero.gather.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class BackwardSettings:
+    """Properties of the backward under way.
+
+    weight: of the micro-batch, equal on all ranks. unscale: this rank's own factor, applied before
+    the reduction. ends_window: this backward, outside no_sync, is known to end the accumulation
+    window (stages 2 and 3 reduce in every backward). on_reduced: called with flat buffers of a unit
+    to be updated together, whose last gradients of the window have been reduced. alone: no backward
+    of the window precedes it. on_finished: called once all its reductions are issued.
+    """
+
+    weight: float = 1.0
+    unscale: float = 1.0
+    ends_window: bool = True
+    on_reduced: Callable[[Sequence[FlatBuffer]], None] | None = None
+    alone: bool = False
+    on_finished: Callable[[], None] | None = None
 
 
 @dataclass(eq=False)
@@ -67,7 +85,8 @@ class BackwardProgress:
 
 
 class Reducer:
-    """Takes gradients in as units become ready, and reduces them in order.
+    """Launches the reductions of units in order as their gradients become complete, and ends those
+    of a backward.
 
     ``offload`` copies offloaded gradients from a GPU to the host; None without such.
     ``wire_dtype``: dtype of messages; None: the parameters' own. ``kernels``: the configuration's.
@@ -84,13 +103,12 @@ class Reducer:
         offload: GradientCopies | None,
         schedule: Schedule,
         *,
-        scaling: Scaling,
+        averaging: AveragingFactors,
         wire_dtype: torch.dtype | None,
         kernels: str | tuple[str, ...],
         packed: int,
         keeps_buffers: bool,
     ):
-        self._units = list(units)
         self._order = ReductionOrder(units)
         self._mesh = mesh
         # sharded gradients cannot stay whole
@@ -106,9 +124,10 @@ class Reducer:
         dims = [dim for mesh in meshes for dim in (mesh.shard, mesh.replicate)]
         # freed before the update, which does not need them
         self._freed = [] if keeps_buffers else [self._buffers, *(dim.spare for dim in dims)]
-        self._intake = GradientIntake(scaling, self._buffers, offload)
-        self._reductions = Reductions(
-            mesh, self._intake, self._buffers, offload, kernels, packed, self._issue_gathers
+        self._averaging = averaging
+        self._sums = WindowSums(self._buffers, offload)
+        self._messages = ReductionMessages(
+            mesh, self._sums, self._buffers, offload, kernels, packed, self._issue_gathers
         )
         self._known: set[Hashable] = set()  # kinds of backward whose order is known
         self.progress = BackwardProgress()  # of the backward under way, or of the last one
@@ -126,14 +145,17 @@ class Reducer:
         # number of backwards with gradients since the last step or ``zero_grad``
         self.backwards = 0
 
+    # ---- a backward, from its first gradient to its last ----
+
     def configure_backward(self, settings: BackwardSettings) -> None:
         """Set ``settings`` for the next backward."""
-        self._settings, scaling = settings, self._intake.scaling
-        # for gradients put on the wire, and for their reduced sum
-        self._before = scaling.before(settings.weight, on_the_wire=True) * settings.unscale
-        self._after = scaling.after(settings.weight, on_the_wire=True)
-        # for the reduced sum of accumulated gradients
-        self._after_accumulation = scaling.after(settings.weight)
+        self._settings, averaging, weight = settings, self._averaging, settings.weight
+        # on gradients put on the wire, and on their reduced sum
+        self._wire_factor = averaging.before(weight, on_the_wire=True) * settings.unscale
+        self._sum_factor = averaging.after(weight, on_the_wire=True)
+        # on gradients added to the sum of the window, and on the reduced sum of these
+        self._accumulation_factor = averaging.before(weight) * settings.unscale
+        self._accumulated_sum_factor = averaging.after(weight)
         self._reduces_now = settings.ends_window or self._reduces_every_backward
 
     def begin(self, key: Hashable) -> None:
@@ -146,33 +168,14 @@ class Reducer:
         self._restored = set()
         # A rank must not wait for a reduction that others launch only after a gather that this rank
         # has not joined yet.
-        self._reductions.begin(
+        self._messages.begin(
             self.progress.learns and sharded,
-            None if self._settings.on_reduced is None else self._on_reduced,
+            None if self._settings.on_reduced is None else self._update_reduced,
         )
         # more gradients will be added; an upcast copies nothing as long as none are held
         if not self._reduces_now:
             for flat in (flat for unit in self.progress.units for flat in unit.trainable_flats):
-                self._intake.upcast(flat)
-
-    def begin_replay(self) -> None:
-        """Begin a backward that is launched from a graph, like one without gathers."""
-        self._mesh.passes.begin("backward", None, joint=self._reduces_now)
-
-    def end_replay(self) -> None:
-        """End it, with gradients taken in and reduced."""
-        self.backwards += 1
-        self.idle.end_backward()
-        if self._settings.ends_window:
-            self._record_left_out()
-
-    def forget_buffers(self) -> None:
-        """Free the buffers of messages, and end the messages that the host has yet to wait for:
-        a graph neither uses memory from before it nor leaves its own behind.
-        """
-        self._buffers.clear()
-        for dim in self._mesh.mesh_dims:
-            dim.forget_buffers()
+                self._sums.upcast(flat)
 
     def leave_out(self, units: frozenset[Unit]) -> None:
         """Leave ``units`` out of the backward under way: all ranks know that none uses them. Called
@@ -184,12 +187,12 @@ class Reducer:
         """Undo leaving out ``units``, which all ranks use after all: they are reduced last."""
         self._restored |= units
 
-    def wait_for_older(self) -> None:
-        """Treat no unit as complete before the end of this backward: it may go through an older
-        forward whose backward is pending.
+    def note_older_pending(self) -> None:
+        """Record that the backward of an older forward is pending, which this one may go through:
+        no unit counts as complete before its end.
         """
-        self.progress.observed.waits = True
-        self._reductions.wait_jointly(self._schedule.has_sharded_units)
+        self.progress.observed.older_pending = True
+        self._messages.set_joint(self._schedule.has_sharded_units)
 
     def mark_complete(self, unit: Unit) -> None:
         """Mark the gradients of ``unit`` as complete on this rank, as far as hooks can tell."""
@@ -201,7 +204,7 @@ class Reducer:
         if progress.learns:
             progress.observed.depths[unit.index] = self._schedule.issued
         if not self._reduces_now:
-            progress.observed.has_gradients |= self._intake.accumulate(unit, self._settings)
+            progress.observed.has_gradients |= self._sums.add(unit, self._accumulation_factor)
 
     def take_next(self) -> Unit | None:
         """Return the next unit in order, to be launched; None if it may still get gradients on this
@@ -226,16 +229,95 @@ class Reducer:
         depth = self._order.depths.get(progress.key, {}).get(unit.index, 0)
         progress.depth = max(progress.depth, depth)
 
+    def launch(self, unit: Unit) -> None:
+        """Take in the gradients of ``unit`` and send its reductions, together with those of the
+        next units if they are small.
+        """
+        settings = self._settings
+        if self._reduces_every_backward:
+            if unit.streams.computing:
+                unit.streams.wait_for_gradients()
+        else:
+            self.progress.observed.has_gradients |= self._sums.add(unit, self._accumulation_factor)
+        # the update of the unit may begin once its gradients are reduced
+        if settings.on_reduced is not None:
+            for flat in unit.trainable_flats:
+                mark_present(flat)
+            self._usage.send(unit)
+        for flat in unit.trainable_flats:
+            if flat.gradient.accumulated_grad is not None:
+                self._send_accumulated(flat)
+                continue
+            wire = self._buffers.acquire(
+                flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device
+            )
+            used = collect_gradients(flat, wire, False, self._wire_factor)
+            flat.gradient.mark_used(used)
+            self.progress.observed.has_gradients |= used > 0
+            self._messages.send(flat, wire, wire, self._sum_factor * flat.mesh.gain)
+        if self._messages.waiting:
+            units, at = self.progress.units, self.progress.next
+            comes = at < len(units) and units[at] not in self._order.reduced_last
+            self._messages.flush_unless_fits(units[at].trainable_flats if comes else ())
+
+    def _send_accumulated(self, flat: FlatBuffer) -> None:
+        if flat.gradient.stays_local:
+            return
+        accumulated = flat.gradient.accumulated_grad
+        scale = self._accumulated_sum_factor * flat.mesh.gain
+        assert accumulated is not None
+        dtype = self._wire_dtype or flat.dtype
+        encoded = flat.spec.reduce_codec is not None
+        if dtype != accumulated.dtype and self._mesh.pp_stage_ranks > 1 and not encoded:
+            wire = self._buffers.acquire(flat.layout.padded, dtype, flat.full.device)
+            wire.copy_(accumulated)
+            self._messages.send(flat, wire, wire, scale)
+        else:
+            self._messages.send(flat, accumulated, None, scale)
+
+    def _update_reduced(self, flat: FlatBuffer) -> None:
+        """Begin the update of ``flat`` once its gradients are reduced; offloaded flat buffers of a
+        unit are updated together.
+        """
+        progress, unit = self.progress, unit_of(flat)
+        progress.reduced.add(flat)
+        together = unit.offloaded_flats if flat.optimizer_shard.offloaded else [flat]
+        if (
+            self._settings.on_reduced is None
+            or not self._settings.ends_window
+            or not progress.reduced.issuperset(together)
+            or flat.spec.sharding.pp_stages  # their sum over stages is yet to come
+            or (flat.gradient.offloaded and self._offload is not None and self._offload.is_adding)
+        ):
+            return
+        self._usage.receive(unit, together)
+        # In the first backward of a kind more gradients may follow, unless all ranks have all.
+        if progress.key not in self._known and not (
+            self._settings.alone and self._usage.has_all(unit)
+        ):
+            return
+        progress.updated.add(unit)
+        self._settings.on_reduced(together)
+
+    def _issue_gathers(self) -> None:
+        """Issue the gathers that other ranks may wait for before they launch a reduction that this
+        rank is about to wait for.
+        """
+        if self.progress.under_way:
+            self._schedule.issue_through(self.progress.depth)
+
     @property
     def launched(self) -> int:
         """Number of reduction messages that this rank has sent in the backward under way."""
-        return self._reductions.sent if self.progress.under_way else 0
+        return self._messages.sent if self.progress.under_way else 0
 
     def finish_beyond(self, number: int) -> None:
         """Wait for the oldest reductions in excess of those that may be in flight, among the first
         ``number`` messages, which all ranks have sent.
         """
-        self._reductions.finish_beyond(number)
+        self._messages.finish_beyond(number)
+
+    # ---- the end of a backward ----
 
     def note_unfinished(self) -> None:
         """Record, at the end of a backward, the units that could have got gradients until now."""
@@ -275,13 +357,13 @@ class Reducer:
                 self._take(unit)
                 self.launch(unit)
             self._reduce_late(launched, learns)
-            self._reductions.finish()
+            self._messages.finish()
             self._usage.drop()
             for pool in self._freed if self._settings.ends_window else ():
                 pool.clear()
         else:
             for unit in progress.units:
-                progress.observed.has_gradients |= self._intake.accumulate(unit, self._settings)
+                progress.observed.has_gradients |= self._sums.add(unit, self._accumulation_factor)
         self.backwards += progress.observed.has_gradients
         self.idle.end_backward()
         if self._settings.ends_window:
@@ -294,14 +376,7 @@ class Reducer:
 
     def _end_progress(self) -> None:
         self.progress.under_way = False
-        self._reductions.wait_jointly(False)
-
-    def _issue_gathers(self) -> None:
-        """Issue the gathers that other ranks may wait for before they launch a reduction that this
-        rank is about to wait for.
-        """
-        if self.progress.under_way:
-            self._schedule.issue_through(self.progress.depth)
+        self._messages.set_joint(False)
 
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
         """Reduce again the units among ``launched`` whose gradients arrived after their reduction,
@@ -328,7 +403,7 @@ class Reducer:
         observed = self._mesh.all_gather_object(progress.observed, "observations of a backward")
         self._launch_again({index for record in observed for index in record.late})
         # If an older forward is pending, units are not complete before the end: nothing to learn.
-        if any(r.has_gradients for r in observed) and not any(r.waits for r in observed):
+        if any(r.has_gradients for r in observed) and not any(r.older_pending for r in observed):
             self._known.add(progress.key)
             plan = [unit.index for unit in self._schedule.last_plan]
             positions = self._schedule.last_plan_positions
@@ -346,10 +421,19 @@ class Reducer:
                 "use_reentrant=False, or switch zero_optimization.update_in_backward off"
             )
         if late:
-            self._reductions.finish()  # what is on the wire must not change
+            self._messages.finish()  # what is on the wire must not change
         for unit in self._order.units:
             if unit.index in late:
                 self.launch(unit)
+
+    def _record_left_out(self) -> None:
+        """Record idle and left-out parameters once the gradients of the window are reduced."""
+        if self._order.left_some_out:
+            zero_left_out(self._order.units)
+            self._order.left_some_out = False
+        self.idle.set_on_flats()
+
+    # ---- gradients of earlier backwards ----
 
     def reduce_accumulated(self) -> None:
         """Reduce the gradients of backwards before the end of the window, none of which was
@@ -362,37 +446,51 @@ class Reducer:
                     self._send_accumulated(flat)
                     sent = True
         if sent:
-            self._reductions.finish()
+            self._messages.finish()
             for pool in self._freed:
                 pool.clear()
         if self._offload is not None:
             self._offload.finish_sums()
         self._record_left_out()
 
-    def _record_left_out(self) -> None:
-        """Record idle and left-out parameters once the gradients of the window are reduced."""
-        if self._order.left_some_out:
-            zero_left_out(self._order.units)
-            self._order.left_some_out = False
-        self.idle.set_on_flats()
+    @property
+    def local_scale(self) -> float:
+        """Factor from unreduced gradients to this rank's part of a mean over the ranks."""
+        return self._accumulated_sum_factor * self._mesh.pp_stage_ranks
 
     def unreduced_scale(self, flat: FlatBuffer) -> float:
         """Return the factor that turns an averaged gradient of ``flat`` into a local one such that
         reducing it on every rank gives the average back.
         """
-        return 1.0 / (flat.mesh.size * flat.mesh.gain * self._intake.scaling.post)
+        return 1.0 / (flat.mesh.size * flat.mesh.gain * self._averaging.post)
 
     def wait_for_offload(self) -> None:
         """Wait until reduced gradients are in host memory, if they are offloaded."""
         if self._offload is not None:
             self._offload.wait()
 
-    def close(self) -> None:
-        """Free everything: the engine is destroyed."""
-        self.clear()
+    # ---- a backward that is launched from a graph ----
+
+    def begin_replay(self) -> None:
+        """Begin a backward that is launched from a graph, like one without gathers."""
+        self._mesh.passes.begin("backward", None, joint=self._reduces_now)
+
+    def end_replay(self) -> None:
+        """End it, with gradients taken in and reduced."""
+        self.backwards += 1
+        self.idle.end_backward()
+        if self._settings.ends_window:
+            self._record_left_out()
+
+    def forget_buffers(self) -> None:
+        """Free the buffers of messages, and end the messages that the host has yet to wait for:
+        a graph neither uses memory from before it nor leaves its own behind.
+        """
         self._buffers.clear()
-        if self._offload is not None:
-            self._offload.close()
+        for dim in self._mesh.mesh_dims:
+            dim.forget_buffers()
+
+    # ---- gradients that are dropped ----
 
     def abort(self) -> None:
         """Abort the backward under way after an exception, and drop the gradients it left on the
@@ -434,82 +532,14 @@ class Reducer:
 
     def _drop(self) -> None:
         """Drop gradients on parameters and reductions on the wire."""
-        self._reductions.drop()
+        self._messages.drop()
         self._usage.drop()
         if any_raw_grad(self._members):
             drop_raw_grads(self._members)
 
-    def launch(self, unit: Unit) -> None:
-        """Take in the gradients of ``unit`` and send its reductions, together with those of the
-        next units if they are small.
-        """
-        settings = self._settings
-        if self._reduces_every_backward:
-            if unit.streams.computing:
-                unit.streams.wait_for_gradients()
-        else:
-            self.progress.observed.has_gradients |= self._intake.accumulate(unit, settings)
-        # the update of the unit may begin once its gradients are reduced
-        if settings.on_reduced is not None:
-            for flat in unit.trainable_flats:
-                mark_present(flat)
-            self._usage.send(unit)
-        for flat in unit.trainable_flats:
-            if flat.gradient.accumulated_grad is not None:
-                self._send_accumulated(flat)
-                continue
-            wire = self._buffers.acquire(
-                flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device
-            )
-            used = collect_gradients(flat, wire, False, self._before)
-            flat.gradient.mark_used(used)
-            self.progress.observed.has_gradients |= used > 0
-            self._reductions.send(flat, wire, wire, self._after * flat.mesh.gain)
-        if self._reductions.waiting:
-            units, at = self.progress.units, self.progress.next
-            comes = at < len(units) and units[at] not in self._order.reduced_last
-            self._reductions.flush_unless_fits(units[at].trainable_flats if comes else ())
-
-    @property
-    def local_scale(self) -> float:
-        """Factor from unreduced gradients to this rank's part of a mean over the ranks."""
-        return self._after_accumulation * self._mesh.pp_stage_ranks
-
-    def _send_accumulated(self, flat: FlatBuffer) -> None:
-        if flat.gradient.stays_local:
-            return
-        accumulated = flat.gradient.accumulated_grad
-        scale = self._after_accumulation * flat.mesh.gain
-        assert accumulated is not None
-        dtype = self._wire_dtype or flat.dtype
-        encoded = flat.spec.reduce_codec is not None
-        if dtype != accumulated.dtype and self._mesh.pp_stage_ranks > 1 and not encoded:
-            wire = self._buffers.acquire(flat.layout.padded, dtype, flat.full.device)
-            wire.copy_(accumulated)
-            self._reductions.send(flat, wire, wire, scale)
-        else:
-            self._reductions.send(flat, accumulated, None, scale)
-
-    def _on_reduced(self, flat: FlatBuffer) -> None:
-        """Begin the update of ``flat`` once its gradients are reduced; offloaded flat buffers of a
-        unit are updated together.
-        """
-        progress, unit = self.progress, unit_of(flat)
-        progress.reduced.add(flat)
-        together = unit.offloaded_flats if flat.optimizer_shard.offloaded else [flat]
-        if (
-            self._settings.on_reduced is None
-            or not self._settings.ends_window
-            or not progress.reduced.issuperset(together)
-            or flat.spec.sharding.pp_stages  # their sum over stages is yet to come
-            or (flat.gradient.offloaded and self._offload is not None and self._offload.is_adding)
-        ):
-            return
-        self._usage.receive(unit, together)
-        # In the first backward of a kind more gradients may follow, unless all ranks have all.
-        if progress.key not in self._known and not (
-            self._settings.alone and self._usage.has_all(unit)
-        ):
-            return
-        progress.updated.add(unit)
-        self._settings.on_reduced(together)
+    def close(self) -> None:
+        """Free everything: the engine is destroyed."""
+        self.clear()
+        self._buffers.clear()
+        if self._offload is not None:
+            self._offload.close()

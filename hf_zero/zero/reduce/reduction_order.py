@@ -41,8 +41,8 @@ from hf_zero.zero.gather.unit import OutermostForward, Unit, UnitCall
 class BackwardObservations:
     """Observations from one backward on one rank; units by index."""
 
-    # an older forward's backward was pending, so units were not complete before the end
-    waits: bool
+    # the backward of an older forward was pending, so units were not complete before the end
+    older_pending: bool
     has_gradients: bool = False  # on parameters, unlike torch.autograd.grad
     complete: list[int] = field(default_factory=list)  # units in the order of completion
     # number of gathers issued before it, by unit

@@ -6,7 +6,7 @@ A backward leaves the gradient of the loss it was given, times the fp16 loss sca
 multiplies by the weight of the micro-batch (1 / accumulation steps) and averages over ranks;
 nothing else divides. So ``engine.backward(loss)`` and plain ``loss.backward()`` give the same
 gradient. Weight and rank average are applied to this rank's reduced shard, in the precision of the
-accumulator; fp16 on the wire and prescale are the exceptions (:class:`Scaling`). Gradients
+accumulator; fp16 on the wire and prescale are the exceptions (:class:`AveragingFactors`). Gradients
 accumulated before the reduction carry the weight from the accumulation on.
 """
 
@@ -32,11 +32,10 @@ from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.zero.layout.training_state import GradState
-from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import sums_of_squares
 
 # Messages with acquired buffers that may be in flight at once; unlimited while ranks wait jointly
-# (:meth:`Reductions.wait_jointly`): in the first backward of a kind with gathers, and while the
+# (:meth:`ReductionMessages.set_joint`): in the first backward of a kind with gathers, and while the
 # backward of an older forward is pending.
 IN_FLIGHT = 2
 SHARE = 4  # a message of small flat buffers has room for this many of the largest
@@ -66,17 +65,18 @@ class _Message:
     part: torch.Tensor | None = None
 
 
-class Reductions:
-    """Sends the reductions of one engine, in call order.
+class ReductionMessages:
+    """Messages of gradients: sends them in call order, waits for the oldest, and writes its results
+    into the gradient shards.
 
-    ``before_wait`` is called before this waits for a reduction in a backward. Small ones, of at
+    ``before_wait`` is called before this waits for a message in a backward. Small reductions, of at
     most ``packed`` elements together, share a message; others are sent at once.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        intake: GradientIntake,
+        sums: WindowSums,
         buffers: TensorPool,
         offload: GradientCopies | None,
         kernels: str | tuple[str, ...],
@@ -86,7 +86,7 @@ class Reductions:
         self._mesh = mesh
         # whose streams fill messages; None on the host
         self._device = None if kinds.is_synchronous(mesh.device) else mesh.device
-        self._intake = intake
+        self._sums = sums
         self._buffers = buffers
         self._offload = offload
         self._kernels = kernels
@@ -94,9 +94,9 @@ class Reductions:
         self._before_wait = before_wait
         self.waiting: list[_Reduction] = []  # to share a message with others
         self._messages: list[_Message] = []
-        self._taking_memory = 0  # number of such messages
+        self._taking_memory = 0  # number of those that take memory
         # On a single rank nothing is on the wire, and gradients for the host should leave at once.
-        self._most = IN_FLIGHT if mesh.pp_stage_ranks > 1 else 0
+        self._max_in_flight = IN_FLIGHT if mesh.pp_stage_ranks > 1 else 0
         self._joint = False
         self._on_reduced: Callable[[FlatBuffer], None] | None = None
         self.sent = 0  # messages in this backward
@@ -104,15 +104,15 @@ class Reductions:
             minus_zero(mesh.device)  # before streams that do not wait for each other read it
 
     def begin(self, joint: bool, on_reduced: Callable[[FlatBuffer], None] | None) -> None:
-        """Begin a backward. ``joint`` as in :meth:`wait_jointly`; ``on_reduced`` is called with
-        each flat buffer whose reduction is over.
+        """Begin a backward. ``joint`` as in :meth:`set_joint`; ``on_reduced`` is called with each
+        flat buffer whose reduction is over.
         """
         self.sent, self._on_reduced = 0, on_reduced
-        self.wait_jointly(joint)
+        self.set_joint(joint)
 
-    def wait_jointly(self, joint: bool) -> None:
-        """Set whether, before the end of the backward, this waits only for reductions that all
-        ranks have launched. No effect on a single rank.
+    def set_joint(self, joint: bool) -> None:
+        """Set whether, before the end of the backward, this waits only for messages that all ranks
+        have sent. No effect on a single rank.
         """
         self._joint = joint and self._mesh.pp_stage_ranks > 1
 
@@ -201,16 +201,16 @@ class Reductions:
         self._messages.append(_Message(reductions, handles, self.sent, takes_memory, part))
         self._taking_memory += takes_memory
         self.sent += 1
-        if self._joint or self._taking_memory <= self._most:
+        if self._joint or self._taking_memory <= self._max_in_flight:
             return
         self._before_wait()
-        while self._taking_memory > self._most:
+        while self._taking_memory > self._max_in_flight:
             self._finish_oldest()
 
     # ---- results ----
 
     def finish(self) -> None:
-        """Send the waiting reductions, and wait for all of them."""
+        """Send the waiting reductions, and wait for all messages."""
         self.flush()
         while self._messages:
             self._finish_oldest()
@@ -219,12 +219,11 @@ class Reductions:
         """Wait for the oldest messages in excess of those that may be in flight, among the first
         ``number``, which all ranks have sent.
         """
-        # all ranks wait for the same messages
         while self._messages and self._messages[0].number < number - IN_FLIGHT:
             self._finish_oldest()
 
     def drop(self) -> None:
-        """Drop all reductions and their results, once other ranks have them."""
+        """Drop all messages and their results, once other ranks have them."""
         if self._messages:
             self._before_wait()
         for message in self._messages:
@@ -248,7 +247,7 @@ class Reductions:
                 flat.optimizer_shard.finish_update()
             adds = gradient.adds_to_shard
             if adds:
-                self._intake.upcast(flat)
+                self._sums.upcast(flat)
             if part is not None:
                 with span("wait_reduction", flat.key):
                     handle.reduce_into(part, False, 1.0)
@@ -286,29 +285,10 @@ class Reductions:
         return squares
 
 
-# ---- intake ----
+# ---- gradients off the parameters ----
 
 _warned: weakref.WeakSet[Mesh] = weakref.WeakSet()  # meshes of engines
 KEPT = 2  # free buffers kept per size
-
-
-@dataclass(frozen=True)
-class BackwardSettings:
-    """Properties of the backward under way.
-
-    weight: of the micro-batch, equal on all ranks. unscale: this rank's own factor, applied before
-    the reduction. ends_window: this backward, outside no_sync, is known to end the accumulation
-    window (stages 2 and 3 reduce in every backward). on_reduced: called with flat buffers of a unit
-    to be updated together, whose last gradients of the window have been reduced. alone: no backward
-    of the window precedes it. on_finished: called once all its reductions are issued.
-    """
-
-    weight: float = 1.0
-    unscale: float = 1.0
-    ends_window: bool = True
-    on_reduced: Callable[[Sequence[FlatBuffer]], None] | None = None
-    alone: bool = False
-    on_finished: Callable[[], None] | None = None
 
 
 def wire_buffers(flats: Iterable[FlatBuffer]) -> TensorPool:
@@ -319,20 +299,22 @@ def wire_buffers(flats: Iterable[FlatBuffer]) -> TensorPool:
     return TensorPool({numel: KEPT if units > 1 else 0 for numel, units in sizes.items()})
 
 
-class GradientIntake:
-    """Takes gradients off the parameters of a unit."""
+class WindowSums:
+    """The sums of this rank's gradients over the accumulation window, where a stage reduces once
+    per window (``GradientBuffer.accumulated_grad``).
+    """
 
-    def __init__(self, scaling: Scaling, buffers: TensorPool, offload: GradientCopies | None):
-        self.scaling = scaling
+    def __init__(self, buffers: TensorPool, offload: GradientCopies | None):
         self._buffers = buffers
         self._offload = offload
 
-    def accumulate(self, unit: Unit, settings: BackwardSettings) -> bool:
-        """Add this backward's gradients to those of the window; return whether there were any."""
+    def add(self, unit: Unit, factor: float) -> bool:
+        """Add this backward's gradients of ``unit``, times ``factor``; return whether there were
+        any.
+        """
         if unit.streams.computing:
             unit.streams.wait_for_gradients()
         has_gradients = False
-        factor = self.scaling.before(settings.weight) * settings.unscale
         for flat in unit.trainable_flats:
             gradient = flat.gradient
             if gradient.has_unreduced and not any_raw_grad(flat.members):

@@ -49,7 +49,7 @@ WARM_UP = 3  # steps before the first capture
 
 
 class CapturedBackward(Protocol):
-    """The backwards of an engine (:class:`hf_zero.zero.pass_runner.PassRunner`)."""
+    """``PassRunner`` (``pass_runner.py``), as captured steps call it."""
 
     reducer: Reducer
     runs_captured: bool

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.precision import compute_dtype, kept_in_fp32
-from hf_zero.zero.reduce.losses import Fp16LossScaler, Scaling
+from hf_zero.zero.reduce.losses import AveragingFactors, Fp16LossScaler
 from hf_zero.zero.reduce.norm import RUN, _sums_over_runs
 from tests.helpers.cells import in_one_item
 
@@ -130,13 +130,13 @@ def test_where_the_average_and_the_weight_of_a_loss_are_multiplied_in():
     for world, precision, prescale, weight, wire in itertools.product(
         (1, 3, 8), ("fp32", "bf16", "fp16"), (False, True), (0.25, 7.0), (False, True)
     ):
-        scaling = Scaling.over(world, precision, prescale, 2.0)
+        scaling = AveragingFactors.over(world, precision, prescale, 2.0)
         both = scaling.before(weight, wire) * scaling.after(weight, wire)
         assert both == pytest.approx(weight / world)
     for precision, prescale in itertools.product(("fp32", "bf16", "fp16"), (False, True)):
-        scaling = Scaling.over(8, precision, prescale, 2.0)
+        scaling = AveragingFactors.over(8, precision, prescale, 2.0)
         assert (scaling.pre, scaling.post) == ((0.5, 0.25) if prescale else (1.0, 0.125))
-    unscaled, half = Scaling.over(8, "fp32", wire="fp16"), Scaling.over(8, "fp16")
+    unscaled, half = AveragingFactors.over(8, "fp32", wire="fp16"), AveragingFactors.over(8, "fp16")
     assert (unscaled.before(0.25, True), unscaled.after(0.25, True)) == (0.25 / 8, 1.0)
     assert (half.before(0.25, True), half.after(0.25, True)) == (1.0, 0.25 / 8)
     assert (half.before(0.25, False), half.after(0.25, False)) == (0.25, 1 / 8), (
