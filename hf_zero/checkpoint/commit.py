@@ -14,9 +14,11 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
-from hf_zero.checkpoint import find, storage
+from hf_zero.checkpoint import storage
 from hf_zero.checkpoint.find import (
     DROPPED,
+    LATEST,
+    NEW,
     OBJECTS_NAME,
     RANK_PATTERN,
     REPLACED,
@@ -24,17 +26,17 @@ from hf_zero.checkpoint.find import (
     SAVING,
     integrity_error,
     is_checkpoint,
+    latest_tag,
+    oldest_first,
 )
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.storage import (
     AnyPath,
     describe_error,
-    fsync_path,
     is_remote,
     make_folder,
     objects_in,
     remove_objects,
-    remove_tree,
     store_errors,
 )
 from hf_zero.errors import CheckpointError
@@ -121,7 +123,7 @@ class CommitTarget(ABC):
 
 
 def commit_target(directory: AnyPath, tag: str, save_id: str) -> CommitTarget:
-    return (StoreTarget if is_remote(directory) else FolderTarget)(directory, tag, save_id)
+    return (ObjectStoreTarget if is_remote(directory) else FolderTarget)(directory, tag, save_id)
 
 
 class FolderTarget(CommitTarget):
@@ -135,10 +137,38 @@ class FolderTarget(CommitTarget):
     def __init__(self, directory: Path, tag: str, save_id: str) -> None:
         # A background thread may write after the process has changed its working directory.
         super().__init__(directory.absolute(), tag, save_id)
-        self._temporary = temporary_folder(self.directory, tag, save_id)
+        # unique per save, so that two jobs never write into one folder
+        self._temporary = self.directory / f"{SAVING}{tag}.{save_id[:8]}"
+        self._replaced = self.directory / (REPLACED + tag)
 
     def begin(self) -> None:
-        begin_folder(self.directory, self.tag, self.save_id)
+        final, directory = self.final, self.directory
+        make_folder(directory)
+        for dropped in directory.glob(f"{DROPPED}*"):
+            shutil.rmtree(dropped, ignore_errors=True)
+        replaces = is_checkpoint(final)
+        if os.path.lexists(final) and not replaces and (not final.is_dir() or any(final.iterdir())):
+            raise CheckpointError(
+                f"{final} exists and is no checkpoint of hf-zero; move it away or save under "
+                "another tag, so that nothing is lost"
+            )
+        if replaces:
+            _log_replacing(final)
+        if self._replaced.exists():
+            if replaces:
+                discard_replaced(final)
+            else:
+                os.rename(self._replaced, final)
+        for other in directory.glob(f"{SAVING}*"):
+            if _save_of(self.tag).fullmatch(other.name):
+                storage.remove_tree(other)
+            else:
+                logger.warning(
+                    "%s was left by an interrupted save, or another job saves into the same "
+                    "folder; delete it if no other job is saving here",
+                    other,
+                )
+        self._temporary.mkdir()
 
     def _replaced_ids(self) -> list[str]:
         begun = [_save_of(self.tag).fullmatch(e.name) for e in self.directory.glob(f"{SAVING}*")]
@@ -155,15 +185,26 @@ class FolderTarget(CommitTarget):
         # Written here and moved by finish, so that a full disk is noticed before anything has
         # changed.
         for name, content in above.items():
-            storage.write_file(self.path_of(find.NEW + name), content)
+            storage.write_file(self.path_of(NEW + name), content)
         storage.write_file(self.path_of(MANIFEST_NAME), manifest.dumps())
         self._check_written(Manifest.read(self.path_of(MANIFEST_NAME)))
-        publish_folder(self._temporary, self.tag)
+        # The renames are durable after finish: an error raised here means that nothing was saved.
+        storage.fsync_path(self._temporary)
+        if self.final.exists():
+            if _exchange(self._temporary, self._replaced, self.final):
+                return
+            os.rename(self.final, self._replaced)
+        try:
+            os.rename(self._temporary, self.final)
+        except OSError:
+            if self._replaced.exists():
+                os.rename(self._replaced, self.final)
+            raise
 
     def finish(self, above: Mapping[str, bytes]) -> None:
         storage.fsync_path(self.directory)  # `latest` names the checkpoint once it is durable
         for name in above:
-            os.replace(self.final / (find.NEW + name), self.directory / name)
+            os.replace(self.final / (NEW + name), self.directory / name)
         storage.fsync_path(self.directory)
         discard_replaced(self.final)
 
@@ -172,17 +213,25 @@ class FolderTarget(CommitTarget):
         # removed.
         written = self._temporary
         with suppress(OSError):
-            written = written.rename(self.directory / (find.DROPPED + self.save_id))
+            written = written.rename(self.directory / (DROPPED + self.save_id))
         shutil.rmtree(written, ignore_errors=True)
 
 
-class StoreTarget(CommitTarget):
+class ObjectStoreTarget(CommitTarget):
     """Target in an object store: the objects are a checkpoint once their manifest exists (FORMAT.md
     section 10).
     """
 
     def begin(self) -> None:
-        begin_objects(self.final)
+        objects = objects_in(self.final)
+        if objects and not any(_is_own_object(item) for item in objects):
+            raise CheckpointError(
+                f"{self.final} holds {objects[0].name} and is no checkpoint of hf-zero; move it "
+                "away or save under another tag, so that nothing is lost"
+            )
+        if objects and is_checkpoint(self.final):
+            _log_replacing(self.final)
+        remove_unlisted(self.final)
 
     def file_name(self, name: str) -> str:
         stem, dot, suffix = name.rpartition(".")
@@ -233,55 +282,21 @@ class StoreTarget(CommitTarget):
         # that its manifest does not list.
         if self._is_published() is not False:
             return
-        abandon_objects(self.final, self.save_id[:12])
-
-
-def temporary_folder(directory: Path, tag: str, save_id: str) -> Path:
-    """Return the folder in which a save of ``tag`` is assembled. The name is unique per save, so
-    that two jobs never write into one folder.
-    """
-    return directory / f"{SAVING}{tag}.{save_id[:8]}"
+        try:
+            of_save = f"-{self.save_id[:12]}"
+            remove_objects(item for item in objects_in(self.final) if item.stem.endswith(of_save))
+        except Exception as error:
+            logger.warning(
+                "files of a save that failed are left in %s; the next save of this "
+                "tag removes them (%s)",
+                self.final,
+                error,
+            )
 
 
 def _save_of(tag: str) -> re.Pattern[str]:
     """Return a pattern for the names of temporary folders of ``tag``, and the id's digits in it."""
     return re.compile(re.escape(SAVING + tag) + r"(?:\.([0-9a-f]{8}))?")
-
-
-def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
-    """Repair what an interrupted save of ``tag`` left, and make the temporary folder of this save.
-
-    Raises CheckpointError if ``tag`` names a non-empty folder, or a file, that is not a checkpoint.
-    """
-    make_folder(directory)
-    for dropped in directory.glob(f"{DROPPED}*"):
-        shutil.rmtree(dropped, ignore_errors=True)
-    replaced, final = directory / (REPLACED + tag), directory / tag
-    is_replaced = is_checkpoint(final)
-    if os.path.lexists(final) and not is_replaced and (not final.is_dir() or any(final.iterdir())):
-        raise CheckpointError(
-            f"{final} exists and is no checkpoint of hf-zero; move it away or save under another "
-            "tag, so that nothing is lost"
-        )
-    if is_replaced:
-        _log_replacing(final)
-    if replaced.exists():
-        if is_replaced:
-            discard_replaced(final)
-        else:
-            os.rename(replaced, final)
-    for other in directory.glob(f"{SAVING}*"):
-        if _save_of(tag).fullmatch(other.name):
-            remove_tree(other)
-        else:
-            logger.warning(
-                "%s was left by an interrupted save, or another job saves into the same folder; "
-                "delete it if no other job is saving here",
-                other,
-            )
-    temporary = temporary_folder(directory, tag, save_id)
-    temporary.mkdir()
-    return temporary
 
 
 def canonical_path(final: AnyPath) -> str:
@@ -308,27 +323,6 @@ def _log_replacing(final: AnyPath) -> None:
     )
 
 
-def publish_folder(temporary: Path, tag: str) -> Path:
-    """Rename the complete ``temporary`` folder to ``tag``. A checkpoint of that name is kept, under
-    another name. :meth:`FolderTarget.finish` makes the renames durable: an error raised here means
-    that nothing was saved.
-    """
-    directory = temporary.parent
-    final, replaced = directory / tag, directory / (REPLACED + tag)
-    fsync_path(temporary)
-    if final.exists():
-        if _exchange(temporary, replaced, final):
-            return final
-        os.rename(final, replaced)
-    try:
-        os.rename(temporary, final)
-    except OSError:
-        if replaced.exists():
-            os.rename(replaced, final)
-        raise
-    return final
-
-
 def _exchange(temporary: Path, replaced: Path, final: Path) -> bool:
     """Rename ``temporary`` to ``final`` and the latter to ``replaced``, with a checkpoint named
     ``final`` at every moment. Returns False, with no effect, where the system cannot.
@@ -344,8 +338,8 @@ def _exchange(temporary: Path, replaced: Path, final: Path) -> bool:
 
 
 def discard_replaced(final: Path) -> None:
-    """Remove the checkpoint that :func:`publish_folder` moved aside. Files in it that are not part
-    of the format move to ``final``.
+    """Remove the checkpoint that :meth:`FolderTarget.publish` moved aside. Files in it that are not
+    part of the format move to ``final``.
     """
     replaced = final.with_name(REPLACED + final.name)
     if replaced.is_symlink():
@@ -356,7 +350,7 @@ def discard_replaced(final: Path) -> None:
         for item in list(replaced.iterdir()):
             if not _is_own_file(item) and not (final / item.name).exists():
                 os.rename(item, final / item.name)
-    remove_tree(replaced)
+    storage.remove_tree(replaced)
 
 
 def _is_own_file(item: Path) -> bool:
@@ -365,22 +359,6 @@ def _is_own_file(item: Path) -> bool:
         or item.match(RANK_PATTERN)
         or item.name.startswith(RESERVED)
     )
-
-
-def begin_objects(final: AnyPath) -> None:
-    """Remove what interrupted saves left in ``final``.
-
-    Raises CheckpointError if ``final`` holds objects and none of them is part of a checkpoint.
-    """
-    objects = objects_in(final)
-    if objects and not any(_is_own_object(item) for item in objects):
-        raise CheckpointError(
-            f"{final} holds {objects[0].name} and is no checkpoint of hf-zero; move it away or "
-            "save under another tag, so that nothing is lost"
-        )
-    if objects and is_checkpoint(final):
-        _log_replacing(final)
-    remove_unlisted(final)
 
 
 def remove_unlisted(final: AnyPath) -> None:
@@ -403,19 +381,6 @@ def remove_unlisted(final: AnyPath) -> None:
     )
 
 
-def abandon_objects(final: AnyPath, mark: str) -> None:
-    """Remove the files of a failed save, whose names end in ``mark``. Failures are only logged."""
-    try:
-        remove_objects(item for item in objects_in(final) if item.stem.endswith(f"-{mark}"))
-    except Exception as error:
-        logger.warning(
-            "files of a save that failed are left in %s; the next save of this "
-            "tag removes them (%s)",
-            final,
-            error,
-        )
-
-
 def drop_objects(folder: AnyPath) -> None:
     """Remove the checkpoint in ``folder``, its manifest first, so that no partial checkpoint is
     ever taken for a complete one. Raises OSError.
@@ -425,10 +390,10 @@ def drop_objects(folder: AnyPath) -> None:
 
 
 def _is_own_object(item: AnyPath) -> bool:
-    stem, _, suffix = find.OBJECTS_NAME.rpartition(".")
+    stem, _, suffix = OBJECTS_NAME.rpartition(".")
     return (
         item.name == MANIFEST_NAME
-        or fnmatch(item.name, find.RANK_PATTERN)
+        or fnmatch(item.name, RANK_PATTERN)
         or (item.name.startswith(f"{stem}-") and item.suffix == f".{suffix}")
     )
 
@@ -453,7 +418,7 @@ def retain(final: AnyPath, keep: int, others: Mapping[tuple[str, str], object]) 
     family = [
         folder
         for folder in final.parent.iterdir()
-        if _stem(folder) == _stem(final) and find.is_checkpoint(folder)
+        if _stem(folder) == _stem(final) and is_checkpoint(folder)
     ]
     for folder in list(family) if others else ():
         writer = others.get((_save_id(folder), canonical_path(folder)))
@@ -464,11 +429,11 @@ def retain(final: AnyPath, keep: int, others: Mapping[tuple[str, str], object]) 
                 folder,
                 writer,
             )
-    newest_first = find.oldest_first(family)[::-1]
+    newest_first = oldest_first(family)[::-1]
     protected = {final}
-    if (final.parent / find.LATEST).exists():
+    if (final.parent / LATEST).exists():
         try:
-            protected.add(final.parent / find.latest_tag(final.parent))
+            protected.add(final.parent / latest_tag(final.parent))
         except CheckpointError as error:
             logger.warning("retention skipped: cannot read `latest` (%s)", error)
             return []
@@ -499,7 +464,7 @@ def excess(
     return [folder for folder in reversed(complete[keep:]) if folder not in protected]
 
 
-def remove(chosen: Sequence[AnyPath], aside: str = find.DROPPED) -> list[AnyPath]:
+def remove(chosen: Sequence[AnyPath], aside: str = DROPPED) -> list[AnyPath]:
     """Remove the folders ``chosen`` and return those that were removed. A warning names each one
     that cannot be removed.
     """
@@ -516,7 +481,7 @@ def remove(chosen: Sequence[AnyPath], aside: str = find.DROPPED) -> list[AnyPath
     return gone
 
 
-def drop(folder: AnyPath, aside: str = find.DROPPED) -> None:
+def drop(folder: AnyPath, aside: str = DROPPED) -> None:
     """Remove ``folder``. It is renamed first, so that no partial checkpoint ever has its name.
     Raises OSError.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from hf_zero.checkpoint import find, run_state
 from hf_zero.checkpoint.find import complete_tags_beside
 from hf_zero.checkpoint.generations import Generations
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, MASTER, RNG, GroupEntry, Manifest, class_name
-from hf_zero.checkpoint.match import LoadTarget, match, match_names
+from hf_zero.checkpoint.match import LoadTarget, match, match_names, scheduled_settings
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
 from hf_zero.checkpoint.run_state import set_rng_state
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 Read = TypeVar("Read")
-SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")  # settings of a group that a schedule writes
-# and those that it writes where it cycles momentum
-SCHEDULED_MOMENTUM = ("momentum", "betas", "max_momentum", "base_momentum")
 
 
 def load(
@@ -197,30 +194,12 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _scheduled(
-    scheduler: object, group: Mapping[str, Any], others: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the settings of an optimizer ``group`` that ``scheduler`` writes; the ``betas`` after
-    the first are those of ``others``.
-    """
-    names = SCHEDULED + (SCHEDULED_MOMENTUM if _cycles_momentum(scheduler) else ())
-    settings = {name: group[name] for name in names if name in group}
-    if "betas" in settings.keys() & others.keys():
-        settings["betas"] = (settings["betas"][0], *others["betas"][1:])
-    return settings
-
-
-def _cycles_momentum(scheduler: object) -> bool:
-    return getattr(scheduler, "cycle_momentum", False) or any(
-        map(_cycles_momentum, getattr(scheduler, "_schedulers", ()))
-    )
-
-
 def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> set[int]:
     """Return the indices of the rank files of ``manifest`` that a load of everything into this
     rank's ``engine`` reads. Raises CheckpointError if it is of another model.
     """
-    names = match_names(LoadTarget.of(engine), manifest, f"checkpoint {manifest.tag}", strict)
+    where = f"checkpoint {manifest.tag}"
+    names = match_names(LoadTarget.of(engine), manifest, where, strict=strict)
     needed = {
         run.flat.chunks[run.chunk].file
         for flat in engine.flats
@@ -259,7 +238,9 @@ class _RankLoad(StateSource):
     ) -> None:
         self.engine, self.checkpoint, self.optimizer = engine, checkpoint, optimizer
         self.manifest = checkpoint.manifest
-        self.match = match(target, checkpoint, strict, optimizer, scheduler, warns=True)
+        self.match = match(
+            target, checkpoint, strict=strict, optimizer=optimizer, schedule=scheduler, warns=True
+        )
         self.client_state = checkpoint.client_state()
         # for each flat buffer the runs of its weights, and those of each optimizer state, by kind
         self.runs: dict[FlatBuffer, dict[str, list[CopyRange]]] = {}
@@ -441,7 +422,7 @@ class _RankLoad(StateSource):
         if self.engine.lr_scheduler is not None and self.match.schedule is None:
             # a schedule that starts anew sets these, and some of torch's multiply their last value
             for values, live in zip(settings, bound.groups):
-                values |= _scheduled(self.engine.lr_scheduler, live, values)
+                values |= scheduled_settings(self.engine.lr_scheduler, live, values)
         bound.load_hyperparameters(settings)
 
     def _load_scheduled(self) -> None:
@@ -460,7 +441,7 @@ class _RankLoad(StateSource):
         ]
         bound.load_hyperparameters(
             [
-                _scheduled(scheduler, values, live) | {"lr": rate}
+                scheduled_settings(scheduler, values, live) | {"lr": rate}
                 for values, live, rate in zip(settings, bound.groups, rates, strict=True)
             ]
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,17 +64,28 @@ class LoadTarget:
     @classmethod
     def of(cls, engine: TrainingEngine) -> LoadTarget:
         """Return the target of a load into ``engine``."""
-        specs, aliases = [flat.spec for flat in engine.flats], engine.aliases
-        group_of = {} if engine.bound is None else engine.bound.group_of
-        live = (engine.elsewhere, engine.optimizer, group_of, engine.lr_scheduler)
-        return cls(engine.module, specs, aliases, *live)
+        return cls(
+            engine.module,
+            [flat.spec for flat in engine.flats],
+            engine.aliases,
+            engine.elsewhere,
+            engine.optimizer,
+            {} if engine.bound is None else engine.bound.group_of,
+            engine.lr_scheduler,
+        )
 
     @classmethod
     def planned(cls, plan: EnginePlan, scheduler: object) -> LoadTarget:
         """Return the target of ``plan``, whose model has whole tensors."""
-        specs = [flat.spec for flat in plan.flats]
-        live = (getattr(plan.model, "elsewhere", ()), plan.optimizer, plan.group_of, scheduler)
-        return cls(plan.model, specs, plan.aliases, *live)
+        return cls(
+            plan.model,
+            [flat.spec for flat in plan.flats],
+            plan.aliases,
+            getattr(plan.model, "elsewhere", ()),
+            plan.optimizer,
+            plan.group_of,
+            scheduler,
+        )
 
     def grouped(self) -> list[list[str]]:
         """Return the parameter names in each optimizer group, in the optimizer's order, in which
@@ -90,6 +101,7 @@ class LoadTarget:
 def match(
     target: LoadTarget,
     checkpoint: Checkpoint,
+    *,
     strict: bool,
     optimizer: bool,
     schedule: bool,
@@ -100,24 +112,60 @@ def match(
     Raises CheckpointError for what does not fit.
     """
     manifest, where = checkpoint.manifest, str(checkpoint.folder)
-    names = match_names(target, manifest, where, strict, warns, optimizer)
+    names = match_names(target, manifest, where, strict=strict, warns=warns, optimizer=optimizer)
     groups: Sequence[int] = ()
     if optimizer and target.optimizer is not None:
-        groups = check_optimizer(
-            target.optimizer, target.group_of, manifest, names.saved_names, where
-        )
-    state = scheduler_to_load(target.scheduler, checkpoint, where) if schedule else None
+        groups = _match_optimizer(target, target.optimizer, manifest, names.saved_names, where)
+    state = _match_schedule(target.scheduler, checkpoint, where) if schedule else None
     if schedule and warns:
         _warn_of_lost_schedule(target.scheduler, manifest, where)
     if state is not None and not optimizer and target.optimizer is not None:
-        groups = _groups_of_schedule(target, manifest, names.saved_names, state, where)
+        groups = _groups_of_schedule(
+            target, target.optimizer, manifest, names.saved_names, state, where
+        )
     return replace(names, groups=groups, schedule=reorder_schedule(state, groups))
 
 
+# ---- parameters and buffers ----
+
+
+@dataclass
+class _Mismatches:
+    """Names in the engine that do not fit the checkpoint: ``missing`` there; of another shape
+    (``differing``); weights quantized in another way (``recoded``); scales of other quantized
+    weights. All but ``missing`` are texts with the values of both.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+    recoded: list[str] = field(default_factory=list)
+    other_scales: list[str] = field(default_factory=list)
+
+    def refuse(self, where: str) -> None:
+        """Raise CheckpointError for values that do not fit."""
+        if self.differing:
+            raise CheckpointError(
+                f"{where} is of another model: shapes differ: {listed(self.differing)}; build the "
+                "model with the configuration it was saved with"
+            )
+        if self.recoded:
+            raise CheckpointError(
+                f"{where} has quantized weights of another kind, which are bytes and are not cast: "
+                f"{listed(self.recoded)}; quantize the model as it was at the save"
+            )
+        if self.other_scales:
+            raise CheckpointError(
+                f"{where} has quantized weights of other values or another kind: "
+                f"{listed(self.other_scales)}; load the base that it was saved over, quantized as "
+                "it was"
+            )
+
+
 def match_names(
-    live: LoadTarget,
+    target: LoadTarget,
     manifest: Manifest,
     where: str,
+    *,
     strict: bool,
     warns: bool = False,
     optimizer: bool = True,
@@ -130,128 +178,123 @@ def match_names(
     ``strict``, for names that only one side has. Frozen parameters that the checkpoint left out on
     request do not count as missing.
     """
-    own = {slot.name: spec for spec in live.specs for slot in spec.layout.slots}
-    shapes = {slot.name: slot.whole for spec in live.specs for slot in spec.layout.slots}
-    names = WholeNames(live.module)
-    there, others = _pair(
-        (*own, *live.aliases), names, (*manifest.slots, *manifest.aliases, *manifest.excluded)
+    specs = {slot.name: spec for spec in target.specs for slot in spec.layout.slots}
+    names, mismatches = WholeNames(target.module), _Mismatches()
+    pairs, of_other_ranks = _pair(
+        (*specs, *target.aliases),
+        names,
+        (*manifest.slots, *manifest.aliases, *manifest.excluded),
     )
-    saved_names, missing, differing, recoded = _match_parameters(
-        own, shapes, live.aliases, manifest, there
-    )
-    buffers = persistent_buffers(live.module)
-    # Some programs do not distinguish buffers from parameters, and write tied weights under both
-    # names.
-    kept, other_buffers = _pair(buffers, names, (*manifest.buffers, *manifest.slots))
-    # Former releases saved the scales of quantized weights as buffers.
-    raw = {name for name, spec in own.items() if spec.raw}
-    scales, _ = _pair(raw.intersection(missing), names, manifest.buffers)
-    missing = [name for name in missing if name not in scales]
-    kept |= scales
-    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    other_scales: list[str] = []
-    for buffer, name in kept.items():
-        shape = (
-            manifest.buffers[name][1] if name in manifest.buffers else manifest.slots[name][1].whole
-        )
-        if tuple(shape) != shapes[buffer]:
-            # The offset of nested scales is written as text, whose length differs with its value.
-            beside = buffer in buffers and belongs(buffer, own)
-            (other_scales if beside else differing).append(_shapes(buffer, shape, shapes[buffer]))
-    _refuse_other_values(where, differing, recoded, other_scales)
-    excluded = frozenset(strip_wrappers(name) for name in manifest.excluded)
-    missing += [
-        name for name in buffers if name not in kept and not belongs(strip_wrappers(name), excluded)
-    ]
+    saved_names = _match_parameters(specs, target.aliases, manifest, pairs, mismatches)
+    buffers, buffers_of_other_ranks = _match_buffers(target, specs, names, manifest, mismatches)
+    mismatches.refuse(where)
     if strict or warns:
         tied = {
-            there[tied]
-            for tied, first in live.aliases.items()
-            if first in saved_names and tied in there
+            pairs[name]
+            for name, first in target.aliases.items()
+            if first in saved_names and name in pairs
         }
-        elsewhere = {*live.elsewhere, *others, *other_buffers}
-        used = {*saved_names.values(), *tied, *kept.values(), *elsewhere}
-        if live.optimizer is None or not optimizer:
+        used = {*saved_names.values(), *tied, *buffers.values()}
+        used |= {*target.elsewhere, *of_other_ranks, *buffers_of_other_ranks}
+        if target.optimizer is None or not optimizer:
             used |= manifest.outside
-        _report_one_sided(manifest, where, missing, used, strict)
-    return LoadMatch(saved_names, kept)
+        _report_one_sided(manifest, where, mismatches.missing, used, strict=strict)
+    return LoadMatch(saved_names, buffers)
 
 
 def _pair(
-    live: Iterable[str], names: WholeNames, there: Collection[str]
+    names: Iterable[str], whole_names: WholeNames, saved: Collection[str]
 ) -> tuple[dict[str, str], set[str]]:
-    """Map each name of ``live`` that the checkpoint holds to its name ``there``. Also return the
-    names there that match only names held on other ranks.
+    """Map each of the engine's ``names`` that is among the ``saved`` ones to its name there. Also
+    return the saved names that match only names on other ranks.
     """
-    live = list(live)
-    found = pair_names([each for every in names.every_of(live).values() for each in every], there)
-    own = {name: found[each] for name, each in names.own_of(live).items() if each in found}
-    return own, set(found.values()) - set(own.values())
+    names = list(names)
+    everywhere = [name for every in whole_names.every_of(names).values() for name in every]
+    paired = pair_names(everywhere, saved)
+    of_this_rank = whole_names.own_of(names).items()
+    pairs = {name: paired[whole] for name, whole in of_this_rank if whole in paired}
+    return pairs, set(paired.values()) - set(pairs.values())
 
 
 def _match_parameters(
-    own: Mapping[str, FlatSpec],
-    shapes: Mapping[str, Sequence[int]],
+    specs: Mapping[str, FlatSpec],
     aliases: Mapping[str, str],
     manifest: Manifest,
-    there: Mapping[str, str],
-) -> tuple[dict[str, str], list[str], list[str], list[str]]:
-    """Return the parameters ``own``, of ``shapes``, matched by name with the checkpoint's, as a
-    map, and those that it lacks, that have another shape there, and that are quantized in another
-    way there.
+    pairs: Mapping[str, str],
+    mismatches: _Mismatches,
+) -> dict[str, str]:
+    """Map the parameters of ``specs`` that can be loaded to their names in the checkpoint, of the
+    ``pairs`` of equal names, and add the others to ``mismatches``. A tied parameter may be saved
+    under any of its names.
     """
-    saved_names, missing, differing, recoded = {}, [], [], []
-    saved_shapes = {name: slot.whole for name, (_, slot) in manifest.slots.items()}
-    also: dict[str, list[str]] = {}
+    saved_names: dict[str, str] = {}
+    tied_names: dict[str, list[str]] = {}
     for tied, first in aliases.items():
-        also.setdefault(first, []).append(tied)
-    for own_name, spec in own.items():
-        known = [there[name] for name in (own_name, *also.get(own_name, [])) if name in there]
-        firsts = (manifest.aliases.get(name, name) for name in known)
-        name = next((each for each in firsts if each in manifest.slots), None)
-        if name is None:
-            if spec.trainable or there.get(own_name) not in manifest.excluded:
-                missing.append(own_name)
+        tied_names.setdefault(first, [first]).append(tied)
+    for name, spec in specs.items():
+        candidates = (pairs[tied] for tied in tied_names.get(name, [name]) if tied in pairs)
+        firsts = (manifest.aliases.get(candidate, candidate) for candidate in candidates)
+        saved_name = next((first for first in firsts if first in manifest.slots), None)
+        if saved_name is None:
+            if spec.trainable or pairs.get(name) not in manifest.excluded:
+                mismatches.missing.append(name)
             continue
-        saved, _ = manifest.slots[name]
-        if saved_shapes[name] != shapes[own_name]:
-            differing.append(_shapes(own_name, saved_shapes[name], shapes[own_name]))
+        (saved, slot), shape = manifest.slots[saved_name], spec.layout.by_name[name].whole
+        if slot.whole != shape:
+            mismatches.differing.append(_shapes(name, slot.whole, shape))
         elif (spec.raw or saved.raw) and saved.dtype != spec.dtype:
-            recoded.append(f"{own_name} (checkpoint {saved.dtype}, model {spec.dtype})")
+            mismatches.recoded.append(f"{name} (checkpoint {saved.dtype}, model {spec.dtype})")
         else:
-            saved_names[own_name] = name
-    return saved_names, missing, differing, recoded
+            saved_names[name] = saved_name
+    return saved_names
 
 
-def _shapes(name: str, saved: Sequence[int], live: Sequence[int]) -> str:
-    return f"{name} (checkpoint {list(saved)}, model {list(live)})"
-
-
-def _refuse_other_values(
-    where: str, differing: Sequence[str], recoded: Sequence[str], other_scales: Sequence[str]
-) -> None:
-    """Raise CheckpointError for ``differing`` shapes, for weights quantized in another way there,
-    which are ``recoded``, and for ``other_scales`` of quantized weights.
+def _match_buffers(
+    target: LoadTarget,
+    specs: Mapping[str, FlatSpec],
+    names: WholeNames,
+    manifest: Manifest,
+    mismatches: _Mismatches,
+) -> tuple[dict[str, str], set[str]]:
+    """Map the buffers of the model, and scales of quantized weights that are missing as parameters,
+    to their names in the checkpoint, and add the others to ``mismatches``. Also return the saved
+    names that match only names on other ranks.
     """
-    if differing:
-        raise CheckpointError(
-            f"{where} is of another model: shapes differ: {listed(differing)}; build the model "
-            "with the configuration it was saved with"
-        )
-    if recoded:
-        raise CheckpointError(
-            f"{where} has quantized weights of another kind, which are bytes and are not cast: "
-            f"{listed(recoded)}; quantize the model as it was at the save"
-        )
-    if other_scales:
-        raise CheckpointError(
-            f"{where} has quantized weights of other values or another kind: "
-            f"{listed(other_scales)}; load the base that it was saved over, quantized as it was"
-        )
+    buffers = persistent_buffers(target.module)
+    # Some programs do not distinguish buffers from parameters, and write tied weights under both
+    # names.
+    saved_names, of_other_ranks = _pair(buffers, names, (*manifest.buffers, *manifest.slots))
+    # Former releases saved the scales of quantized weights as buffers.
+    raw = {name for name in mismatches.missing if specs[name].raw}
+    scales, _ = _pair(raw, names, manifest.buffers)
+    mismatches.missing = [name for name in mismatches.missing if name not in scales]
+    saved_names |= scales
+    for name, saved_name in saved_names.items():
+        if saved_name in manifest.buffers:
+            saved_shape: Sequence[int] = manifest.buffers[saved_name][1]
+        else:
+            saved_shape = manifest.slots[saved_name][1].whole
+        shape = buffers[name].shape if name in buffers else specs[name].layout.by_name[name].whole
+        if tuple(saved_shape) != tuple(shape):
+            # The offset of nested scales is written as text, whose length differs with its value.
+            of_quantized = name in buffers and belongs(name, specs)
+            differing = mismatches.other_scales if of_quantized else mismatches.differing
+            differing.append(_shapes(name, saved_shape, shape))
+    excluded = frozenset(strip_wrappers(name) for name in manifest.excluded)
+    mismatches.missing += [
+        name
+        for name in buffers
+        if name not in saved_names and not belongs(strip_wrappers(name), excluded)
+    ]
+    return saved_names, of_other_ranks
+
+
+def _shapes(name: str, saved: Sequence[int], model: Sequence[int]) -> str:
+    return f"{name} (checkpoint {list(saved)}, model {list(model)})"
 
 
 def _report_one_sided(
-    manifest: Manifest, where: str, missing: Sequence[str], used: Collection[str], strict: bool
+    manifest: Manifest, where: str, missing: Sequence[str], used: Collection[str], *, strict: bool
 ) -> None:
     """Raise CheckpointError for names that are ``missing`` in the checkpoint, and for those of the
     checkpoint that are not ``used``; log a warning of them unless ``strict``.
@@ -273,15 +316,21 @@ def _report_one_sided(
     log_rank0(f"{text}what both have is loaded", logging.WARNING)
 
 
-def check_optimizer(
+# ---- the optimizer ----
+
+# classes whose state has the format of another class; checkpoints hold moments in fp32
+_FORMATS = {name: kind for kind, names in STATE_OF.items() for name in names}
+
+
+def _match_optimizer(
+    target: LoadTarget,
     optimizer: torch.optim.Optimizer,
-    group_of: Mapping[str, int],
     manifest: Manifest,
     saved_names: Mapping[str, str],
     where: str,
 ) -> list[int]:
     """Return, for each group of ``optimizer``, the index of the saved group to resume from: the one
-    with the same parameters. ``group_of``: the group of each parameter.
+    with the same parameters.
 
     Raises CheckpointError if ``optimizer`` cannot resume from the saved optimizer: another class,
     unknown states, other groups.
@@ -293,11 +342,12 @@ def check_optimizer(
             f"{where} was saved without an optimizer, or does not say which parameters its state "
             f"belongs to; load it with load_module_only=True, {remedy}"
         )
-    live, groups = class_name(optimizer), optimizer.param_groups
-    if saved.class_name and _kind(live) != _kind(saved.class_name):  # others do not record it
+    engine_class, groups = class_name(optimizer), optimizer.param_groups
+    # programs other than hf-zero do not record the class
+    if saved.class_name and _state_format(engine_class) != _state_format(saved.class_name):
         raise CheckpointError(
-            f"{where} was saved with optimizer {saved.class_name}, this engine has {live}; use "
-            f"{_short(saved.class_name)}, {remedy}"
+            f"{where} was saved with optimizer {saved.class_name}, this engine has {engine_class}; "
+            f"use {_short(saved.class_name)}, {remedy}"
         )
     # A known class implies its states. Where it is not recorded, each saved state is looked up.
     states = (
@@ -308,14 +358,14 @@ def check_optimizer(
     kept = set[str]().union(*(kept_states(optimizer, group) for group in groups if states))
     if unknown := [name for name in states if name not in kept]:
         raise CheckpointError(
-            f"{where} has the optimizer states {listed(states)}, of which {live} keeps no "
+            f"{where} has the optimizer states {listed(states)}, of which {engine_class} keeps no "
             f"{listed(unknown)}; use the optimizer it was saved with, {remedy}"
         )
-    of_wholes = {name for of in saved.factors.values() for name in of.shapes}
-    if unknown := sorted(of_wholes - {*tensor_state_names(optimizer)}):
+    tensor_states = {name for state in saved.factors.values() for name in state.shapes}
+    if unknown := sorted(tensor_states - {*tensor_state_names(optimizer)}):
         raise CheckpointError(
-            f"{where} has {listed(unknown)} of whole parameters, of which {live} keeps none "
-            "(torch's Adafactor is not transformers'); use the optimizer it was saved with, "
+            f"{where} has {listed(unknown)} of whole parameters, of which {engine_class} keeps "
+            "none (torch's Adafactor is not transformers'); use the optimizer it was saved with, "
             f"{remedy}"
         )
     if len(groups) != len(saved.groups):
@@ -323,7 +373,7 @@ def check_optimizer(
             f"{where} has {len(saved.groups)} optimizer groups, this engine {len(groups)}; build "
             f"the same groups, {remedy}"
         )
-    order, moved = pair_groups(group_of, len(groups), saved.groups, saved_names)
+    order, moved = pair_groups(target.group_of, len(groups), saved.groups, saved_names)
     if moved:
         raise CheckpointError(
             f"{where} has parameters in other optimizer groups: {listed(moved)}; put the same "
@@ -336,16 +386,82 @@ def _short(class_name: str) -> str:
     return class_name.rpartition(".")[2]
 
 
-# classes whose state has the format of another class; checkpoints hold moments in fp32
-_FORMATS = {name: kind for kind, names in STATE_OF.items() for name in names}
-
-
-def _kind(class_name: str) -> str:
+def _state_format(class_name: str) -> str:
     return _FORMATS.get(_short(class_name), _short(class_name))
 
 
-# Keys in the states of torch's schedules that newer versions no longer write.
-RETIRED = {"verbose"}
+def pair_groups(
+    group_of: Mapping[str, int],
+    count: int,
+    saved: Sequence[GroupEntry],
+    saved_names: Mapping[str, str],
+) -> tuple[list[int], list[str]]:
+    """Return the index of the saved group that each of the engine's ``count`` groups resumes from,
+    and the mismatches.
+
+    ``group_of`` maps parameter to group in the engine, ``saved_names`` the engine's names to the
+    checkpoint's. Groups with the most parameters in common are paired first, then those with the
+    same index, then in order. The mismatches describe each parameter that was saved in another
+    group than the paired one; a parameter without a saved group never mismatches.
+    """
+    saved_group_of = {name: index for index, group in enumerate(saved) for name in group.parameters}
+    both = {  # (group in the engine, saved group) by parameter of both
+        name: (group, saved_group_of[saved_names[name]])
+        for name, group in group_of.items()
+        if saved_names.get(name) in saved_group_of
+    }
+    shared = Counter(both.values())
+    paired: dict[int, int] = {}
+    for pair in sorted(shared, key=lambda pair: (-shared[pair], pair[0] != pair[1], pair)):
+        group, saved_group = pair
+        if group not in paired and saved_group not in paired.values():
+            paired[group] = saved_group
+    for group in sorted(set(range(count)) - set(paired)):
+        free = [index for index in range(count) if index not in paired.values()]
+        paired[group] = group if group in free else free[0]
+    moved = [
+        f"{name} ({saved_group} there, {group} here)"
+        for name, (group, saved_group) in both.items()
+        if saved_group != paired[group]
+    ]
+    return [paired[group] for group in range(count)], moved
+
+
+# ---- the schedule ----
+
+# the settings of an optimizer group that a schedule writes, and further ones if it cycles momentum
+SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
+SCHEDULED_MOMENTUM = ("momentum", "betas", "max_momentum", "base_momentum")
+# attributes of torch's schedules that hold one value per group
+_PER_GROUP = {
+    "base_lrs",
+    "_last_lr",
+    "lr_lambdas",
+    "min_lrs",
+    "max_lrs",
+    "base_momentums",
+    "max_momentums",
+}
+_RETIRED = {"verbose"}  # keys in the states of torch's schedules that newer versions do not write
+
+
+def scheduled_settings(
+    scheduler: object, group: Mapping[str, Any], others: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of an optimizer ``group`` that ``scheduler`` writes; the ``betas`` after
+    the first are those of ``others``.
+    """
+    names = SCHEDULED + (SCHEDULED_MOMENTUM if _cycles_momentum(scheduler) else ())
+    settings = {name: group[name] for name in names if name in group}
+    if "betas" in settings.keys() & others.keys():
+        settings["betas"] = (settings["betas"][0], *others["betas"][1:])
+    return settings
+
+
+def _cycles_momentum(scheduler: object) -> bool:
+    return getattr(scheduler, "cycle_momentum", False) or any(
+        map(_cycles_momentum, getattr(scheduler, "_schedulers", ()))
+    )
 
 
 def _warn_of_lost_schedule(scheduler: object, manifest: Manifest, where: str) -> None:
@@ -368,9 +484,7 @@ def _warn_of_lost_schedule(scheduler: object, manifest: Manifest, where: str) ->
         log_rank0(text, logging.WARNING)
 
 
-def scheduler_to_load(
-    scheduler: Any, checkpoint: Checkpoint, where: str
-) -> dict[str, object] | None:
+def _match_schedule(scheduler: Any, checkpoint: Checkpoint, where: str) -> dict[str, object] | None:
     """Return the state of ``checkpoint`` for ``scheduler``, or None if there is nothing to load.
 
     Raises CheckpointError if another class saved it; keys are compared if no class is named.
@@ -378,81 +492,82 @@ def scheduler_to_load(
     saved = checkpoint.manifest.lr_scheduler
     if saved is None or not hasattr(scheduler, "load_state_dict"):
         return None
-    live, state = class_name(scheduler), checkpoint.scheduler_state()
+    engine_class, state = class_name(scheduler), checkpoint.scheduler_state()
     if not saved["class"]:
-        own = scheduler.state_dict()
-        state = _with_keys_of(own, state)
-        known = own.keys() | RETIRED
+        current = scheduler.state_dict()
+        state = _with_keys_of(current, state)
+        known = current.keys() | _RETIRED
         unknown = [str(key) for key in state if str(key)[:1] != "_" and key not in known]
         if unknown:
             raise CheckpointError(
-                f"{where} holds the state of another lr scheduler: this engine has {_short(live)}, "
-                f"whose state has no {', '.join(unknown[:4])}; use the class that was saved, "
-                "or pass load_lr_scheduler_states=False to restart the schedule"
+                f"{where} holds the state of another lr scheduler: this engine has "
+                f"{_short(engine_class)}, whose state has no {', '.join(unknown[:4])}; use the "
+                "class that was saved, or pass load_lr_scheduler_states=False to restart the "
+                "schedule"
             )
-    if saved["class"] and _short(live) != _short(saved["class"]):
+    elif _short(engine_class) != _short(saved["class"]):
         raise CheckpointError(
-            f"{where} was saved with lr scheduler {saved['class']}, this engine has {live}; use "
-            f"{_short(saved['class'])}, "
-            "or pass load_lr_scheduler_states=False to restart the schedule"
+            f"{where} was saved with lr scheduler {saved['class']}, this engine has "
+            f"{engine_class}; use {_short(saved['class'])}, or pass "
+            "load_lr_scheduler_states=False to restart the schedule"
         )
     return state
 
 
-def _with_keys_of(live: Any, saved: Any) -> Any:
-    """Return ``saved`` with the keys of its dictionaries as numbers where those of ``live`` are:
+def _with_keys_of(current: Any, saved: Any) -> Any:
+    """Return ``saved`` with the keys of its dictionaries as numbers where those of ``current`` are:
     torch.distributed.checkpoint turns all keys into strings (MultiStepLR's milestones).
     """
-    if isinstance(live, list) and isinstance(saved, list):
-        return [*map(_with_keys_of, live, saved), *saved[len(live) :]]
-    if not (isinstance(live, Mapping) and isinstance(saved, Mapping)):
+    if isinstance(current, list) and isinstance(saved, list):
+        return [*map(_with_keys_of, current, saved), *saved[len(current) :]]
+    if not (isinstance(current, Mapping) and isinstance(saved, Mapping)):
         return saved
-    numbered = any(type(key) is int for key in live)
-    made = {
-        int(key) if numbered and type(key) is str else key: _with_keys_of(live.get(key), value)
+    numbered = any(type(key) is int for key in current)
+    state = {
+        int(key) if numbered and type(key) is str else key: _with_keys_of(current.get(key), value)
         for key, value in saved.items()
     }
-    return Counter(made) if isinstance(live, Counter) else made
-
-
-# Attributes of torch's schedules that hold one value per group.
-_PER_GROUP = {
-    "base_lrs",
-    "_last_lr",
-    "lr_lambdas",
-    "min_lrs",
-    "max_lrs",
-    "base_momentums",
-    "max_momentums",
-}
+    return Counter(state) if isinstance(current, Counter) else state
 
 
 def _groups_of_schedule(
     target: LoadTarget,
+    optimizer: torch.optim.Optimizer,
     manifest: Manifest,
     saved_names: Mapping[str, str],
     state: Mapping[str, object],
     where: str,
 ) -> Sequence[int]:
-    """Return the saved group for each group of the optimizer, of which the schedule's ``state``
+    """Return the saved group for each group of ``optimizer``, of which the schedule's ``state``
     alone is loaded; () if the checkpoint does not describe the groups.
 
     Raises CheckpointError for a state of another number of groups, or of groups with another kind
     of momentum.
     """
-    assert target.optimizer is not None
-    saved, count = manifest.optimizer, len(target.optimizer.param_groups)
-    if other := sorted(_group_counts(state) - {count}):
+    saved, count = manifest.optimizer, len(optimizer.param_groups)
+    states = list(_states_in(state))
+    counts = {
+        len(value)
+        for inner in states
+        for key, value in inner.items()
+        if key in _PER_GROUP and isinstance(value, (list, tuple))
+    }
+    if other := sorted(counts - {count}):
         raise CheckpointError(
             f"{where} holds a schedule of {counted(other[0], 'optimizer group')}, this engine "
             f"has {count}; build the same groups, or pass load_lr_scheduler_states=False to "
             "restart the schedule"
         )
-    for name in sorted(_cycled(state)):
-        if not all(name in group for group in target.optimizer.param_groups):
+    cycled = {
+        "betas" if inner.get("use_beta1") else "momentum"
+        for inner in states
+        if inner.get("cycle_momentum")
+    }
+    for name in sorted(cycled):
+        if not all(name in group for group in optimizer.param_groups):
             raise CheckpointError(
                 f"{where} holds a schedule that cycles {name!r}, which groups of this engine's "
-                f"{type(target.optimizer).__name__} do not have; use the optimizer that was "
+                f"{type(optimizer).__name__} do not have; use the optimizer that was "
                 "saved, or pass load_lr_scheduler_states=False to restart the schedule"
             )
     if saved is None or len(saved.groups) != count:
@@ -471,68 +586,14 @@ def _states_in(state: object) -> Iterator[dict[str, Any]]:
             yield from _states_in(inner)
 
 
-def _group_counts(state: object) -> set[int]:
-    """Return the numbers of groups of the per-group values in the state of a schedule."""
-    return {
-        len(value)
-        for own in _states_in(state)
-        for key, value in own.items()
-        if key in _PER_GROUP and isinstance(value, (list, tuple))
-    }
-
-
-def _cycled(state: object) -> set[str]:
-    """Return the settings that the state of a schedule writes as the momentum."""
-    return {
-        "betas" if own.get("use_beta1") else "momentum"
-        for own in _states_in(state)
-        if own.get("cycle_momentum")
-    }
-
-
-def pair_groups(
-    group_of: Mapping[str, int],
-    count: int,
-    saved: Sequence[GroupEntry],
-    saved_names: Mapping[str, str],
-) -> tuple[list[int], list[str]]:
-    """Return the index of the saved group that each of the engine's ``count`` groups resumes from,
-    and the mismatches.
-
-    ``group_of`` maps parameter to group in the engine, ``saved_names`` the engine's names to the
-    checkpoint's. Groups with the most parameters in common are paired first, then those with the
-    same index, then in order. The mismatches describe each parameter that was saved in another
-    group than the paired one; a parameter without a saved group never mismatches.
-    """
-    there = {name: index for index, group in enumerate(saved) for name in group.parameters}
-    shared = Counter(
-        (group, there[saved_names[name]])
-        for name, group in group_of.items()
-        if saved_names.get(name) in there
-    )
-    paired: dict[int, int] = {}
-    for live, old in sorted(shared, key=lambda both: (-shared[both], both[0] != both[1], both)):
-        if live not in paired and old not in paired.values():
-            paired[live] = old
-    for live in sorted(set(range(count)) - set(paired)):
-        free = [old for old in range(count) if old not in paired.values()]
-        paired[live] = live if live in free else free[0]
-    moved = [
-        f"{name} ({there[saved_names[name]]} there, {group} here)"
-        for name, group in group_of.items()
-        if saved_names.get(name) in there and there[saved_names[name]] != paired[group]
-    ]
-    return [paired[live] for live in range(count)], moved
-
-
 def reorder_schedule(state: object, order: Sequence[int]) -> Any:
     """Return the state of a schedule with its per-group values in the engine's order of groups."""
     if isinstance(state, list):
-        return [reorder_schedule(each, order) for each in state]
+        return [reorder_schedule(inner, order) for inner in state]
     if not (order and isinstance(state, dict)):
         return state
     return {
-        key: [value[at] for at in order]
+        key: [value[index] for index in order]
         if key in _PER_GROUP and isinstance(value, (list, tuple)) and len(value) == len(order)
         else reorder_schedule(value, order)
         for key, value in state.items()

@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -46,8 +46,6 @@ from hf_zero.ops.host_memory import HostArena
 if TYPE_CHECKING:
     from hf_zero.distributed.mesh import Mesh
     from hf_zero.distributed.world_group import RankGroup
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -205,48 +203,6 @@ class ByCollectives:
         return str(self._mesh.broadcast_object(failure))
 
 
-Action = Callable[[], object]
-
-_in_flight_lock = threading.Lock()
-_in_flight: dict[AnyPath, list[Action]] = {}
-
-
-def register_save(final: AnyPath) -> None:
-    """Register the save of the checkpoint ``final``, which a thread is about to write."""
-    with _in_flight_lock:
-        _in_flight[final] = []
-
-
-def end_save(final: AnyPath, complete: bool) -> None:
-    """Unregister the save of ``final``. If the checkpoint is ``complete``, run the actions deferred
-    until then; otherwise drop them.
-    """
-    with _in_flight_lock:
-        actions = _in_flight.pop(final, [])
-    for action in actions if complete else ():
-        action()
-
-
-def is_below(final: AnyPath, folder: Path) -> bool:
-    """Return whether the checkpoint ``final`` is below ``folder``; False for an object store."""
-    return not is_remote(final) and final.parent.resolve().is_relative_to(folder.resolve())
-
-
-def after_commit(folder: Path, action: Action) -> None:
-    """Run ``action`` once no save writes into ``folder``: now, or from the thread that writes
-    there, before its save ends.
-
-    If a save in ``folder`` fails, the action is dropped: what it would remove is still needed. Only
-    the process that publishes, rank 0, knows of a save.
-    """
-    with _in_flight_lock:
-        final = next((each for each in _in_flight if is_below(each, folder)), None)
-        if final is not None:
-            _in_flight[final].append(lambda: after_commit(folder, action))
-            return
-    action()
-
-
 class AsyncSaver:
     """Background saves of one engine, one at a time. The staging memory is as large as this rank's
     file, or ``staging_bytes`` if that is less, and is freed when the file is written.
@@ -376,7 +332,7 @@ class AsyncSaver:
         staged, self._staged = self._staged, None  # the thread alone refers to it
         assert staged is not None
         ended: Future[None] = Future()
-        exchange = _ByStore(self._mail, self.number, job)
+        exchange = _ByMessages(self._mail, self.number, job)
         work = partial(_run, job, staged, plan, exchange)
         run = partial(_set_result, ended, work)
         self._thread = threading.Thread(target=run, name="hf-zero save")
@@ -390,7 +346,7 @@ class AsyncSaver:
                 staged.close()
                 self._running = None
                 if job.rank == 0:
-                    end_save(job.target.final, complete=False)
+                    unregister_save(job.target.final, complete=False)
             raise
 
     def report_not_started(
@@ -412,23 +368,23 @@ class AsyncSaver:
         failed.set_exception(CheckpointError(failure))
         job = SaveJob(target, target.final, self._rank, self._world, None)
         self.number, self._running = number, (job, failed) if others_started else None
-        exchange = _ByStore(self._mail, self.number, job)
+        exchange = _ByMessages(self._mail, self.number, job)
         if self._rank > 0:
             exchange.gather(Outcome(None, why))
         else:
             exchange.broadcast(failure)
 
 
-def _set_result(future: Future[T], action: Callable[[], T]) -> None:
+def _set_result(future: Future[None], action: Callable[[], None]) -> None:
     try:
-        result = action()
+        action()
     except BaseException as error:
         future.set_exception(error)
     else:
-        future.set_result(result)
+        future.set_result(None)
 
 
-def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByStore) -> None:
+def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByMessages) -> None:
     """Run one save on the thread of one rank. Raises CheckpointError if it failed. The memory of
     ``staged`` is freed when the file is written.
     """
@@ -444,10 +400,10 @@ def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByStore) -
             staged.close()
 
     try:
-        failure, _ = job.run(write, exchange, lambda: end_save(final, complete=True))
+        failure, _ = job.run(write, exchange, lambda: unregister_save(final, complete=True))
     finally:
         if job.rank == 0:
-            end_save(final, complete=False)  # no effect if `on_finished` has called it
+            unregister_save(final, complete=False)  # no effect once `on_finished` has called it
     if failure:
         text = f"{failure} (written in the background)"
         # The main thread has ended: no call will collect the outcome, so log it.
@@ -472,7 +428,7 @@ def _outcome(sent: JsonObject) -> Outcome:
     return Outcome(hashes, sent["error"])
 
 
-class _ByStore:
+class _ByMessages:
     """Exchange of outcomes through the store, without a collective, for save number ``number``."""
 
     def __init__(self, mail: Any, number: int, job: SaveJob) -> None:
@@ -533,3 +489,47 @@ class _ByStore:
             f"rank {self._job.rank} does not know what became of {self._job.target.final} "
             f"({error}); hf-zero verify says whether it is complete"
         )
+
+
+# ---- actions deferred until a commit ----
+
+Action = Callable[[], object]
+
+_in_flight_lock = threading.Lock()
+_in_flight: dict[AnyPath, list[Action]] = {}
+
+
+def register_save(final: AnyPath) -> None:
+    """Register the save of the checkpoint ``final``, which a thread is about to write."""
+    with _in_flight_lock:
+        _in_flight[final] = []
+
+
+def unregister_save(final: AnyPath, complete: bool) -> None:
+    """Unregister the save of ``final``. If the checkpoint is ``complete``, run the actions deferred
+    until then; otherwise drop them.
+    """
+    with _in_flight_lock:
+        actions = _in_flight.pop(final, [])
+    for action in actions if complete else ():
+        action()
+
+
+def is_below(final: AnyPath, folder: Path) -> bool:
+    """Return whether the checkpoint ``final`` is below ``folder``; False for an object store."""
+    return not is_remote(final) and final.parent.resolve().is_relative_to(folder.resolve())
+
+
+def after_commit(folder: Path, action: Action) -> None:
+    """Run ``action`` once no save writes into ``folder``: now, or from the thread that writes
+    there, before its save ends.
+
+    If a save in ``folder`` fails, the action is dropped: what it would remove is still needed. Only
+    the process that publishes, rank 0, knows of a save.
+    """
+    with _in_flight_lock:
+        final = next((each for each in _in_flight if is_below(each, folder)), None)
+        if final is not None:
+            _in_flight[final].append(lambda: after_commit(folder, action))
+            return
+    action()

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import commit, find
-from hf_zero.checkpoint.commit import CommitTarget
+from hf_zero.checkpoint import find
+from hf_zero.checkpoint.commit import CommitTarget, FolderTarget
 from hf_zero.checkpoint.find import DROPPED, LATEST, REPLACED, SAVING, find_checkpoint
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.config import ZeroConfig
@@ -141,12 +141,12 @@ def test_a_save_that_was_stopped_around_its_renames(tmp_path: Path) -> None:
     old, new = made(tmp_path / ".hf-zero-replaced-a", "old"), tmp_path / "a"
     (tmp_path / "latest").write_text("a")
     assert find.locate(tmp_path) == old
-    commit.begin_folder(tmp_path, "a", ID)
+    FolderTarget(tmp_path, "a", ID).begin()
     assert (new / MANIFEST_NAME).read_text() == "old" and not old.exists()
     made(old, "older")
     (old / "notes.txt").write_text("mine")
     assert find.locate(tmp_path) == new
-    commit.begin_folder(tmp_path, "a", ID)
+    FolderTarget(tmp_path, "a", ID).begin()
     assert (new / MANIFEST_NAME).read_text() == "old" and not old.exists()
     assert (new / "notes.txt").read_text() == "mine"
     for kind in (SAVING, REPLACED, DROPPED):
@@ -318,14 +318,13 @@ def test_checkpoints_of_earlier_versions_come_first_by_step(
 def test_nothing_goes_if_the_new_one_is_damaged(tmp_path, monkeypatch, heard):
     """A disk that loses what it has just been given is not to be trusted with the rest."""
     save(tmp_path, 1)
-    published = commit.publish_folder
+    publish = FolderTarget.publish
 
-    def losing(temporary, tag):
-        final = published(temporary, tag)
-        cut_short(final)
-        return final
+    def losing(target, *files):
+        publish(target, *files)
+        cut_short(target.final)
 
-    monkeypatch.setattr(commit, "publish_folder", losing)
+    monkeypatch.setattr(FolderTarget, "publish", losing)
     save(tmp_path, 2, keep=1)
     assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step2"]
     assert any("global_step2 is damaged" in text for text in heard)

@@ -239,8 +239,8 @@ def test_work_runs_once_after_the_last_save_in_its_folder(tmp_path, done, monkey
     save_job.after_commit(tmp_path / "state", lambda: done.append("state"))
     for name in ("model_1", "model"):
         assert not done
-        save_job.end_save(tmp_path / "state" / name, complete=True)
-    save_job.end_save(tmp_path / "state" / "model", complete=True)
+        save_job.unregister_save(tmp_path / "state" / name, complete=True)
+    save_job.unregister_save(tmp_path / "state" / "model", complete=True)
     assert done == ["state"]
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
@@ -248,7 +248,7 @@ def test_work_runs_once_after_the_last_save_in_its_folder(tmp_path, done, monkey
     save_job.register_save(Path("run") / "step")
     save_job.after_commit(tmp_path / "link", lambda: done.append("by another way"))
     assert done == ["state"]
-    save_job.end_save(Path("run") / "step", complete=True)
+    save_job.unregister_save(Path("run") / "step", complete=True)
     assert done == ["state", "by another way"]
 
 
@@ -258,7 +258,7 @@ def test_work_does_not_run_where_a_save_fails(tmp_path: Path, done: list[str]) -
             save_job.register_save(tmp_path / str(index))
         save_job.after_commit(tmp_path, lambda: done.append("run"))
         for index in range(2):
-            save_job.end_save(tmp_path / str(index), complete=index != fails)
+            save_job.unregister_save(tmp_path / str(index), complete=index != fails)
         assert not done
     save_job.after_commit(tmp_path, lambda: done.append("next"))
     assert done == ["next"]

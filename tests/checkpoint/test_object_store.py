@@ -27,7 +27,7 @@ from hf_zero.checkpoint import (
     storage,
     verify_checkpoint,
 )
-from hf_zero.checkpoint.commit import StoreTarget
+from hf_zero.checkpoint.commit import ObjectStoreTarget
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.cli.app import app
@@ -232,10 +232,10 @@ def test_a_save_that_is_given_up_after_its_manifest_keeps_its_files(store, monke
     def unreachable(path: Any) -> Manifest:
         raise CheckpointError(f"{path} cannot be read")
 
-    StoreTarget(store, "a", save_id).abort()
+    ObjectStoreTarget(store, "a", save_id).abort()
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "read", unreachable)
-        StoreTarget(store, "a", save_id).abort()
+        ObjectStoreTarget(store, "a", save_id).abort()
     assert same(weights(load(URL, verify=True)), before)
 
 

@@ -259,10 +259,10 @@ def test_latest_is_whole(job: str, schedules: Callable[..., int]) -> None:
 
 def test_latest_is_written_before_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     early = (
-        "publish_folder(self._temporary, self.tag)",
-        "os.replace(self.path_of(find.NEW + find.LATEST), self.directory / find.LATEST)\n"
-        "    storage.write_file(self.path_of(find.NEW + find.LATEST), above[find.LATEST])\n"
-        "    publish_folder(self._temporary, self.tag)",
+        "storage.fsync_path(self._temporary)",
+        "os.replace(self.path_of(NEW + LATEST), self.directory / LATEST)\n"
+        "    storage.write_file(self.path_of(NEW + LATEST), above[LATEST])\n"
+        "    storage.fsync_path(self._temporary)",
     )
     seed_fault(monkeypatch, FolderTarget, "publish", early)
     held = {"deaths": 2, "seconds": 1500.0, "at": "rename"}
