@@ -276,12 +276,12 @@ class DrawsForBlocks(Feature, ABC, Generic[Drawn]):
         self._engine = engine
         self._calls = BlockCalls(blocks, self._call)
         self._awaited = AwaitedCalls(engine.module, chosen, self._refuse_uncalled)
-        engine.pass_runner.hooks.left_out.sources.append(self._draw)
+        engine.pass_runner.module_hooks.left_out.sources.append(self._draw)
 
     def _call(
         self, block: nn.Module, run: Call, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        forward = self._engine.pass_runner.hooks.current_root
+        forward = self._engine.pass_runner.module_hooks.current_root
         drawn = None if forward is None else forward.drawn.get(self)
         if drawn is None or not block.training:
             return run(*args, **kwargs)
@@ -290,7 +290,7 @@ class DrawsForBlocks(Feature, ABC, Generic[Drawn]):
         return self._change(drawn, block, run, args, kwargs)
 
     def _refuse_uncalled(self, block: nn.Module, path: str) -> None:
-        forward = self._engine.pass_runner.hooks.current_root
+        forward = self._engine.pass_runner.module_hooks.current_root
         if forward is None or self not in forward.drawn or not block.training:
             return
         # a script may call a block, or a part of it
@@ -322,5 +322,5 @@ class DrawsForBlocks(Feature, ABC, Generic[Drawn]):
         if self._calls is not None and self._awaited is not None:
             self._calls.remove()
             self._awaited.clear()
-            self._engine.pass_runner.hooks.left_out.sources.remove(self._draw)
+            self._engine.pass_runner.module_hooks.left_out.sources.remove(self._draw)
         self._calls, self._awaited, self._engine = None, None, None

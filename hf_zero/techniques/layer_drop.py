@@ -23,7 +23,7 @@ Recomputation in a backward reuses the decisions of its forward. Blocks that a s
 directly, outside a forward of a larger module, are kept.
 
 [Note: skipped units]
-Units whose blocks all ranks skip are neither gathered nor reduced (``Hooks.left_out``), and
+Units whose blocks all ranks skip are neither gathered nor reduced (``ModuleHooks.left_out``), and
 their parameters have no gradient in that micro-batch; if no micro-batch of a step has used them,
 the step leaves their weights and optimizer state unchanged.
 

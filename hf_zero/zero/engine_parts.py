@@ -280,7 +280,7 @@ class EngineParts(ModelWrapper):
         """Gather the unit of ``flat`` for a read of a released parameter if a forward of this
         engine is under way; return whether it did.
         """
-        return self.pass_runner.hooks.gather_on_use(unit_of(flat))
+        return self.pass_runner.module_hooks.gather_on_use(unit_of(flat))
 
     def gathered(self, flat: FlatBuffer) -> AbstractContextManager[None]:
         """Return a context in which ``flat`` is whole (collective)."""
@@ -288,7 +288,7 @@ class EngineParts(ModelWrapper):
 
     def keep_for_backward(self, flat: FlatBuffer, node: torch.autograd.graph.Node) -> None:
         """Keep ``flat`` gathered for ``node``'s backward, recorded inside GatheredParameters."""
-        self.pass_runner.hooks.keep_for_backward(unit_of(flat), node)
+        self.pass_runner.module_hooks.keep_for_backward(unit_of(flat), node)
 
     @torch.no_grad()
     def write_gradient(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
@@ -315,7 +315,7 @@ class EngineParts(ModelWrapper):
                 flat.count_change()
         self.sharded_model.refresh(chosen, chosen)
         if flats is None:
-            for forget in self.optimizer_step.hooks.forget:
+            for forget in self.optimizer_step.feature_hooks.forget:
                 forget(self.scaler.scale)
 
     def reduce_gradients(self) -> None:
@@ -443,7 +443,7 @@ class EngineParts(ModelWrapper):
         """
         if self._installed is None:
             return
-        self.pass_runner.hooks.reset()
+        self.pass_runner.module_hooks.reset()
         # where steps send differences in few bits, whole values lag behind the master weights
         stale = [flat for flat in self.flats if flat.trainable and flat.spec.sends_differences]
         if gather and stale:

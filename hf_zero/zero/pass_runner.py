@@ -23,7 +23,7 @@ from hf_zero.logging import listed
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
-from hf_zero.zero.passes import BackwardTracker, Hooks
+from hf_zero.zero.passes import BackwardTracker, ModuleHooks
 from hf_zero.zero.reduce.losses import AveragingFactors, Fp16LossScaler, LossScaling
 from hf_zero.zero.reduce.reducer import BackwardSettings, Reducer
 from hf_zero.zero.sharded_model import ShardedModel
@@ -54,27 +54,28 @@ class AccumulationWindow:
     """
 
     def __init__(self, accumulation_steps: int, managed: bool = True):
+        # as the configuration and the script say
         self.accumulation_steps = accumulation_steps
         self.managed = managed
-        # since the last step: number of step() calls, or of backwards if not managed
-        self.micro_batches = 0
-        # the counters before its first micro-batch was counted
-        self.before: Counters | None = None
-        self.boundary: bool | None = None  # whether the next backward ends it, if set by the script
+        self.boundary: bool | None = None  # whether the next backward ends it, if the script says
         self.syncs = True  # False inside no_sync
-        # Backwards since the last step() or zero_grad(): each that was announced not to end the
-        # window is a micro-batch, the others together are one.
-        self.announced, self.unannounced = 0, False
-        # these counts before the last backward
+        # of the window: number of step() calls, or of backwards if not managed; the counters before
+        # its first micro-batch was counted
+        self.micro_batches = 0
+        self.before: Counters | None = None
+        # Backwards since the last step() or zero_grad(): each that leaves the window open, as the
+        # script has said, is a micro-batch; those that may close it are one together.
+        self.open_backwards, self.closing_backward = 0, False
+        # micro-batches and these backwards before the last backward
         self.counts_before = (0, 0, False)
-        # since the last step(): whether a backward was called or a gradient written, even if no
-        # hook of the model ran, and whether zero_grad() has dropped one
+        # since the last step(): a backward was called or a gradient written, even if no hook of the
+        # model ran; zero_grad() has dropped one
         self.asked = self.was_dropped = False
-        self.steps = 0  # calls of step() that have counted
-        self.updates = 0  # those that have ended a window
-        self.forwards = 0  # those with gradients before the last of these
-        self.restarts = 0  # of windows that had begun, in the run
-        self.restarts_in_a_row = 0  # since the last update
+        # of the run: calls of step() that have counted, those that have ended a window, and the
+        # forwards with gradients before the last call
+        self.steps = self.updates = self.forwards_at_step = 0
+        # windows that had begun and were restarted, in the run and since the last update
+        self.restarts = self.restarts_in_a_row = 0
         # Whether the script calls optimizer.zero_grad() after every micro-batch inside a window;
         # None before the second micro-batch of the first window.
         self.zeroes_inside: bool | None = None
@@ -102,22 +103,31 @@ class AccumulationWindow:
         self.zeroed = False
 
     @property
+    def held_micro_batches(self) -> int:
+        """Number of micro-batches whose gradients the next update will use, or whose update awaits
+        its ``step()``.
+        """
+        backwards = self.open_backwards + self.closing_backward if self.managed else 0
+        return self.micro_batches + backwards
+
+    @property
     def awaits_backward(self) -> bool:
         """Return whether no backward has come since the last ``step()`` or ``zero_grad()``."""
-        came = self.announced or self.unannounced or self.asked
+        came = self.open_backwards or self.closing_backward or self.asked
         return not (came or (self.micro_batches and not self.managed))
 
     def begin_backward(self, closes: bool) -> None:
-        """Count a backward; ``closes``: it was not announced that more of its window follow."""
-        if self.managed and self.micro_batches and not (self.announced or self.unannounced):
+        """Count a backward; ``closes``: the script has not said that the window stays open."""
+        is_first = not (self.open_backwards or self.closing_backward)
+        if self.managed and self.micro_batches and is_first:
             self.zeroes_inside = self.zeroed and self.zeroes_inside is not False
-        self.counts_before = self.micro_batches, self.announced, self.unannounced
+        self.counts_before = self.micro_batches, self.open_backwards, self.closing_backward
         if not self.managed:
             self.micro_batches += 1
         elif closes:
-            self.unannounced = True
+            self.closing_backward = True
         else:
-            self.announced += 1
+            self.open_backwards += 1
 
     def keeps_at_zero_grad(self) -> bool:
         """Return whether ``optimizer.zero_grad()`` now leaves the window as it is: inside one, from
@@ -141,8 +151,9 @@ class AccumulationWindow:
         ``zero_grad()``, at least 1; without managed accumulation, return the backwards of the
         window. ``restart``: the next micro-batch is the first of a window.
         """
-        count = max(1, self.announced + self.unannounced) if self.managed else self.micro_batches
-        self.announced, self.unannounced = 0, False
+        backwards = self.open_backwards + self.closing_backward
+        count = max(1, backwards) if self.managed else self.micro_batches
+        self.open_backwards, self.closing_backward = 0, False
         self.asked = False
         if restart:
             self.micro_batches = 0
@@ -154,7 +165,7 @@ class AccumulationWindow:
 
     def uncount(self) -> None:
         """Take the last backward out of the counts: an exception has broken it."""
-        self.micro_batches, self.announced, self.unannounced = self.counts_before
+        self.micro_batches, self.open_backwards, self.closing_backward = self.counts_before
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Set whether the next backward ends the window; raises as :meth:`refuse_unmanaged`."""
@@ -205,7 +216,7 @@ class PassRunner:
     """
 
     tracker: BackwardTracker
-    hooks: Hooks
+    module_hooks: ModuleHooks
     losses: LossScaling
 
     def __init__(
@@ -248,7 +259,7 @@ class PassRunner:
         self._removed = False
         self.runs_captured = False  # a backward of the step runner is under way
         self.step_runner: StepRunner | None = None
-        self._by_step = False  # step() takes in what no hook has announced
+        self._by_step = False  # step() takes in what no hook has seen
 
     def install(self, scaler: Fp16LossScaler) -> None:
         """Register the hooks on the model; in fp16 also one that scales unscaled losses."""
@@ -265,14 +276,14 @@ class PassRunner:
         model.schedule.connect(
             self.reducer, self.tracker.abort_broken_backward, self._optimizer_step.on_use
         )
-        self.hooks = Hooks(
+        self.module_hooks = ModuleHooks(
             model.module,
             model.units,
             model.schedule,
             self.tracker,
             self._optimizer_step.changes.refuse_until_step,
         )
-        self._removable.callback(self.hooks.remove)
+        self._removable.callback(self.module_hooks.remove)
         trains = bool(model.trainable) or model.mesh.dims.pipeline > 1
         self.losses = LossScaling(
             model.mesh.rank,
@@ -281,7 +292,7 @@ class PassRunner:
             model.trainable,
             lambda: self.tracker.under_way,
             lambda: self.tracker.awaits_backward,
-            self.hooks.watch_gradients,
+            self.module_hooks.watch_gradients,
         )
         self._removable.callback(self.losses.close)
         if self._fp16:
@@ -318,7 +329,7 @@ class PassRunner:
             if self.step_runner is not None and self.step_runner.is_open:
                 self._run_captured(self.step_runner, root, retain_graph, (scale, weight))
                 return
-            with self.hooks.announced(root):
+            with self.module_hooks.backward_of(root):
                 root.backward(retain_graph=retain_graph)
 
     def _run_captured(
@@ -355,9 +366,9 @@ class PassRunner:
         """
         self.reduce_stray_gradients()
         self._window.asked = True
-        with self.losses.carrying(torch.float32, None), ExitStack() as announced:
+        with self.losses.carrying(torch.float32, None), ExitStack() as backward:
             for output in outputs:
-                announced.enter_context(self.hooks.announced(output))
+                backward.enter_context(self.module_hooks.backward_of(output))
             torch.autograd.backward(list(outputs), list(gradients))
 
     def _begin_backward(self) -> None:
@@ -371,7 +382,7 @@ class PassRunner:
             )
         step, window = self._optimizer_step, self._window
         closes = window.syncs and window.boundary is not False
-        for begin in step.hooks.begin_backward:
+        for begin in step.feature_hooks.begin_backward:
             begin()
         if step.bound is not None:
             refuse_switched(self._model.flats)
@@ -414,14 +425,14 @@ class PassRunner:
         return engine
 
     def reduce_stray_gradients(self, by_step: bool = False) -> None:
-        """Take in gradients that no hook has announced, and abort a backward that an exception has
-        left open (collective). ``by_step``: for a ``step()``, before which no backward follows.
+        """Take in gradients that no hook has seen, and abort a backward that an exception has left
+        open (collective). ``by_step``: for a ``step()``, before which no backward follows.
         """
         if self.tracker.tasks:
             self.tracker.abort_broken_backward()
         self._by_step = by_step
         try:
-            self.hooks.reduce_stray_gradients()
+            self.module_hooks.reduce_stray_gradients()
         finally:
             self._by_step = False
 
@@ -431,7 +442,7 @@ class PassRunner:
         self._reduce_accumulated()
 
     def _reduce_accumulated(self) -> None:
-        for prepare in self._optimizer_step.hooks.before_reduction:
+        for prepare in self._optimizer_step.feature_hooks.before_reduction:
             prepare(self.reducer.local_scale)
         self.reducer.reduce_accumulated()
 
@@ -475,7 +486,7 @@ class PassRunner:
         window = self._window
         if self._optimizer_step.bound is None or not window.awaits_backward:
             return True
-        if self.hooks.forwards != window.forwards and not window.was_dropped:
+        if self.module_hooks.forward_count != window.forwards_at_step and not window.was_dropped:
             # perhaps a batch without a loss
             shared = self._model.mesh.pp_stage_ranks > 1 and not self._model.policy.shards_gradients
             if shared or (not window.micro_batches and window.ends_by_step):
@@ -511,12 +522,12 @@ class PassRunner:
         a micro-batch.
         """
         self._sanity.on_step(inside_window)
-        self.hooks.reset()
+        self.module_hooks.reset()
 
     @property
     def under_way(self) -> bool:
         """Return whether a forward or a backward of the model is under way."""
-        return self.hooks.forward_runs or self.tracker.under_way
+        return self.module_hooks.forward_runs or self.tracker.under_way
 
     def remove(self) -> None:
         """Remove the hooks from the model and free the gradients."""

@@ -44,8 +44,10 @@ FORWARDS_TOLD_APART = 4
 graph_task = torch._C._current_graph_task_id  # number of the backward that this thread runs, or -1
 
 
-class Hooks:
-    """Connect the modules of ``model`` with the schedule of gathers and the backward tracker."""
+class ModuleHooks:
+    """The hooks on the modules of ``model``, which call the units, the schedule of gathers and the
+    backward tracker.
+    """
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class Hooks:
         self._root: OutermostForward | None = None  # the forward under way
         self._last: LastOutput | None = None
         self.left_out = LeftOutModules(model, units)
-        self.forwards = 0  # passes with gradients
+        self.forward_count = 0  # forwards with gradients
         self._removable: list[RemovableHandle] = []
         self._watches = False
         self._training = [
@@ -142,7 +144,7 @@ class Hooks:
             self._tracker.reduce_stray_gradients()
 
     @contextmanager
-    def announced(self, loss: torch.Tensor) -> Iterator[None]:
+    def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
         """Context for the backward of ``loss``: this engine's, even if it reaches no module."""
         handle = loss.register_hook(lambda _: self._tracker.enter()) if loss.requires_grad else None
         try:
@@ -219,7 +221,7 @@ class Hooks:
             self.left_out.record(self._root)
         self._schedule.begin(kind, left_out=self._root.left_out)
         if grads:
-            self.forwards += 1
+            self.forward_count += 1
             self._tracker.add_forward(kind, joint=not self._schedule.between_passes)
 
     def _post_forward(
@@ -241,7 +243,7 @@ class Hooks:
         if spans.blocks:
             spans.ended(module)
         returned = None
-        if begun and unit is not None and unit.forwards.in_forward:
+        if begun and unit is not None and unit.calls.in_forward:
             returned, self._last = unit.post_forward(module, output, raised, inside)
         if not running and not inside:
             root, self._root, self._last = self._root, None, None
@@ -284,7 +286,7 @@ class Hooks:
         if self._running and not self._tracker.inside:
             self._running, self._root, self._last = [], None, None
             for unit in self._units:
-                unit.forwards.in_forward.clear()
+                unit.calls.in_forward.clear()
             self._schedule.abort()
 
 
@@ -344,8 +346,8 @@ class BackwardTracker:
         # graph tasks under way, outermost first, and their callbacks
         self.tasks: list[tuple[int, weakref.ref[object]]] = []
         self._ended_task = -1  # the last outermost one whose callback was called
-        # forwards since the last backward, by kind; None: those that may have run on one rank only
-        self._forwards: Counter[Hashable] = Counter()
+        # number of those since the last backward; None: those that may have run on one rank only
+        self._forwards_by_kind: Counter[Hashable] = Counter()
         self._first = False  # until the backward under way reaches its first call
         # the newest included
         self._with_graph: weakref.WeakSet[OutermostForward] = weakref.WeakSet()
@@ -373,16 +375,15 @@ class BackwardTracker:
     @property
     def awaits_backward(self) -> bool:
         """Return whether a forward since the last backward has left a graph, as far as known."""
-        calls = (unit.forwards for unit in self._units)
-        return bool(self._forwards or self._untracked) or any(
-            call.pending or call.read_by for call in calls
+        return bool(self._forwards_by_kind or self._untracked) or any(
+            unit.calls.pending or unit.calls.read_by for unit in self._units
         )
 
     # ---- forwards ----
 
     def add_forward(self, kind: Hashable, joint: bool) -> None:
         """Register a forward of ``kind`` with a graph; ``joint``: all ranks run it together."""
-        self._forwards[kind if joint else None] += 1
+        self._forwards_by_kind[kind if joint else None] += 1
 
     def add_call(self, call: UnitCall) -> None:
         """Register ``call``, which has ended and has hooks on its outputs, as pending."""
@@ -390,7 +391,7 @@ class BackwardTracker:
             call.root.tracked = True
             self._with_graph.add(call.root)
         call.root.calls.add(call)
-        call.unit.forwards.pending.add(call)
+        call.unit.calls.pending.add(call)
 
     def end_forward(self, root: OutermostForward, has_graph: bool) -> None:
         """End an outermost forward. Without a graph its units are no longer kept; of forwards kept
@@ -398,7 +399,7 @@ class BackwardTracker:
         """
         if not has_graph:
             self._end_reads({root})
-        elif not root.tracked and any(root in unit.forwards.read_by for unit in self._units):
+        elif not root.tracked and any(root in unit.calls.read_by for unit in self._units):
             self._untracked.append(root)
             self._end_reads(set(self._untracked[:-FORWARDS_TOLD_APART]))
             del self._untracked[:-FORWARDS_TOLD_APART]
@@ -429,8 +430,8 @@ class BackwardTracker:
         unit, remaining = call.unit, self.remaining
         if len(self.tasks) > 1 and call.root is remaining.recomputation:
             remaining.reruns_seen = True
-            unit.forwards.expected_reruns = max(0, unit.forwards.expected_reruns - 1)
-            unit.forwards.seen_reruns += 1
+            unit.calls.expected_reruns = max(0, unit.calls.expected_reruns - 1)
+            unit.calls.seen_reruns += 1
         if not remaining.awaits_calls(unit) and not remaining.awaits_reruns(unit, False):
             self._reducer.mark_complete(unit)
 
@@ -446,11 +447,11 @@ class BackwardTracker:
         self._roots_reached.add(root)
         for call in root.calls:
             # pending again in a second backward over its graph
-            call.unit.forwards.pending.add(call)
+            call.unit.calls.pending.add(call)
         if self._left_out:
             self._restore_left_out(self._left_out & root.reads)
         for unit in root.reads:
-            unit.forwards.read_by.add(root)
+            unit.calls.read_by.add(root)
             self._schedule.ensure_gathered(unit)
 
     def _leave_out(self, units: frozenset[Unit]) -> None:
@@ -543,18 +544,18 @@ class BackwardTracker:
     def _begin(self) -> None:
         self._left_out, self.current_root = frozenset(), None
         parts: list[Hashable] = ["backward"]
-        for forward, count in self._forwards.items():
+        for forward, count in self._forwards_by_kind.items():
             if forward is not None:
                 parts.append((forward, min(count, FORWARDS_TOLD_APART)))
         kind = tuple(parts)
-        follows = not self._forwards and not self._untracked
+        follows = not self._forwards_by_kind and not self._untracked
         for unit in self._units:
-            forwards = unit.forwards
-            if forwards.seen_reruns:
+            calls = unit.calls
+            if calls.seen_reruns:
                 if follows:  # another backward over the same graphs
-                    forwards.expected_reruns = max(forwards.expected_reruns, forwards.seen_reruns)
-                forwards.seen_reruns = 0
-        self._forwards.clear()
+                    calls.expected_reruns = max(calls.expected_reruns, calls.seen_reruns)
+                calls.seen_reruns = 0
+        self._forwards_by_kind.clear()
         recomputation = OutermostForward(True)  # stand-in for forwards recomputed in this backward
         self.remaining.begin(recomputation)
         self._roots_reached, self._first = {recomputation}, True
@@ -603,13 +604,13 @@ class BackwardTracker:
     def _forget_calls(self) -> None:
         pending = False
         for unit in self._units:
-            forwards = unit.forwards
-            for call in forwards.in_backward:
-                forwards.pending.discard(call)
+            calls = unit.calls
+            for call in calls.in_backward:
+                calls.pending.discard(call)
                 if spans.blocks:  # no hook has: its inputs need no gradient
                     spans.ended(call)
-            forwards.in_backward.clear()
-            pending = pending or bool(forwards.pending)
+            calls.in_backward.clear()
+            pending = pending or bool(calls.pending)
         # The backward is attributed to the oldest forward without hooks.
         self._end_reads({*self._roots_reached, *self._untracked[:1]})
         self._roots_reached.clear()
@@ -617,9 +618,9 @@ class BackwardTracker:
         self.remaining.end()
         if not pending:
             for unit in self._units:
-                unit.forwards.expected_reruns = 0  # these forwards are not rerun by a checkpoint
+                unit.calls.expected_reruns = 0  # these forwards are not rerun by a checkpoint
 
     def _end_reads(self, roots: set[OutermostForward]) -> None:
         for unit in self._units:
-            if unit.forwards.read_by:
-                unit.forwards.read_by -= roots
+            if unit.calls.read_by:
+                unit.calls.read_by -= roots

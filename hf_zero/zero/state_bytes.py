@@ -43,7 +43,7 @@ def bytes_by_tier(
 def held_bytes(engine: ShardedEngine) -> Counter[tuple[str, str]]:
     """Return the bytes by kind and tier."""
     counts: Counter[tuple[str, str]] = Counter()
-    for bytes_of_feature in engine.optimizer_step.hooks.state_bytes:
+    for bytes_of_feature in engine.optimizer_step.feature_hooks.state_bytes:
         for kind, nbytes in bytes_of_feature().items():
             counts[kind, "device"] += nbytes
     for unit in engine.units:

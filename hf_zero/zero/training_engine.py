@@ -69,7 +69,7 @@ class TrainingEngine(EngineParts):
             except (KeyboardInterrupt, SystemExit):
                 # They bypass the post-forward hooks, whose graph would keep the engine alive:
                 # Python's garbage collector sees no cycle through a graph.
-                self.pass_runner.hooks.reset()
+                self.pass_runner.module_hooks.reset()
                 for end in self.feature_set.hooks.end_forward:
                     end()
                 raise
@@ -152,10 +152,7 @@ class TrainingEngine(EngineParts):
         """Number of micro-batches whose gradients the next update will use, or whose update awaits
         its ``step()``.
         """
-        window = self.accumulation
-        return window.micro_batches + (
-            window.announced + window.unannounced if window.managed else 0
-        )
+        return self.accumulation.held_micro_batches
 
     @property
     def pass_is_under_way(self) -> bool:
@@ -164,7 +161,7 @@ class TrainingEngine(EngineParts):
 
     def holds_gradients(self) -> bool:
         """Return whether a step has gradients to use, or to refuse after a broken backward; those
-        that no hook has announced are taken in first (collective).
+        that no hook has seen are taken in first (collective).
         """
         self.pass_runner.reduce_stray_gradients()
         return self.held_micro_batches > 0 or self.pass_runner.reducer.gradients_lost
@@ -333,13 +330,16 @@ class TrainingEngine(EngineParts):
         self.sharded_model.patches.check()
         self.pass_runner.refuse_unusable()
         window = self.accumulation
-        came = window.announced or window.unannounced
+        came = window.open_backwards or window.closing_backward
         if not came and not self.pass_runner.has_micro_batch():
             return
         if self.changes.unconfirmed is None:
             self.optimizer_step.applied = False
         window.was_dropped = False
-        window.steps, window.forwards = window.steps + 1, self.pass_runner.hooks.forwards
+        window.steps, window.forwards_at_step = (
+            window.steps + 1,
+            self.pass_runner.module_hooks.forward_count,
+        )
         if not ends_window:
             with self.changes.change(f"a micro-batch of step {self.counters.global_steps + 1}"):
                 window.add_micro_batch(self.counters)
@@ -379,7 +379,7 @@ class TrainingEngine(EngineParts):
             self._count_micro_batches(window.take_count(restart=True))
             failure = self._update(in_backward=True)
             settings = step.settings()
-            window.micro_batches, window.unannounced = before, True  # it stays until then, too
+            window.micro_batches, window.closing_backward = before, True  # it stays until then, too
         self.changes.unconfirmed = settings, failure
 
     def _confirm_update(self) -> Exception | None:
@@ -428,7 +428,7 @@ class TrainingEngine(EngineParts):
         if per_step and not overflow:
             scheduler.step()
             self._scheduled = (self.counters.global_steps, getattr(scheduler, "last_epoch", None))
-        for end in self.optimizer_step.hooks.end_step:
+        for end in self.optimizer_step.feature_hooks.end_step:
             end(self.counters.global_steps, overflow, scaler.scale)
         return failure
 
@@ -457,7 +457,7 @@ class TrainingEngine(EngineParts):
             self.optimizer_step.bound.run_post_hooks()
         except Exception as error:
             failure = error
-        if self.optimizer_step.hooks.update:
+        if self.optimizer_step.feature_hooks.update:
             return failure  # weights that a feature updates may differ from the masters on purpose
         self.take_user_writes()
         trainable = self.sharded_model.trainable

@@ -162,7 +162,7 @@ def test_a_step_calls_the_methods_that_features_override_and_no_others() -> None
             engine.step()
         assert counting.calls == ["backward", (1, False, 1.0), "backward", (2, False, 1.0)]
         engine.destroy()
-        assert engine.optimizer_step.hooks == NO_HOOKS
+        assert engine.optimizer_step.feature_hooks == NO_HOOKS
 
     on_ranks(1, run, build=lambda: torch.nn.Linear(2, 2))
 

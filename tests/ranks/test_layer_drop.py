@@ -140,7 +140,7 @@ def test_evaluation_reads_everything_and_classes_come_back():
         keys = section()
         keys["data_efficiency"]["data_routing"]["enabled"] = enabled
         engine = start(model, plain_sgd(model), config_of(1, **keys))
-        assert bool(engine.pass_runner.hooks.left_out.sources) == enabled
+        assert bool(engine.pass_runner.module_hooks.left_out.sources) == enabled
         with torch.no_grad():
             assert torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
         alike = torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)

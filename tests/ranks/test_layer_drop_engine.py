@@ -327,7 +327,7 @@ def test_classes_stay_what_they_are():
     keys, layer = list(model.state_dict()), model.bert.encoder.layer[2]
     off = {**KEYS, "progressive_layer_drop": {"enabled": False, "theta": 0.2}}
     engine = start(model, plain_sgd(model), config_of(0, **off))
-    assert type(layer) is BertLayer and not engine.pass_runner.hooks.left_out.sources
+    assert type(layer) is BertLayer and not engine.pass_runner.module_hooks.left_out.sources
     engine.destroy()
     engine = start(model, plain_sgd(model), config_of(0, **KEYS))
     assert type(layer) is not BertLayer and isinstance(layer, BertLayer)

@@ -184,7 +184,7 @@ def test_backwards_that_begin_or_end_between_blocks_of_a_unit(stage):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage, **joined(stage, 5)))
         for number, hidden in steps(engine, model, rank):
-            assert len(engine.units[1].forwards.pending) == (1 if model.cut is None else 2)
+            assert len(engine.units[1].calls.pending) == (1 if model.cut is None else 2)
             backwards_of(number, hidden, engine.backward)
             engine.step()
         return full_weights(engine)

@@ -188,7 +188,7 @@ class RoutesOfForwards(Feature):
 
     def apply(self, engine: TrainingEngine) -> None:
         for module in self._modules:
-            module.__dict__[KEPT] = _Kept(engine.pass_runner.hooks)
+            module.__dict__[KEPT] = _Kept(engine.pass_runner.module_hooks)
 
     def remove(self) -> None:
         for module in self._modules:

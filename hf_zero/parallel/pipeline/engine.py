@@ -125,7 +125,7 @@ class PipelineTraining(TrainingEngine):
             window.boundary = True
             self.reduce_gradients()
             self.tied.add_up(self.flats)
-            window.announced = steps
+            window.open_backwards = steps
             super().step()
         finally:
             window.boundary = before

@@ -380,7 +380,7 @@ class Schedule:
 
     def release_later(self, unit: Unit) -> None:
         """Mark the sharded ``unit`` as unused: it is released when the next unit is needed."""
-        if not unit.forwards.in_forward and not unit.forwards.in_backward:
+        if not unit.calls.in_forward and not unit.calls.in_backward:
             unit.guard.module_ended()
             if not unit.in_use and unit not in self._to_release:
                 self._to_release.append(unit)

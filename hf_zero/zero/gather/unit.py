@@ -99,7 +99,7 @@ class OutermostForward:
     @property
     def pending(self) -> bool:
         """Return whether the backward of a call in it is still pending."""
-        return any(call in call.unit.forwards.pending for call in self.calls)
+        return any(call in call.unit.calls.pending for call in self.calls)
 
 
 class UnitCall:
@@ -146,8 +146,8 @@ def _no_call() -> None:
     """Initial value of ``awaited``: no call has been examined yet."""
 
 
-class UnitForwards:
-    """The forwards of one unit that are running, or whose backward is pending or running."""
+class UnitCalls:
+    """The calls of one unit that are running, or whose backward is pending or running."""
 
     def __init__(self) -> None:
         # calls whose backward is pending: decides the reduction
@@ -224,7 +224,7 @@ class Unit:
         # a flat buffer of one rank is copied without a collective: other streams wait for an event
         self._copies_alone = any(dim.size == 1 for dim in self._flats_of_dim)
         self.state = GatherState.GATHERED
-        self.forwards = UnitForwards()
+        self.calls = UnitCalls()
         self.guard = ParameterGuard(
             list(modules.values()), [p for flat in self.sharded_flats for p in flat.members]
         )
@@ -270,10 +270,8 @@ class Unit:
     @property
     def in_use(self) -> bool:
         """Return whether a forward, a backward or a script still reads the values."""
-        forwards = self.forwards
-        return bool(
-            self.guard.pins or forwards.in_forward or forwards.in_backward or forwards.read_by
-        )
+        calls = self.calls
+        return bool(self.guard.pins or calls.in_forward or calls.in_backward or calls.read_by)
 
     @property
     def is_rounded(self) -> bool:
@@ -456,17 +454,17 @@ class Unit:
         root: the outermost forward. last: what the module before has returned. recomputes: the
         forward is inside a backward.
         """
-        grads, forwards = torch.is_grad_enabled(), self.forwards
+        grads, calls = torch.is_grad_enabled(), self.calls
         inputs = requiring_grad(args, kwargs) if grads else {}
         call, continues = None, False
         if not grads:
             if module.training and self.trainable_flats and not recomputes:
-                forwards.expected_reruns += 1
+                calls.expected_reruns += 1
         elif (
             last is not None
             and last.call.unit is self
             and id(last.output) in inputs
-            and last.call in forwards.pending
+            and last.call in calls.pending
             and not recomputes
         ):
             # the call continues: in a backward, all nodes of its graph run before its marks
@@ -475,7 +473,7 @@ class Unit:
         else:
             assert root is not None, "a module's forward is under way outside any pass"
             call = UnitCall(self, root, next_tick())
-        forwards.in_forward.append(call)
+        calls.in_forward.append(call)
         if self.sharded_flats or not continues:
             self._schedule.ensure_gathered(self, module)
         if self.streams.device is not None:
@@ -522,7 +520,7 @@ class Unit:
         our hooks cannot see stays gathered. Return what replaces ``output``, if anything, and the
         output that a next module may continue from.
         """
-        call, replaced, last = self.forwards.in_forward.pop(), None, None
+        call, replaced, last = self.calls.in_forward.pop(), None, None
         if call is not None:
             call.ended_at = next_tick()
             marks, call.marks = call.marks, ()
@@ -554,7 +552,7 @@ class Unit:
             if older:
                 replaced, watched = self._watch_older(call, module, output, marks, older)
                 last = last or watched
-            if last is not None and call not in self.forwards.pending:
+            if last is not None and call not in self.calls.pending:
                 self._backward.add_call(call)
         if recomputes:
             return replaced, None
@@ -599,7 +597,7 @@ class Unit:
     def keep_for_backward(self, root: OutermostForward) -> None:
         """Keep the unit gathered for the backward of ``root``, which reads it where no hook is."""
         root.reads.add(self)
-        self.forwards.read_by.add(root)
+        self.calls.read_by.add(root)
 
     def pre_backward(
         self, call: UnitCall, module: nn.Module, marks: Sequence[Node], grads: object
@@ -610,7 +608,7 @@ class Unit:
         of an autograd node.
         """
         self._backward.enter()
-        if call not in self.forwards.in_backward:
+        if call not in self.calls.in_backward:
             if torch.is_grad_enabled() and self.sharded_flats:
                 raise PartitionError(
                     "create_graph=True at stage 3: the second backward would read weights of "
@@ -622,7 +620,7 @@ class Unit:
             if not call.marked:
                 self._backward.add_unmarked(call)
             call.marks_left = sum(map(torch._C._will_engine_execute_node, marks))
-            self.forwards.in_backward.add(call)
+            self.calls.in_backward.add(call)
         elif not self.sharded_flats:
             # Another output of the call. The unit is whole, and was made ready at the first one; a
             # sharded one may need its gather, and its guard off for ``module``.
@@ -641,8 +639,8 @@ class Unit:
         self._backward.enter()
         if spans.blocks:
             spans.ended(call)
-        self.forwards.pending.discard(call)
-        self.forwards.in_backward.discard(call)
+        self.calls.pending.discard(call)
+        self.calls.in_backward.discard(call)
         if self.sharded_flats:
             self._schedule.release_later(self)
         self._backward.end_call(call)

@@ -135,7 +135,7 @@ class OwnedParameter(nn.Parameter):
         reduced = (
             flat is not None and flat.gradient.holds_gradient and not torch.compiler.is_compiling()
         )
-        # A gradient on the parameter between backwards was announced by no hook: it is only a part
+        # A gradient on the parameter between backwards was seen by no hook: it is only a part
         # of its gradient.
         if reduced and (value is None or torch._C._current_graph_task_id() == -1):
             raise PartitionError(

@@ -23,7 +23,7 @@ forwards of another graph are not part of this backward. Forwards entered before
 graph, may still follow.
 
 Reentrant checkpointing runs a forward without a graph and reruns it inside the backward: such
-forwards are counted (``UnitForwards.expected_reruns``) if checkpoints of that kind have been seen,
+forwards are counted (``UnitCalls.expected_reruns``) if checkpoints of that kind have been seen,
 and in the first backward of each kind.
 """
 
@@ -168,23 +168,23 @@ class RemainingForwards:
         """Return whether the backward of a call of ``unit`` is pending or running."""
         # Several blocks may share a unit, and each of their calls asks: the call found last time
         # answers most of them.
-        forwards, reached, recomputation = unit.forwards, self._tick, self.recomputation
-        awaited = forwards.awaited()
+        calls, reached, recomputation = unit.calls, self._tick, self.recomputation
+        awaited = calls.awaited()
         if (
             awaited is not None
             and (awaited.began < reached or awaited.root is recomputation)
-            and (awaited in forwards.in_backward or awaited in forwards.pending)
+            and (awaited in calls.in_backward or awaited in calls.pending)
         ):
             return True
         last: UnitCall | None = None  # a backward reaches it last
-        for calls in (forwards.in_backward, forwards.pending):
-            for call in calls:
+        for candidates in (calls.in_backward, calls.pending):
+            for call in candidates:
                 may_come = call.began < reached or call.root is recomputation
                 if may_come and (last is None or call.began < last.began):
                     last = call
         if last is None:
             return False
-        forwards.awaited = weakref.ref(last)
+        calls.awaited = weakref.ref(last)
         return True
 
     def awaits_reruns(self, unit: Unit, learning: bool) -> bool:
@@ -192,12 +192,12 @@ class RemainingForwards:
 
         ``learning``: this backward is the first of its kind.
         """
-        return unit.forwards.expected_reruns > 0 and (learning or self.reruns_seen)
+        return unit.calls.expected_reruns > 0 and (learning or self.reruns_seen)
 
     def awaits(self, unit: Unit, learning: bool) -> bool:
         """Return whether ``unit`` may still get gradients."""
         return (
-            bool(unit.forwards.in_forward or unit.forwards.read_by)
+            bool(unit.calls.in_forward or unit.calls.read_by)
             or self.awaits_reruns(unit, learning)
             or self.awaits_calls(unit)
         )

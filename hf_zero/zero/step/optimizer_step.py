@@ -95,7 +95,7 @@ class OptimizerStep:
         self._warned_of_hooks = False  # that run after an update in a backward
         self._looked_for_left_out = False
         self.is_captured = False  # the update under way is captured in a graph: nothing runs yet
-        self.hooks = hooks
+        self.feature_hooks = hooks
         self.changes = changes
 
     def check_updates(self) -> None:
@@ -265,7 +265,7 @@ class OptimizerStep:
         if total is None:
             (total,) = self._agree(self._squares(), steps_before)
             self.norm = total.sqrt() / self.scaler.scale
-            if not self.hooks.begin_step:
+            if not self.feature_hooks.begin_step:
                 self.set_known_norm(total)
         return total
 
@@ -339,7 +339,7 @@ class OptimizerStep:
         squares = squared_norm(by_weight.pop(1.0), device, self.kernels)
         for weight, gradients in by_weight.items():
             squares = squares + weight * squared_norm(gradients, device, self.kernels)
-        for squares_of in self.hooks.squares:
+        for squares_of in self.feature_hooks.squares:
             added = squares_of(local)
             if added is not None:
                 squares = squares + added
@@ -354,7 +354,7 @@ class OptimizerStep:
             self._follow_updates(self.model.mesh.device)
         model, may_skip = self.model, may_overflow or self.refuses_infinite
         local = False
-        for begin in self.hooks.begin_step:
+        for begin in self.feature_hooks.begin_step:
             local |= begin(may_skip)
         known = None if self.measured is None else self.known_norm()
         if known is not None:
@@ -365,7 +365,7 @@ class OptimizerStep:
                 (total,) = self._agree(total, steps_before)
         scale, limit = self.scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
-        if model.updates_in_backward and not self.hooks.begin_step:
+        if model.updates_in_backward and not self.feature_hooks.begin_step:
             self.set_known_norm(total)  # step() may come later
         if may_skip and not bool(torch.isfinite(total)):
             return True
@@ -382,7 +382,7 @@ class OptimizerStep:
         skip_refresh = set[FlatBuffer]()
         # fp32: the optimizer writes the shards that other ranks may be fetching
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
-            for prepare in self.hooks.before_update:
+            for prepare in self.feature_hooks.before_update:
                 prepare()
             if self.bound.optimizer._optimizer_step_pre_hooks:
                 self._warn_of_hooks()
@@ -399,7 +399,7 @@ class OptimizerStep:
                     steps_before=steps_before,
                     without=already_updated,
                 )
-            for update_flats in self.hooks.update:
+            for update_flats in self.feature_hooks.update:
                 skip_refresh.update(update_flats(divisor))
             if self.updater.units or self.updater.backward_update is not None:
                 update = self.updater.backward_update or self.bound.begin(
@@ -428,12 +428,12 @@ class OptimizerStep:
         """Make the weights of all ranks equal, before whole weights are read, if steps do not
         always send their changes (collective).
         """
-        for synchronize in self.hooks.synchronize:
+        for synchronize in self.feature_hooks.synchronize:
             synchronize()
 
     def complete_state(self) -> None:
         """Send unsent parts of the state to their owners, before state is saved (collective)."""
-        for complete in self.hooks.complete_state:
+        for complete in self.feature_hooks.complete_state:
             self.model.schedule.shards.wait_for_copy()
             complete()
 
@@ -442,10 +442,12 @@ class OptimizerStep:
         """Context in which the counters and tensors of the optimizer's state belong to one step,
         for readers other than a save. Yields True if they change again at its exit.
         """
-        if self.hooks.counted_state:
+        if self.feature_hooks.counted_state:
             self.model.schedule.shards.wait_for_copy()
         with ExitStack() as counted:
-            contexts = [counted.enter_context(context()) for context in self.hooks.counted_state]
+            contexts = [
+                counted.enter_context(context()) for context in self.feature_hooks.counted_state
+            ]
             yield any(contexts)
 
     def forget_state(self) -> None:
@@ -500,7 +502,7 @@ class OptimizerStep:
         if self.model.placement.offloads_anything:
             # no copy may outlive the host memory that it reads or fills
             kinds.synchronize(self.model.mesh.device)
-        self.bound, self.hooks = None, NO_HOOKS
+        self.bound, self.feature_hooks = None, NO_HOOKS
         for failure in filter(None, failures):  # the model lacks values of the last step
             raise failure
 
