@@ -34,6 +34,7 @@ from hf_zero.config.feature_rows import provided
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
+from hf_zero.optim.segment_table import GroupReport
 from hf_zero.optim.segments import FetchedArrays
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
@@ -320,16 +321,15 @@ class ModelEntries:
 class RankReport:
     """Report of one rank to rank 0.
 
-    file: its rank file. chunks: by flat, (start, stop, tensor names). scalars, overrides: per-group
-    scalars (step), and per-parameter overrides. factors: state of whole parameters in its
+    file: its rank file. chunks: by flat, (start, stop, tensor names). groups: the scalars (step) of
+    each group's parameters with elements on it. factors: state of whole parameters in its
     file. layouts: for flats that tensor or expert parallelism cuts, key in the checkpoint -> (key,
     layout). model: set by the first rank of each pipeline stage.
     """
 
     file: FileEntry
     chunks: dict[str, tuple[int, int, tuple[str, ...]]]
-    scalars: list[dict[str, float]]
-    overrides: list[dict[str, dict[str, float]]]
+    groups: list[GroupReport]
     factors: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
     layouts: dict[str, tuple[str, FlatLayout]]
     model: ModelEntries | None
@@ -417,14 +417,7 @@ def plan_save(
     report = RankReport(
         file=FileEntry(file_name, rank, plan.size, ""),
         chunks=chunks,
-        scalars=[] if bound is None else [dict(group) for group in bound.scalars()],
-        # numbers of parameters that have not all made the same steps, if this rank has elements
-        overrides=[]
-        if bound is None
-        else [
-            {names.own(name): numbers for name, numbers in group.items()}
-            for group in bound.overrides()
-        ],
+        groups=[] if bound is None else bound.reports(names.own),
         factors={
             parameter: {name: tuple(each.shape) for name, each in of.items()}
             for parameter, of in factors.items()

@@ -60,7 +60,7 @@ from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progres
 from hf_zero.checkpoint.tensorfile import FileHashes
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units, logger
-from hf_zero.optim.segment_table import scalars_of_ranks
+from hf_zero.optim.segment_table import report_of, scalars_in
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.layout.walk import attribute_of, config_of, modules_of
 
@@ -434,7 +434,7 @@ def join_reports(head: Manifest, reports: Sequence[RankReport]) -> Manifest:
         aliases=model.aliases,
         excluded=model.excluded,
         export=model.export,
-        optimizer=head.optimizer and _optimizer(head.optimizer, model.groups, reports),
+        optimizer=head.optimizer and _optimizer(head.optimizer, flats, model.groups, reports),
     )
     return deepcopy(manifest)
 
@@ -450,12 +450,22 @@ def _chunks(key: str, reports: Sequence[RankReport]) -> tuple[Chunk, ...]:
 
 
 def _optimizer(
-    head: OptimizerEntry, names: Sequence[tuple[str, ...]], reports: Sequence[RankReport]
+    head: OptimizerEntry,
+    flats: Sequence[FlatEntry],
+    names: Sequence[tuple[str, ...]],
+    reports: Sequence[RankReport],
 ) -> OptimizerEntry:
+    holders = {  # by parameter, a rank with elements of it
+        piece.name: reports[chunk.file]
+        for flat in flats
+        for chunk in (flat.chunks if flat.trainable else ())
+        for piece in flat.layout.pieces(chunk.start, chunk.stop)
+    }
     groups = []
     for index, group in enumerate(head.groups):
-        scalars, overrides = scalars_of_ranks(
-            [(report.scalars[index], report.overrides[index]) for report in reports]
+        own = [name for name in names[index] if name in holders]
+        scalars, overrides = report_of(
+            {name: scalars_in(holders[name].groups[index], name) for name in own}
         )
         groups.append(replace(group, scalars=scalars, parameters=names[index], overrides=overrides))
     factors = {

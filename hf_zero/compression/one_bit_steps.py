@@ -311,9 +311,8 @@ class OneBitSteps(Feature):
     def _lags(self) -> dict[str, int]:
         """Return by how many steps parameters lag behind, because they were unused in these."""
         return {
-            name: self._made - int(numbers.get("step", 0))
-            for group in self._bound.overrides()
-            for name, numbers in group.items()
+            name: self._made - int((numbers or {}).get("step", 0))
+            for name, numbers in self._bound.of_parameters().items()
         }
 
     def _all_sums(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from hf_zero.optim.segment_table import (
     SegmentTable,
     WholeTensorState,
     changes_of,
-    scalars_of_ranks,
+    report_of,
 )
 from hf_zero.optim.segments import GroupGradients, ParamGroup, Segment, masters
 from hf_zero.optim.state import DeviceState, NarrowStates, SegmentStateAccess
@@ -114,7 +114,8 @@ class BoundOptimizer:
         )
         self.group_scalars = GroupScalars(self._entries, self._table)
         self.tensor_state = WholeTensorState(self._entries, self._table)
-        self.scalars, self.overrides = self.group_scalars.scalars, self.group_scalars.overrides
+        self.scalars = self.group_scalars.scalars
+        self.of_parameters = self.group_scalars.of_parameters
         self.memory, self.address = device.memory, device.address
         self.initial, self.is_switched_off = self._entries.initial, self._entries.is_switched_off
         self.exclude, self.offloaded_segments = self._table.exclude, self._table.offloaded.segments
@@ -144,7 +145,7 @@ class BoundOptimizer:
                 first = piece.offset - flat.owned[0]
                 for kind, whole in carried.per_element.get(piece.name, {}).items():
                     self._load_state(flat, kind, whole[piece.start : piece.stop], first)
-        self.load_by_parameter(carried.scalars, ())
+        self.load_by_parameter(carried.scalars)
         self.tensor_state.load(carried.tensor_state)
 
     @property
@@ -376,9 +377,8 @@ class BoundOptimizer:
         weights and gradient memory.
         """
         flats = {flat.key: flat for flat in self._flats}
-        scalars, shared = self.group_scalars.of_parameters(), self.scalars()
-        tensor_state, diverged = self.tensor_state.by_parameter(), self._table.diverged
-        unbegun = {*self._entries.unbegun}
+        scalars, shared = self.of_parameters(), self.scalars()
+        tensor_state, unbegun = self.tensor_state.by_parameter(), {*self._entries.unbegun}
         # states already on the device are cut anew together with those that move there
         tensors_by_key = {
             flat.key: self.tensors(flat)
@@ -392,7 +392,7 @@ class BoundOptimizer:
         for key, tensors in tensors_by_key.items():
             for name, tensor in tensors.items():
                 self.load_tensor(flats[key], name, tensor)
-        self.group_scalars.load(scalars, shared, diverged)
+        self.group_scalars.load(scalars, shared)
         on_device = self._table.device.all_segments
         without = [segment.rows for segment in on_device if not self._entries.of(segment)]
         self._entries.unbegun = unbegun.union(*without)
@@ -482,7 +482,6 @@ class BoundOptimizer:
         self.group_scalars.note_load([])
         self._table.offloaded.wait()
         dict.clear(self.optimizer.state)
-        self._table.diverged = set()
         self._table.join({})  # no parameter has been left out of a step
         self.drop_state()
         self._table.offloaded.renew_all()
@@ -490,42 +489,44 @@ class BoundOptimizer:
     def by_parameter(
         self,
         names: Mapping[str, str],
-        gather: Callable[[list[GroupReport]], list[list[GroupReport]]],
+        gather: Callable[[Mapping[str, ParameterScalars]], list[Mapping[str, ParameterScalars]]],
     ) -> dict[str, ParameterScalars]:
-        """Return the scalar states (step count) of this rank's parameters that have a group, merged
-        over the ranks; None for one never stepped.
+        """Return the scalar states (step count) of this rank's parameters that have a group, as the
+        ranks with their elements have them; None for one never stepped.
 
         ``names``: this rank's names -> names in the whole model. ``gather`` returns its argument of
         every rank (collective).
         """
-        reports = [
-            (scalars, {names[name]: own for name, own in overrides.items()})
-            for scalars, overrides in zip(self.scalars(), self.overrides())
-        ]
-        merged = [scalars_of_ranks(of_group) for of_group in zip(*gather(reports))]
-        by_name: dict[str, ParameterScalars] = {}
-        for name, group in self.group_of.items():
-            scalars, overrides = merged[group]
-            by_name[name] = (
-                (overrides[names[name]] or None) if names[name] in overrides else scalars
-            )
-        return by_name
+        reports = gather({names[name]: own for name, own in self.of_parameters().items()})
+        known = dict[str, ParameterScalars](ChainMap(*map(dict, reports)))
+        # an empty tensor has no elements on any rank
+        own = {name: known[whole] for name, whole in names.items() if whole in known}
+        shared = [report_of(of)[0] for of in self._by_group(own)]
+        return {name: own.get(name, shared[group]) for name, group in self.group_of.items()}
 
-    def load_by_parameter(
-        self, scalars: Mapping[str, ParameterScalars], diverged: Collection[int]
-    ) -> None:
-        """Load the ``scalars`` of each parameter that a group has; one that is missing there begins
-        without state. ``diverged``: optimizer groups whose parameters have made different numbers
-        of steps on any rank; groups in which ``scalars`` differ are added.
-
-        Raises UnsupportedOptimizerError for a scalar that a group does not keep.
+    def reports(self, whole: Callable[[str], str]) -> list[GroupReport]:
+        """Return the report on the parameters of each group that have elements on this rank;
+        ``whole`` returns names in the whole model.
         """
-        of_groups: list[list[ParameterScalars]] = [[] for _ in self.groups]
+        of_groups = self._by_group(self.of_parameters())
+        return [report_of({whole(n): own for n, own in of.items()}) for of in of_groups]
+
+    def load_by_parameter(self, scalars: Mapping[str, ParameterScalars]) -> None:
+        """Load the ``scalars`` of each parameter that a group has; one that is missing there begins
+        without state. Raises UnsupportedOptimizerError for a scalar that a group does not keep.
+        """
+        shared = [report_of(of_group)[0] for of_group in self._by_group(scalars)]
+        self.group_scalars.load(scalars, shared)
+
+    def _by_group(
+        self, scalars: Mapping[str, ParameterScalars]
+    ) -> list[dict[str, ParameterScalars]]:
+        """Return the ``scalars`` of the parameters of each group."""
+        of_groups: list[dict[str, ParameterScalars]] = [{} for _ in self.groups]
         for name, group in self.group_of.items():
-            of_groups[group].append(scalars.get(name))
-        differing = {group for group, own in enumerate(of_groups) if own != own[:1] * len(own)}
-        shared = [_most_common(own) for own in of_groups]
-        self.group_scalars.load(scalars, shared, differing | {*diverged})
+            if name in scalars:
+                of_groups[group][name] = scalars[name]
+        return of_groups
 
     def hyperparameters(self) -> list[ParamGroup]:
         """Return per group the settings that a checkpoint keeps, as JSON-able values (see
@@ -572,7 +573,7 @@ class BoundOptimizer:
             optimizer.state = kept
             for group, params in zip(self.groups, between):
                 group["params"] = params
-        return snapshots.described(packed, parts, self.scalars(), table.diverged, self._flats)
+        return snapshots.described(packed, parts, self.scalars(), self._flats)
 
     def with_parts(self, packed: StateDict) -> StateDict:
         """Return ``packed``, a state dict of this model, with the part of each entry: whole
@@ -596,7 +597,7 @@ class BoundOptimizer:
         read = [
             [part.read_as(states.get(entry, {})) for part, entry in zip(of, given)] for of in parts
         ]
-        return snapshots.described(packed | {"state": states}, read, None, (), self._flats)
+        return snapshots.described(packed | {"state": states}, read, None, self._flats)
 
     def drop_state(self) -> None:
         """Drop the state on the device, whose entries are gone: a load of torch removes them."""
@@ -645,11 +646,6 @@ class BoundOptimizer:
                 f"{type(self.optimizer).__name__} with {len(self.groups)}; build the "
                 "optimizer with the groups it was saved with, or load without optimizer states"
             )
-
-
-def _most_common(values: Iterable[ParameterScalars]) -> dict[str, float]:
-    counted = [tuple(sorted(scalars.items())) for scalars in values if scalars is not None]
-    return dict(Counter(counted).most_common(1)[0][0]) if counted else {}
 
 
 def _copy(into: Tensor, values: Tensor) -> None:

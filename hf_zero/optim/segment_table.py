@@ -89,9 +89,6 @@ class SegmentTable:
         # by parameter; those with different numbers may have different scalars
         self.histories: dict[str, int] = {}
         self._region_of: dict[str, MemoryRegion] = {}  # by parameter; empty until it is needed
-        # optimizer groups whose parameters have made different numbers of steps on any rank, as
-        # far as this rank knows: it left parameters out of a step, or loaded their step counts
-        self.diverged: set[int] = set()
 
     def bind(
         self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int], groups: set[int]
@@ -127,8 +124,7 @@ class SegmentTable:
         if isinstance(self._optimizer, FormattedOptimizer):
             self._optimizer.segment_format = self._format_of
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
-        self.diverged, self.histories = set(), {}
-        self._region_of = {}
+        self.histories, self._region_of = {}, {}
         self._cut(self._regions)
         self._list()
         for live in self._optimizer.param_groups:
@@ -281,7 +277,6 @@ class SegmentTable:
     def part_unused(self, segments: Iterable[Segment], unused: frozenset[str]) -> None:
         """Cut ``segments`` such that none holds both ``unused`` parameters and others."""
         concerned = [segment for segment in segments if not unused.isdisjoint(segment.names)]
-        self.diverged |= {segment.group for segment in concerned}
         mixed = [segment.names for segment in concerned if not unused.issuperset(segment.names)]
         if mixed:
             self.part(unused & frozenset[str]().union(*mixed))
@@ -290,21 +285,22 @@ class SegmentTable:
 ParameterScalars = dict[str, float] | None
 """The scalar states of one parameter; None: it has made no step."""
 GroupReport = tuple[dict[str, float], dict[str, dict[str, float]]]
-"""The scalars of a group on one rank, and the differing scalars of its parameters by name."""
+"""The scalars of parameters: those of the ones with the most steps, and those of others by name; {}
+for one that has made no step.
+"""
 
 
-def scalars_of_ranks(reports: Sequence[GroupReport]) -> GroupReport:
-    """Return the scalars of a group, and the differing scalars of its parameters by name, from the
-    reports of all ranks.
-    """
-    # Groups that are empty on a rank have no scalars there. Scalars are equal across ranks, except
-    # where a parameter was unused in some steps; those ranks report per parameter.
-    even = [scalars for scalars, overrides in reports if scalars and not overrides]
-    by_name = {name: n for _, overrides in reports for name, n in overrides.items()}
-    most = max(by_name.values(), key=lambda n: n.get("step", 0.0), default={})
-    scalars = even[0] if even else most
-    overrides = {name: n for name, n in by_name.items() if n != scalars or not n}
-    return scalars, overrides
+def report_of(scalars: Mapping[str, ParameterScalars]) -> GroupReport:
+    """Return the report of the parameters of a group; :func:`scalars_in` reads it."""
+    stepped = [own for own in scalars.values() if own is not None]
+    shared = max(stepped, key=lambda own: own.get("step", 0.0), default={})
+    return shared, {n: own or {} for n, own in scalars.items() if own is None or own != shared}
+
+
+def scalars_in(report: GroupReport, name: str) -> ParameterScalars:
+    """Return the scalars of parameter ``name`` in ``report``, which must be about it."""
+    shared, others = report
+    return (others[name] or None) if name in others else shared
 
 
 class GroupScalars:
@@ -318,8 +314,8 @@ class GroupScalars:
         self.writes = 0  # number of writes to per-element state from outside
 
     def scalars(self) -> list[dict[str, float]]:
-        """Return per group the scalars that its parameters share, such as ``{"step": 3.0}``. Equal
-        on every rank; :meth:`overrides` has the exceptions.
+        """Return per group the scalars of its first parameters, such as ``{"step": 3.0}``; without
+        parameters on this rank, those of its stand-in.
         """
         out: list[dict[str, float]] = [{} for _ in self._entries.groups]
         # from the first segment of the group that has any: the first step creates state on the
@@ -327,23 +323,6 @@ class GroupScalars:
         for segment in self._table.segments:
             if not out[segment.group]:
                 out[segment.group] = self._entries.scalars(segment)
-        return out
-
-    def overrides(self) -> list[dict[str, dict[str, float]]]:
-        """Return per group, once step counts diverge, the scalar state of each parameter with
-        elements on this rank; {} for one never stepped. Stepped parameters without scalars are
-        omitted. Never-stepped ones with offloaded state are always listed, since that state exists
-        before the first step.
-        """
-        out: list[dict[str, dict[str, float]]] = [{} for _ in self._entries.groups]
-        for segment in self._table.segments:
-            unstepped = self._table.is_unstepped(segment)
-            diverged = segment.group in self._table.diverged or (unstepped and segment.offloaded)
-            # another rank reports on a parameter of which there is only padding here
-            if diverged and any(True for part in segment.parts for _ in part.pieces()):
-                scalars = {} if unstepped else self._entries.scalars(segment)
-                if scalars or unstepped:
-                    out[segment.group] |= dict.fromkeys(segment.names, scalars)
         return out
 
     def note_load(self, scalars: Iterable[Mapping[str, float]]) -> None:
@@ -354,34 +333,34 @@ class GroupScalars:
 
     def of_parameters(self) -> dict[str, ParameterScalars]:
         """Return the scalars of each parameter with elements on this rank."""
-        return {
-            name: None if self._table.is_unstepped(segment) else self._entries.scalars(segment)
-            for segment in self._table.segments
-            for name in segment.names
-        }
+        by_name = dict[str, ParameterScalars]()
+        for segment in self._table.segments:
+            unstepped = self._table.is_unstepped(segment)
+            scalars = None if unstepped else self._entries.scalars(segment)
+            # another rank has those of a parameter of which there is only padding here
+            names = {name for part in segment.parts for name, *_ in part.pieces()}
+            by_name |= dict.fromkeys(names, scalars)
+        return by_name
 
     def load(
         self,
         scalars: Mapping[str, ParameterScalars],
         shared: Sequence[Mapping[str, float]],
-        diverged: set[int],
     ) -> None:
         """Load the scalars of parameters, which may be of any rank; one that is missing there
         begins without state. Create state that does not exist yet. ``shared``, by group: those of
-        stand-ins; ``diverged``: as of :class:`SegmentTable`.
+        stand-ins.
         """
         table, entries = self._table, self._entries
-        # equal in each group unless they diverge
-        self.note_load([*shared, *filter(None, scalars.values())] if diverged else shared)
+        self.note_load([*shared, *filter(None, scalars.values())])
         table.fused.separate_counters()
         kinds = dict[str, Hashable]()
-        for segment in table.segments if diverged or table.histories else ():
+        for segment in table.segments:
             existing = frozenset(entries.of(segment))
             for name in segment.names:
                 own = scalars.get(name)
                 kinds[name] = existing, None if own is None else tuple(sorted(own.items()))
         table.join(kinds)
-        table.diverged = diverged
         for segment in table.segments:
             store = table.state_of(segment)
             values = scalars.get(min(segment.names)) if segment.parts else shared[segment.group]

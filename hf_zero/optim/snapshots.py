@@ -82,18 +82,15 @@ def described(
     packed: StateDict,
     parts: Iterable[Iterable[MemberPart]],
     shared: Sequence[dict[str, float]] | None,
-    diverged: Iterable[int],
     flats: Iterable[OptimizerShard],
 ) -> StateDict:
     """Return ``packed``, a state dict with ``parts`` of each group, with a description of these
-    added. ``shared``: the scalars of each group, None: those of most entries; ``diverged``:
-    optimizer groups whose parameters have made different numbers of steps on any rank.
+    added. ``shared``: the scalars of each group, None: those of most entries.
     """
     return packed | {
         KEY: {
             "parts": [[part.name, part.first, part.last] for of in parts for part in of],
             "shared": shared,
-            "parted": sorted(diverged),
             "layout": layout_of(flats),
         }
     }

@@ -62,11 +62,8 @@ class StateEntry:
 
 class StateSource:
     """A holder of entries, which :func:`transfer` reads. If :meth:`read` is collective, all ranks
-    have the same entries. ``diverged``: optimizer groups whose parameters have made different
-    numbers of steps on any rank.
+    have the same entries.
     """
-
-    diverged: Collection[int] = ()
 
     def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
         """Return, by kind of state, the parameters of ``flat`` of which this source has every
@@ -228,8 +225,7 @@ def transfer(
         parameters = {name: engine.sharded_model.parameters[name] for name in bound.group_of}
         scalars = source.scalars(parameters)
         bound.load_by_parameter(
-            {n: value for n, value in scalars.items() if value or keeps or n not in without},
-            source.diverged,
+            {n: value for n, value in scalars.items() if value or keeps or n not in without}
         )
         tensor_state = source.tensor_state(parameters)
         if tensor_state is not None:

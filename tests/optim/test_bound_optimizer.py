@@ -258,7 +258,7 @@ def test_hooks_and_wrappers_of_the_user_run_once_a_step_and_not_for_a_load():
     bound.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     bound.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     bound.optimizer.step = lambda *_: calls.append("what the engine put there")  # type: ignore[method-assign,assignment,func-returns-value]
-    bound.load_by_parameter({key: {"step": 3.0} for key in GROUP_OF}, ())
+    bound.load_by_parameter({key: {"step": 3.0} for key in GROUP_OF})
     assert calls == []
     it.step()
     assert calls == ["before", "after"]
@@ -309,7 +309,7 @@ def test_saved_state_continues_exactly_on_another_number_of_ranks(case):
                 flat.write(whole, chunk)
                 bound.load_tensor(flat, name, chunk)
     for bound in two.bound:
-        bound.load_by_parameter({n: scalars[group] for n, group in GROUP_OF.items()}, ())
+        bound.load_by_parameter({n: scalars[group] for n, group in GROUP_OF.items()})
         bound.load_hyperparameters(settings_)
         assert bound.scalars() == scalars
     two.whole, two.plain, two.seed = one.whole, one.plain, one.seed
@@ -324,7 +324,7 @@ def test_state_before_the_first_step_and_views_that_may_be_written():
     bound, flat = it.bound[0], it.ranks[0][0]
     assert set(bound.tensors(flat)) == {"master"}
     assert bound.scalars() == [{}, {}]
-    bound.load_by_parameter({key: {} for key in GROUP_OF}, ())
+    bound.load_by_parameter({key: {} for key in GROUP_OF})
     assert bound.scalars() == [{}, {}]
     bound.load_tensor(flat, "exp_avg", torch.ones_like(flat.master))
     found, again = bound.tensors(flat), bound.tensors(flat)
@@ -350,7 +350,7 @@ def test_state_of_another_optimizer_is_refused():
     for call, said in (
         (lambda: bound.load_tensor(flat, "exp_avg", zeros), "SGD keeps no state 'exp_avg' .*unit0"),
         (
-            lambda: bound.load_by_parameter({key: {"step": 1.0} for key in GROUP_OF}, ()),
+            lambda: bound.load_by_parameter({key: {"step": 1.0} for key in GROUP_OF}),
             "no number 'step' in group 0",
         ),
         (lambda: bound.load_hyperparameters([{}, {}, {}]), "hyperparameters of 3 groups"),

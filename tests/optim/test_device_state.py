@@ -167,8 +167,9 @@ def test_a_load_joins_what_it_gives_equal_counts():
         it.step(unused=unused)
     assert len(it.bound._table.segments) > whole
     before = [{name: of.clone() for name, of in arrays.items()} for arrays in it.arrays()]
-    it.bound.load_by_parameter({key: {"step": 5.0} for key in SHAPES}, ())
-    assert len(it.bound._table.segments) == whole and it.bound.overrides() == [{}]
+    it.bound.load_by_parameter({key: {"step": 5.0} for key in SHAPES})
+    assert len(it.bound._table.segments) == whole
+    assert it.bound.reports(str) == [({"step": 5.0}, {})]
     for arrays, former in zip(it.arrays(), before):
         assert all(torch.equal(arrays[name], of) for name, of in former.items())
     for state in it.plain.state.values():

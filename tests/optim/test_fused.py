@@ -179,7 +179,7 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
     for each in (ours, theirs):
         flat = each.flats[0]
         each.bound.load_tensor(flat, "exp_avg", torch.full_like(flat.master, 0.25))
-        each.bound.load_by_parameter({key: {"step": 7.0} for key in GROUP_OF}, ())
+        each.bound.load_by_parameter({key: {"step": 7.0} for key in GROUP_OF})
         each.step(5)
     same(ours, theirs)
     assert ours.bound.scalars()[1]["step"] == 8.0
@@ -216,7 +216,7 @@ def test_counts_of_whole_segments_that_differ_in_a_load_stay_apart(late, begun, 
         for flat in each.flats:
             for name in ("exp_avg", "exp_avg_sq"):
                 each.bound.load_tensor(flat, name, torch.full_like(flat.master, 0.01))
-        each.bound.load_by_parameter(numbers, ())
+        each.bound.load_by_parameter(numbers)
         assert not ours.bound.repeats_launch()
         each.step(0)
     same(ours, theirs)

@@ -126,7 +126,7 @@ def test_an_optimizer_the_user_vouches_for_runs_with_python_counters():
     flats[0].read(bound.tensors(flats[0])["master"], out)
     assert all(torch.equal(out[name], p) for name, p in twins.items())
     assert bound.scalars() == [{"step": 2.0, "warm": 1.0}]
-    bound.load_by_parameter({key: {"step": 7.0, "warm": 0.0} for key in parameters}, ())
+    bound.load_by_parameter({key: {"step": 7.0, "warm": 0.0} for key in parameters})
     state = optimizer.state[bound._table.segments[0].tensor]
     assert state["step"] == 7 and type(state["step"]) is int and state["warm"] is False
 
@@ -149,7 +149,7 @@ def test_a_class_that_only_claims_to_be_element_wise_is_found_out_at_its_first_s
         bound.step()
     with pytest.raises(UnsupportedOptimizerError, match=said + r"parameter of shape \(1,\)"):
         bound = bind(RowMeans(parameters.values()), parameters)
-        bound.load_by_parameter({key: {"step": 1.0} for key in parameters}, ())
+        bound.load_by_parameter({key: {"step": 1.0} for key in parameters})
     one = torch.tensor(1.0)
     assert is_scalar("step", one, ()) and not is_elementwise("step", one, ())
     assert is_elementwise("exp_avg", one, ()) and not is_scalar("exp_avg", one, ())

@@ -140,7 +140,7 @@ class Rank(saving.MemoryCheckpoints):
         step = engine.counters.global_steps
         save_id = sha256(f"{self.token} {self._saves}".encode()).hexdigest()[:32]
         file = FileEntry(find.rank_file(self.rank, self.world), self.rank, SIZE, "")
-        report = RankReport(file, {}, [], [], {}, {}, None)
+        report = RankReport(file, {}, [], {}, {}, None)
         record = RankRecord(save_id, self.begun, step, self.world, report, None, {}, {})
         plan = SimpleNamespace(file=FilePlan((), bytes(SIZE)), tensors=(7 * step + self.rank) % 251)
         return record, plan

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,8 +70,10 @@ def operations(size: int, folder: Path) -> Any:
     yield "destroy", engine.destroy
 
 
-def operations_of_a_mixture(size: int, folder: Path) -> Any:
-    """As :func:`operations`, of an engine whose parameters were used in different steps."""
+def operations_of_a_mixture(size: int, folder: Path, by_parameter: bool = False) -> Any:
+    """As :func:`operations`, of an engine whose parameters were used in different steps;
+    ``by_parameter``: each in another number of steps.
+    """
     model = Experts(size)
     optimizer = torch.optim.AdamW(model.parameters())
     sharding = {"stage": 2, "stage3_module_granularity_threshold": 0}  # a unit for each module
@@ -83,6 +86,10 @@ def operations_of_a_mixture(size: int, folder: Path) -> Any:
 
     for index in range(size // 5):
         step(index)
+    if by_parameter:
+        numbers = {name: {"step": 1.0 + n} for n, name in enumerate(engine.bound.group_of)}
+        engine.bound.load_by_parameter(numbers)
+        assert len({of["step"] for of in engine.bound.of_parameters().values()}) == 2 * size
     yield "step", lambda: step(0)
     packed = optimizer.state_dict()
     yield "optimizer.state_dict", optimizer.state_dict
@@ -121,7 +128,10 @@ def measured(size: int, folder: Path, of: Any = operations) -> dict[str, int]:
         gc.enable()
 
 
-@pytest.mark.parametrize("of", [operations, operations_of_a_mixture])
+EACH = partial(operations_of_a_mixture, by_parameter=True)
+
+
+@pytest.mark.parametrize("of", [operations, operations_of_a_mixture, EACH])
 def test_four_times_the_model_costs_four_times(of: Any, tmp_path: Path) -> None:
     measured(10, tmp_path, of)  # imports, and what is kept for later
     few, many = (measured(FEW * by, tmp_path, of) for by in (1, TIMES))

@@ -176,7 +176,7 @@ def of_release_0_2(engine):
         ]
         for segment in sorted(table.segments, key=lambda segment: segment.group)
     ]
-    kept = {"places": places, "parted": description["parted"], "layout": description["layout"]}
+    kept = {"places": places, "parted": [], "layout": description["layout"]}
     entries = [index for group in packed["param_groups"] for index in group["params"]]
     state = {
         n: packed["state"][index] for n, index in enumerate(entries) if index in packed["state"]

@@ -6,6 +6,7 @@ segments were cut otherwise then.
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.update import StagedCopies
 from hf_zero.ops import dispatch
 from hf_zero.optim import Adafactor
+from hf_zero.zero.state_entries import EngineState
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
@@ -32,7 +34,7 @@ from tests.helpers.models import Block, features, seeded
 from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.optimizers import OF_GROUPS
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_each_rank, on_ranks
+from tests.helpers.stacks import on_ranks
 from tests.helpers.training import At, Job, Plan, trainable
 from tests.ranks.cases import values_of
 
@@ -252,9 +254,6 @@ def course(opened):
     close()
     optimizer, make_step, weights, close = opened(1)
     optimizer.load_state_dict(copy.deepcopy(kept[3]))
-    if "segments" in kept[3]:  # groups of which parameters have made different numbers of steps
-        former, now = (each["segments"] for each in (kept[3], optimizer.state_dict()))
-        assert {*former["parted"]} <= {*now["parted"]}  # over other flats, a rank has further ones
     for step in range(2):
         make_step(step)
     found.append(weights())
@@ -305,18 +304,47 @@ def test_a_snapshot_is_loaded_whatever_was_cut_since(kind, stages, ways, whole, 
     goes_back(kind, *sections)
 
 
-@on_each_rank(RANKS, build=Heads)
-def test_groups_whose_step_counts_differ_on_other_ranks_stay_so(rank, model):
-    """A rank whose own parameters have all made as many steps, but not as many as those of others,
-    must report them by parameter.
-    """
-    optimizer, step, _, close = run_on_rank(HeadsJob("adamw", RANKS), model, {"stage": 2}, rank)
-    step(0)
-    packed = copy.deepcopy(optimizer.state_dict())
-    packed["segments"]["parted"] = [0, 1]
-    optimizer.load_state_dict(packed)
-    assert optimizer.state_dict()["segments"]["parted"] == [0, 1]
-    close()
+def test_saves_and_reports_have_the_count_of_each_parameter(tmp_path):
+    """Also of those that have elements on one rank alone, whose others have made other steps."""
+    job, plain = HeadsJob("adamw", RANKS), seeded(Heads)
+    plain.dtype, optimizer = torch.float32, job.optimizer(plain)
+    for number in range(3):
+        for rank in range(RANKS):
+            (job.loss(plain, At(number, 0, rank)) / RANKS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = {
+        name: {"step": float(optimizer.state[p]["step"])} if p in optimizer.state else None
+        for name, p in plain.named_parameters()
+    }
+    assert {1.0, 3.0} < {of["step"] for of in steps.values() if of} and None in steps.values()
+    loaded = {name: {"step": 5.0} for name in steps} | {
+        "heads.0.bias": None,
+        "enter.weight": {"step": 2.0},
+    }
+
+    def run(rank, model):
+        engine = start(model, job.optimizer(model), config_of(2, Plan(RANKS)))
+        net = OnEngine(engine, Plan(RANKS))
+        for number in range(3):
+            engine.backward(job.loss(net, At(number, 0, rank)))
+            engine.step()
+        engine.save_checkpoint(tmp_path, "saved")
+        names, reports = {name: name for name in steps}, list[dict[str, Any]]()
+        reports.append(EngineState(engine).scalars(names))
+        engine.bound.load_by_parameter(loaded)
+        reports.append(EngineState(engine).scalars(names))
+        engine.destroy()
+        return reports
+
+    assert on_ranks(RANKS, run, build=lambda: seeded(Heads)) == [[steps, loaded]] * RANKS
+    manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
+    saved = {
+        name: group.get("apart", {}).get(name, group["scalars"]) or None
+        for group in manifest["optimizer"]["groups"]
+        for name in group["parameters"]
+    }
+    assert saved == steps
 
 
 def test_elements_of_another_rank_and_other_groups_are_refused():

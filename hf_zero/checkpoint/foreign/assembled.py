@@ -27,6 +27,7 @@ from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject
+from hf_zero.optim.segment_table import report_of
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 
@@ -107,9 +108,7 @@ class OptimizerGroup:
         """Return the group of the parameters whose scalars are ``numbers``; None for one that has
         never been stepped.
         """
-        stepped = [state for state in numbers.values() if state is not None]
-        shared = max(stepped, key=lambda state: state.get("step", 0.0), default={})
-        overrides = {name: state or {} for name, state in numbers.items() if state != shared}
+        shared, overrides = report_of(numbers)
         return cls(hyperparameters, shared, tuple(numbers), overrides)
 
 

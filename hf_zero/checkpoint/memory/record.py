@@ -142,8 +142,8 @@ def _report(report: RankReport) -> JsonObject:
     return {
         "file": report.file.to_json(),
         "chunks": report.chunks,
-        "scalars": report.scalars,
-        "apart": report.overrides,
+        "scalars": [shared for shared, _ in report.groups],
+        "apart": [others for _, others in report.groups],
         "factors": report.factors,
         "layouts": {key: [of, layout.to_json()] for key, (of, layout) in report.layouts.items()},
         "model": model
@@ -163,8 +163,7 @@ def _read_report(data: JsonObject) -> RankReport:
     return RankReport(
         form.read_file_entry(data["file"]),
         {key: (start, stop, tuple(names)) for key, (start, stop, names) in data["chunks"].items()},
-        data["scalars"],
-        data["apart"],
+        [*zip(data["scalars"], data["apart"])],
         {
             name: {key: tuple(shape) for key, shape in shapes.items()}
             for name, shapes in data["factors"].items()

@@ -332,13 +332,8 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
                 shared[find.OBJECTS_NAME] = objects[1]
         name = find.rank_file(self.rank, self.world)
         own = plan_save(engine, name, save_id, False, names, buffers)
-        report = replace(
-            own.report,
-            scalars=deepcopy(own.report.scalars),
-            overrides=deepcopy(own.report.overrides),
-        )
         head, beside = deepcopy(head), dict(beside)
-        record = RankRecord(save_id, self.begun, step, self.world, report, head, shared, beside)
+        record = RankRecord(save_id, self.begun, step, self.world, own.report, head, shared, beside)
         return record, own
 
     def offer(self, engine: TrainingEngine, writer: AsyncSaver) -> Staged | None:

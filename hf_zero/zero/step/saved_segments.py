@@ -69,7 +69,6 @@ class SavedSegments(StateSource):
         self._shapes = {slot.name: tuple(slot.shape) for f in flats for slot in f.layout.slots}
         self._state = dict[Any, Any](packed["state"])
         self._drop_frozen(packed[KEY])
-        self.diverged = packed[KEY]["parted"]
         self._own = WholeNames(engine.module).own_of(bound.group_of)
         self._group_of = bound.group_of
         layout = layout_of(flat.optimizer_shard for flat in flats)
