@@ -203,3 +203,9 @@ if not logger.handlers:
     logger.propagate = False
     for _warning in [] if WARNED in os.environ else _warnings:
         log_rank0(_warning, logging.WARNING)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of ``error`` and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

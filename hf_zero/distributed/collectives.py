@@ -8,8 +8,8 @@ its all_gather; other backends use their own collectives.
 gloo aborts the process on a message longer than expected and silently accepts a shorter one. So the
 tag of every point-to-point message encodes the log, number, name and size of its collective:
 different collectives never match, both ranks wait, and the watchdog proves why. Several dimensions
-may therefore share the connections of one group. Ranks agree on gloo's own
-collectives by such messages first (:func:`tagged_barrier`), except for two kinds. Sums of a few
+may therefore share the connections of one group. Ranks agree on gloo's own collectives by such
+messages first (:func:`tagged_barrier`), except for two kinds. Sums of a few
 numbers all have one size, and carry a code that shows whether they are the same sum. Gradient
 reductions have a fixed order; if a pass broke on some ranks, they compare sequence numbers before
 the next one (recovery.py); at stage 0 :meth:`MeshDim.verify_same_collective` compares their count
@@ -18,9 +18,6 @@ in each step.
 
 from __future__ import annotations
 
-import functools
-import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,21 +26,23 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.autograd import profiler
 
-from hf_zero.device import graphs, kinds, spans, streams
+from hf_zero.device import kinds, streams
 from hf_zero.distributed import rank_hosts
-from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
+from hf_zero.distributed.collective_log import (
+    CollectiveLog,
+    CollectiveStats,
+    Handle,
+    PendingCollective,
+    Starting,
+    tagged_barrier,
+)
 from hf_zero.distributed.process_group import CPU, Waitable, abort, backend_serving, destroy_group
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import PartitionError
 
 DEFAULT_TIMEOUT = 1800.0
 MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
-DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # of this rank alone
 SMALL_NUMEL = 6  # sums of at most this many numbers carry a code of their collective
-# of torch's ValueErrors for a group, and for the default group, that was destroyed
-DESTROYED = ("is not registered", "has not been initialized")
 # backends whose works are completed when their wait returns
 BLOCKING = ("gloo", "threaded", "fake")
 
@@ -86,213 +85,8 @@ class Codec(GatherCodec, Protocol):
         """Write the sum over the rows of ``messages``, in their order, to ``out``, fp32."""
 
 
-class Handle:
-    """A collective in flight."""
-
-    def __init__(
-        self,
-        works: Sequence[Waitable | None],
-        watchdog: Watchdog,
-        pending: PendingCollective,
-        parts: Sequence[torch.Tensor] = (),
-        free: Callable[[], None] | None = None,
-        finish: Callable[[], None] | None = None,
-        follows: torch.device | None = None,
-    ):
-        """``follows``: the device whose streams alone wait for the works; ``wait`` then returns
-        before they are completed.
-        """
-        # torch returns None for a message of a group that this rank is not in
-        self._works = [*filter(None, works)]
-        self._watchdog = watchdog
-        self._pending = pending
-        self._parts = list(parts)
-        self._free = free
-        self._finish, self._repeats = finish, True
-        self._follows = follows
-        self._failure: BaseException | None = None
-
-    def finish_with(self, finish: Callable[[], None], repeats: bool = True) -> None:
-        """Have the first wait call ``finish`` once the collective is done; ``repeats``: again in
-        the next wait if an interrupt has ended the call.
-        """
-        self._finish, self._repeats = finish, repeats
-
-    def wait(self) -> None:
-        """Block (on a GPU: make the current stream wait) until the collective is done. After a
-        failure, every wait raises it; after an interrupt, the next one goes on, unless it broke
-        off a ``finish`` that may not be repeated.
-        """
-        if self._failure is not None:
-            raise self._failure
-        if self._works:
-            works, waited = self._works, 0
-            watchdog = self._watchdog
-            if not watchdog.started:
-                watchdog.start()
-            # as in Watchdog.watching, without a call
-            outer, watchdog.current = watchdog.current, (self._pending, time.monotonic())
-            try:
-                try:
-                    for work in works:
-                        work.wait()
-                        waited += 1
-                finally:
-                    watchdog.current = outer
-                    self._works = works[waited:]
-            except RuntimeError as error:
-                self._works, self._failure = [], error
-                if isinstance(error, DEVICE_ERRORS):
-                    raise
-                self._failure = watchdog.conclude_failure(self._pending, error)
-                raise self._failure from error
-            if self._follows is not None and not graphs.capturing():
-                # Works keep tensors alive; an event recorded on the stream that waits for them does
-                # not.
-                event = streams.record_here(self._follows)
-                is_over = partial(_are_completed, works) if event is None else event.query
-                watchdog.follow(self._pending, is_over, self._follows)
-        if self._finish is not None:
-            try:
-                self._finish()
-            except Exception as error:
-                self._failure = error
-                raise
-            except BaseException as error:
-                if not self._repeats:
-                    self._failure = PartitionError(
-                        f"an interrupt has broken off the end of {self._pending.what}: its values "
-                        "are added in part; load a checkpoint, or call initialize again"
-                    )
-                    self._failure.__cause__ = error
-                raise
-            self._finish = None
-
-    def reduce_into(self, out: torch.Tensor, accumulate: bool, scale: float) -> None:
-        """Wait, then set ``out = scale * sum`` or, if ``accumulate``, ``out += scale * sum``.
-
-        Parts from a point-to-point exchange are summed here, in the dtype of ``out``; a
-        backend's own reduce-scatter or all-reduce has summed in the wire dtype already.
-        """
-        self.wait()
-        first, *others = self._parts
-        if accumulate:
-            for part in self._parts:
-                out.add_(part, alpha=scale)
-        else:
-            # equal dtypes: sum or scale straight into `out`, without a copy first
-            if others and first.dtype == out.dtype == others[0].dtype:
-                torch.add(first, others[0], out=out)
-                others = others[1:]
-            elif not others and first.dtype == out.dtype:
-                torch.mul(first, scale, out=out) if scale != 1.0 else _copy(out, first)
-                scale = 1.0
-            elif (
-                not others
-                and first.itemsize < out.itemsize == 4
-                and not kinds.is_synchronous(out.device)
-            ):
-                # One kernel casts and scales. The host would cast through memory of its own.
-                torch.add(minus_zero(out.device), first, alpha=scale, out=out)
-                scale = 1.0
-            elif first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
-                out.copy_(first)
-            for part in others:
-                out.add_(part)
-            if scale != 1.0:
-                out.mul_(scale)
-        self._release()
-
-    def split(self, sizes: Sequence[int]) -> list[Handle]:
-        """Return a handle for each of ``sizes`` consecutive elements of the result: several tensors
-        share one message.
-        """
-        handles: list[Handle] = []
-        remaining, at = [len(sizes)], 0
-
-        def free() -> None:
-            remaining[0] -= 1
-            if not remaining[0]:
-                self._release()
-
-        for size in sizes:
-            parts = [part.narrow(0, at, size) for part in self._parts]
-            # each part waits for the whole message
-            handles.append(Handle([self], self._watchdog, self._pending, parts, free))
-            at += size
-        return handles
-
-    def drop(self) -> None:
-        """Wait and discard the result: the peers need what this rank sends."""
-        self.wait()
-        self._release()
-
-    def _release(self) -> None:
-        self._parts = []
-        if self._free is not None:
-            self._free()
-            self._free = None
-
-
-def _are_completed(works: Sequence[Waitable]) -> bool:
-    # where works are followed on a device, they are torch's
-    return all(work.is_completed() for work in works)  # type: ignore[attr-defined]
-
-
-@functools.cache
-def minus_zero(device: torch.device) -> torch.Tensor:
-    """Return -0.0, [1] fp32: adding it changes no bit, while adding +0.0 turns -0.0 into +0.0."""
-    return torch.full((1,), -0.0, device=device)
-
-
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
     return tensor.dtype, tensor.device
-
-
-def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
-    if out.data_ptr() != source.data_ptr():
-        out.copy_(source)
-
-
-class _Starting:
-    """Context of the calls that start one collective: a span of the step around them, and an error
-    that names the cause if the connection was lost, or the group destroyed, before.
-    """
-
-    def __init__(
-        self, watchdog: Watchdog, pending: PendingCollective, operation: str, key: str, nbytes: int
-    ):
-        if watchdog.verdict:
-            watchdog.check()
-        self._watchdog, self._pending = watchdog, pending
-        recorded = spans.logs or profiler._is_profiler_enabled
-        self._span = spans.span(operation, key, nbytes) if recorded else None
-
-    def __enter__(self) -> None:
-        if self._span is not None:
-            self._span.__enter__()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._span is not None:
-            self._span.__exit__(kind, error, trace)
-        if error is not None and self._pending.log is not None:
-            self._pending.log.abandon(self._pending.number, self._pending.what)
-        if isinstance(error, RuntimeError) and not isinstance(error, DEVICE_ERRORS):
-            raise self._watchdog.conclude_failure(self._pending, error) from error
-        if isinstance(error, ValueError):
-            _refuse_destroyed(self._pending, error)
-
-
-def _refuse_destroyed(pending: PendingCollective, error: ValueError) -> None:
-    """Raise PartitionError if torch has raised ``error`` because the script has destroyed the
-    process group of ``pending``.
-    """
-    if any(part in str(error) for part in DESTROYED):
-        raise PartitionError(
-            f"{pending.what} needs a process group that is destroyed; call "
-            "torch.distributed.destroy_process_group() after the last step and engine.destroy(), "
-            "or hf_zero.initialize again after it"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -444,7 +238,7 @@ class MeshDim:
             works, pairs = [self._hops.gather(pairs, key, self._follows)], ()
         elif self.size > 1:
             self.stats.record("all_gather", key, size)
-        with _Starting(self._watchdog, pending, "all_gather", key, size):
+        with Starting(self._watchdog, pending, "all_gather", key, size):
             for full, chunk in pairs:
                 target = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
                 exchanged = on_host or (
@@ -527,7 +321,7 @@ class MeshDim:
     ) -> list[Waitable | None]:
         """Send ``sent[peer]`` to each peer, receive into ``received[peer]``; return the works."""
         works: list[Waitable | None] = []
-        tag = message_tag(pending)
+        tag = pending.tag
         for peer in self._peers:
             if received[peer].numel():
                 works.append(dist.irecv(received[peer], self.ranks[peer], group, tag))
@@ -551,7 +345,7 @@ class MeshDim:
         came = sent.new_empty(sum(counts))
         pending = self.reductions.issue(f"all-to-all of {key}")
         self.stats.record(operation, key, sent.nbytes)
-        with _Starting(self._watchdog, pending, operation, key, sent.nbytes):
+        with Starting(self._watchdog, pending, operation, key, sent.nbytes):
             works = self._swap(sent, sizes, came, counts, pending)
         handle = self._handle(works, self._watchdog, pending, follows=self._follows)
         return handle, came
@@ -608,13 +402,13 @@ class MeshDim:
             for peer in self._peers:
                 received.append(self.spare.acquire(n, full.dtype, full.device))
                 into[peer] = received[-1].view(torch.uint8)
-            with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
+            with Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
                 works = self._exchange(raw, into, self._reduce_group, pending)
             free = partial(self.spare.release, *received)
             return self._handle(works, self._watchdog, pending, [part, *received], free)
         out = self.spare.acquire(n, full.dtype, full.device)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
+        with Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
             work = scatter(out, full, group=self._reduce_group, async_op=True)
         return self._handle(
             [work],
@@ -630,7 +424,7 @@ class MeshDim:
         pending = self.reductions.issue(f"reduce-scatter of {key}, {sent.nbytes} bytes")
         self.stats.record("reduce_scatter", key, sent.nbytes)
         received, sizes = torch.empty_like(sent), [sent.shape[1]] * self.size
-        with _Starting(self._watchdog, pending, "reduce_scatter", key, sent.nbytes):
+        with Starting(self._watchdog, pending, "reduce_scatter", key, sent.nbytes):
             works = self._swap(sent.view(-1), sizes, received.view(-1), sizes, pending)
         total = torch.empty(full.numel() // self.size, device=full.device)
         finish = partial(codec.decode_sum, received, total)
@@ -654,7 +448,7 @@ class MeshDim:
                 return self._sum_small(tensor, pending, self._reduce_group)
             tagged_barrier(pending, self.ranks, self.rank, self._reduce_group, self._watchdog)
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        with _Starting(self._watchdog, pending, "all_reduce", key, tensor.nbytes):
+        with Starting(self._watchdog, pending, "all_reduce", key, tensor.nbytes):
             work = dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)
         return self._handle([work], self._watchdog, pending, [tensor], follows=self._follows)
 
@@ -666,7 +460,7 @@ class MeshDim:
             return [int(value) for value in top.tolist()]
         pending = self.reductions.issue(f"all-reduce of {key}, {top.nbytes} bytes")
         self.stats.record("all_reduce", key, top.nbytes)
-        with _Starting(self._watchdog, pending, "all_reduce", key, top.nbytes):
+        with Starting(self._watchdog, pending, "all_reduce", key, top.nbytes):
             top = self._maximum_between_hosts(top, pending)
         return [int(value) for value in top.tolist()]
 
@@ -674,7 +468,7 @@ class MeshDim:
         """Return the element-wise maximum of ``top``, in host memory: in log2(ranks) rounds over
         the default group.
         """
-        tag = message_tag(pending)
+        tag = pending.tag
         for step in (1 << power for power in range((self.size - 1).bit_length())):
             came = torch.empty_like(top)
             source, target = (self.ranks[(self.rank + way) % self.size] for way in (-step, step))
@@ -701,7 +495,7 @@ class MeshDim:
         if self._point_to_point and values.device.type == "cpu":
             handle = self._sum_small(values, pending, self._group)
         else:
-            with _Starting(self._watchdog, pending, "all_reduce", "used parameters", values.nbytes):
+            with Starting(self._watchdog, pending, "all_reduce", "used parameters", values.nbytes):
                 work = dist.all_reduce(values, group=self._group, async_op=True)
             handle = self._handle([work], self._watchdog, pending, [values], follows=self._follows)
         before, self._verified = self._verified, handle
@@ -714,11 +508,11 @@ class MeshDim:
 
         All such messages have one size, so gloo survives a mismatch.
         """
-        code = float(message_tag(pending) & 0xFFFFF)
+        code = float(pending.tag & 0xFFFFF)
         message = torch.zeros(self._small + 2, dtype=torch.float64, device=CPU)
         message[: tensor.numel()] = tensor.reshape(-1)
         message[-2], message[-1] = code, code * code
-        with _Starting(self._watchdog, pending, "all_reduce", "a few numbers", message.nbytes):
+        with Starting(self._watchdog, pending, "all_reduce", "a few numbers", message.nbytes):
             work = dist.all_reduce(message, group=group, async_op=True)
 
         def finish() -> None:
@@ -779,48 +573,3 @@ def call_each(calls: Sequence[Callable[[], None]]) -> None:
     """Call ``calls`` in turn."""
     for call in calls:
         call()
-
-
-def tagged_barrier(
-    pending: PendingCollective,
-    ranks: Sequence[int],
-    rank: int,
-    group: dist.ProcessGroup | None,
-    watchdog: Watchdog,
-    source: int | None = None,
-) -> list[Waitable | None]:
-    """Return when the ranks that ``pending`` needs are at the same collective. ``rank`` and
-    ``source`` are indices into ``ranks``.
-
-    The ``source`` of a broadcast waits for no rank: it gets the works to wait for once its values
-    are sent.
-    """
-    empty, tag = torch.zeros(1, dtype=torch.uint8, device=CPU), message_tag(pending)
-    sent: list[Waitable | None] = []
-    came: list[Waitable | None] = []
-    if watchdog.verdict:
-        watchdog.check()
-    try:
-        for peer, target in enumerate(ranks):
-            if peer != rank and (source is None or rank == source):
-                sent.append(dist.isend(empty, target, group, tag))
-        for peer, target in enumerate(ranks):
-            if peer != rank and (source is None or peer == source):
-                came.append(dist.irecv(empty.clone(), target, group, tag))
-    except RuntimeError as error:
-        raise watchdog.conclude_failure(pending, error) from error
-    except ValueError as error:
-        _refuse_destroyed(pending, error)
-        raise
-    if rank == source:
-        return sent
-    Handle([*came, *sent], watchdog, pending).wait()
-    return []
-
-
-def message_tag(pending: PendingCollective) -> int:
-    """Return the tag of the point-to-point messages of a collective: those of different collectives
-    never match, whatever their sizes and the dimensions are that share their connections.
-    """
-    log = "" if pending.log is None else pending.log.name
-    return zlib.crc32(f"{log} {pending.number} {pending.what}".encode()) & 0x7FFFFFFF

@@ -35,13 +35,12 @@ from hf_zero.distributed.process_group import (
 )
 from hf_zero.distributed.rank_hosts import RESOLVE_SECONDS, choose_interface, wait_for_address
 from hf_zero.distributed.rank_hosts import VARIABLES as INTERFACE_VARIABLES
-from hf_zero.distributed.rank_status import first_line
 from hf_zero.distributed.rendezvous import LOOPBACK, VARIABLES, Place, announce, place_told
 from hf_zero.distributed.uncaught import connect_to_agent_store, has_agent_store
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError, LaunchError
-from hf_zero.logging import log_rank0
+from hf_zero.logging import first_line, log_rank0
 
 # the group of one rank that init_distributed made last, and the process that made it
 _alone: tuple[weakref.ref[dist.ProcessGroup], int] | None = None

@@ -47,7 +47,7 @@ from hf_zero.distributed.process_group import (
     group_backend,
 )
 from hf_zero.distributed.rank_status import RankStatus
-from hf_zero.distributed.recovery import PassTracker
+from hf_zero.distributed.recovery import RecoverablePasses
 from hf_zero.distributed.state_rows import RankState
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.watchdog import Watchdog
@@ -234,7 +234,7 @@ class Mesh:
         stages = parallel.along("pipeline") if parallel is not None else making.alone()
         self.sums = Sums(*making.sums(self.uncut), stages)
         logs |= making.logs | (parallel.logs if parallel is not None else {})
-        self.passes = PassTracker(
+        self.passes = RecoverablePasses(
             self.name, self.rank, self.ranks, logs, self.watchdog, timeout, board
         )
 

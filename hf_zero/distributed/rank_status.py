@@ -38,7 +38,7 @@ from hf_zero.distributed.hang_proofs import (
 from hf_zero.distributed.host_heartbeats import HostHeartbeats
 from hf_zero.distributed.state_rows import ENDS, RankState, rank_states
 from hf_zero.errors import PartitionError, RankMismatchError
-from hf_zero.logging import JsonObject
+from hf_zero.logging import JsonObject, first_line
 
 PATIENCE_SECONDS = 5.0  # wait for the post of a rank whose connection was lost
 # wait of a failing rank until the others have read its post, and of them until it has ended
@@ -489,12 +489,6 @@ def poll_pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(1.5 * pause, LAST_POLL_SECONDS)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the class of ``error`` and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _identity(process: int) -> str:

@@ -22,46 +22,31 @@ import itertools
 import json
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Callable, Mapping, Sequence
 
-from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.rank_status import first_line
+from hf_zero.distributed.collective_log import (
+    CollectiveLog,
+    PassTracker,
+    PendingCollective,
+    TrackedPass,
+)
 from hf_zero.distributed.state_rows import RankState
 from hf_zero.distributed.store import TimeoutStore, next_pause, read_entries
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logging import JsonObject
 
-BEGINNINGS = 64  # passes that are remembered
 REMEDY = (
     "After an exception every rank must go on alike: catch it on all of them at the same "
     "place, or let the job end"
 )
 Numbers = dict[str, int]
-_num_issued = attrgetter("num_issued")
 
 
-@dataclass
-class _Pass:
-    """A pass of this rank: its kind, and the sequence number of each communicator when it began and
-    when it ended, by an exception or not; ``ended`` is None during the pass.
-    """
+class RecoverablePasses(PassTracker):
+    """The passes of one engine, whose ranks compare themselves after a broken one."""
 
-    what: str
-    kind: Hashable
-    joint: bool
-    began: tuple[int, ...]
-    ended: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.kind!r}"
-
-
-class PassTracker:
-    """The passes of one engine on this rank: where each began, and whether the last one broke."""
+    _watchdog: Watchdog
 
     def __init__(
         self,
@@ -76,76 +61,15 @@ class PassTracker:
         """``logs``: the communicators, by purpose; ``board``: the recovery board of this rank, None
         if ranks share no store.
         """
+        super().__init__(logs, watchdog)
         self.name = name
-        self._rank, self._ranks = rank, tuple(ranks)
-        self._logs = dict(logs)
-        self._watchdog, self._timeout = watchdog, timeout
-        self._passes: deque[_Pass] = deque(maxlen=BEGINNINGS)
-        self._open: _Pass | None = None  # the pass under way
-        self._broken: _Pass | None = None  # set until another pass begins
+        self._rank, self._ranks, self._timeout = rank, tuple(ranks), timeout
         self._serials = itertools.count()
         self._board = board
-        # raises if the state of the engine is half changed
-        self.refuse: Callable[[str], None] | None = None
         if board is not None:
             board.add(self)
 
-    def _at(self) -> tuple[int, ...]:
-        return tuple(map(_num_issued, self._logs.values()))
-
-    def begin(self, what: str, kind: Hashable, joint: bool = True) -> None:
-        """Begin a pass of a ``kind`` that is the same on all ranks. ``joint``: every rank issues
-        collectives in it, so that one which leaves it early has missed some.
-
-        After a broken pass, return once all ranks begin this one here.
-        """
-        if self.refuse is not None:
-            self.refuse(f"a {what}")
-        self.end()
-        self._open = _Pass(what, kind, joint, self._at())
-        self._passes.append(self._open)
-        if self._broken is not None:
-            self._resume(str(self._open), None, what)
-
-    def end(self) -> None:
-        if self._open is not None:
-            self._open.ended = self._at()
-            self._open = None
-
-    def broke(self) -> None:
-        """Note that the current pass, if any, has ended with an exception."""
-        broken = self._open
-        self.end()
-        if (
-            broken is not None
-            and (broken.joint or broken.began != broken.ended)
-            and self._watchdog.rank_status is not None
-        ):
-            self._broken = broken
-            for log in self._logs.values():
-                log.before_issue = self._resume_with
-
-    def close(self) -> None:
-        """Note that the engine has ended: the ranks go on together in another one, on communicators
-        that engines share, too.
-        """
-        self._broken = None
-        for log in self._logs.values():
-            if log.before_issue == self._resume_with:
-                log.before_issue = None
-
-    def record_last_error(self, error: BaseException | None) -> None:
-        """Set the exception of the last forward, to be published if this rank ends now; None after
-        a forward without one.
-        """
-        if self._watchdog.rank_status is not None:
-            self._watchdog.rank_status.last_error = "" if error is None else first_line(error)
-
-    def _resume_with(self, log: CollectiveLog, what: str) -> None:
-        role = next(role for role, tracked in self._logs.items() if tracked is log)
-        self._resume("", [role, log.num_issued, what], what)
-
-    def _resume(self, kind: str, first: Sequence[object] | None, what: str) -> None:
+    def resume(self, kind: str, first: Sequence[object] | None, what: str) -> None:
         board, broken = self._board, self._broken
         assert board is not None and broken is not None
         for log in self._logs.values():
@@ -203,7 +127,7 @@ class PassTracker:
                 raise RankMismatchError(text)
             self._watchdog.sleep(next_pause(waited, len(peers)))
 
-    def _described(self, one: _Pass) -> tuple[str, Numbers, Numbers]:
+    def _described(self, one: TrackedPass) -> tuple[str, Numbers, Numbers]:
         began, ended = (dict(zip(self._logs, at)) for at in (one.began, one.ended or ()))
         return str(one), began, ended
 
@@ -265,12 +189,12 @@ class RecoveryBoard:
 
     def __init__(self, store: TimeoutStore, rank: int):
         self._store, self._rank = store, rank
-        self._passes: weakref.WeakValueDictionary[str, PassTracker] = weakref.WeakValueDictionary()
+        self._passes = weakref.WeakValueDictionary[str, RecoverablePasses]()  # by engine
         self._seen = 0
         self._unanswered: list[tuple[str, int, JsonObject]] = []  # engine, rank, statement
         self.stated: dict[str, JsonObject] = {}  # by engine, this rank's last statement
 
-    def add(self, passes: PassTracker) -> None:
+    def add(self, passes: RecoverablePasses) -> None:
         self._passes[passes.name] = passes
 
     def state(self, name: str, rank: int, statement: JsonObject) -> None:

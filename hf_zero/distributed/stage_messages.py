@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
-from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
-from hf_zero.distributed.collectives import MARGIN_SECONDS, Handle, MeshDim
+from hf_zero.distributed.collective_log import CollectiveLog, Handle, PendingCollective
+from hf_zero.distributed.collectives import MARGIN_SECONDS, MeshDim
 from hf_zero.distributed.flat_mesh import DimMaker, connect
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import (
@@ -44,7 +44,7 @@ from hf_zero.distributed.process_group import (
     destroy_group,
     group_backend,
 )
-from hf_zero.distributed.recovery import REMEDY, PassTracker, RecoveryBoard
+from hf_zero.distributed.recovery import REMEDY, RecoverablePasses, RecoveryBoard
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import PartitionError, RankMismatchError
@@ -135,7 +135,7 @@ class StageMessages:
                     self._logs[pair] = log
         logs = [*self.logs, dim.gathers, dim.reductions] if self.size > 1 else []
         self._run, self._training = 0, False
-        self._passes = PassTracker(
+        self._passes = RecoverablePasses(
             f"{name} in the pipeline of ranks {', '.join(map(str, self.ranks))}",
             rank,
             self.ranks,

@@ -15,16 +15,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective, PriorCollectives
-from hf_zero.distributed.collectives import (
-    BLOCKING,
-    DEFAULT_TIMEOUT,
-    MARGIN_SECONDS,
+from hf_zero.distributed.collective_log import (
+    CollectiveLog,
     Handle,
-    call_each,
-    message_tag,
+    PendingCollective,
+    PriorCollectives,
     tagged_barrier,
 )
+from hf_zero.distributed.collectives import BLOCKING, DEFAULT_TIMEOUT, MARGIN_SECONDS, call_each
 from hf_zero.distributed.process_group import (
     CPU,
     Waitable,
@@ -40,11 +38,12 @@ from hf_zero.distributed.process_group import (
     group_backend,
     is_initialized,
 )
-from hf_zero.distributed.rank_status import RankStatus, first_line
+from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.recovery import RecoveryBoard
 from hf_zero.distributed.store import STORE_SECONDS, TimeoutStore
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, RankMismatchError
+from hf_zero.logging import first_line
 
 ROUND = 64 << 20  # bytes that the first rank receives at a time
 
@@ -178,7 +177,7 @@ class RankGroup:
             # a blocking call is its own wait
             works: list[Waitable | None] = [SimpleNamespace(wait=finish)]
             if self._agrees and by_tree is not None:
-                root, tag = source_index or 0, message_tag(pending)
+                root, tag = source_index or 0, pending.tag
 
                 def call() -> None:
                     by_tree(RankTree(self.ranks, index, root, self._group, tag))

@@ -17,10 +17,10 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.distributed.rank_status import first_line
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.loading.expressions import Filled
 from hf_zero.loading.lazy import SET_DATA, LazyTensor, fill, is_filled, make_pending, make_real
+from hf_zero.logging import first_line
 from hf_zero.zero.engine_parts import ModelWrapper
 
 aten = torch.ops.aten

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.device import kinds
-from hf_zero.distributed.rank_status import first_line
-from hf_zero.logging import JsonObject, logger
+from hf_zero.logging import JsonObject, first_line, logger
 from hf_zero.measures.metrics_file import MetricsFile
 from hf_zero.planning.needs import STATE_OF_PART, Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan

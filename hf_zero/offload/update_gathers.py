@@ -31,7 +31,8 @@ from functools import partial
 import torch
 
 from hf_zero.device import streams
-from hf_zero.distributed.collectives import Handle, MeshDim
+from hf_zero.distributed.collective_log import Handle
+from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.store import StoreMessages, next_pause
 from hf_zero.distributed.watchdog import JOIN_SECONDS
 

@@ -14,12 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
-from hf_zero.distributed import process_group, rank_status
+from hf_zero.distributed import process_group
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import dims_in_effect
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
+from hf_zero.logging import first_line
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.own_step import reopen_fused
@@ -141,7 +142,7 @@ class EngineParts(ModelWrapper):
             # Parameters left sharded can be gathered by another engine, over these process groups.
             mesh.close(
                 groups=not plan.policy.shards_parameters,
-                why=f"could not build the engine ({rank_status.first_line(error)})",
+                why=f"could not build the engine ({first_line(error)})",
             )
             raise
 

@@ -13,7 +13,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import graphs, kinds, streams
 from hf_zero.device.process_settings import ProcessSetting
 from hf_zero.device.spans import span
-from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.placement import Placement

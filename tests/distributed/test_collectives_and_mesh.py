@@ -21,8 +21,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import communicators, flat_mesh, init, mesh, process_group, world_group
-from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
-from hf_zero.distributed.collectives import Handle, _Starting, tagged_barrier
+from hf_zero.distributed.collective_log import (
+    CollectiveLog,
+    CollectiveStats,
+    Handle,
+    PendingCollective,
+    Starting,
+    tagged_barrier,
+)
 from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.two_hops import TwoHops
@@ -349,7 +355,10 @@ def test_an_error_of_the_device_is_no_lost_connection(kind: type[RuntimeError]) 
     for _ in range(2):
         with pytest.raises(kind, match="of this device"):
             waiting.wait()
-    with pytest.raises(kind), _Starting(watchdog, waiting._pending, "all_gather", "a unit", 4):
+    with (
+        pytest.raises(kind),
+        Starting(watchdog, waiting._pending, "all_gather", "a unit", 4),
+    ):
         raise kind("of this device")
     assert not watchdog.verdict
 
@@ -363,10 +372,10 @@ def test_a_message_in_a_group_that_was_destroyed_names_the_remedy() -> None:
             tagged_barrier(pending, (0, 1), 0, group, watchdog)
         with (
             pytest.raises(PartitionError, match="destroy_process_group"),
-            _Starting(watchdog, pending, "all_gather", "a unit", 4),
+            Starting(watchdog, pending, "all_gather", "a unit", 4),
         ):
             dist.isend(empty, 1, group)
-    with pytest.raises(ValueError, match="other"), _Starting(watchdog, pending, "", "", 4):
+    with pytest.raises(ValueError, match="other"), Starting(watchdog, pending, "", "", 4):
         raise ValueError("other")
     assert not watchdog.verdict
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.collective_log import CollectiveLog, PassTracker
 from hf_zero.distributed.rank_status import RankStatus
-from hf_zero.distributed.recovery import PassTracker, RecoveryBoard
+from hf_zero.distributed.recovery import RecoverablePasses, RecoveryBoard
 from hf_zero.distributed.store import TimeoutStore
 from hf_zero.distributed.watchdog import Watchdog
 from tests.protocols.explore import Judge, explore, find, seed_fault
@@ -64,7 +64,8 @@ def run_passes(scripts: list[Passes], alike: bool, simulation: Simulation) -> Ju
         board = RecoveryBoard(TimeoutStore(world.store()), rank)
         log = CollectiveLog("gathers", range(world.size), TIMEOUT, reports_dead_peers=False)
         names = range(world.size)
-        tracker = PassTracker("engine", rank, names, {"gathers": log}, watchdog, TIMEOUT, board)
+        logs = {"gathers": log}
+        tracker = RecoverablePasses("engine", rank, names, logs, watchdog, TIMEOUT, board)
         world.kept.append(tracker)
 
         def watch() -> None:  # as the watchdog's thread does while its rank waits
@@ -109,7 +110,8 @@ def test_ranks_go_on_alike(case: str, schedules: Callable[..., int]) -> None:
 
 def test_a_rank_that_issues_during_its_answer_is_asked_again() -> None:
     log = CollectiveLog("gathers", range(2), TIMEOUT, reports_dead_peers=False)
-    tracker = PassTracker("engine", 0, range(2), {"gathers": log}, Watchdog(enabled=False), TIMEOUT)
+    watchdog = Watchdog(enabled=False)
+    tracker = RecoverablePasses("engine", 0, range(2), {"gathers": log}, watchdog, TIMEOUT)
 
     class Busy(deque[str]):
         """Issues another collective as its length is read, as the training thread may."""
@@ -145,7 +147,7 @@ def test_an_engine_that_ends_takes_its_broken_pass_with_it() -> None:
     watchdog = Watchdog(enabled=False, rank_status=RankStatus(store, 0, 2))
     shared = CollectiveLog("sequence", (0, 1), 60.0)
     first, second = (
-        PassTracker(
+        RecoverablePasses(
             name, 0, range(2), {"sequence": shared}, watchdog, 60.0, RecoveryBoard(store, 0)
         )
         for name in ("engine 1", "engine 2")

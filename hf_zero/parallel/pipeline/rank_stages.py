@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_zero.distributed.collectives import DEVICE_ERRORS
+from hf_zero.distributed.collective_log import DEVICE_ERRORS
 from hf_zero.distributed.stage_messages import PASSED_CLASSES, Activations, StageMessages
 from hf_zero.errors import ConfigError
 from hf_zero.ops.operators import GradientContext

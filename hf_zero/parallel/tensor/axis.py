@@ -39,7 +39,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hf_zero.distributed.collectives import Handle, MeshDim
+from hf_zero.distributed.collective_log import Handle
+from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import PartitionError
 from hf_zero.ops.operators import GradientContext
 from hf_zero.zero.gather.unit import Unit, unit_of

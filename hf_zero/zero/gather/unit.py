@@ -37,7 +37,8 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_zero.device import spans, streams
-from hf_zero.distributed.collectives import Handle, MeshDim
+from hf_zero.distributed.collective_log import Handle
+from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.gather_source import GatherSource
 from hf_zero.zero.gather.unit_streams import UnitStreams

@@ -34,7 +34,7 @@ import torch
 
 from hf_zero.device import graphs
 from hf_zero.device.pinned import upload
-from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.ops import dispatch, native

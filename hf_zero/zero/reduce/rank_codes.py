@@ -24,7 +24,7 @@ import torch
 
 from hf_zero.device import graphs, kinds, pinned, streams
 from hf_zero.device.pinned import upload
-from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import RankMismatchError
 from hf_zero.logging import logger

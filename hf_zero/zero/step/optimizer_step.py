@@ -14,7 +14,7 @@ import torch
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import NOTHING, span
-from hf_zero.distributed.recovery import PassTracker
+from hf_zero.distributed.collective_log import PassTracker
 from hf_zero.errors import ConfigError, OffloadError, PartitionError
 from hf_zero.logging import counted, listed, log_rank0
 from hf_zero.offload.unit_updates import GradientCopies, UnitUpdates
