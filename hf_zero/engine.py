@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,86 +18,20 @@ from hf_zero.checkpoint.generations import Generations, kept_generations
 from hf_zero.checkpoint.host_folders import SaveLog
 from hf_zero.checkpoint.load_sharded import load
 from hf_zero.checkpoint.run_state import WindowStart
-from hf_zero.checkpoint.save_job import AsyncSaver
+from hf_zero.checkpoint.save_job import BackgroundSaves
 from hf_zero.checkpoint.save_sharded import save
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.config.feature_rows import provided
-from hf_zero.config.sections import CheckpointSection
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.distributed.rank_requests import STOP
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import logger
 from hf_zero.zero.access.full import GatheredParameters, safe_get_full_fp32_param
 from hf_zero.zero.access.wholes import WeightBuckets
-from hf_zero.zero.gather.shared_shards import SharedShards
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import flat_of
 from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.training_engine import TrainingEngine
-
-SAVE_FAILED = STOP - 1  # minus the number of the save: the event announced to all ranks
-
-
-class BackgroundSaves:
-    """Saves that a thread writes while training goes on, and their failures.
-
-    ``writer`` exists from the first such save on.
-    """
-
-    def __init__(self, mesh: Mesh, shards: SharedShards, config: CheckpointSection):
-        self.writer: AsyncSaver | None = None
-        self._config = config
-        self._mesh = mesh
-        self._shards = shards
-
-    def get_writer(self) -> AsyncSaver:
-        """Return the writer, which the first call on all ranks makes. ConfigError in a pipeline."""
-        if self._mesh.dims.pipeline > 1:
-            raise ConfigError(
-                "checkpoint.async_save (or blocking=False) writes the shards of one stage beside "
-                "the training, and a pipeline has several; remove the key, or pass blocking=True"
-            )
-        if self.writer is None:
-            mesh, config = self._mesh, self._config
-            settings = config.keep_staging, config.staging_bytes, mesh.timeout
-            self.writer = AsyncSaver(mesh, mesh.rank, mesh.pp_stage_ranks, mesh.device, *settings)
-            # so that all ranks learn of a failure after the same step
-            self._shards.serve()
-        return self.writer
-
-    def wait(self, who: str, below: str | None = None) -> None:
-        """Return when no checkpoint, or none in the folder ``below``, is being written. Raises
-        CheckpointError, on all ranks, if a save failed; ``who`` waits is logged.
-        """
-        if self.writer is not None:
-            self.writer.wait(who, None if below is None else Path(below))
-
-    def announce_failure(self) -> None:
-        """Announce a failed save of the ``writer``, seen on rank 0, before the ranks meet at the
-        end of a step.
-        """
-        writer, consensus = self.writer, self._mesh.consensus
-        assert writer is not None
-        if writer.failed and self._mesh.rank == 0 and consensus is not None:
-            consensus.steps.broadcast_event(SAVE_FAILED - writer.number)
-
-    def raise_failure(self) -> None:
-        """Raise the error of a failed save of the ``writer`` on all ranks, at the end of a step."""
-        writer, consensus = self.writer, self._mesh.consensus
-        assert writer is not None
-        if consensus is None:
-            failed = writer.failed
-        else:
-            failed = SAVE_FAILED - writer.number in consensus.steps.events
-        if failed:
-            writer.wait()
-
-    def close(self) -> None:
-        """Wait for the current save and free its memory; raises like :meth:`wait`."""
-        writer, self.writer = self.writer, None
-        if writer is not None:
-            writer.wait("destroy")
 
 
 class Engine(TrainingEngine):
@@ -120,7 +53,7 @@ class Engine(TrainingEngine):
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)
-        self.async_saves = BackgroundSaves(mesh, self.schedule.shards, self.config.checkpoint)
+        self.background_saves = BackgroundSaves(mesh, self.schedule.shards, self.config.checkpoint)
         self.generations = kept_generations().of(self, plan, self.generations)
         self.window_start = WindowStart()
         self.save_log = SaveLog()
@@ -131,7 +64,7 @@ class Engine(TrainingEngine):
 
     def take_apart(self) -> dict[str, Any]:
         generations, folder = self.generations, self.measures.folder
-        self.async_saves.close()
+        self.background_saves.close()
         self.save_log.close()
         generations.take_apart()
         kept = {"generations": generations, "folder": folder, "window_start": self.window_start}
@@ -150,8 +83,8 @@ class Engine(TrainingEngine):
         )
 
     def _announce_events(self) -> None:
-        if self.async_saves.writer is not None:
-            self.async_saves.announce_failure()
+        if self.background_saves.saver is not None:
+            self.background_saves.announce_failure()
 
     def step(self) -> None:
         """End an accumulation window: clip, update, step the scheduler. Inside a window: count the
@@ -173,8 +106,8 @@ class Engine(TrainingEngine):
         ends_window = self.accumulation.updates > before
         if ends_window and self.training_dataloader is not None:
             self.window_start.note(self)
-        if ends_window and self.async_saves.writer is not None:
-            self.async_saves.raise_failure()
+        if ends_window and self.background_saves.saver is not None:
+            self.background_saves.raise_failure()
         if ends_window and self.generations.exist:
             self.generations.end_step(self)
 
@@ -322,18 +255,17 @@ class Engine(TrainingEngine):
         with torch.device("cpu"), during, span("save", str(tag or save_dir)):
             self.measures.saving(self, save_dir)
             in_background = self.config.checkpoint.async_save if blocking is None else not blocking
-            writer = self.async_saves.get_writer() if in_background else None
-            offered = None if writer is None else self.generations.offer(self, writer)
+            saver = self.background_saves.get_saver() if in_background else None
             save(
                 self,
                 save_dir,
                 tag,
-                client_state or {},
-                exclude_frozen_parameters,
-                save_latest,
-                keep,
-                writer,
-                offered,
+                client_state,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+                save_latest=save_latest,
+                keep=keep,
+                saver=saver,
+                ready_file=None if saver is None else self.generations.ready_file(self, saver),
             )
             # after the save: client state that it refuses, generations in memory would refuse, too
             if self.generations.exist:
@@ -434,7 +366,7 @@ class Engine(TrainingEngine):
         ``who`` waits is logged if it takes time. ``below``: wait only for saves in this folder.
         Every rank must call it, or none.
         """
-        self.async_saves.wait(who, below)
+        self.background_saves.wait(who, below)
 
     def destroy(self, gather: bool = False) -> None:
         """Detach the engine from the model and free gradients and optimizer state. Idempotent.
@@ -480,7 +412,7 @@ class Engine(TrainingEngine):
         """
         failing, keep = None, bool(self.changes.broken)
         try:
-            self.async_saves.close()
+            self.background_saves.close()
         except BaseException:
             failing, keep = False, True  # the save into memory under way is waited for
             raise

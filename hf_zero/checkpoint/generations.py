@@ -14,8 +14,8 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.feature_rows import provided
 
 if TYPE_CHECKING:
-    from hf_zero.checkpoint.save_job import AsyncSaver
-    from hf_zero.checkpoint.save_sharded import CopiedFile
+    from hf_zero.checkpoint.save_job import BackgroundSaver
+    from hf_zero.checkpoint.staging import ReadyFile
     from hf_zero.zero.layout.engine_plan import EnginePlan
 
 Folder = str | os.PathLike[str]
@@ -91,9 +91,9 @@ class Generations:
     def break_step(self) -> None:
         """Note a step that was broken off."""
 
-    def offer(self, engine: Any, writer: AsyncSaver) -> CopiedFile | None:
-        """Return a copy of this rank's file of the present state, for a save by ``writer`` beside
-        the training; None without one. Collective.
+    def ready_file(self, engine: Any, saver: BackgroundSaver) -> ReadyFile | None:
+        """Return a copy of this rank's file of the present state, for a save in the background by
+        ``saver``; None without one. Collective.
         """
         return None
 

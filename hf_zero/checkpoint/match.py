@@ -64,9 +64,10 @@ class LoadTarget:
     @classmethod
     def of(cls, engine: TrainingEngine) -> LoadTarget:
         """Return the target of a load into ``engine``."""
+        specs = [flat.spec for flat in engine.flats]
         return cls(
             engine.module,
-            [flat.spec for flat in engine.flats],
+            specs,
             engine.aliases,
             engine.elsewhere,
             engine.optimizer,
@@ -228,6 +229,8 @@ def _match_parameters(
     under any of its names.
     """
     saved_names: dict[str, str] = {}
+    shapes = {name: spec.layout.by_name[name].whole for name, spec in specs.items()}
+    saved_shapes = {name: slot.whole for name, (_, slot) in manifest.slots.items()}
     tied_names: dict[str, list[str]] = {}
     for tied, first in aliases.items():
         tied_names.setdefault(first, [first]).append(tied)
@@ -239,9 +242,9 @@ def _match_parameters(
             if spec.trainable or pairs.get(name) not in manifest.excluded:
                 mismatches.missing.append(name)
             continue
-        (saved, slot), shape = manifest.slots[saved_name], spec.layout.by_name[name].whole
-        if slot.whole != shape:
-            mismatches.differing.append(_shapes(name, slot.whole, shape))
+        saved, _ = manifest.slots[saved_name]
+        if saved_shapes[saved_name] != shapes[name]:
+            mismatches.differing.append(_shapes(name, saved_shapes[saved_name], shapes[name]))
         elif (spec.raw or saved.raw) and saved.dtype != spec.dtype:
             mismatches.recoded.append(f"{name} (checkpoint {saved.dtype}, model {spec.dtype})")
         else:

@@ -36,16 +36,25 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget, retain
 from hf_zero.checkpoint.file_writer import write_image
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.staging import DividedFile, LaterState, StagedFile, Tensors
+from hf_zero.checkpoint.staging import DeferredState, StagedFile, Tensors, plan_in_call
 from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures, is_remote
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, BlockHashes, FileHashes, FilePlan
-from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError, RankMismatchError
+from hf_zero.distributed.rank_requests import STOP
+from hf_zero.errors import (
+    CheckpointError,
+    ConfigError,
+    HfZeroError,
+    HostMemoryError,
+    RankMismatchError,
+)
 from hf_zero.logging import JsonObject, in_units, logger
 from hf_zero.ops.host_memory import HostArena
 
 if TYPE_CHECKING:
+    from hf_zero.config.sections import CheckpointSection
     from hf_zero.distributed.mesh import Mesh
     from hf_zero.distributed.world_group import RankGroup
+    from hf_zero.zero.gather.shared_shards import SharedShards
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class SharedFiles:
         return ranks + sum(map(len, self.files.values()))
 
 
+SAVE_FAILED = STOP - 1  # minus the number of the save: the event announced to all ranks
 NOTHING_SAVED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
 COMPLETE = "{} itself is complete; pass its tag to load it."
 
@@ -203,7 +213,7 @@ class ByCollectives:
         return str(self._mesh.broadcast_object(failure))
 
 
-class AsyncSaver:
+class BackgroundSaver:
     """Background saves of one engine, one at a time. The staging memory is as large as this rank's
     file, or ``staging_bytes`` if that is less, and is freed when the file is written.
 
@@ -219,6 +229,7 @@ class AsyncSaver:
         rank: int,
         world: int,
         device: torch.device,
+        *,
         keeps_staging: bool = False,
         staging_bytes: int | None = None,
         timeout: float = math.inf,
@@ -282,7 +293,7 @@ class AsyncSaver:
         plan: FilePlan,
         tensors: Tensors,
         image: torch.Tensor | None = None,
-        deferred: Callable[[], Sequence[LaterState]] = tuple,
+        deferred: Callable[[], Sequence[DeferredState]] = tuple,
     ) -> str:
         """Copy the file of ``plan``, with the values of ``tensors``, to staging memory: all of it,
         or a first part and what ``deferred`` does not return, which is called for a part alone.
@@ -292,18 +303,19 @@ class AsyncSaver:
         if self._mail is None and self._world > 1:
             return "the ranks of this process group share no store"
         if image is not None:
-            self._staged = StagedFile(DividedFile(plan), None, image, self._device)
+            self._staged = StagedFile(plan, image, self._device)
             return ""
-        size, bound, divided = plan.size, self._staging_bytes, DividedFile(plan)
+        size, bound = plan.size, self._staging_bytes
+        states: Sequence[DeferredState] = ()
         if bound is not None and bound < size:
-            divided = DividedFile(plan, deferred())
-            at_once = divided.in_call.size
-            size = bound - (bound - at_once) % DATA_ALIGNMENT
-            if size < at_once + DATA_ALIGNMENT:
+            states = deferred()
+            in_call = plan_in_call(plan, states).size
+            size = bound - (bound - in_call) % DATA_ALIGNMENT
+            if size < in_call + DATA_ALIGNMENT:
                 return (
-                    f"{in_units(at_once)} of it must be copied in the call, and "
+                    f"{in_units(in_call)} of it must be copied in the call, and "
                     f"checkpoint.staging_bytes is {in_units(bound)}; raise it to "
-                    f"{at_once + DATA_ALIGNMENT} or more"
+                    f"{in_call + DATA_ALIGNMENT} or more"
                 )
         memory = self._memory
         if memory.numel() < size:
@@ -314,7 +326,9 @@ class AsyncSaver:
                 memory = self._arena.take(size, torch.uint8, huge_pages=huge_pages)
             except HostMemoryError as error:
                 return str(error)
-        self._staged = StagedFile(divided, tensors, memory[:size], self._device, self._timeout)
+        staged = StagedFile(plan, memory[:size], self._device, self._timeout)
+        staged.stage(tensors, states)
+        self._staged = staged
         if self._keeps_staging:
             self._memory = memory
         return ""
@@ -388,7 +402,7 @@ def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByMessages
     """Run one save on the thread of one rank. Raises CheckpointError if it failed. The memory of
     ``staged`` is freed when the file is written.
     """
-    begun, final = time.perf_counter(), job.target.final
+    started, final = time.perf_counter(), job.target.final
 
     def write() -> FileHashes:
         try:
@@ -416,7 +430,7 @@ def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByMessages
             final,
             in_units(job.shared.nbytes),
             staged.stall,
-            time.perf_counter() - begun,
+            time.perf_counter() - started,
         )
 
 
@@ -489,6 +503,76 @@ class _ByMessages:
             f"rank {self._job.rank} does not know what became of {self._job.target.final} "
             f"({error}); hf-zero verify says whether it is complete"
         )
+
+
+class BackgroundSaves:
+    """Saves that a thread writes while training goes on, and their failures.
+
+    ``saver`` exists from the first such save on.
+    """
+
+    def __init__(self, mesh: Mesh, shards: SharedShards, config: CheckpointSection):
+        self.saver: BackgroundSaver | None = None
+        self._config = config
+        self._mesh = mesh
+        self._shards = shards
+
+    def get_saver(self) -> BackgroundSaver:
+        """Return the saver, which the first call on all ranks makes. Raises ConfigError in a
+        pipeline.
+        """
+        if self._mesh.dims.pipeline > 1:
+            raise ConfigError(
+                "checkpoint.async_save (or blocking=False) writes the shards of one stage beside "
+                "the training, and a pipeline has several; remove the key, or pass blocking=True"
+            )
+        if self.saver is None:
+            mesh, config = self._mesh, self._config
+            self.saver = BackgroundSaver(
+                mesh,
+                mesh.rank,
+                mesh.pp_stage_ranks,
+                mesh.device,
+                keeps_staging=config.keep_staging,
+                staging_bytes=config.staging_bytes,
+                timeout=mesh.timeout,
+            )
+            # so that all ranks learn of a failure after the same step
+            self._shards.serve()
+        return self.saver
+
+    def wait(self, who: str, below: str | None = None) -> None:
+        """Return when no checkpoint, or none in the folder ``below``, is being written. Raises
+        CheckpointError, on all ranks, if a save failed; ``who`` waits is logged.
+        """
+        if self.saver is not None:
+            self.saver.wait(who, None if below is None else Path(below))
+
+    def announce_failure(self) -> None:
+        """Announce a failed save of the ``saver``, seen on rank 0, before the barrier at the end of
+        a step.
+        """
+        saver, consensus = self.saver, self._mesh.consensus
+        assert saver is not None
+        if saver.failed and self._mesh.rank == 0 and consensus is not None:
+            consensus.steps.broadcast_event(SAVE_FAILED - saver.number)
+
+    def raise_failure(self) -> None:
+        """Raise the error of a failed save of the ``saver`` on all ranks, at the end of a step."""
+        saver, consensus = self.saver, self._mesh.consensus
+        assert saver is not None
+        if consensus is None:
+            failed = saver.failed
+        else:
+            failed = SAVE_FAILED - saver.number in consensus.steps.events
+        if failed:
+            saver.wait()
+
+    def close(self) -> None:
+        """Wait for the current save and free its memory; raises like :meth:`wait`."""
+        saver, self.saver = self.saver, None
+        if saver is not None:
+            saver.wait("destroy")
 
 
 # ---- actions deferred until a commit ----

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from hf_zero.checkpoint.manifest import (
 from hf_zero.checkpoint.run_state import NonTensorState, non_tensor_state, objects_file
 from hf_zero.checkpoint.save_job import (
     NOTHING_SAVED,
-    AsyncSaver,
+    BackgroundSaver,
     ByCollectives,
     SaveJob,
     SharedFiles,
@@ -55,7 +55,7 @@ from hf_zero.checkpoint.save_plan import (
     sizes_of_axes,
     unwrapped,
 )
-from hf_zero.checkpoint.staging import CopiedFile, states_copied_later
+from hf_zero.checkpoint.staging import ReadyFile, deferred_states
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import FileHashes
 from hf_zero.errors import CheckpointError
@@ -83,11 +83,12 @@ def save(
     directory: str | os.PathLike[str],
     tag: str | None = None,
     client_state: Mapping[str, object] | None = None,
+    *,
     exclude_frozen_parameters: bool = False,
     save_latest: bool = True,
     keep: int | None = None,
-    background: AsyncSaver | None = None,
-    offered: CopiedFile | None = None,
+    saver: BackgroundSaver | None = None,
+    ready_file: ReadyFile | None = None,
 ) -> AnyPath:
     """Save ``engine`` as ``<directory>/<tag>`` and return that folder. Collective.
 
@@ -102,39 +103,46 @@ def save(
         keep: number of complete checkpoints to keep among those whose tags differ from this one in
             their numbers alone, this one included; older ones are removed after the commit. None
             keeps all.
-        background: return once everything is copied to staging memory, or, with
-            ``checkpoint.staging_bytes``, once the state is copied whose changes cannot wait
+        saver: save in the background: return once everything is copied to staging memory, or,
+            with ``checkpoint.staging_bytes``, once the state is copied whose changes cannot wait
             (``staging.py``), and let a thread write it. If there is no memory for the copy, a
             warning says so and the save blocks. The caller has waited for the save before
-            (``background.wait``).
-        offered: written in place of a copy of the state, where it equals that.
+            (``saver.wait``).
+        ready_file: written in place of a copy of the state, where it equals that.
 
     Raises:
         CheckpointError: on all ranks, if anything failed on one, or if another running job of this
             host has written the checkpoint. Earlier checkpoints are then untouched. An error in the
-            background is raised by ``background.wait()``.
+            background is raised by ``saver.wait()``.
         RankMismatchError: on the other ranks, if a rank ends during the save; after the commit the
             message says that the checkpoint is complete.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     engine.refuse_destroyed("save")
     engine.optimizer_step.complete_state()
-    target = _agree_on_target(engine, directory, tag, keep, offered)
+    target = _agree_on_target(engine, directory, tag, keep, ready_file)
     rank_save = _RankSave(
-        engine, target, client_state or {}, exclude_frozen_parameters, background, offered
+        engine,
+        target,
+        client_state or {},
+        exclude_frozen=exclude_frozen_parameters,
+        save_latest=save_latest,
+        saver=saver,
+        ready_file=ready_file,
     )
-    rank = rank_save.rank
     try:
-        plan, shared, not_staged = rank_save.plan_on_all_ranks(save_latest)
-        job = SaveJob(target, rank_save.path, rank, engine.mesh.dims.world, shared, keep)
-        if background is not None and not not_staged:
-            background.start(job, plan.file)
+        plan, shared, not_staged = rank_save.plan_on_all_ranks()
+        job = SaveJob(
+            target, rank_save.path, engine.global_rank, engine.mesh.dims.world, shared, keep
+        )
+        if saver is not None and not not_staged:
+            saver.start(job, plan.file)
             return target.final
         # no thread depends on what was exchanged: this rank writes in the call
         rank_save.exchanged = _Exchanged.NOTHING
-        if background is not None:
-            background.discard()
-        if not_staged and rank == 0:
+        if saver is not None:
+            saver.discard()
+        if not_staged and engine.global_rank == 0:
             logger.warning(
                 "%s is written while training waits, because it cannot be copied to "
                 "host memory first: %s",
@@ -148,7 +156,7 @@ def save(
     if failure:
         raise CheckpointError(failure) from cause
     if shared is not None:
-        took = time.perf_counter() - begun
+        took = time.perf_counter() - started
         logger.info("saved %s: %s in %.2f s", target.final, in_units(shared.nbytes), took)
     return target.final
 
@@ -164,104 +172,105 @@ class _RankPlan(NamedTuple):
     buffers: dict[str, torch.Tensor]
 
 
+@dataclass(eq=False)
 class _RankSave:
-    """One rank's steps of :func:`save`."""
+    """One rank's steps of :func:`save`, with its arguments."""
 
-    def __init__(
-        self,
-        engine: TrainingEngine,
-        target: CommitTarget,
-        client_state: Mapping[str, object],
-        exclude_frozen: bool,
-        background: AsyncSaver | None,
-        offered: CopiedFile | None,
-    ) -> None:
-        self.rank = engine.global_rank
-        self.path = target.path_of(
-            target.file_name(find.rank_file(self.rank, engine.mesh.dims.world))
-        )
-        self._engine, self._target = engine, target
-        self._client_state, self._exclude_frozen = client_state, exclude_frozen
-        self._background, self._offered = background, offered
-        self._number = 0 if background is None else background.number + 1
-        self._names = WholeNames(engine.module)
-        self._elsewhere = buffers_of_other_stages(engine, self._names, exclude_frozen)
+    engine: TrainingEngine
+    target: CommitTarget
+    client_state: Mapping[str, object]
+    exclude_frozen: bool
+    save_latest: bool
+    saver: BackgroundSaver | None
+    ready_file: ReadyFile | None
+
+    def __post_init__(self) -> None:
+        self.rank, world = self.engine.global_rank, self.engine.mesh.dims.world
+        self.path = self.target.path_of(self.target.file_name(find.rank_file(self.rank, world)))
         self.exchanged = _Exchanged.NOTHING
+        # of this save, whether or not its thread starts
+        self._number = 0 if self.saver is None else self.saver.number + 1
 
-    def plan_on_all_ranks(
-        self, save_latest: bool
-    ) -> tuple[SavePlan, SharedFiles | None, list[str]]:
+    def plan_on_all_ranks(self) -> tuple[SavePlan, SharedFiles | None, list[str]]:
         """Return the plan of this rank's file, the files that rank 0 writes beside its own, and the
         ranks whose state could not be staged, with the reason. Collective.
         """
-        job_ranks, nothing_saved = self._engine.mesh.job, NOTHING_SAVED.format(self._target.tag)
+        job_ranks, nothing_saved = self.engine.mesh.job, NOTHING_SAVED.format(self.target.tag)
+        names = WholeNames(self.engine.module)
+        other_buffers = buffers_of_other_stages(self.engine, names, self.exclude_frozen)
         plan, planned = collective_try(
             job_ranks,
-            self.prepare,
+            partial(self.prepare, names, other_buffers),
             self.path,
             nothing_saved,
             lambda plan: (plan.file_plan.report, plan.not_staged),
         )
         self.exchanged = _Exchanged.PLANS
         reports = [report for report, _ in planned]
-        not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
-        plan_shared_files = partial(self.plan_shared_files, plan, reports, save_latest)
-        shared, _ = collective_try(job_ranks, plan_shared_files, self.path.parent, nothing_saved)
+        not_staged = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(planned) if why]
+        shared, _ = collective_try(
+            job_ranks, partial(self.shared_files, plan, reports), self.path.parent, nothing_saved
+        )
         self.exchanged = _Exchanged.MANIFEST
         return plan.file_plan, shared, not_staged
 
-    def prepare(self) -> _RankPlan:
+    def prepare(self, names: WholeNames, other_buffers: dict[str, torch.Tensor]) -> _RankPlan:
         """Plan this rank's file, and copy its state to host memory for a background save. On rank 0
-        first note the save and create the folder.
+        first note the save and create the folder. ``other_buffers``: those that rank 0 lacks.
         """
-        engine, target, non_tensors = self._engine, self._target, None
+        engine, target, non_tensors = self.engine, self.target, None
         buffers: dict[str, torch.Tensor] = {}
         if self.rank == 0:
-            buffers = model_buffers(engine, self._exclude_frozen) | self._elsewhere
+            buffers = model_buffers(engine, self.exclude_frozen) | other_buffers
             # first: state that cannot be saved must raise before anything is written
-            non_tensors = non_tensor_state(engine, self._client_state)
+            non_tensors = non_tensor_state(engine, self.client_state)
             target.refuse_others(engine.save_log.others())
             engine.save_log.note((target.save_id, canonical_path(target.final)))
             target.begin()
         plan = plan_save(
-            engine, self.path.name, target.save_id, self._exclude_frozen, self._names, buffers
+            engine, self.path.name, target.save_id, self.exclude_frozen, names, buffers
         )
-        image = None if self._offered is None else self._offered.image_of(plan)
         not_staged = ""
-        if self._background is not None:
-            deferred = partial(states_copied_later, engine, plan.report)
-            not_staged = self._background.copy_to_host(plan.file, plan.tensors, image, deferred)
+        if self.saver is not None:
+            image = None if self.ready_file is None else self.ready_file.image_of(plan)
+            deferred = partial(deferred_states, engine, plan.report)
+            not_staged = self.saver.copy_to_host(plan.file, plan.tensors, image, deferred)
         return _RankPlan(plan, not_staged, non_tensors, buffers)
 
-    def plan_shared_files(
-        self, plan: _RankPlan, reports: Sequence[RankReport], save_latest: bool
-    ) -> SharedFiles | None:
+    def shared_files(self, plan: _RankPlan, reports: Sequence[RankReport]) -> SharedFiles | None:
         """Return the files that rank 0 writes beside its own; None on the other ranks."""
-        if plan.non_tensors is None:
+        engine, target, non_tensors = self.engine, self.target, plan.non_tensors
+        if non_tensors is None:
             return None
-        return shared_files(
-            self._engine, self._target, reports, plan.non_tensors, plan.buffers, save_latest
-        )
+        head = manifest_head(engine, target.tag, target.save_id, non_tensors, plan.buffers)
+        manifest = join_reports(head, reports)
+        files = config_files(engine.module)
+        objects = objects_file(non_tensors, target.file_name(find.OBJECTS_NAME))
+        if objects is not None:
+            manifest = replace(manifest, objects=objects[0])
+            files[objects[0].name] = objects[1]
+        above = {find.SCRIPT: Path(__file__).with_name(find.SCRIPT).read_bytes()}
+        if self.save_latest:
+            above[find.LATEST] = target.tag.encode()
+        return SharedFiles(manifest, files, above)
 
     def write(self, plan: SavePlan) -> FileHashes:
         """Write this rank's file, under a progress bar on rank 0."""
         shown = None if self.rank == 0 else False
-        with progress_bar(shown, plan.file.size, f"saving {self._target.directory}") as tick:
+        with progress_bar(shown, plan.file.size, f"saving {self.target.directory}") as tick:
             return write_tensors(self.path, plan.file, plan.tensors, tick)
 
     def abort(self, error: BaseException) -> None:
         """Abort the save after ``error``, by which time the ranks have ``exchanged`` something."""
-        if self._background is not None:
-            self._background.discard()
+        if self.saver is not None:
+            self.saver.discard()
             # Any other error has ended the save on this rank alone: others may have started theirs.
             alone = not isinstance(error, CheckpointError)
             if alone and self.exchanged is not _Exchanged.NOTHING:
                 others_started = self.exchanged is _Exchanged.MANIFEST
-                self._background.report_not_started(
-                    self._number, self._target, error, others_started
-                )
+                self.saver.report_not_started(self._number, self.target, error, others_started)
         if self.rank == 0:
-            self._target.abort()
+            self.target.abort()
 
 
 def _agree_on_target(
@@ -269,10 +278,10 @@ def _agree_on_target(
     directory: str | os.PathLike[str],
     tag: str | None,
     keep: int | None,
-    offered: CopiedFile | None,
+    ready_file: ReadyFile | None,
 ) -> CommitTarget:
-    """Return the target of this save, with rank 0's save_id: that of the generation ``offered``, if
-    one is. Collective.
+    """Return the target of this save, with rank 0's save_id: that of its ``ready_file``, if there
+    is one. Collective.
 
     Raises CheckpointError if the ranks pass different tags.
     """
@@ -283,39 +292,17 @@ def _agree_on_target(
         find.check_tag(name)
         return as_path(directory)
 
-    save_id = secrets.token_hex(16) if offered is None else offered.save_id
+    save_id = secrets.token_hex(16) if ready_file is None else ready_file.save_id
     root, answers = collective_try(
         engine.mesh.job, check, directory, share=lambda root: (name, save_id)
     )
-    names = {each for each, _ in answers}
+    names = {name_of_rank for name_of_rank, _ in answers}
     if len(names) > 1:
         raise CheckpointError(
             f"the ranks want to save under different tags {sorted(names)}; pass the "
             "same tag on every rank"
         )
     return commit_target(root, name, save_id=answers[0][1])
-
-
-def shared_files(
-    engine: TrainingEngine,
-    target: CommitTarget,
-    reports: Sequence[RankReport],
-    non_tensors: NonTensorState,
-    buffers: Mapping[str, torch.Tensor],
-    save_latest: bool,
-) -> SharedFiles:
-    """Return the files that rank 0 writes beside its own rank file."""
-    head = manifest_head(engine, target.tag, target.save_id, non_tensors, buffers)
-    manifest = join_reports(head, reports)
-    files = config_files(engine.module)
-    objects = objects_file(non_tensors, target.file_name(find.OBJECTS_NAME))
-    if objects is not None:
-        manifest = replace(manifest, objects=objects[0])
-        files[objects[0].name] = objects[1]
-    above = {find.SCRIPT: Path(__file__).with_name(find.SCRIPT).read_bytes()}
-    if save_latest:
-        above[find.LATEST] = target.tag.encode()
-    return SharedFiles(manifest, files, above)
 
 
 def config_files(module: torch.nn.Module) -> dict[str, bytes]:
@@ -350,7 +337,7 @@ def manifest_head(
     ``objects``. It shares state with the engine.
     """
     if engine.measures.counts_samples and not engine.config.has_batch_size:
-        engine.measures.finish(engine)
+        engine.measures.finish(engine)  # which adds the samples of the last steps to the counters
     optimizer = None
     if engine.bound is not None:
         optimizer = OptimizerEntry(

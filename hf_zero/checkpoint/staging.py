@@ -1,11 +1,11 @@
 """Staging memory of a save in the background: the file of one rank passes through it to the thread
 that writes.
 
-[Note: a save that is copied later]
+[Note: deferred copies]
 As large as the file, the memory takes all of it in the call. With ``checkpoint.staging_bytes`` it
 is smaller, and the thread fills it again each time it has written it, while forwards and backwards
 go on: they change neither master weights nor moments. Whatever does change them first calls
-:meth:`CopiedState.wait_for_copy`: an update, a load, a ``safe_set_*`` function, a write to
+:meth:`CopyGate.wait_for_copy`: an update, a load, a ``safe_set_*`` function, a write to
 parameters that the engine takes over. Offloaded state waits for each flat buffer by itself, on the
 thread of updates; state on the device waits for all of it, as one launch updates it. State that a
 script can write to without a call of the engine (buffers, generators, weights whose memory is that
@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -38,13 +38,14 @@ from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger
-from hf_zero.zero.layout.training_state import CopiedState
+from hf_zero.zero.layout.training_state import CopyGate
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
     from hf_zero.zero.training_engine import TrainingEngine
 
-Tensors = Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
+TensorOrFetch = torch.Tensor | Callable[[], torch.Tensor]
+Tensors = Mapping[str, TensorOrFetch]
 # of the timeout of collectives: for so long changes wait for the copies of a save
 WAITED_PART_OF_TIMEOUT = 0.8
 WARN_SECONDS = 60.0
@@ -52,20 +53,20 @@ HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
-class LaterState:
+class DeferredState:
     """State that a save may copy after its call, because all changes of it by the engine wait.
 
-    label: the flat buffers, in messages. names: its tensors in the file. waiting: the objects whose
-    ``wait_for_copy`` precedes each change. watched: tensors that a script can write to by itself.
+    label: the flat buffers, in messages. names: its tensors in the file. gates: each change first
+    waits at one of them. watched: tensors that a script can write to by itself.
     """
 
     label: str
     names: frozenset[str]
-    waiting: tuple[CopiedState, ...]
+    gates: tuple[CopyGate, ...]
     watched: tuple[torch.Tensor, ...]
 
 
-def states_copied_later(engine: TrainingEngine, report: RankReport) -> list[LaterState]:
+def deferred_states(engine: TrainingEngine, report: RankReport) -> list[DeferredState]:
     """Return the state in this rank's file, which ``report`` describes, that a save may copy after
     its call: one of all flat buffers that an update changes on the device, and one of each other.
     """
@@ -73,25 +74,25 @@ def states_copied_later(engine: TrainingEngine, report: RankReport) -> list[Late
     for flat in engine.flats:
         key = saved_key(flat)
         if key in report.chunks and saved_by_this_pp_stage(flat):
-            deferred = kinds_copied_later(flat, report.chunks[key][2])
-            names[flat] = frozenset(f"{key}::{state}" for state in deferred)
+            deferrable = deferrable_kinds(flat, report.chunks[key][2])
+            names[flat] = frozenset(f"{key}::{kind}" for kind in deferrable)
     on_device = [f for f in names if f.trainable and not f.optimizer_shard.offloaded]
     groups = [[flat] for flat in names if flat not in on_device]
     states = []
     for flats in [on_device, *groups] if on_device else groups:
-        waiting: list[CopiedState] = [flat.optimizer_shard for flat in flats]
+        gates: list[CopyGate] = [flat.optimizer_shard for flat in flats]
         states.append(
-            LaterState(
+            DeferredState(
                 listed([flat.key for flat in flats], 3),
                 frozenset[str]().union(*(names[flat] for flat in flats)),
-                (*waiting, engine.schedule.shards) if flats is on_device else (*waiting,),
+                (*gates, engine.schedule.shards) if flats is on_device else (*gates,),
                 tuple(tensor for flat in flats for tensor in _writable(engine, flat)),
             )
         )
     return states
 
 
-def kinds_copied_later(flat: FlatBuffer, states: Iterable[str]) -> set[str]:
+def deferrable_kinds(flat: FlatBuffer, states: Iterable[str]) -> set[str]:
     """Return those of the ``states`` of ``flat`` that a save may copy after its call: none in
     files, whose buffers training uses; no weights in the memory of whole parameters, to which
     scripts write.
@@ -119,9 +120,9 @@ def _writable(engine: TrainingEngine, flat: FlatBuffer) -> list[torch.Tensor]:
 
 @dataclass(eq=False)
 class _PendingCopy:
-    """The copy of one :class:`LaterState`, complete when byte ``end`` of the file is copied."""
+    """The copy of one :class:`DeferredState`, complete when byte ``end`` of the file is copied."""
 
-    state: LaterState
+    state: DeferredState
     end: int
     versions: tuple[int, ...]
     copied: threading.Event = field(default_factory=threading.Event)
@@ -138,12 +139,12 @@ class _PendingCopy:
 
     def release(self) -> None:
         """Let changes of the state continue."""
-        for waiting in self.state.waiting:
-            waiting.end_copy()
+        for gate in self.state.gates:
+            gate.end_copy()
         self.copied.set()
 
 
-def _versions(state: LaterState) -> tuple[int, ...]:
+def _versions(state: DeferredState) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in state.watched)
 
 
@@ -154,48 +155,40 @@ class _Waits:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting, self._begun, self._ended = 0, 0.0, 0.0  # number, and seconds
+        self._waiting, self._started, self._ended = 0, 0.0, 0.0  # number, and seconds
 
     @property
     def seconds(self) -> float:
         with self._lock:
-            return self._ended + (time.perf_counter() - self._begun if self._waiting else 0.0)
+            return self._ended + (time.perf_counter() - self._started if self._waiting else 0.0)
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._waiting:
-                self._begun = time.perf_counter()
+                self._started = time.perf_counter()
             self._waiting += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._waiting -= 1
             if not self._waiting:
-                self._ended += time.perf_counter() - self._begun
+                self._ended += time.perf_counter() - self._started
 
 
-@dataclass(frozen=True, eq=False)
-class DividedFile:
-    """The file of ``plan``, divided into what a save copies in its call and ``deferred`` state,
-    which it may copy later.
+def plan_in_call(plan: FilePlan, deferred: Sequence[DeferredState]) -> FilePlan:
+    """Return the plan of what a save of ``plan`` copies in its call, all but ``deferred`` state:
+    its tensors one after another, without a header.
     """
-
-    plan: FilePlan
-    deferred: Sequence[LaterState] = ()
-
-    @cached_property
-    def in_call(self) -> FilePlan:
-        """The tensors that are copied in the call, one after another, without a header."""
-        later = frozenset[str]().union(*(state.names for state in self.deferred))
-        at, entries = 0, list[TensorEntry]()
-        for entry in self.plan.entries:
-            if entry.name not in later:
-                entries.append(replace(entry, begin=at, end=at + entry.nbytes))
-                at = entries[-1].end
-        return FilePlan(tuple(entries), b"")
+    names = frozenset[str]().union(*(state.names for state in deferred))
+    at, entries = 0, list[TensorEntry]()
+    for entry in plan.entries:
+        if entry.name not in names:
+            entries.append(replace(entry, begin=at, end=at + entry.nbytes))
+            at = entries[-1].end
+    return FilePlan(tuple(entries), b"")
 
 
-class CopiedFile(Protocol):
+class ReadyFile(Protocol):
     """A copy of the file of this rank, made before a save of the same state."""
 
     @property
@@ -206,62 +199,64 @@ class CopiedFile(Protocol):
 
 
 class StagedFile:
-    """The file that ``divided`` describes, with the values of ``tensors``, as parts in ``memory``:
-    [bytes] of uint8 on the host, page-aligned. If it is smaller than the file, its end takes what
-    is copied in the call, and the rest, a multiple of :data:`DATA_ALIGNMENT`, a part of the file.
-
-    On return, the first part is copied, and changes of what is left wait. ``tensors`` None: the
-    memory is the file. ``timeout``: seconds for which other ranks wait for this one.
+    """The file of ``plan`` as parts in ``memory``: [bytes] of uint8 on the host, page-aligned. It
+    holds the whole file unless :meth:`stage` copies parts into it. ``timeout``: seconds for which
+    other ranks wait for this one.
     """
 
     def __init__(
         self,
-        divided: DividedFile,
-        tensors: Tensors | None,
+        plan: FilePlan,
         memory: torch.Tensor,
         device: torch.device,
         timeout: float = math.inf,
     ) -> None:
-        begun, plan = time.perf_counter(), divided.plan
-        header = 0 if tensors is None else len(plan.header)
         self._plan, self._memory, self._device = plan, memory[: plan.size], device
-        self._tensors = {name: self._fetching(name, of) for name, of in (tensors or {}).items()}
+        self._tensors: dict[str, TensorOrFetch] = {}
         self._fetched: tuple[str, torch.Tensor] | None = None  # the last of those fetched
         self._start, self._stop = 0, plan.size  # of the part in the memory
-        self._ends = {e.name: header + e.end for e in plan.entries if e.nbytes} if tensors else {}
+        self._ends: dict[str, int] = {}  # of the tensors, in the file
         self._copies: list[_PendingCopy] = []
         self._filling = threading.Lock()  # held while a part is copied beside the training
         self._abandoned = ""  # why what was left has not been copied
         self._timeout, self._waits = timeout, _Waits()
         self._training_thread = threading.get_ident()
-        if memory.numel() < plan.size:
-            self._copy_in_call(divided)
-        if tensors is not None:
-            self._stage_part(0, device)
+        self.stall = 0.0  # seconds for which training has waited
+
+    def stage(self, tensors: Tensors, deferred: Sequence[DeferredState] = ()) -> None:
+        """Copy the first part of the file, with the values of ``tensors``; changes of ``deferred``
+        state that is left wait from now on. In a memory smaller than the file, the end takes what
+        is copied in the call, and the rest, a multiple of :data:`DATA_ALIGNMENT`, a part of the
+        file.
+        """
+        started, header = time.perf_counter(), len(self._plan.header)
+        self._tensors = {name: self._fetching(name, given) for name, given in tensors.items()}
+        self._ends = {e.name: header + e.end for e in self._plan.entries if e.nbytes}
+        if self._memory.numel() < self._plan.size:
+            self._copy_in_call(deferred)
+        self._stage_part(0, self._device)
         self._take_copied()
         for copy in self._copies:
-            for waiting in copy.state.waiting:
-                waiting.begin_copy(partial(self._wait, copy.copied))
-        self.stall = time.perf_counter() - begun  # seconds for which training has waited
+            for gate in copy.state.gates:
+                gate.begin_copy(partial(self._wait, copy.copied))
+        self.stall = time.perf_counter() - started
 
-    def _copy_in_call(self, divided: DividedFile) -> None:
-        """Copy what is not deferred to the end of the memory, whose beginning is left for parts of
-        the file.
+    def _copy_in_call(self, deferred: Sequence[DeferredState]) -> None:
+        """Copy what is not ``deferred`` to the end of the memory, whose beginning is left for parts
+        of the file.
         """
-        plan, ends = divided.in_call, self._ends
-        for state in divided.deferred:
+        plan, ends = plan_in_call(self._plan, deferred), self._ends
+        for state in deferred:
             end = max((ends[name] for name in state.names if name in ends), default=0)
             self._copies.append(_PendingCopy(state, end, _versions(state)))
         start = self._memory.numel() - plan.size
         start -= start % DATA_ALIGNMENT
-        beside, self._memory = self._memory[start:], self._memory[:start]
-        copy_to_memory(beside, plan, self._tensors, self._device)
+        copies, self._memory = self._memory[start:], self._memory[:start]
+        copy_to_memory(copies, plan, self._tensors, self._device)
         for entry in plan.entries:
-            self._tensors[entry.name] = beside[entry.begin : entry.end]
+            self._tensors[entry.name] = copies[entry.begin : entry.end]
 
-    def _fetching(
-        self, name: str, given: torch.Tensor | Callable[[], torch.Tensor]
-    ) -> torch.Tensor | Callable[[], torch.Tensor]:
+    def _fetching(self, name: str, given: TensorOrFetch) -> TensorOrFetch:
         """Return ``given``, with a function called once for all parts that its tensor is in."""
         if isinstance(given, torch.Tensor):
             return given
@@ -295,9 +290,9 @@ class StagedFile:
             yield bytes_view(self._memory[: self._stop - self._start])
             if self._stop == self._plan.size:
                 return
-            self._stage_part_beside()
+            self._stage_next_part()
 
-    def _stage_part_beside(self) -> None:
+    def _stage_next_part(self) -> None:
         """Copy the next part beside the training. The host has waited for the updates before the
         save with the copy of the first part.
         """
@@ -329,7 +324,7 @@ class StagedFile:
         """Wait on the thread of a change until it is ``copied``, or abandon it before the other
         ranks end their waits for this one.
         """
-        begun, limit = time.perf_counter(), WAITED_PART_OF_TIMEOUT * self._timeout
+        started, limit = time.perf_counter(), WAITED_PART_OF_TIMEOUT * self._timeout
         with span("wait_save", ""), self._waits:
             while not copied.wait(max(min(WARN_SECONDS, limit - self._waits.seconds), 0.0)):
                 waited = self._waits.seconds
@@ -343,7 +338,7 @@ class StagedFile:
                     waited,
                 )
         if threading.get_ident() == self._training_thread:
-            self.stall += time.perf_counter() - begun
+            self.stall += time.perf_counter() - started
 
     def _abandon(self, waited: float) -> None:
         """Let all changes continue after a wait of ``waited`` seconds, and the save fail, unless

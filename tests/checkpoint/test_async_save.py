@@ -116,7 +116,7 @@ def test_staging_memory_is_freed_when_the_file_is_written(
     def run(rank: int, models: list[torch.nn.Module]) -> None:
         config = {**setup.config, "checkpoint": {"keep_staging": keeps}}
         engine = start(models[rank], setup.optimizer(models[rank]), config)
-        writer = engine.async_saves.get_writer()
+        writer = engine.background_saves.get_saver()
         engine.save_checkpoint(str(tmp_path), blocking=False)
         taken = writer.nbytes
         torch.distributed.barrier()
@@ -132,7 +132,7 @@ def test_without_room_or_a_store_all_ranks_write_while_training_waits(
     tmp_path: Path, heard_in_full: list[str]
 ) -> None:
     def run(engine: Any, rank: int) -> None:
-        behind = engine.async_saves.get_writer()
+        behind = engine.background_saves.get_saver()
         take, mail = behind._arena.take, behind._mail
         for lacks in ("room", "store"):
             if lacks == "store":
@@ -291,7 +291,7 @@ def test_a_rank_that_has_lost_the_store_believes_the_folder(tmp_path, heard):
     )
 
     def run(engine: Any, rank: int) -> None:
-        behind = engine.async_saves.get_writer()
+        behind = engine.background_saves.get_saver()
         mail = behind._mail
         mail._timeout = 0.5
         if rank == 0:

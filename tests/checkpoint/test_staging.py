@@ -19,7 +19,7 @@ import torch
 import hf_zero
 from hf_zero.checkpoint import file_writer, save_job
 from hf_zero.checkpoint import staging as staging_module
-from hf_zero.checkpoint.staging import DividedFile, LaterState, StagedFile
+from hf_zero.checkpoint.staging import DeferredState, StagedFile, plan_in_call
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT as PAGE
 from hf_zero.checkpoint.tensorfile import TensorFile, plan_file
 from hf_zero.config import ZeroConfig
@@ -57,10 +57,14 @@ class Staging:
         self.pages, self.go, self.at_first_wait = 2, threading.Event(), True
         self.waits: list[str] = []  # the names of the threads that have waited for copies
         self.parts: list[int] = []
-        copy, write, wait = save_job.AsyncSaver.copy_to_host, save_job.write_image, StagedFile._wait
+        copy, write, wait = (
+            save_job.BackgroundSaver.copy_to_host,
+            save_job.write_image,
+            StagedFile._wait,
+        )
 
         def small(saver: Any, plan: Any, tensors: Any, image: Any, deferred: Any) -> str:
-            saver._staging_bytes = DividedFile(plan, deferred()).in_call.size + self.pages * PAGE
+            saver._staging_bytes = plan_in_call(plan, deferred()).size + self.pages * PAGE
             why = copy(saver, plan, tensors, image, deferred)
             assert why or saver.nbytes <= -(-saver._staging_bytes // PAGE) * PAGE
             return why
@@ -83,7 +87,7 @@ class Staging:
                 self.go.set()
             wait(staged, copied)
 
-        monkeypatch.setattr(save_job.AsyncSaver, "copy_to_host", small)
+        monkeypatch.setattr(save_job.BackgroundSaver, "copy_to_host", small)
         monkeypatch.setattr(save_job, "write_image", held)
         monkeypatch.setattr(StagedFile, "_wait", waiting)
 
@@ -542,10 +546,11 @@ def test_what_is_copied_is_dropped_and_the_rest_uses_no_device(
     plan = plan_file(
         [("moment", moment.dtype, [PAGE]), ("buffer", buffer.dtype, [2 * PAGE])], {}, PAGE
     )
-    state = LaterState("moment", frozenset({"moment"}), (), (moment,))
+    state = DeferredState("moment", frozenset({"moment"}), (), (moment,))
     memory = file_writer.aligned_buffer(buffer.nbytes + PAGE)
     tensors = {"moment": moment, "buffer": buffer}
-    staged = StagedFile(DividedFile(plan, (state,)), tensors, memory, device)
+    staged = StagedFile(plan, memory, device)
+    staged.stage(tensors, (state,))
     end = len(plan.header) + plan.entries[0].end
     content, held = b"", []
     for part in staged.parts():

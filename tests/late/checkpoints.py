@@ -143,16 +143,16 @@ def a_save_is_copied_later(rank: int, folder: Path) -> list[str]:
     """Staging memory of a part of the file is filled again beside forwards and backwards, and the
     updates wait: the checkpoint is that of a blocking save.
     """
-    wrong, later, fill = list[str](), list[int](), staging.StagedFile._stage_part_beside
+    wrong, later, fill = list[str](), list[int](), staging.StagedFile._stage_next_part
 
     def counted(staged: Any) -> None:
         later.append(staged._stop)
         fill(staged)
 
-    staging.StagedFile._stage_part_beside = counted
+    staging.StagedFile._stage_next_part = counted
     for zero in ({}, {"stage": 3}, HOST, {"offload_optimizer": {**training.HOST, "ratio": 0.5}}):
         engine = engine_of(KAHAN if "offload_optimizer" not in zero else {"enabled": True}, zero)
-        writer = engine.async_saves.get_writer()
+        writer = engine.background_saves.get_saver()
         run(engine, rank)
         engine.save_checkpoint(folder, tag="blocking")
         files = [path.stat().st_size for path in (folder / "blocking").glob("rank-*")]
@@ -168,7 +168,7 @@ def a_save_is_copied_later(rank: int, folder: Path) -> list[str]:
         wrong += [] if equal(*found) else [f"another checkpoint with {zero}"]
         wrong += [] if later else [f"all was copied in the call with {zero}"]
         engine.destroy()
-    staging.StagedFile._stage_part_beside = fill
+    staging.StagedFile._stage_next_part = fill
     return wrong
 
 

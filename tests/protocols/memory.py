@@ -127,7 +127,7 @@ class Rank(saving.MemoryCheckpoints):
         self.newest_id, self.ready, self._slot, self._saves, self._last_step = "", "", -1, 0, -1
         self._is_cut_off, self._rewound, self._logged_wait = False, True, False
         self._staged, self._copied_for_disk, self._copied_for_disk_at = None, None, -1
-        self._offered, self._marks, self._running = None, {}, None
+        self._ready_path, self._marks, self._running = None, {}, None
         self._files = self._kept = Files()  # type: ignore[assignment]
         self.transfers = connections or SimpleNamespace(close=lambda: None)
         self._ranks = SimpleNamespace(

@@ -20,7 +20,7 @@ from hf_zero.checkpoint import commit, save_job, storage
 from hf_zero.checkpoint import find as finding
 from hf_zero.checkpoint.commit import FolderTarget
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.save_job import AsyncSaver, SaveJob, SharedFiles
+from hf_zero.checkpoint.save_job import BackgroundSaver, SaveJob, SharedFiles
 from hf_zero.checkpoint.tensorfile import BlockHashes, FileHashes
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.errors import CheckpointError
@@ -157,7 +157,7 @@ class Job:
         mesh = SimpleNamespace(store_messages=messages)
         world.processes[rank].variables |= {"write": self.write[rank], "removal": self.removal}
         try:
-            saver = AsyncSaver(mesh, rank, self.size, torch.device("cpu"))
+            saver = BackgroundSaver(mesh, rank, self.size, torch.device("cpu"))
         except RuntimeError as error:  # the store does not answer, and no engine is made
             world.simulation.exit(world.processes[rank])
             raise CollectiveFailed(str(error)) from error
@@ -174,7 +174,9 @@ class Job:
                 thread.join()  # as at the end of an interpreter
             world.simulation.exit(world.processes[rank])
 
-    def save(self, saver: AsyncSaver, folder: Path, number: int, world: World, rank: int) -> None:
+    def save(
+        self, saver: BackgroundSaver, folder: Path, number: int, world: World, rank: int
+    ) -> None:
         """Begin a save as ``save_checkpoint`` does, without an engine."""
         if saver.number:  # a save of this attempt may be under way
             self.wait(saver, number - 1)
@@ -192,7 +194,7 @@ class Job:
         saver.copy_to_host(plan, {}, content)
         saver.start(job, plan)
 
-    def wait(self, saver: AsyncSaver, number: int) -> None:
+    def wait(self, saver: BackgroundSaver, number: int) -> None:
         """Wait for save ``number`` and note its outcome."""
         outcomes = self.outcomes.setdefault(number, set())
         try:

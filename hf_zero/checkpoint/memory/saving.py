@@ -60,7 +60,7 @@ from hf_zero.ops import native
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
-    from hf_zero.checkpoint.save_job import AsyncSaver
+    from hf_zero.checkpoint.save_job import BackgroundSaver
     from hf_zero.distributed.world_group import WorldGroup
     from hf_zero.zero.layout.engine_plan import EnginePlan
     from hf_zero.zero.training_engine import TrainingEngine
@@ -93,7 +93,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
     exist = True
     _is_closed = False
     _owns = False  # the generations are this attempt's to remove: it has loaded or saved one
-    _writer: AsyncSaver | None = None  # of saves on disk, beside the training
+    _saver: BackgroundSaver | None = None  # of saves on disk, beside the training
 
     def __init__(self, engine: TrainingEngine, plan: EnginePlan, number: int | None = None) -> None:
         settings, mesh = engine.config.section_of(MemorySection), engine.mesh
@@ -117,8 +117,8 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         self._slot = -1  # the one that the next save overwrites; -1: not chosen yet
         self._saves, self._last_step = 0, -1
         self._is_cut_off = False  # connections are lost: no slot may be overwritten any more
-        self._staged: Staged | None = None  # of the last save, unless it was offered
-        self._offered: Path | None = None  # the file that the writer was offered last
+        self._staged: Staged | None = None  # of the last save, unless a save on disk has it
+        self._ready_path: Path | None = None  # the ready file of the last save on disk
         self._rewound = True  # the next generation prevails over those of later steps
         # copied for a save on disk before the trainer's save into memory, at this step
         self._copied_for_disk: Staged | None = None
@@ -336,16 +336,16 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         record = RankRecord(save_id, self.begun, step, self.world, own.report, head, shared, beside)
         return record, own
 
-    def offer(self, engine: TrainingEngine, writer: AsyncSaver) -> Staged | None:
-        """Return this rank's file of the last generation, for a save on disk by ``writer``; None if
-        the state has changed since. A generation is offered once: at most one save on disk shares
+    def ready_file(self, engine: TrainingEngine, saver: BackgroundSaver) -> Staged | None:
+        """Return this rank's file of the last generation, for a save on disk by ``saver``; None if
+        the state has changed since. A generation is given once: at most one save on disk shares
         its save_id. If the trainer has yet to save at this step, the file is copied now.
         Collective.
 
         While the save on disk reads the file, no save overwrites it. If the last save on disk has
         failed as the process ends, the generations stay.
         """
-        self._writer = writer
+        self._saver = saver
         step = engine.counters.global_steps
         if self.saved_by_trainer and self.is_due(step) and self._copied_for_disk_at != step:
             self._wait_for_last()
@@ -354,7 +354,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         staged, self._staged = self._staged, None
         if staged is None or staged.changes != changes_of(engine):
             return None
-        self._offered = staged.path
+        self._ready_path = staged.path
         return staged
 
     def _copy_to_slot(
@@ -365,7 +365,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             self._clear_slot()
         path = self._slot_folder() / record.report.file.name
         record_path(path).unlink(missing_ok=True)  # from here on the old file counts no more
-        if path == self._offered and self._writer is not None and self._writer.is_writing():
+        if path == self._ready_path and self._saver is not None and self._saver.is_writing():
             here = self.hosts.ranks[self.hosts.names[self.rank]]
             if plan.file.size > folders.free(self.base) // len(here):
                 raise CheckpointError(
@@ -665,7 +665,7 @@ def _at_exit(made: MemoryCheckpoints) -> None:
     def close() -> None:
         alive = held()
         if alive is not None and os.getpid() == process:  # not in a fork, which has no thread
-            lost = alive._writer is not None and alive._writer.failed
+            lost = alive._saver is not None and alive._saver.failed
             alive.close(hasattr(sys, "last_value"), remove=False, keep=lost)
 
     atexit.register(close)

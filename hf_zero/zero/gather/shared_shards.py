@@ -12,14 +12,14 @@ from hf_zero.device import kinds, streams
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.unit import Unit
-from hf_zero.zero.layout.training_state import CopiedState
+from hf_zero.zero.layout.training_state import CopyGate
 
 EVENTS = 256  # writes whose events are kept; a GPU's queue of launches holds fewer
 
 
-class SharedShards(CopiedState):
-    """The shards of ``units``, numbered by their writes: all ranks write in the same order. As
-    :class:`CopiedState`, the training state of ``units`` that is not offloaded.
+class SharedShards(CopyGate):
+    """The shards of ``units``, numbered by their writes: all ranks write in the same order. The
+    gate of copies of the training state of ``units`` that is not offloaded.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh):

@@ -465,9 +465,9 @@ def _memories(
 # ---- optimizer state ----
 
 
-class CopiedState:
-    """State that a save in the background may copy after its call. Call :meth:`wait_for_copy`
-    before it changes, or before its memory is freed.
+class CopyGate:
+    """The wait of changes of state that a save in the background copies after its call. Call
+    :meth:`wait_for_copy` before the state changes, or before its memory is freed.
     """
 
     # of the copy under way; None if there is none
@@ -488,8 +488,9 @@ class CopiedState:
             wait()
 
 
-class OptimizerShard(CopiedState):
-    """The optimizer's view of the elements ``owned`` of one flat buffer.
+class OptimizerShard(CopyGate):
+    """The optimizer's view of the elements ``owned`` of one flat buffer: its master weights and its
+    offloaded moments. Moments on the device are in ``optim/state.py``.
 
     Offloaded state is updated on another thread: call :meth:`wait_for_update` before using a
     parameter shard, a master weight, a moment or a whole parameter.
