@@ -28,7 +28,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, log_rank0, logger, parse_json
 
 if TYPE_CHECKING:
-    from hf_zero.zero.pass_runner import Counters
+    from hf_zero.zero.step.window import Counters
     from hf_zero.zero.training_engine import TrainingEngine
 
 T = TypeVar("T")

@@ -152,8 +152,8 @@ class StepFigures:
         self._clear(engine)
 
     def _clear(self, engine: TrainingEngine) -> None:
-        self._micro_steps = engine.micro_steps
-        self.collects = self._wanted(engine.global_steps + 1)
+        self._micro_steps = engine.counters.micro_steps
+        self.collects = self._wanted(engine.counters.global_steps + 1)
         self.zero_grad()
         self._samples = self._tokens = self._squares = 0
         self._rate: float | None = None
@@ -220,7 +220,7 @@ class StepFigures:
         """Sum up a step that has ended (collective), and read those before that are over."""
         if self.collects:
             self._go_on()  # an evaluation after an update in the backward has paused
-            self._unread.append(self._ended(engine, engine.global_steps))
+            self._unread.append(self._ended(engine, engine.counters.global_steps))
         self._clear(engine)
         self._begin = mark(self._device) if self.collects else None
         while self._unread and self._unread[0].is_over:
@@ -295,7 +295,7 @@ class StepFigures:
         def number(value: float) -> torch.Tensor:
             return torch.full((), value, dtype=torch.float64, device=self._device)
 
-        micros = engine.micro_steps - self._micro_steps
+        micros = engine.counters.micro_steps - self._micro_steps
         loss = self._loss if self._known_losses >= micros else None
         ranks = engine.mesh.pp_stage_ranks if self._alone else 1
         counts = (float(loss is not None), ranks * self._samples, ranks * self._tokens)

@@ -37,7 +37,7 @@ from hf_zero.measures.stopwatch import StepTimes
 from hf_zero.measures.trace import StepTrace
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.step.step_reports import StepMeasures
+from hf_zero.zero.step.window import StepMeasures
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
@@ -227,7 +227,7 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         before = engine.accumulation.updates
         with self.times.timed("step"):
             yield
-        number = engine.global_steps
+        number = engine.counters.global_steps
         ends_window = engine.accumulation.updates > before
         if self.times.on:
             self.times.end(ends_window, number)

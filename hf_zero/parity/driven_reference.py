@@ -21,7 +21,7 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations.engine_protocol import HOLDER, EngineProtocol, hold
 from hf_zero.parity.reference import DTYPES, Reference
 from hf_zero.zero.feature import FeatureSet
-from hf_zero.zero.step.step_reports import StepMeasures
+from hf_zero.zero.step.window import StepMeasures
 
 
 class DrivenReference(Reference):

@@ -39,7 +39,7 @@ from hf_zero.techniques.difficulty_index import (
 from hf_zero.techniques.schedules import DifficultySchedule, Number
 from hf_zero.techniques.sequence_length import metrics_of
 from hf_zero.zero.feature import EngineInputs, Feature, FeatureSet
-from hf_zero.zero.pass_runner import Counters
+from hf_zero.zero.step.window import Counters
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

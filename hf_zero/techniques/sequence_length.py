@@ -34,7 +34,7 @@ from hf_zero.techniques.schedules import DifficultySchedule
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.walk import config_of
-from hf_zero.zero.pass_runner import Counters
+from hf_zero.zero.step.window import Counters
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

@@ -28,7 +28,7 @@ from hf_zero.techniques.schedules import Stairs
 from hf_zero.techniques.sequence_length import SequenceLength
 from hf_zero.zero.feature import Feature, FeatureSet
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.pass_runner import Counters
+from hf_zero.zero.step.window import Counters
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

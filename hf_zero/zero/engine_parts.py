@@ -31,14 +31,20 @@ from hf_zero.zero.layout import planner
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.materialize import make_mesh
-from hf_zero.zero.pass_runner import AccumulationWindow, Counters, PassRunner
+from hf_zero.zero.pass_runner import PassRunner
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, limit_native_threads, retire_flats
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.zero.step.optimizer_patch import patch_optimizer
-from hf_zero.zero.step.optimizer_step import OptimizerStep, StateChanges, failed_write
+from hf_zero.zero.step.optimizer_step import OptimizerStep, failed_write
 from hf_zero.zero.step.preemption import StopRequests
-from hf_zero.zero.step.step_reports import SanityChecks, StepMeasures
+from hf_zero.zero.step.window import (
+    AccumulationWindow,
+    Counters,
+    SanityChecks,
+    StateChanges,
+    StepMeasures,
+)
 from hf_zero.zero.transaction import on_rollback, transaction
 
 # attributes of an OptimizerStep that a rebuild keeps

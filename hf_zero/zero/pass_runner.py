@@ -1,24 +1,16 @@
-"""The counters of a run, the accumulation window of a step, and the passes of an engine: its hooks,
-loss factors and the reduction of gradients.
-"""
+"""The passes of an engine: from a loss to the gradients that a step uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import (
-    PartitionError,
-    UnmanagedWindowError,
-    UnreducedGradientsError,
-    UnusedParameterError,
-)
+from hf_zero.errors import PartitionError, UnreducedGradientsError, UnusedParameterError
 from hf_zero.logging import listed
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -28,7 +20,7 @@ from hf_zero.zero.reduce.losses import AveragingFactors, Fp16LossScaler, LossSca
 from hf_zero.zero.reduce.reducer import BackwardSettings, Reducer
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.optimizer_step import OptimizerStep
-from hf_zero.zero.step.step_reports import SanityChecks
+from hf_zero.zero.step.window import AccumulationWindow, Counters, SanityChecks
 
 NO_GRADIENT = (
     "step() has no gradient: there was no backward since the last step or zero_grad(), or its loss "
@@ -36,158 +28,6 @@ NO_GRADIENT = (
     "not between it and step()"
 )
 _ready = attrgetter("gradient.ready")
-
-
-@dataclass
-class Counters:
-    """Steps, samples and micro-batches since the beginning of the run."""
-
-    global_steps: int = 0
-    global_samples: int = 0
-    micro_steps: int = 0
-    skipped_steps: int = 0
-
-
-class AccumulationWindow:
-    """The micro-batches whose gradients one step uses: ``accumulation_steps`` of them, unless the
-    script sets the end of a window. Not ``managed``: every step ends one.
-    """
-
-    def __init__(self, accumulation_steps: int, managed: bool = True):
-        # as the configuration and the script say
-        self.accumulation_steps = accumulation_steps
-        self.managed = managed
-        self.boundary: bool | None = None  # whether the next backward ends it, if the script says
-        self.syncs = True  # False inside no_sync
-        # of the window: number of step() calls, or of backwards if not managed; the counters before
-        # its first micro-batch was counted
-        self.micro_batches = 0
-        self.before: Counters | None = None
-        # Backwards since the last step() or zero_grad(): each that leaves the window open, as the
-        # script has said, is a micro-batch; those that may close it are one together.
-        self.open_backwards, self.closing_backward = 0, False
-        # micro-batches and these backwards before the last backward
-        self.counts_before = (0, 0, False)
-        # since the last step(): a backward was called or a gradient written, even if no hook of the
-        # model ran; zero_grad() has dropped one
-        self.asked = self.was_dropped = False
-        # of the run: calls of step() that have counted, those that have ended a window, and the
-        # forwards with gradients before the last call
-        self.steps = self.updates = self.forwards_at_step = 0
-        # windows that had begun and were restarted, in the run and since the last update
-        self.restarts = self.restarts_in_a_row = 0
-        # Whether the script calls optimizer.zero_grad() after every micro-batch inside a window;
-        # None before the second micro-batch of the first window.
-        self.zeroes_inside: bool | None = None
-        self.zeroed = False  # it has, since the last micro-batch
-
-    @property
-    def ends(self) -> bool:
-        """Return whether the backward under way, or the next, is known to end the window; False
-        without managed accumulation, unless the boundary has been set.
-        """
-        if self.boundary is not None:
-            return self.boundary
-        return self.managed and self.micro_batches + 1 >= self.accumulation_steps
-
-    @property
-    def ends_by_step(self) -> bool:
-        """Return whether a step now ends the window."""
-        return self.ends or not self.managed
-
-    def add_micro_batch(self, counters: Counters) -> None:
-        """Count a micro-batch that does not end the window, before ``counters`` do."""
-        if not self.micro_batches:
-            self.before = replace(counters)
-        self.micro_batches += 1
-        self.zeroed = False
-
-    @property
-    def held_micro_batches(self) -> int:
-        """Number of micro-batches whose gradients the next update will use, or whose update awaits
-        its ``step()``.
-        """
-        backwards = self.open_backwards + self.closing_backward if self.managed else 0
-        return self.micro_batches + backwards
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Return whether no backward has come since the last ``step()`` or ``zero_grad()``."""
-        came = self.open_backwards or self.closing_backward or self.asked
-        return not (came or (self.micro_batches and not self.managed))
-
-    def begin_backward(self, closes: bool) -> None:
-        """Count a backward; ``closes``: the script has not said that the window stays open."""
-        is_first = not (self.open_backwards or self.closing_backward)
-        if self.managed and self.micro_batches and is_first:
-            self.zeroes_inside = self.zeroed and self.zeroes_inside is not False
-        self.counts_before = self.micro_batches, self.open_backwards, self.closing_backward
-        if not self.managed:
-            self.micro_batches += 1
-        elif closes:
-            self.closing_backward = True
-        else:
-            self.open_backwards += 1
-
-    def keeps_at_zero_grad(self) -> bool:
-        """Return whether ``optimizer.zero_grad()`` now leaves the window as it is: inside one, from
-        a script that calls it after every micro-batch, as it calls ``step()``.
-        """
-        if not (self.managed and self.micro_batches and self.awaits_backward):
-            return False
-        self.zeroed = True
-        return self.zeroes_inside is not False
-
-    def restart(self) -> None:
-        """Begin another window: the gradients of this one have been dropped."""
-        self.was_dropped |= not self.awaits_backward
-        if self.micro_batches or not self.awaits_backward:
-            self.restarts += self.managed
-            self.restarts_in_a_row += bool(self.micro_batches)
-        self.take_count(restart=True)
-
-    def take_count(self, restart: bool = False) -> int:
-        """Return, and reset, the number of micro-batches since the last ``step()`` or
-        ``zero_grad()``, at least 1; without managed accumulation, return the backwards of the
-        window. ``restart``: the next micro-batch is the first of a window.
-        """
-        backwards = self.open_backwards + self.closing_backward
-        count = max(1, backwards) if self.managed else self.micro_batches
-        self.open_backwards, self.closing_backward = 0, False
-        self.asked = False
-        if restart:
-            self.micro_batches = 0
-        return count
-
-    def set_micro_steps(self, micro_steps: int) -> None:
-        """Set the place in the window after ``micro_steps`` micro-batches in the whole run."""
-        self.micro_batches = micro_steps % self.accumulation_steps
-
-    def uncount(self) -> None:
-        """Take the last backward out of the counts: an exception has broken it."""
-        self.micro_batches, self.open_backwards, self.closing_backward = self.counts_before
-
-    def set_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next backward ends the window; raises as :meth:`refuse_unmanaged`."""
-        self.refuse_unmanaged("set_gradient_accumulation_boundary()")
-        self.boundary = is_boundary
-
-    def refuse_unmanaged(self, what: str) -> None:
-        """Raise UnmanagedWindowError for ``what`` if every step ends a window."""
-        if not self.managed:
-            raise UnmanagedWindowError(
-                f"{what} has no use where managed_gradient_accumulation is false: every step() "
-                "ends the accumulation window; leave the call out, or remove the key"
-            )
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context for backwards that do not end the window."""
-        before, self.syncs = self.syncs, False
-        try:
-            yield
-        finally:
-            self.syncs = before
 
 
 class StepRunner(Protocol):

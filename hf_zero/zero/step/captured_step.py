@@ -41,7 +41,7 @@ from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.layout.tree import form_of, map_tensors, tensors_in
 from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.step.optimizer_step import OptimizerStep
-from hf_zero.zero.step.step_reports import StepWindow
+from hf_zero.zero.step.window import AccumulationWindow
 
 _requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
 _version = attrgetter("_version")
@@ -123,7 +123,7 @@ class CapturedStep:
     """The captured passes and the captured update of one engine."""
 
     def __init__(
-        self, backward: CapturedBackward, optimizer_step: OptimizerStep, window: StepWindow
+        self, backward: CapturedBackward, optimizer_step: OptimizerStep, window: AccumulationWindow
     ):
         self._optimizer_step, self._model = optimizer_step, optimizer_step.model
         self._device = self._model.mesh.device
