@@ -206,13 +206,13 @@ class OneBitSteps(Feature):
         return [momentum.flat for momentum in momenta]
 
     def before_update(self) -> None:
-        """Exclude the flat buffers that :meth:`update` changes from the optimizer's own step;
+        """Let the optimizer's own step only count the flat buffers that :meth:`update` changes;
         freeze the variance (collective) or rescale it if the kind of step changes.
         """
         if not self._chosen:
             return
         flats = [momentum.flat for momentum in self._momenta] if self.sends else []
-        self._bound.exclude(frozenset(name for flat in flats for name in flat.layout.by_name))
+        self._bound.count_only(frozenset(name for flat in flats for name in flat.layout.by_name))
         if self.sends and not self._compressing:
             self._freeze()
         elif not self.sends:

@@ -118,7 +118,8 @@ class BoundOptimizer:
         self.of_parameters = self.group_scalars.of_parameters
         self.memory, self.address = device.memory, device.address
         self.initial, self.is_switched_off = self._entries.initial, self._entries.is_switched_off
-        self.exclude, self.offloaded_segments = self._table.exclude, self._table.offloaded.segments
+        self.offloaded_segments = self._table.offloaded.segments
+        self._counted = frozenset[str]()  # parameters that other code updates
         self.step_sub_group = self._own.sub_group
         self._flats, self.ranks = [flat for flat in flats if flat.trainable], ranks or ShardRanks()
         if isinstance(optimizer, WholeTensorOptimizer):
@@ -189,14 +190,14 @@ class BoundOptimizer:
 
     def takes_shards(self) -> bool:
         """Return whether the next :meth:`step` can also write the new values into the shards."""
-        return self._fused.ready and self._fused.takes(self._table.stepped)
+        return self._fused.ready and self._fused.takes(self._not_counted(self._table.stepped))
 
     def repeats_launch(self) -> bool:
         """Return whether a captured graph can replay the next :meth:`step`: hf-zero's kernel
         updates every segment on the device, with settings read from device memory.
         """
         table, fused = self._table, self._fused
-        separate = table.excluded or table.offloaded_stand_ins
+        separate = self._counted or table.offloaded_stand_ins
         return fused.ready and not separate and fused.repeats(table.stepped)
 
     def prepare_launch(self, shards: Mapping[str, Tensor]) -> list[Tensor]:
@@ -283,8 +284,6 @@ class BoundOptimizer:
         """
         optimizer: Any = self.optimizer
         table = self._table
-        for segment in table.excluded:  # other code updates them
-            optimizer.state[segment.tensor]["step"] += 1
 
         def rest() -> list[Segment]:
             return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
@@ -298,10 +297,30 @@ class BoundOptimizer:
         optimizer._opt_called = True
         if written is None:
             return set()
+        for segment in self._counted_segments():
+            optimizer.state[segment.tensor]["step"] += 1
         # without a gradient scale on the device, unlike the other segments
         if table.offloaded_stand_ins and (found_inf is None or not bool(found_inf.ne(0))):
             self._own.stand_ins(table.offloaded_stand_ins)
         return written
+
+    def count_only(self, names: frozenset[str]) -> None:
+        """Leave the parameters ``names`` to other code, until the next call: steps of the optimizer
+        only count them. Create missing state with its initial values.
+        """
+        self._counted = names
+        self._table.separate(self._table.segments, names)
+        for segment in self._counted_segments():
+            self._table.state_of(segment).create(segment)
+
+    def _counted_segments(self) -> list[Segment]:
+        segments = self._table.stepped if self._counted else ()
+        return [s for s in segments if not self._counted.isdisjoint(s.names)]
+
+    def _not_counted(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """Return those of ``segments`` that a step of the optimizer updates."""
+        counted = self._counted
+        return [s for s in segments if counted.isdisjoint(s.names)] if counted else segments
 
     def step_some(self, flats: Collection[OptimizerShard], steps_before: int) -> None:
         """Update ``flats`` alone, whose gradients share no memory with other gradients.
@@ -329,16 +348,16 @@ class BoundOptimizer:
         """
         table, fused = self._table, self._fused
         segments = table.stepped if of_step is None else of_step()
-        unused = frozenset[str]()
+        left_out = self._counted
         for flat in flats:
-            unused |= flat.gradient.unused
-        if unused:
-            table.part_unused(segments, unused)
+            left_out |= flat.gradient.unused
+        if left_out:
+            table.separate(self._not_counted(segments), left_out)
             segments = table.stepped if of_step is None else of_step()
-            segments = [s for s in segments if not (s.parts and unused.issuperset(s.names))]
+            segments = [s for s in segments if not (s.parts and left_out.issuperset(s.names))]
         if not segments and not hooks:
             return set()
-        if fused.ready and fused.takes(table.stepped if hooks else segments):
+        if fused.ready and fused.takes(self._not_counted(table.stepped) if hooks else segments):
             return fused.step(table.stepped, segments, grad_scale, found_inf, shards, hooks)
         if fused.ready:
             fused.separate_counters()
@@ -368,7 +387,7 @@ class BoundOptimizer:
         """
         table, unused = self._table, flat.gradient.unused
         if unused:
-            table.part_unused(table.offloaded.segments(flat), unused)
+            table.separate(table.offloaded.segments(flat), unused)
         return [s for s in table.offloaded.segments(flat) if not unused.issuperset(s.names)]
 
     def move_to_device(self, moved: Mapping[str, Callable[[], None]]) -> None:

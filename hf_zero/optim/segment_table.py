@@ -84,8 +84,6 @@ class SegmentTable:
         # stand-ins in host memory, whatever device the others of their group are on: they are
         # stepped separately
         self.offloaded_stand_ins: list[Segment] = []
-        self.excluded_names: frozenset[str] = frozenset()
-        self.excluded: list[Segment] = []  # their segments, which other code updates
         # by parameter; those with different numbers may have different scalars
         self.histories: dict[str, int] = {}
         self._region_of: dict[str, MemoryRegion] = {}  # by parameter; empty until it is needed
@@ -210,11 +208,6 @@ class SegmentTable:
         self.stepped = [segment for segment in self.segments if not segment.offloaded]
         if self.offloaded_stand_ins:
             self.stepped = [segment for segment in self.stepped if segment.parts]
-        if self.excluded_names or self.excluded:
-            self.excluded = [
-                s for s in self.stepped if s.parts and not self.excluded_names.isdisjoint(s.names)
-            ]
-            self.stepped = [s for s in self.stepped if s not in self.excluded]
         self._segment_of = {segment.tensor: segment for segment in self.segments}
         for live in self._entries.groups:
             live["params"] = []
@@ -257,29 +250,15 @@ class SegmentTable:
             return self._entries.is_unbegun(segment)
         return segment.tensor not in self._optimizer.state
 
-    def exclude(self, names: frozenset[str]) -> None:
-        """Leave the parameters ``names`` to other code (hf_zero/compression): from now on only
-        their steps are counted here. Create missing state with its initial values.
-        """
-        if names == self.excluded_names:
-            return
-        self.excluded_names = names
-        self.part(names)
-        self._list()
-        # each needs a counter of its own from now on
-        for segment in self.excluded:
-            self.state_of(segment).create(segment)
-            entries = self._optimizer.state[segment.tensor]
-            if isinstance(entries.get("step"), torch.Tensor):
-                entries["step"] = entries["step"].clone()
-        self.fused.divide()
-
-    def part_unused(self, segments: Iterable[Segment], unused: frozenset[str]) -> None:
-        """Cut ``segments`` such that none holds both ``unused`` parameters and others."""
-        concerned = [segment for segment in segments if not unused.isdisjoint(segment.names)]
-        mixed = [segment.names for segment in concerned if not unused.issuperset(segment.names)]
+    def separate(self, segments: Iterable[Segment], names: frozenset[str]) -> None:
+        """Cut ``segments`` such that none holds both parameters ``names`` and others."""
+        mixed = [
+            segment.names
+            for segment in segments
+            if not (names.isdisjoint(segment.names) or names.issuperset(segment.names))
+        ]
         if mixed:
-            self.part(unused & frozenset[str]().union(*mixed))
+            self.part(names & frozenset[str]().union(*mixed))
 
 
 ParameterScalars = dict[str, float] | None
@@ -328,7 +307,6 @@ class GroupScalars:
     def note_load(self, scalars: Iterable[Mapping[str, float]]) -> None:
         """Record that state with these scalars, equal on all ranks, has replaced the former."""
         self.loads += 1
-        self._table.exclude(frozenset())  # the loaded state may lack theirs
         self.loaded_steps = int(max((entry.get("step", 0) for entry in scalars), default=0))
 
     def of_parameters(self) -> dict[str, ParameterScalars]:

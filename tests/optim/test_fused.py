@@ -240,6 +240,32 @@ def test_counts_stay_apart_after_the_optimizer_s_own_step_leaves_segments_out(to
     assert counts(ours.bound)["c.weight"] == 2.0 and counts(ours.bound)["a.weight"] == 3.0
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("counted", [("c.weight", "c.bias"), ("b.bias", "b.scale")])
+def test_what_other_code_updates_is_only_counted(counted, together, forced):
+    """By launches with shared counters and by the optimizer, from the first step on or later."""
+    names = frozenset(counted)
+
+    def kept(bound):
+        segments = [s for s in bound._table.segments if names.issuperset(s.names)]
+        return [s.tensor.clone() for s in segments] + [
+            bound.optimizer.state[s.tensor]["exp_avg"].clone() for s in segments
+        ]
+
+    for make in pair(together=together):
+        for at, later in enumerate((frozenset(), names, names, frozenset())):
+            make.bound.count_only(later)
+            before = kept(make.bound) if later else []
+            make.step(at)
+            assert all(map(torch.equal, kept(make.bound), before)), at
+            assert set(counts(make.bound).values()) == {at + 1.0}
+            assert bool(before) == (at in (1, 2))
+    fresh = Bound(adamw, "auto", together=together)
+    fresh.bound.count_only(names)
+    fresh.step(0)
+    assert set(counts(fresh.bound).values()) == {1.0} and "adam_" in forced
+
+
 def test_a_state_dict_with_other_counts_is_moved_in_apart(forced):
     """torch's own ``load_state_dict``, which writes entries past the engine."""
     ours, theirs = pair(together=False)
