@@ -562,6 +562,20 @@ def test_writes_to_frozen_members_and_to_what_is_gathered_are_refused(rank, mode
             member.data.zero_()
 
 
+@on_each_rank(RANKS, build=partly_frozen)
+def test_frozen_parameters_are_gathered_and_written_to_after_their_members(rank, model, tmp_path):
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    engine = engine_with(3, "device", "fp32", tmp_path, model, frozen_apart)
+    for member in engine.optimizer.param_groups[1]["params"]:
+        member.data.fill_(2.0)
+    with hf_zero.GatheredParameters(list(frozen.values()), modifier_rank=0):
+        for parameter in frozen.values():
+            assert torch.equal(parameter, torch.full_like(parameter, 2.0))
+            parameter.data.mul_(3.0)
+    weights = full_weights(engine)
+    assert all(torch.equal(weights[name], torch.full_like(weights[name], 6.0)) for name in frozen)
+
+
 def one_alone(model):
     """All ranks but one have a stand-in of the second group."""
     *others, last = trainable(model)

@@ -387,7 +387,8 @@ class Unit:
                 codec = flat.spec.gather_codec
                 if codec is not None and not exact:  # same rounding as a gather
                     codec.decode(codec.encode(flat.full, flat.layout.num_shards), flat.full)
-                flat.mark_filled()
+                if flat.computing is not None:
+                    flat.computing.gathered()
                 at += size
         self.state = GatherState.GATHERING
         self.finish_gather()

@@ -129,7 +129,7 @@ class FlatBuffer:
         self._shard_on_device: torch.Tensor | None = None  # the shard, if it has memory there
         # the shard of frozen parameters, as the optimizer's groups have it; with a count of writes
         self._member: torch.Tensor | None = None
-        self._gathered_at = 0  # that count when ``full`` was filled
+        self._gathered_at = 0  # that count when it was last read for a gather into ``full``
         self.computing: WeightTransform | None = None
         engine_flats.flats.append(self)
 
@@ -210,6 +210,8 @@ class FlatBuffer:
         """
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()
+        if target is None and self._member is not None:
+            self._gathered_at = self._member._version
         if self._shard_on_device is not None:
             return self._shard_on_device
         target = self._own if target is None else target
@@ -463,21 +465,14 @@ class FlatBuffer:
         self.computing = None if change is None else WeightTransform(self, change, values)
 
     def allocate(self, for_script: bool = False) -> None:
-        """Allocate ``full`` before new values are written into it; call :meth:`mark_filled` once
-        they are. ``for_script``: a script reads the values, unchanged.
+        """Allocate ``full`` before new values are written into it. ``for_script``: a script reads
+        the values, unchanged.
         """
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.layout.padded * self.dtype.itemsize)
         if self.computing is not None:
             self.computing.expect(for_script)
-
-    def mark_filled(self) -> None:
-        """Mark ``full`` as filled."""
-        if self._member is not None:
-            self._gathered_at = self._member._version
-        if self.computing is not None:
-            self.computing.gathered()
 
     @property
     def whole_buffers(self) -> Sequence[torch.Tensor]:
