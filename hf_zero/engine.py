@@ -29,8 +29,9 @@ from hf_zero.logging import logger
 from hf_zero.zero.access.full import GatheredParameters, safe_get_full_fp32_param
 from hf_zero.zero.access.wholes import WeightBuckets
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.flat_buffer import flat_of
+from hf_zero.zero.layout.flat_buffer import flat_of, owner_of
 from hf_zero.zero.layout.parameter_views import forget
+from hf_zero.zero.layout.walk import parameters_with
 from hf_zero.zero.training_engine import TrainingEngine
 
 
@@ -418,3 +419,22 @@ class Engine(TrainingEngine):
             raise
         finally:
             self.generations.close(failing, keep)
+
+
+def engines_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Engine]:
+    """Return the engines that shard parameters of ``model`` or ``optimizer``, each once."""
+    flats = dict.fromkeys(map(owner_of, parameters_with(model, optimizer)))
+    engines = [flat.engine_as(Engine) for flat in flats if flat is not None]
+    return list({id(engine): engine for engine in engines if engine is not None}.values())
+
+
+def release_holders(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Destroy the engines of ``model`` and of parameters of ``optimizer`` that train nothing. The
+    parameters keep their layout, for another engine.
+
+    These are shard-only engines, and those initialized without an optimizer: a model may first be
+    used for inference, for example as a reference model, before it is trained.
+    """
+    for engine in engines_of(model, optimizer):
+        if engine.bound is None:
+            engine.destroy()

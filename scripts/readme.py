@@ -225,15 +225,15 @@ def classes() -> str:
     """Markdown: parameters of the optimizers and schedules that a configuration names."""
     from hf_zero.config.optimizers import OPTIMIZERS
     from hf_zero.config.sections import SCHEDULERS
-    from hf_zero.optim import build
+    from hf_zero.optim import build, schedules
 
     names = [row.names[0] for row in OPTIMIZERS if row.names]
     optimizers = {name: build._resolve(name, {}) for name in names}
-    schedules = {name: (build.schedule_class(name), {}) for name in SCHEDULERS}
+    by_number = {name: (schedules.schedule_class(name), {}) for name in SCHEDULERS}
     parts = []
     for title, found in (
         ("Parameters of optimizers", optimizers),
-        ("Parameters of schedules", schedules),
+        ("Parameters of schedules", by_number),
     ):
         rows = [f"- **`{name}`**: {_parameters(*of)}" for name, of in sorted(found.items())]
         parts.append(f"## {title}\n\n" + "\n".join(_wrapped(row) for row in rows))

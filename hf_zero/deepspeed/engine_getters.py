@@ -29,10 +29,10 @@ from hf_zero.distributed.parallel_groups import readers
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
-from hf_zero.loading.training_loader import Collate, data_loader
 from hf_zero.measures.flops_profiler import FlopsProfiler, StepProfile
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
 from hf_zero.measures.step import EngineMeasures
+from hf_zero.setup.training_loader import Collate, data_loader
 from hf_zero.techniques.data_sampling import follow
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop

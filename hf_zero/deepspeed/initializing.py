@@ -23,9 +23,9 @@ from hf_zero.deepspeed.zero_config import (
     takes_default_clipping,
     without_autos,
 )
+from hf_zero.engine import engines_of
 from hf_zero.initialize import initialize as _initialize
 from hf_zero.initialize import start
-from hf_zero.loading.shard_only import engines_of
 from hf_zero.logging import log_rank0
 from hf_zero.setup.request import SetupRequest, configuration
 from hf_zero.zero.layout.precision import holds_raw_bytes

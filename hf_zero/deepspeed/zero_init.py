@@ -22,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import init, process_group
+from hf_zero.engine import engines_of, release_holders
 from hf_zero.integrations import finder
 from hf_zero.loading import Building, Opened, make_pending, make_real
-from hf_zero.loading.shard_only import engines_of, hold, release_holders
+from hf_zero.loading.shard_only import hold
 from hf_zero.zero.access.full import summon_full_params
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter import ZeroParamStatus

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig, ZeroSection
@@ -10,10 +9,8 @@ from hf_zero.distributed import process_group
 from hf_zero.engine import Engine
 from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import FeatureSet
-from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
-from hf_zero.zero.layout.walk import parameters_with
 from hf_zero.zero.materialize import check_alike
 from hf_zero.zero.transaction import restore_on_rollback, transaction
 
@@ -48,22 +45,3 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     with transaction():
         restore_on_rollback(model)
         return Engine(plan, FeatureSet.of(resolved))
-
-
-def engines_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Engine]:
-    """Return the engines that shard parameters of ``model`` or ``optimizer``, each once."""
-    flats = dict.fromkeys(map(owner_of, parameters_with(model, optimizer)))
-    engines = [flat.engine_as(Engine) for flat in flats if flat is not None]
-    return list({id(engine): engine for engine in engines if engine is not None}.values())
-
-
-def release_holders(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Destroy the engines of ``model`` and of parameters of ``optimizer`` that train nothing. The
-    parameters keep their layout, for another engine.
-
-    These are shard-only engines, and those initialized without an optimizer: a model may first be
-    used for inference, for example as a reference model, before it is trained.
-    """
-    for engine in engines_of(model, optimizer):
-        if engine.bound is None:
-            engine.destroy()

@@ -34,7 +34,7 @@ _EXPORTS = {
     "WarmupLR": "hf_zero.optim.schedules",
     "ZeroOneAdam": "hf_zero.optim.one_bit",
     "build_optimizer": "hf_zero.optim.build",
-    "build_scheduler": "hf_zero.optim.build",
+    "build_scheduler": "hf_zero.optim.schedules",
 }
 
 __all__ = list(_EXPORTS)
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from hf_zero.optim.adam_lion import Lion as Lion
     from hf_zero.optim.bound_optimizer import BoundOptimizer as BoundOptimizer
     from hf_zero.optim.build import build_optimizer as build_optimizer
-    from hf_zero.optim.build import build_scheduler as build_scheduler
     from hf_zero.optim.cpu import CPUSGD as CPUSGD
     from hf_zero.optim.cpu import CPUAdagrad as CPUAdagrad
     from hf_zero.optim.cpu import CPUAdam as CPUAdam
@@ -64,6 +63,7 @@ if TYPE_CHECKING:
     from hf_zero.optim.schedules import WarmupCosineLR as WarmupCosineLR
     from hf_zero.optim.schedules import WarmupDecayLR as WarmupDecayLR
     from hf_zero.optim.schedules import WarmupLR as WarmupLR
+    from hf_zero.optim.schedules import build_scheduler as build_scheduler
     from hf_zero.optim.trust_ratio import LARS as LARS
     from hf_zero.optim.trust_ratio import Lamb as Lamb
 

@@ -1,5 +1,4 @@
-"""Optimizers and schedules by name, from the sections ``optimizer`` and ``scheduler`` of a
-configuration: DeepSpeed's five schedules, and torch's that take only numbers.
+"""Optimizers by name, from the section ``optimizer`` of a configuration.
 
 Names are case-insensitive. DeepSpeed's names have DeepSpeed's meaning: ``Adam`` decays weights like
 AdamW unless ``adam_w_mode`` is false, and ``weight_decay`` defaults to 0 (also for ``AdamW``, where
@@ -15,10 +14,8 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import lr_scheduler as torch_schedules
-from torch.optim.lr_scheduler import LRScheduler
 
-from hf_zero.config.feature_rows import loaded
+from hf_zero.config.feature_rows import loaded, provided
 from hf_zero.config.optimizers import NAMED, OPTIMIZERS
 from hf_zero.config.reading import Mistakes
 from hf_zero.config.refusals import built_name, refusals
@@ -26,11 +23,10 @@ from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.probing import bare_twin
-from hf_zero.optim.schedules import SCHEDULES
 from hf_zero.optim.segments import current_settings
 
 if TYPE_CHECKING:
-    from hf_zero.config import OptimizerConfig, SchedulerConfig
+    from hf_zero.config import OptimizerConfig
 
 _Class = type[torch.optim.Optimizer]
 _Settings = dict[str, Any]
@@ -200,75 +196,6 @@ def lion(
     return cls, {"lr": 1e-3, "betas": (0.9, 0.999), **settings}
 
 
-# ---- schedules ----
-
-
-def schedule_class(name: str) -> type[LRScheduler]:
-    """Return the class of the schedule ``name``, as the configuration spells it."""
-    return SCHEDULES.get(name) or getattr(torch_schedules, name)
-
-
-def _schedule(
-    name: str, params: Collection[str], later: Collection[str] = ()
-) -> tuple[type[LRScheduler], dict[str, inspect.Parameter]]:
-    """Return the class of a schedule and its parameters by name; raise ConfigError for others."""
-    cls = schedule_class(name)
-    keys = {
-        key: p
-        for key, p in inspect.signature(cls.__init__).parameters.items()
-        if key not in ("self", "optimizer")
-    }
-    mistakes = Mistakes(
-        ConfigError(f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, keys)}")
-        for key in (*params, *later)
-        if key not in keys
-    )
-    mistakes.throw()
-    return cls, keys
-
-
-def build_scheduler(
-    cfg: SchedulerConfig, optimizer: torch.optim.Optimizer
-) -> torch_schedules.LRScheduler:
-    """Build the schedule that ``cfg`` names, over ``optimizer``. Names are case-insensitive.
-
-    Args:
-        cfg: ``type`` and ``params`` of the configuration's ``scheduler`` section.
-        optimizer: a torch optimizer, or an object that holds one as ``.optimizer``.
-
-    Raises:
-        ConfigError: a type or parameter that does not exist or is missing, an ``"auto"`` left over,
-            a value of the wrong type or range.
-        NotBuiltError: a schedule that cannot be described by numbers alone.
-    """
-    name = built_name("scheduler", cfg.type)
-    params = dict(cfg.params)
-    cls, parameters = _schedule(name, params)
-    for key, value in params.items():
-        if isinstance(value, str) and value == "auto":
-            raise ConfigError(
-                f'scheduler.params.{key} of {name} is "auto" and nothing has filled it in; write a '
-                "value, or set it in the trainer's arguments"
-            )
-    missing = [
-        key
-        for key, p in parameters.items()
-        if p.default is inspect.Parameter.empty and key not in params
-    ]
-    if missing:
-        raise ConfigError(
-            f"scheduler {name} needs {', '.join(missing)}; write them in scheduler.params"
-        )
-    try:
-        return cls(optimizer, **params)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"scheduler {name} with {params}: {error}. Correct scheduler.params."
-        ) from error
-
-
 def twin_of(optimizer: torch.optim.Optimizer) -> object:
     """Return a throw-away twin of ``optimizer``, over one parameter a group: a scheduler sets
     values in its groups, some of them in place.
@@ -276,9 +203,6 @@ def twin_of(optimizer: torch.optim.Optimizer) -> object:
     probe = torch.nn.Parameter(torch.zeros(1))
     groups = map(current_settings, optimizer.param_groups)
     return bare_twin(optimizer, [{**group, "params": [probe]} for group in groups])
-
-
-# ---- both, before a run ----
 
 
 def refused(values: Mapping[str, Any]) -> dict[str, str]:
@@ -289,7 +213,7 @@ def refused(values: Mapping[str, Any]) -> dict[str, str]:
     by_section = refusals(values)
     for section, name_of, check in (
         ("optimizer", canonical_name, _resolve),
-        ("scheduler", partial(built_name, "scheduler"), _schedule),
+        ("scheduler", partial(built_name, "scheduler"), provided("check_schedule", _unchecked)),
     ):
         params = values.get(f"{section}.params") or {}
         later = [key for key, value in params.items() if value == "auto"]
@@ -303,3 +227,7 @@ def refused(values: Mapping[str, Any]) -> dict[str, str]:
         except (ConfigError, NotBuiltError) as error:
             by_section[f"{section}.params"] = "; ".join(Mistakes.texts(error))
     return by_section
+
+
+def _unchecked(name: str, params: Collection[str], later: Collection[str] = ()) -> None:
+    """Accept all parameters of a schedule, which a package without schedules cannot build."""

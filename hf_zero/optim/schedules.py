@@ -1,25 +1,33 @@
 """DeepSpeed's learning-rate schedules: warm-ups that then stay, fall linearly or along a cosine;
 the range test and the one-cycle policy (Smith 2018, arXiv:1803.09820).
 
-A schedule counts optimizer steps and writes the values of the groups.
+A schedule counts optimizer steps and writes the values of the groups. The section ``scheduler`` of
+a configuration names one of these, or one of torch's that take only numbers.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import StateDict
 
+from hf_zero.config.reading import Mistakes
+from hf_zero.config.refusals import built_name
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_zero.config import SchedulerConfig
 
 PerGroup = float | Sequence[float]
 
@@ -497,3 +505,70 @@ SCHEDULES: dict[str, type[LRSchedule]] = {
     "WarmupCosineLR": WarmupCosineLR,
 }
 VALID_LR_SCHEDULES = list(SCHEDULES)
+
+
+# ---- by name ----
+
+
+def schedule_class(name: str) -> type[LRScheduler]:
+    """Return the class of the schedule ``name``, as the configuration spells it."""
+    return SCHEDULES.get(name) or getattr(torch_schedules, name)
+
+
+def check_schedule(
+    name: str, params: Collection[str], later: Collection[str] = ()
+) -> tuple[type[LRScheduler], dict[str, inspect.Parameter]]:
+    """Return the class of a schedule and its parameters by name; raise ConfigError for others."""
+    cls = schedule_class(name)
+    keys = {
+        key: p
+        for key, p in inspect.signature(cls.__init__).parameters.items()
+        if key not in ("self", "optimizer")
+    }
+    mistakes = Mistakes(
+        ConfigError(f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, keys)}")
+        for key in (*params, *later)
+        if key not in keys
+    )
+    mistakes.throw()
+    return cls, keys
+
+
+def build_scheduler(cfg: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Build the schedule that ``cfg`` names, over ``optimizer``. Names are case-insensitive.
+
+    Args:
+        cfg: ``type`` and ``params`` of the configuration's ``scheduler`` section.
+        optimizer: a torch optimizer, or an object that holds one as ``.optimizer``.
+
+    Raises:
+        ConfigError: a type or parameter that does not exist or is missing, an ``"auto"`` left over,
+            a value of the wrong type or range.
+        NotBuiltError: a schedule that cannot be described by numbers alone.
+    """
+    name = built_name("scheduler", cfg.type)
+    params = dict(cfg.params)
+    cls, parameters = check_schedule(name, params)
+    for key, value in params.items():
+        if isinstance(value, str) and value == "auto":
+            raise ConfigError(
+                f'scheduler.params.{key} of {name} is "auto" and nothing has filled it in; write a '
+                "value, or set it in the trainer's arguments"
+            )
+    missing = [
+        key
+        for key, p in parameters.items()
+        if p.default is inspect.Parameter.empty and key not in params
+    ]
+    if missing:
+        raise ConfigError(
+            f"scheduler {name} needs {', '.join(missing)}; write them in scheduler.params"
+        )
+    try:
+        return cls(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"scheduler {name} with {params}: {error}. Correct scheduler.params."
+        ) from error

@@ -23,7 +23,6 @@ from hf_zero.errors import ParityError
 from hf_zero.initialize import join
 from hf_zero.integrations import finder, seams
 from hf_zero.integrations.seams import Original, Seam
-from hf_zero.loading.training_loader import data_loader
 from hf_zero.logging import JsonObject
 from hf_zero.parity import accelerate_states
 from hf_zero.parity.accelerate_states import folder_to_load
@@ -34,6 +33,7 @@ from hf_zero.parity.reference import floats
 from hf_zero.parity.sketch import sketch
 from hf_zero.parity.start import FULL_PRECISION, LAST_BITS, change_last_bits
 from hf_zero.setup.request import SetupRequest
+from hf_zero.setup.training_loader import data_loader
 
 if TYPE_CHECKING:
     from accelerate.state import PartialState

@@ -25,11 +25,10 @@ from hf_zero.config.techniques import (
 )
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.distributed import process_group
+from hf_zero.engine import engines_of
 from hf_zero.errors import ConfigError
 from hf_zero.initialize import join
 from hf_zero.loading import give_values
-from hf_zero.loading.shard_only import engines_of
-from hf_zero.loading.training_loader import data_loader
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.build import canonical_name
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam
@@ -42,6 +41,7 @@ from hf_zero.parity.driven_reference import DrivenReference
 from hf_zero.parity.memory import refuse_too_large
 from hf_zero.parity.reference import Reference
 from hf_zero.setup.request import SetupRequest
+from hf_zero.setup.training_loader import data_loader
 
 ZERO = "zero_optimization"
 # variants of the reference that measure how far rounding alone leads

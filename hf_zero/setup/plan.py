@@ -22,14 +22,13 @@ from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import ParallelDims, check_mpu
 from hf_zero.distributed.parallel_groups import dims_in_effect
 from hf_zero.distributed.world_group import raise_on_all_ranks
-from hf_zero.engine import Engine
-from hf_zero.loading.shard_only import engines_of
-from hf_zero.loading.training_loader import check_data
+from hf_zero.engine import Engine, engines_of
 from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import twin_of
 from hf_zero.optim.elementwise import adopt, check
 from hf_zero.setup.request import E, SetupRequest
+from hf_zero.setup.training_loader import check_data
 from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import EngineInputs, FeatureSet, early
 from hf_zero.zero.layout.engine_plan import EnginePlan

@@ -18,6 +18,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
+from hf_zero.config.feature_rows import provided
 from hf_zero.config.variables import warn_once as warn_of_variables
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import process_group
@@ -25,7 +26,7 @@ from hf_zero.distributed.rendezvous import announce
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
-from hf_zero.optim.build import build_optimizer, build_scheduler, refused
+from hf_zero.optim.build import build_optimizer, refused
 from hf_zero.zero.feature import early
 from hf_zero.zero.layout.staged import StagedModel
 from hf_zero.zero.layout.walk import named_modules_of
@@ -188,7 +189,7 @@ class SetupRequest(Generic[E]):
         if callable(scheduler) and not hasattr(scheduler, "step"):
             return scheduler(optimizer)
         if scheduler is None and settings.scheduler is not None and optimizer is not None:
-            return build_scheduler(settings.scheduler, optimizer)
+            return provided("build_scheduler")(settings.scheduler, optimizer)
         return scheduler
 
 

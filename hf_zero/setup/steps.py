@@ -17,12 +17,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hf_zero.checkpoint.resume import LATEST
 from hf_zero.checkpoint.run_state import restorer_of_generators
 from hf_zero.config import ZeroConfig
-from hf_zero.loading import give_values
-from hf_zero.loading.shard_only import release_holders
-from hf_zero.loading.training_loader import data_loader, warn_lost_position
+from hf_zero.config.feature_rows import provided
+from hf_zero.engine import release_holders
 from hf_zero.logging import counted, log_rank0
 from hf_zero.optim.elementwise import adopt
 from hf_zero.setup.plan import Planned, plan_of_engine
+from hf_zero.setup.training_loader import data_loader, warn_lost_position
 from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
 from hf_zero.zero.layout.staged import StagedModel
@@ -58,7 +58,7 @@ class Setup:
 
 def materialize_meta(setup: Setup) -> None:
     if {parameter.is_meta for parameter in parameters_of(setup.model)} == {True}:
-        give_values(setup.model)
+        provided("meta_values")(setup.model)
 
 
 def tie_parameters(setup: Setup) -> None:

@@ -211,7 +211,7 @@ class CurriculumSampler(Sampler[int]):
     training's next step: a resumed run continues at its position, and the samples of an
     accumulation window without a step are drawn again.
 
-    ``skip`` and ``announced``: as in :class:`hf_zero.loading.training_loader.EpochSampler`.
+    ``skip`` and ``announced``: as in :class:`hf_zero.setup.training_loader.EpochSampler`.
     """
 
     skip = 0
@@ -234,7 +234,7 @@ class CurriculumSampler(Sampler[int]):
     ) -> None:
         """Draw in ``order``, for a training that has completed ``steps_done()`` steps.
         ``post_process`` changes the batches of a
-        :class:`hf_zero.loading.training_loader.TrainingLoader`.
+        :class:`hf_zero.setup.training_loader.TrainingLoader`.
         """
         training = self._training
         training.order, training.steps_done, training.post_process = order, steps_done, post_process

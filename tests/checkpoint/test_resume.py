@@ -18,7 +18,7 @@ import hf_zero
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.resume import find_resumed
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.loading.training_loader import StreamLoader
+from hf_zero.setup.training_loader import StreamLoader
 from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import on_ranks
 

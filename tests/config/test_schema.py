@@ -16,7 +16,7 @@ from hf_zero.config.keys import KEYS
 from hf_zero.config.optimizers import NAMED
 from hf_zero.config.schema import json_schema
 from hf_zero.errors import ConfigError
-from hf_zero.optim import build
+from hf_zero.optim import schedules
 from tests.helpers.cells import in_one_item
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,9 +45,9 @@ def test_the_schema_the_tables_and_the_drawing_are_those_of_the_script(readme: A
 
 def test_the_names_in_the_schema_are_those_that_are_built() -> None:
     assert {*sections.OPTIMIZERS} == {*NAMED}
-    torchs = {*sections.SCHEDULERS} - {*build.SCHEDULES}
-    assert {*build.SCHEDULES} < {*sections.SCHEDULERS}
-    assert all(hasattr(build.torch_schedules, name) for name in torchs)
+    torchs = {*sections.SCHEDULERS} - {*schedules.SCHEDULES}
+    assert {*schedules.SCHEDULES} < {*sections.SCHEDULERS}
+    assert all(hasattr(schedules.torch_schedules, name) for name in torchs)
     kinds = json_schema()["definitions"]["zero"]["properties"]["optimizer"]["properties"]["type"]
     assert {"enum": [*sections.OPTIMIZERS]} in kinds["anyOf"][0]["anyOf"]
 

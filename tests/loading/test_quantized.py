@@ -18,10 +18,10 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
+from hf_zero.engine import engines_of
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers.loading import read_later
 from hf_zero.loading import read_pending
-from hf_zero.loading.shard_only import engines_of
 from hf_zero.zero.layout.attributes import parts_of
 from tests.helpers.processes import run_processes, say
 from tests.loading.cases import let_go, load

@@ -269,23 +269,6 @@ FILES = {
     "measures": ("measures/step.py",),
     "memory_check": ("planning/feature.py", "planning/start_summary.py"),
 }
-TRAINS = """
-import torch, hf_zero
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.AdamW(model.parameters())
-config = {"zero_optimization": {"stage": 3}}
-engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
-before = engine.state_dict()["weight"].clone()
-engine.backward(engine(torch.ones(2, 4)).square().mean())
-engine.step()
-assert not torch.equal(before, engine.state_dict()["weight"])
-"""
-# what the row of a feature provides to the core is not loaded without the row
-UNLOADED = """
-import sys
-provided = {"hf_zero.optim.offloaded_state", "hf_zero.optim.sharded_tensors"}
-assert not sys.modules.keys() & provided
-"""
 
 
 def without(folder: Path, *names: str) -> Path:
@@ -311,10 +294,6 @@ def run_in(folder: Path, code: str, *arguments: str) -> None:
         env={"PATH": "", "HOME": str(folder), "PYTHONPATH": str(folder)}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_package_without_features_trains(tmp_path: Path) -> None:
-    run_in(without(tmp_path, *FEATURES), TRAINS + UNLOADED)
 
 
 @pytest.mark.long

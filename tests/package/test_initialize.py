@@ -21,7 +21,7 @@ import hf_zero
 from hf_zero.distributed import init, process_group
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.loading.training_loader import data_loader
+from hf_zero.setup.training_loader import data_loader
 from tests.helpers.engines import config_of
 from tests.helpers.stacks import squared, stack
 from tests.helpers.training import At, adamw

@@ -27,6 +27,7 @@ from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_groups import readers
 from hf_zero.distributed.world_group import get_world_group
+from hf_zero.engine import release_holders
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
@@ -35,7 +36,7 @@ from hf_zero.integrations.engine_protocol import EngineProtocol, holder_of
 from hf_zero.integrations.lightning.settings import PrecisionMethods, read, resolve
 from hf_zero.integrations.memory_checkpoints import save_if_due
 from hf_zero.integrations.transformers.loading import made_under
-from hf_zero.loading.shard_only import hold, release_holders
+from hf_zero.loading.shard_only import hold
 from hf_zero.logging import listed
 from hf_zero.measures.figures import tracked
 from hf_zero.techniques.data_sampling import (
