@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
@@ -259,8 +259,10 @@ class ShardFetches:
         self._alone = False  # whether this rank has made a lone fetch
         self._leaving = False  # whether this rank has announced that it ends its engine
         self._askers = askers
-        self._writes = threading.RLock()  # held while shards are written or read
-        self.epoch = 0  # writes of shards so far
+        # Held while shards are written or read: no request is served during a write, which adds 1
+        # to the epoch, in one order on all ranks.
+        self.writes = threading.RLock()
+        self.epoch = 0
         self._fetched = 0  # units
         self.serving = Serving()
         self.closed = False
@@ -360,13 +362,6 @@ class ShardFetches:
             _owners.add(self)
             self.serving.thread.start()
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Wrap each write of shards, in one order on all ranks: no request is served during it."""
-        with self._writes:
-            yield
-            self.epoch += 1
-
     def answer(
         self,
         store: dist.Store,
@@ -387,7 +382,7 @@ class ShardFetches:
             return
         step = 0 if alone else self._events.note_request(number, requester, unit)
         try:
-            with self._writes:
+            with self.writes:
                 data = read(unit, epoch) if rank in peers else b""
         except Exception as error:
             logger.exception("rank %d cannot serve unit %d", rank, unit)

@@ -320,7 +320,7 @@ class EngineParts(ModelWrapper):
         for flat in chosen:
             if flat.trainable:
                 flat.count_change()
-        self.sharded_model.refresh(chosen, chosen)
+        self.schedule.refresh(chosen, chosen)
         if flats is None:
             for forget in self.optimizer_step.feature_hooks.forget:
                 forget(self.scaler.scale)
@@ -455,7 +455,7 @@ class EngineParts(ModelWrapper):
         stale = [flat for flat in self.flats if flat.trainable and flat.spec.sends_differences]
         if gather and stale:
             with torch.no_grad():
-                self.sharded_model.refresh(stale, stale)
+                self.schedule.refresh(stale, stale)
         installed, self._installed = self._installed, None
         # Values left sharded can be gathered by another engine, over the process groups of this
         # one.

@@ -10,10 +10,8 @@ from typing import TypeVar
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.device import graphs, kinds, streams
+from hf_zero.device import kinds, streams
 from hf_zero.device.process_settings import ProcessSetting
-from hf_zero.device.spans import span
-from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.placement import Placement
@@ -28,7 +26,8 @@ from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
 from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.gather.model_patches import ModelPatches
 from hf_zero.zero.gather.schedule import Schedule
-from hf_zero.zero.gather.unit import Unit, unit_of
+from hf_zero.zero.gather.shared_shards import SharedShards
+from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, owner_of
 from hf_zero.zero.layout.flat_layout import Slot
@@ -38,7 +37,6 @@ from hf_zero.zero.layout.parameter_codec import agreements, report
 from hf_zero.zero.layout.walk import modules_of
 from hf_zero.zero.layout.wrap import packed_elements
 from hf_zero.zero.materialize import check_parameters, check_statistics, materialize
-from hf_zero.zero.reduce.reductions import packs
 
 T = TypeVar("T")
 # Whether steps on the host, too, return before the gathers of updated parameters are done: gloo's
@@ -84,15 +82,16 @@ class ShardedModel:
         self.trainable = [flat for flat in self.flats if flat.trainable]
         report(self.flats, plan.wire_dtype)
         itemsize = max((flat.dtype.itemsize for flat in self.flats), default=4)
+        # whether a step returns before the gathers of updated parameters are done
+        self.overlaps = OVERLAPS_ON_HOST or not kinds.is_synchronous(mesh.device)
         self.schedule = Schedule(
             self.units,
             mesh,
+            SharedShards(self.units, mesh, self.packed_elements, self.overlaps),
             int(zero.prefetch_bucket_size) * itemsize,
             placement.reads_ahead,
             agreements(self.flats),
         )
-        # whether a step returns before the gathers of updated parameters are done
-        self.overlaps = OVERLAPS_ON_HOST or not kinds.is_synchronous(mesh.device)
         self.patches = ModelPatches(plan.model, self.units, self.schedule)
 
     def attach(self, engine: Callable[[], OwningEngine[FlatBuffer] | None]) -> None:
@@ -136,69 +135,6 @@ class ShardedModel:
         """Forget the streams on which units have run, as :meth:`UnitStreams.forget` does."""
         for unit in self.units:
             unit.streams.forget()
-
-    def refresh(
-        self,
-        stale: Sequence[FlatBuffer],
-        chosen: Sequence[FlatBuffer],
-        written: frozenset[str] = frozenset(),
-        after_step: bool = False,
-    ) -> None:
-        """Cast the master weights of ``stale`` into their shards, then gather the whole ones of
-        these flat buffers, and the units of ``chosen`` that a pin or the schedule keeps
-        (collective). Other units of ``chosen`` are released.
-
-        The shards of flat buffers with keys in ``written`` are up to date already.
-        ``after_step``: all ranks have the values of the step before, so flat buffers that send
-        differences may do so; on a GPU the next reader of a whole parameter waits for its gather.
-        """
-        sends, local, whole = list[FlatBuffer](), list[FlatBuffer](), list[FlatBuffer]()
-        for flat in stale:
-            if after_step and flat.spec.sends_differences:
-                sends.append(flat)
-                continue
-            local.append(flat)
-            if not flat.sharded and flat.layout.num_shards > 1:
-                whole.append(flat)
-        with self.schedule.shards.writing(), span("update", "shards in compute dtype"):
-            for flat in local:
-                # without masters of its own, the shard is what the optimizer has updated
-                if flat.optimizer_shard.has_separate_master and flat.key not in written:
-                    master = flat.optimizer_shard.master
-                    assert master is not None
-                    flat.store_shard(master)
-        handles = []
-        for flat in sends:
-            master = flat.optimizer_shard.master
-            assert master is not None
-            codecs = [flat.spec.gather_codec]
-            key = f"updated {flat.key}"
-            handles.append(flat.mesh.shard.all_gather([(flat.full, master)], key, codecs))
-        for several in packs(whole, self.packed_elements) if whole else ():
-            pairs = [(flat.full, flat.shard) for flat in several]
-            last = f"..{several[-1].key}" if len(several) > 1 else ""
-            key = f"updated {several[0].key}{last}"
-            handle = several[0].mesh.shard.all_gather_packed(pairs, key)
-            puts_off = after_step and self.overlaps and not graphs.capturing()
-            if puts_off and not any(flat.spec.persistent for flat in several):
-                UpdatedGather(handle, key, several)
-            else:
-                handles.append(handle)
-        with span("wait_all_gather", "updated parameters"):
-            for handle in handles:
-                handle.wait()
-        resident = frozenset(self.schedule.resident)
-        for unit in dict.fromkeys(map(unit_of, chosen)):
-            if unit.index in resident:
-                # it stays whole across the step on every rank, but its values are old
-                for agree in () if unit.guard.pins else self.schedule.before_rounding:
-                    agree()
-                unit.launch_gather(exact=unit.guard.pins > 0)
-                unit.finish_gather()
-            else:
-                # A graph that this rank has not dropped yet keeps it gathered with the old values;
-                # other ranks may have released it.
-                unit.release(keep_views=True)
 
     def release(self, gather: bool) -> None:
         """Release every sharded unit, or with ``gather`` gather it permanently (collective)."""
@@ -273,31 +209,6 @@ class ShardedModel:
                     members[id(p)] = (name, part)
         groups = optimizer.param_groups
         return [[members.get(id(p), ("", None)) for p in group["params"]] for group in groups]
-
-
-class UpdatedGather:
-    """The all-gather ``handle`` of the updated parameters of ``flats``, named ``key`` in traces.
-    The first use of one of them waits for it: a forward that reaches the unit, or any other read
-    (:class:`hf_zero.zero.layout.parameter.UpdatingParameter`).
-    """
-
-    def __init__(self, handle: Handle, key: str, flats: Sequence[FlatBuffer]):
-        self._handle, self._key, self._flats = handle, key, list(flats)
-        self._device = flats[0].full.device
-        self._stream = streams.current_stream(self._device)
-        for flat in self._flats:
-            flat.begin_update(self._finish, None)
-
-    def _finish(self) -> None:
-        current = streams.current_stream(self._device)
-        with torch.inference_mode(False), torch.no_grad(), span("wait_all_gather", self._key):
-            self._handle.wait()
-        if current != self._stream:
-            # a script orders its streams after the one of the step
-            self._stream.wait_stream(current)
-        for flat in self._flats:
-            unit_of(flat).streams.record_gather()
-            flat.end_update(None)
 
 
 class MeshRanks(ShardRanks):

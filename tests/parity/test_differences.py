@@ -15,7 +15,7 @@ import hf_zero
 from hf_zero.parity.causes import OF_ENGINE, cause_of_failure, lines_that_read_gradients
 from hf_zero.parity.comparison import is_other_batch
 from hf_zero.parity.recorder import fingerprint
-from hf_zero.zero.sharded_model import ShardedModel
+from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.step.optimizer_step import OptimizerStep
 from tests.parity.loops import FEATURES, ROWS, answer, config, stack
 
@@ -27,7 +27,7 @@ def factor(patch: pytest.MonkeyPatch) -> None:
 
 def stale_weights(patch: pytest.MonkeyPatch) -> None:
     """The third refresh is left out: the forward of the next step reads old weights."""
-    refresh, calls = ShardedModel.refresh, [0]
+    refresh, calls = Schedule.refresh, [0]
 
     def third_is_lost(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls[0] += bool(kwargs.get("after_step"))
@@ -35,7 +35,7 @@ def stale_weights(patch: pytest.MonkeyPatch) -> None:
             None if kwargs.get("after_step") and calls[0] == 3 else refresh(self, *args, **kwargs)
         )
 
-    patch.setattr(ShardedModel, "refresh", third_is_lost)
+    patch.setattr(Schedule, "refresh", third_is_lost)
 
 
 def wrong_clipping(patch: pytest.MonkeyPatch) -> None:

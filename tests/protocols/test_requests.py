@@ -69,8 +69,8 @@ class Job:
             if events.stopped:
                 break
             world.collective("training", rank, f"step {step}")
-            with fetches.writing():
-                pass
+            with fetches.writes:
+                fetches.epoch += 1
 
     def ask(
         self, what: str, world: World, rank: int, events: StepEvents, fetches: ShardFetches

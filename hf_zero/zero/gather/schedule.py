@@ -29,8 +29,9 @@ from torch import nn
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.gather.shared_shards import SharedShards
-from hf_zero.zero.gather.unit import GatherState, Unit
+from hf_zero.zero.gather.unit import GatherState, Unit, unit_of
 from hf_zero.zero.layout.compute_copy import ChangedValues
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 GATHER, END_OF_PASS = 1, 0
 _pins, _nbytes = attrgetter("guard.pins"), attrgetter("nbytes")
@@ -72,6 +73,7 @@ class Schedule:
         self,
         units: Sequence[Unit],
         mesh: Mesh,
+        shards: SharedShards,
         ahead_bytes: int,
         reads_ahead: int = 0,
         before_rounding: Sequence[Callable[[], None]] = (),
@@ -86,7 +88,7 @@ class Schedule:
         self._ahead_bytes, self._reads_ahead = ahead_bytes, reads_ahead
         self.computed = ChangedValues()
         self.has_sharded_units = bool(self._sharded)
-        self.shards = SharedShards(self._units, mesh)
+        self.shards = shards
         self._plans: dict[Hashable, list[Unit]] = {}
         self._former_plans: dict[Hashable, list[Unit]] = {}  # while they are recorded anew
         self._pass: Pass | None = None  # None between passes, and in passes without gathers
@@ -446,6 +448,35 @@ class Schedule:
         if self._mesh.consensus is not None and self._mesh.consensus.steps.end_step():
             self._former_plans.update(self._plans)
             self._plans.clear()
+
+    def refresh(
+        self,
+        stale: Sequence[FlatBuffer],
+        chosen: Sequence[FlatBuffer],
+        written: frozenset[str] = frozenset(),
+        after_step: bool = False,
+    ) -> None:
+        """Cast the master weights of ``stale`` into their shards, then gather the whole ones of
+        these flat buffers, and the units of ``chosen`` that a pin or the pass before keeps
+        (collective). Other units of ``chosen`` are released.
+
+        The shards of flat buffers with keys in ``written`` are up to date already.
+        ``after_step``: all ranks have the values of the step before, so flat buffers that send
+        differences may do so; on a GPU the next reader of a whole parameter waits for its gather.
+        """
+        self.shards.store_masters(stale, written, after_step)
+        resident = frozenset(self.resident)
+        for unit in dict.fromkeys(map(unit_of, chosen)):
+            if unit.index in resident:
+                # it stays whole across the step on every rank, but its values are old
+                for agree in () if unit.guard.pins else self.before_rounding:
+                    agree()
+                unit.launch_gather(exact=unit.guard.pins > 0)
+                unit.finish_gather()
+            else:
+                # A graph that this rank has not dropped yet keeps it gathered with the old values;
+                # other ranks may have released it.
+                unit.release(keep_views=True)
 
     def _agree_on_gather(self, kind: int, unit: Unit | None) -> bool:
         """Agree with the other ranks on the next gather and issue it; return False once all ranks

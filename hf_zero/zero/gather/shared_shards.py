@@ -1,19 +1,26 @@
-"""The access of other ranks to the shards of units, through the store (consensus.py, the note)."""
+"""The shards of units: their writes, with the gathers of whole parameters that follow, and the
+access of other ranks through the store (consensus.py, the note).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from hf_zero.device import kinds, streams
+from hf_zero.device import graphs, kinds, streams
+from hf_zero.device.spans import span
+from hf_zero.distributed.collective_log import Handle
+from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
-from hf_zero.zero.gather.unit import Unit
+from hf_zero.zero.gather.unit import Unit, unit_of
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.training_state import CopyGate
 
+SHARE = 4  # a message of small flat buffers has room for this many of the largest
 EVENTS = 256  # writes whose events are kept; a GPU's queue of launches holds fewer
 
 
@@ -22,10 +29,14 @@ class SharedShards(CopyGate):
     gate of copies of the training state of ``units`` that is not offloaded.
     """
 
-    def __init__(self, units: Sequence[Unit], mesh: Mesh):
+    def __init__(self, units: Sequence[Unit], mesh: Mesh, packed: int, overlaps: bool):
+        """``packed``: maximum number of elements of small flat buffers in one message.
+        ``overlaps``: a step returns before the gathers of updated parameters are done.
+        """
         self._units = list(units)
         self._sharded = [unit for unit in units if unit.sharded_flats]
         self._mesh = mesh
+        self._packed, self._overlaps = packed, overlaps
         # on a GPU: when the shards were written, by epoch
         self._written: dict[int, streams.Event] = {}
 
@@ -43,12 +54,56 @@ class SharedShards(CopyGate):
         for unit in self._sharded:
             if unit.in_flight is not None:
                 unit.finish_gather()
-        with consensus.fetches.writing():
+        fetches = consensus.fetches
+        with fetches.writes:  # no fetch is answered meanwhile
             yield
             if not self._mesh.blocks:
                 current = streams.current_stream(self._mesh.device)
-                self._written[consensus.fetches.epoch + 1] = streams.record_event(current)
-                self._written.pop(consensus.fetches.epoch + 1 - EVENTS, None)
+                self._written[fetches.epoch + 1] = streams.record_event(current)
+                self._written.pop(fetches.epoch + 1 - EVENTS, None)
+            fetches.epoch += 1
+
+    def store_masters(
+        self, stale: Sequence[FlatBuffer], written: frozenset[str], after_step: bool
+    ) -> None:
+        """Cast the master weights of ``stale`` into their shards, then gather the whole ones of
+        these flat buffers (collective); arguments as for :meth:`Schedule.refresh`.
+        """
+        sends, local, whole = list[FlatBuffer](), list[FlatBuffer](), list[FlatBuffer]()
+        for flat in stale:
+            if after_step and flat.spec.sends_differences:
+                sends.append(flat)
+                continue
+            local.append(flat)
+            if not flat.sharded and flat.layout.num_shards > 1:
+                whole.append(flat)
+        with self.writing(), span("update", "shards in compute dtype"):
+            for flat in local:
+                # without masters of its own, the shard is what the optimizer has updated
+                if flat.optimizer_shard.has_separate_master and flat.key not in written:
+                    master = flat.optimizer_shard.master
+                    assert master is not None
+                    flat.store_shard(master)
+        handles = []
+        for flat in sends:
+            master = flat.optimizer_shard.master
+            assert master is not None
+            codecs = [flat.spec.gather_codec]
+            key = f"updated {flat.key}"
+            handles.append(flat.mesh.shard.all_gather([(flat.full, master)], key, codecs))
+        for several in packs(whole, self._packed) if whole else ():
+            pairs = [(flat.full, flat.shard) for flat in several]
+            last = f"..{several[-1].key}" if len(several) > 1 else ""
+            key = f"updated {several[0].key}{last}"
+            handle = several[0].mesh.shard.all_gather_packed(pairs, key)
+            puts_off = after_step and self._overlaps and not graphs.capturing()
+            if puts_off and not any(flat.spec.persistent for flat in several):
+                UpdatedGather(handle, key, several)
+            else:
+                handles.append(handle)
+        with span("wait_all_gather", "updated parameters"):
+            for handle in handles:
+                handle.wait()
 
     def serve(self) -> None:
         """Answer other ranks' fetches from now on, on a thread of its own. Idempotent."""
@@ -108,3 +163,78 @@ def shard_bytes_of(unit: Unit) -> bytes:
         flat.optimizer_shard.synchronize_update()
         shards.append(flat.read_shard().detach().cpu().view(torch.uint8).numpy().tobytes())
     return b"".join(shards)
+
+
+class UpdatedGather:
+    """The all-gather ``handle`` of the updated parameters of ``flats``, named ``key`` in traces.
+    The first use of one of them waits for it: a forward that reaches the unit, or any other read
+    (:class:`hf_zero.zero.layout.parameter.UpdatingParameter`).
+    """
+
+    def __init__(self, handle: Handle, key: str, flats: Sequence[FlatBuffer]):
+        self._handle, self._key, self._flats = handle, key, list(flats)
+        self._device = flats[0].full.device
+        self._stream = streams.current_stream(self._device)
+        for flat in self._flats:
+            flat.begin_update(self._finish, None)
+
+    def _finish(self) -> None:
+        current = streams.current_stream(self._device)
+        with torch.inference_mode(False), torch.no_grad(), span("wait_all_gather", self._key):
+            self._handle.wait()
+        if current != self._stream:
+            # a script orders its streams after the one of the step
+            self._stream.wait_stream(current)
+        for flat in self._flats:
+            unit_of(flat).streams.record_gather()
+            flat.end_update(None)
+
+
+# ---- flat buffers of one dtype and the same ranks in one message ----
+
+
+class Pack:
+    """A message being filled: at most ``limit`` elements of one dtype, over one mesh. Only flat
+    buffers of at most a :data:`SHARE` of them are ``small``: packing costs a copy.
+    """
+
+    def __init__(self, limit: int):
+        self.limit, self.small = limit, limit // SHARE
+        self._elements = 0
+        self._kind: tuple[torch.dtype, FlatMesh] | None = None
+
+    def fits(
+        self, elements: int, dtype: torch.dtype | None = None, mesh: FlatMesh | None = None
+    ) -> bool:
+        """Return whether ``elements`` more fit, of ``dtype`` and on the ranks of ``mesh`` if these
+        are given.
+        """
+        if self._elements + elements > self.limit:
+            return False
+        kind = self._kind
+        return kind is None or (
+            (dtype is None or dtype is kind[0])
+            and (mesh is None or mesh is kind[1] or mesh.axes == kind[1].axes)
+        )
+
+    def add(self, elements: int, dtype: torch.dtype, mesh: FlatMesh) -> None:
+        self._elements, self._kind = self._elements + elements, (dtype, mesh)
+
+    def clear(self) -> None:
+        self._elements, self._kind = 0, None
+
+
+def packs(flats: Iterable[FlatBuffer], limit: int) -> list[list[FlatBuffer]]:
+    """Split ``flats``, in order, into messages of at most ``limit`` elements; one that is not
+    small is alone.
+    """
+    packs: list[list[FlatBuffer]] = []
+    pack = Pack(limit)
+    for flat in flats:
+        elements = flat.layout.padded if flat.layout.padded <= pack.small else limit + 1
+        if not packs or not pack.fits(elements, flat.dtype, flat.mesh):
+            packs.append([])
+            pack.clear()
+        packs[-1].append(flat)
+        pack.add(elements, flat.dtype, flat.mesh)
+    return packs

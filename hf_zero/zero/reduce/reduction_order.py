@@ -1,5 +1,4 @@
-"""The order of reductions, the number of gathers before each of them, and the units that may still
-get gradients on this rank in the backward under way.
+"""The order of reductions, and the number of gathers before each of them.
 
 [Note: no deadlock]
 A rank waits for a reduction (on a device: its stream does) when more than a few are in flight, and
@@ -14,27 +13,15 @@ two conditions hold:
 
 So gathers and reductions have one common order, in which each wait follows the operation that it
 waits for.
-
-[Note: what is over]
-Autograd runs ready nodes in reverse order of creation, so a node runs after all nodes of its
-backward that were created later. Each rank numbers entry and exit of unit forwards. Once a backward
-reaches the output of a forward left at t, every forward of that graph entered after t is done;
-forwards of another graph are not part of this backward. Forwards entered before t, of whatever
-graph, may still follow.
-
-Reentrant checkpointing runs a forward without a graph and reruns it inside the backward: such
-forwards are counted (``UnitCalls.expected_reruns``) if checkpoints of that kind have been seen,
-and in the first backward of each kind.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_zero.zero.gather.schedule import merged
-from hf_zero.zero.gather.unit import OutermostForward, Unit, UnitCall
+from hf_zero.zero.gather.unit import Unit
 
 
 @dataclass
@@ -124,80 +111,3 @@ class ReductionOrder:
 def _raise_to(depths: dict[int, int], others: Mapping[int, int]) -> None:
     for index, depth in others.items():
         depths[index] = max(depths.get(index, 0), depth)
-
-
-NOT_BEGUN = 1 << 62
-
-
-class RemainingForwards:
-    """The forwards that the backward under way may still reach."""
-
-    def __init__(self) -> None:
-        self._tick = NOT_BEGUN  # calls entered at this tick or later have ended their backward
-        # calls in backward without marks, whose end no hook reports
-        self.unmarked: list[UnitCall] = []
-        # stand-in for forwards recomputed in this backward
-        self.recomputation: OutermostForward | None = None
-        self.reruns_seen = False  # a checkpoint has run a backward inside a backward
-
-    def begin(self, recomputation: OutermostForward) -> None:
-        """Begin a backward."""
-        self._tick, self.recomputation = NOT_BEGUN, recomputation
-        self.unmarked.clear()
-
-    def end(self) -> None:
-        self._tick, self.recomputation = NOT_BEGUN, None
-        self.unmarked.clear()
-
-    def advance_to(self, tick: int) -> Sequence[Unit]:
-        """Advance the backward to ``tick``; return units of unmarked calls that end by then."""
-        if tick >= self._tick:
-            return ()
-        self._tick = tick
-        units = list[Unit]()
-        over, unmarked = list[UnitCall](), list[UnitCall]()
-        for call in self.unmarked:
-            (over if call.began >= tick else unmarked).append(call)
-        self.unmarked = unmarked
-        for call in over:
-            if not self.awaits_calls(call.unit):
-                units.append(call.unit)
-        return units
-
-    def awaits_calls(self, unit: Unit) -> bool:
-        """Return whether the backward of a call of ``unit`` is pending or running."""
-        # Several blocks may share a unit, and each of their calls asks: the call found last time
-        # answers most of them.
-        calls, reached, recomputation = unit.calls, self._tick, self.recomputation
-        awaited = calls.awaited()
-        if (
-            awaited is not None
-            and (awaited.began < reached or awaited.root is recomputation)
-            and (awaited in calls.in_backward or awaited in calls.pending)
-        ):
-            return True
-        last: UnitCall | None = None  # a backward reaches it last
-        for candidates in (calls.in_backward, calls.pending):
-            for call in candidates:
-                may_come = call.began < reached or call.root is recomputation
-                if may_come and (last is None or call.began < last.began):
-                    last = call
-        if last is None:
-            return False
-        calls.awaited = weakref.ref(last)
-        return True
-
-    def awaits_reruns(self, unit: Unit, learning: bool) -> bool:
-        """Return whether a checkpoint may still rerun ``unit``.
-
-        ``learning``: this backward is the first of its kind.
-        """
-        return unit.calls.expected_reruns > 0 and (learning or self.reruns_seen)
-
-    def awaits(self, unit: Unit, learning: bool) -> bool:
-        """Return whether ``unit`` may still get gradients."""
-        return (
-            bool(unit.calls.in_forward or unit.calls.read_by)
-            or self.awaits_reruns(unit, learning)
-            or self.awaits_calls(unit)
-        )

@@ -24,10 +24,10 @@ from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
 from hf_zero.device.streams import TensorPool
 from hf_zero.distributed.collective_log import Handle, minus_zero
-from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import log_rank0
 from hf_zero.offload.unit_updates import GradientCopies
+from hf_zero.zero.gather.shared_shards import Pack
 from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads, raw_grads
@@ -38,7 +38,6 @@ from hf_zero.zero.reduce.norm import sums_of_squares
 # (:meth:`ReductionMessages.set_joint`): in the first backward of a kind with gathers, and while the
 # backward of an older forward is pending.
 IN_FLIGHT = 2
-SHARE = 4  # a message of small flat buffers has room for this many of the largest
 
 
 @dataclass(eq=False)
@@ -415,53 +414,3 @@ def dense(flat: FlatBuffer, index: int, grad: torch.Tensor) -> torch.Tensor:
             logging.WARNING,
         )
     return grad.to_dense()
-
-
-# ---- flat buffers of one dtype and the same ranks in one message ----
-
-
-class Pack:
-    """A message being filled: at most ``limit`` elements of one dtype, over one mesh. Only flat
-    buffers of at most a :data:`SHARE` of them are ``small``: packing costs a copy.
-    """
-
-    def __init__(self, limit: int):
-        self.limit, self.small = limit, limit // SHARE
-        self._elements = 0
-        self._kind: tuple[torch.dtype, FlatMesh] | None = None
-
-    def fits(
-        self, elements: int, dtype: torch.dtype | None = None, mesh: FlatMesh | None = None
-    ) -> bool:
-        """Return whether ``elements`` more fit, of ``dtype`` and on the ranks of ``mesh`` if these
-        are given.
-        """
-        if self._elements + elements > self.limit:
-            return False
-        kind = self._kind
-        return kind is None or (
-            (dtype is None or dtype is kind[0])
-            and (mesh is None or mesh is kind[1] or mesh.axes == kind[1].axes)
-        )
-
-    def add(self, elements: int, dtype: torch.dtype, mesh: FlatMesh) -> None:
-        self._elements, self._kind = self._elements + elements, (dtype, mesh)
-
-    def clear(self) -> None:
-        self._elements, self._kind = 0, None
-
-
-def packs(flats: Iterable[FlatBuffer], limit: int) -> list[list[FlatBuffer]]:
-    """Split ``flats``, in order, into messages of at most ``limit`` elements; one that is not
-    small is alone.
-    """
-    packs: list[list[FlatBuffer]] = []
-    pack = Pack(limit)
-    for flat in flats:
-        elements = flat.layout.padded if flat.layout.padded <= pack.small else limit + 1
-        if not packs or not pack.fits(elements, flat.dtype, flat.mesh):
-            packs.append([])
-            pack.clear()
-        packs[-1].append(flat)
-        pack.add(elements, flat.dtype, flat.mesh)
-    return packs

@@ -413,7 +413,7 @@ class OptimizerStep:
                 flat.user_writes.mark_updated()
             if not flat.optimizer_shard.offloaded and flat not in skip_refresh:
                 stale.append(flat)
-        model.refresh(stale, model.flats, frozenset(written), after_step=True)
+        model.schedule.refresh(stale, model.flats, frozenset(written), after_step=True)
         return False
 
     @contextmanager
