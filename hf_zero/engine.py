@@ -367,7 +367,8 @@ class Engine(TrainingEngine):
         ``who`` waits is logged if it takes time. ``below``: wait only for saves in this folder.
         Every rank must call it, or none.
         """
-        self.background_saves.wait(who, below)
+        if self.background_saves.saver is not None:
+            self.background_saves.wait(who, below)
 
     def destroy(self, gather: bool = False) -> None:
         """Detach the engine from the model and free gradients and optimizer state. Idempotent.

@@ -141,20 +141,6 @@ class TrainingEngine(EngineParts):
         return self.accumulation.ends
 
     @property
-    def window_is_open(self) -> bool:
-        """Return whether gradients of micro-batches are held that the next update will use."""
-        if self.optimizer_step.bound is None or self.changes.unconfirmed is not None:
-            return False
-        return self.held_micro_batches > 0 and not self.pass_runner.reducer.gradients_lost
-
-    @property
-    def held_micro_batches(self) -> int:
-        """Number of micro-batches whose gradients the next update will use, or whose update awaits
-        its ``step()``.
-        """
-        return self.accumulation.held_micro_batches
-
-    @property
     def pass_is_under_way(self) -> bool:
         """Return whether a forward or a backward has begun and not ended."""
         return self.pass_runner.under_way
