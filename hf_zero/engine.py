@@ -112,10 +112,10 @@ class Engine(TrainingEngine):
         if ends_window and self.generations.exist:
             self.generations.end_step(self)
 
-    def update_in_backward(self) -> None:
+    def finish_update_in_backward(self) -> None:
         was_broken = self.changes.broken
         try:
-            super().update_in_backward()
+            super().finish_update_in_backward()
         except BaseException:
             if self.changes.broken != was_broken:
                 self.generations.break_step()
@@ -313,7 +313,7 @@ class Engine(TrainingEngine):
             self.bound.accept_writes()
             self.bound.check_groups()
         self.wait_for_checkpoint(f"the load of {load_dir}")
-        if self.flats and self.flats[0].engine_flats.trainability_changed:
+        if self.sharded_model.engine_flats.trainability_changed:
             if self.changes.unconfirmed is not None:
                 self._drop_gradients()
             self.changes.begin_load()

@@ -189,7 +189,7 @@ class DeepSpeedEngine(ReportingEngine):
         """
         chosen = checked(include, device)
         if not kinds.is_synchronous(self.device):
-            self.sharded_model.writing()
+            self.sharded_model.wait_until_writable()
             self._states_away.send(self, chosen, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:

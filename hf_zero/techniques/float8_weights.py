@@ -11,7 +11,7 @@ bf16 and fp32; small numbers of fp16 are too coarse for it.
 
 [Note: one message for all scales]
 The amax of a weight is over all ranks, after the update, so no message before has it. If a
-weight has changed (``FlatBuffer.changes``: a step, a load, a write), the next pass begins with one
+weight has changed (``FlatBuffer.version``: a step, a load, a write), the next pass begins with one
 message that has the amax of all weights, each rank's of its own part. In the pass itself a rank
 must not wait for it: a wait at the launch of a gather, ahead of its turn, could be for a rank that
 waits for a reduction (``reduction_order.py``, the note).
@@ -141,7 +141,7 @@ class AgreedScales(CodecAgreement):
         self._changes: list[int] = []  # of each flat buffer, at the last agreement
 
     def renew(self) -> None:
-        changes = [flat.changes for flat in self.flats]
+        changes = [flat.version for flat in self.flats]
         if changes != self._changes:
             with torch.inference_mode(False), torch.no_grad():
                 self._agree()

@@ -227,6 +227,7 @@ class EngineParts(ModelWrapper):
         self.optimizer_step = OptimizerStep(
             sharded, self.optimizer, config, scaler, sanity, self.feature_set.hooks, self.changes
         )
+        # before the parts below, which take over what features set on the step
         self.feature_set.bind(self.optimizer_step)
         self.optimizer_step.check_updates()
         self.updater, self.scaler = self.optimizer_step.updater, scaler
@@ -307,7 +308,7 @@ class EngineParts(ModelWrapper):
         """
         if self.bound is not None and self.bound.is_stepping:
             self.changes.refuse_gradients(f"writing {name}.grad")
-        self.pass_runner.write(flat, name, value)
+        self.pass_runner.write_gradient(flat, name, value)
 
     def take_user_writes(self) -> None:
         """Copy a script's writes to whole parameters into shards and master weights."""
@@ -464,7 +465,7 @@ class EngineParts(ModelWrapper):
         """
         if self._installed is None:
             return
-        self.pass_runner.module_hooks.reset()
+        self.pass_runner.module_hooks.abort_broken_pass()
         # where steps send differences in few bits, whole values lag behind the master weights
         stale = [flat for flat in self.flats if flat.trainable and flat.spec.sends_differences]
         if gather and stale:

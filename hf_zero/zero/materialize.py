@@ -84,14 +84,15 @@ def _ranks_of_a_host(shards: int, key: str) -> int:
     return min(sizes)
 
 
-def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit]:
-    """Build the units of ``plan`` on the device of ``mesh``, with rank 0's values on every rank but
-    in ``plan.kept_buffers`` (collective). ``placement`` allocates shards and optimizer state.
+def materialize(plan: EnginePlan, engine_flats: EngineFlats, placement: Placement) -> list[Unit]:
+    """Build the units of ``plan``, with their flat buffers in ``engine_flats`` and rank 0's values
+    on every rank but in ``plan.kept_buffers`` (collective). ``placement`` allocates shards and
+    optimizer state.
 
     Raises RankMismatchError if one of the ranks has no room on its disk, and DiskSpaceError on that
     rank; the model is then unchanged.
     """
-    device, engine_flats = mesh.device, EngineFlats(mesh)
+    mesh, device = engine_flats.mesh, engine_flats.mesh.device
     flats_of: dict[int, list[FlatBuffer]] = {}
     for planned in plan.flats:
         cut = planned.spec.sharding

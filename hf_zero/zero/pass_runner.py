@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -28,26 +29,6 @@ NO_GRADIENT = (
     "not between it and step()"
 )
 _ready = attrgetter("gradient.ready")
-
-
-class StepRunner(Protocol):
-    """The passes and the update of a step, run by a feature in place of the engine."""
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether its last forward awaits its backward."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> object:
-        """Return what the model returns."""
-
-    def end_backward(self, loss_factors: Hashable, others: bool) -> None:
-        """End a backward of a loss with ``loss_factors``; ``others``: it read other graphs, too."""
-
-    def update(self, steps_before: int, may_overflow: bool) -> bool:
-        """Run one optimizer step, as ``OptimizerStep.update`` does."""
-
-    def close(self) -> None:
-        """Free what it holds."""
 
 
 class PassRunner:
@@ -99,7 +80,7 @@ class PassRunner:
         self._removed = False
         self.runs_captured = False  # a backward of the step runner is under way
         self.step_runner: StepRunner | None = None
-        self._by_step = False  # step() takes in what no hook has seen
+        self._by_step = False  # step() takes in gradients that no hook has seen
 
     def install(self, scaler: Fp16LossScaler) -> None:
         """Register the hooks on the model; in fp16 also one that scales unscaled losses."""
@@ -139,6 +120,8 @@ class PassRunner:
             hook = model.module.register_forward_hook(Attached(self.losses.scale_outputs))
             self._removable.callback(hook.remove)
 
+    # ---- a backward ----
+
     def run_backward(self, loss: torch.Tensor, retain_graph: bool, weight: float | None) -> None:
         """Backpropagate ``loss``, a scalar of one micro-batch, unscaled. ``weight``: of the
         micro-batch in its window; None: 1 / ``window.accumulation_steps``. Raises PartitionError
@@ -171,32 +154,6 @@ class PassRunner:
                 return
             with self.module_hooks.backward_of(root):
                 root.backward(retain_graph=retain_graph)
-
-    def _run_captured(
-        self, runner: StepRunner, root: torch.Tensor, retain_graph: bool, loss_factors: Hashable
-    ) -> None:
-        """Backpropagate ``root``, a loss with ``loss_factors``, while a forward of ``runner``
-        awaits its backward.
-        """
-        before, self.runs_captured = self.reducer.progress, True
-        try:
-            root.backward(retain_graph=retain_graph)
-        finally:
-            self.runs_captured = False
-        runner.end_backward(loss_factors, self.reducer.progress is not before)
-
-    def begin_replay(self) -> None:
-        """Begin a backward that is launched from a graph: no hook of it runs."""
-        self._begin_backward()
-        self.reducer.begin_replay()
-
-    def end_replay(self, states: Sequence[Callable[[], None]]) -> None:
-        """End a replayed backward: call ``states``, recorded at the capture, which set the gradient
-        states of the flat buffers.
-        """
-        for restore in states:
-            restore()
-        self.reducer.end_replay()
 
     def run_backward_from(
         self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -235,34 +192,68 @@ class PassRunner:
                 )
             self._sanity.on_backward(window.managed and closes)
         ends_window = window.syncs and window.ends
-        updates = ends_window and self._model.updates_in_backward and not step.max_norm
-        # One that no hook has seen is taken in outside of it, and more may follow unless by step():
-        # that of another rank, whose hooks have seen it, has made the update by then.
-        if updates := updates and (self._by_step or self.tracker.inside):
+        # A backward that no hook has seen may be followed by another one, unless a step() takes its
+        # gradients in: ranks whose hooks have seen theirs have made the update by then.
+        updates = (
+            ends_window
+            and self._model.updates_in_backward
+            and not step.max_norm
+            and (self._by_step or self.tracker.inside)
+        )
+        if updates:
             self._engine().refuse_update()  # collective: the conditions are equal on all ranks
         window.begin_backward(closes)
         alone = not any(window.counts_before)
         weight, unscale = self.losses.begin(1.0 / window.accumulation_steps)
         on_reduced = on_finished = None
         if updates and not self.losses.may_overflow:
-            on_reduced, on_finished = self._update_in_backward, step.updater.end_backward
+            steps_before = self._counters.global_steps
+            on_reduced = partial(step.begin_update_in_backward, steps_before=steps_before)
+            on_finished = step.updater.end_backward
         self.reducer.configure_backward(
             BackwardSettings(weight, unscale, ends_window, on_reduced, alone, on_finished)
         )
-
-    def _update_in_backward(self, flats: Sequence[FlatBuffer]) -> None:
-        self._optimizer_step.update_in_backward(flats, self._counters.global_steps)
 
     def _end_backward(self) -> None:
         """Make the rest of the update of which the backward has made a part: the parts are equal on
         all ranks.
         """
         if self._optimizer_step.updater.backward_update is not None:
-            self._engine().update_in_backward()
+            self._engine().finish_update_in_backward()
 
     def _engine(self) -> Any:
-        engine: Any = self._model.flats[0].engine_flats.engine()
+        engine: Any = self._model.engine_flats.engine()
         return engine
+
+    # ---- a backward that a graph launches ----
+
+    def _run_captured(
+        self, runner: StepRunner, root: torch.Tensor, retain_graph: bool, loss_factors: Hashable
+    ) -> None:
+        """Backpropagate ``root``, a loss with ``loss_factors``, while a forward of ``runner``
+        awaits its backward.
+        """
+        before, self.runs_captured = self.reducer.progress, True
+        try:
+            root.backward(retain_graph=retain_graph)
+        finally:
+            self.runs_captured = False
+        runner.end_backward(loss_factors, self.reducer.progress is not before)
+
+    def begin_replay(self) -> None:
+        """Begin a backward that is launched from a graph: no hook of it runs."""
+        self._begin_backward()
+        self.reducer.begin_replay()
+
+    def end_replay(self, states: Sequence[Callable[[], None]]) -> None:
+        """End a replayed backward: call ``states``, recorded at the capture, which set the gradient
+        states of the flat buffers.
+        """
+        for restore in states:
+            restore()
+        self.reducer.end_replay()
+
+    # ---- gradients before a step ----
 
     def reduce_stray_gradients(self, by_step: bool = False) -> None:
         """Take in gradients that no hook has seen, and abort a backward that an exception has left
@@ -281,13 +272,20 @@ class PassRunner:
         self.reduce_stray_gradients()
         self._reduce_accumulated()
 
+    def reduce_for_step(self) -> None:
+        """Reduce the rest of the window (collective). Raises PartitionError without a gradient."""
+        self._reduce_accumulated()
+        trainable = self._model.trainable
+        if trainable and not any(map(_ready, trainable)):
+            raise PartitionError(NO_GRADIENT)
+
     def _reduce_accumulated(self) -> None:
         for prepare in self._optimizer_step.feature_hooks.before_reduction:
             prepare(self.reducer.local_scale)
         self.reducer.reduce_accumulated()
 
-    def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
-        """Set the gradient of parameter ``name``; see :meth:`Engine.write_gradient`."""
+    def write_gradient(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
+        """Set the gradient of parameter ``name``, as :meth:`EngineParts.write_gradient`."""
         self._optimizer_step.changes.refuse_until_step(f"writing {name}.grad")
         self._window.asked = True
         self.reducer.wait_for_offload()
@@ -297,25 +295,7 @@ class PassRunner:
         scale = self._optimizer_step.held_scale(device)
         flat.gradient.write(name, value, scale * self.reducer.unreduced_scale(flat), scale)
 
-    def refuse_unusable(self) -> None:
-        """Raise PartitionError, or UnreducedGradientsError inside no_sync, if a step cannot use the
-        gradients held.
-        """
-        if self.reducer.gradients_lost:
-            self._optimizer_step.changes.refuse_until_step(
-                "a step whose gradients are not complete"
-            )
-            raise PartitionError(
-                "a backward of this window was broken by an exception after some gradients had "
-                "been produced: they are lost, and with them what earlier micro-batches of the "
-                "window had added up may be incomplete; call engine.restart_window() and repeat "
-                "the window, on all ranks"
-            )
-        if not self._window.syncs:
-            raise UnreducedGradientsError(
-                "It is illegal to call Engine.step() inside no_sync context manager: it would use "
-                "gradients that are not reduced; leave the no_sync block first"
-            )
+    # ---- whether a step can use them ----
 
     def has_micro_batch(self) -> bool:
         """Return whether a ``step()`` now counts a micro-batch: there was a backward since the last
@@ -337,12 +317,25 @@ class PassRunner:
         self._sanity.on_empty_step()
         return False
 
-    def reduce_for_step(self) -> None:
-        """Reduce the rest of the window (collective). Raises PartitionError without a gradient."""
-        self._reduce_accumulated()
-        trainable = self._model.trainable
-        if trainable and not any(map(_ready, trainable)):
-            raise PartitionError(NO_GRADIENT)
+    def refuse_unusable(self) -> None:
+        """Raise PartitionError, or UnreducedGradientsError inside no_sync, if a step cannot use the
+        gradients held.
+        """
+        if self.reducer.gradients_lost:
+            self._optimizer_step.changes.refuse_until_step(
+                "a step whose gradients are not complete"
+            )
+            raise PartitionError(
+                "a backward of this window was broken by an exception after some gradients had "
+                "been produced: they are lost, and with them what earlier micro-batches of the "
+                "window had added up may be incomplete; call engine.restart_window() and repeat "
+                "the window, on all ranks"
+            )
+        if not self._window.syncs:
+            raise UnreducedGradientsError(
+                "It is illegal to call Engine.step() inside no_sync context manager: it would use "
+                "gradients that are not reduced; leave the no_sync block first"
+            )
 
     def refuse_unused(self) -> None:
         """Raise UnusedParameterError, on all ranks, for trainable parameters without a gradient on
@@ -356,14 +349,6 @@ class PassRunner:
                 "it in every forward, or set the key to true: what no rank uses stays as it is"
             )
 
-    def reset(self, inside_window: bool = False) -> None:
-        """Prepare for a ``step()`` or ``zero_grad()``: report it to the sanity checks, and abort a
-        forward or backward that an exception has left open. ``inside_window``: the step only counts
-        a micro-batch.
-        """
-        self._sanity.on_step(inside_window)
-        self.module_hooks.reset()
-
     @property
     def under_way(self) -> bool:
         """Return whether a forward or a backward of the model is under way."""
@@ -376,3 +361,23 @@ class PassRunner:
             self.step_runner.close()
         self._removable.close()
         self.reducer.close()
+
+
+class StepRunner(Protocol):
+    """The passes and the update of a step, run by a feature in place of the engine."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether its last forward awaits its backward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> object:
+        """Return what the model returns."""
+
+    def end_backward(self, loss_factors: Hashable, others: bool) -> None:
+        """End a backward of a loss with ``loss_factors``; ``others``: it read other graphs, too."""
+
+    def update(self, steps_before: int, may_overflow: bool) -> bool:
+        """Run one optimizer step, as ``OptimizerStep.update`` does."""
+
+    def close(self) -> None:
+        """Free what it holds."""

@@ -277,7 +277,7 @@ class ModuleHooks:
         unit.keep_for_backward(root)
         node.register_prehook(partial(self._tracker.reach_root, root))
 
-    def reset(self) -> None:
+    def abort_broken_pass(self) -> None:
         """Abort a forward or backward that an exception has left open; none may be running.
         KeyboardInterrupt bypasses the post-forward hooks.
         """

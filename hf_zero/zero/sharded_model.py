@@ -29,7 +29,7 @@ from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.gather.shared_shards import SharedShards
 from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
-from hf_zero.zero.layout.flat_buffer import FlatBuffer, owner_of
+from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer, owner_of
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.outside import check_outside
 from hf_zero.zero.layout.parameter import OwningEngine
@@ -71,7 +71,8 @@ class ShardedModel:
         }
         self.group_of = plan.group_of
         check_optimizer(plan)
-        self.units = materialize(plan, mesh, placement)
+        self.engine_flats = EngineFlats(mesh)
+        self.units = materialize(plan, self.engine_flats, placement)
         # a rebuild keeps each rank's buffers in them
         self.modules = weakref.WeakSet(modules_of(plan.model))
         self.extensions: Extensions = plan.extensions
@@ -96,8 +97,7 @@ class ShardedModel:
 
     def attach(self, engine: Callable[[], OwningEngine[FlatBuffer] | None]) -> None:
         """Set ``engine``, a weak reference, as the engine of these parameters."""
-        if self.flats:
-            self.flats[0].engine_flats.engine = engine
+        self.engine_flats.engine = engine
 
     @contextmanager
     def gathered(self, unit: Unit) -> Iterator[None]:
@@ -126,7 +126,7 @@ class ShardedModel:
         if reads is not None:
             streams.record_event(reads).synchronize()
 
-    def writing(self) -> None:
+    def wait_until_writable(self) -> None:
         """Wait until all training state may be written to (:meth:`OptimizerShard.writing`)."""
         for flat in self.flats:
             flat.optimizer_shard.writing()

@@ -41,11 +41,7 @@ class TrainingEngine(EngineParts):
     # ---- forward and backward ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self.flats
-            and self.flats[0].engine_flats.trainability_changed
-            and torch.is_grad_enabled()
-        ):
+        if self.sharded_model.engine_flats.trainability_changed and torch.is_grad_enabled():
             self.rebuild_if_unfrozen()
         if self._cast_to is not None:
             args, kwargs = map_tensors(
@@ -69,7 +65,7 @@ class TrainingEngine(EngineParts):
             except (KeyboardInterrupt, SystemExit):
                 # They bypass the post-forward hooks, whose graph would keep the engine alive:
                 # Python's garbage collector sees no cycle through a graph.
-                self.pass_runner.module_hooks.reset()
+                self.pass_runner.module_hooks.abort_broken_pass()
                 for end in self.feature_set.hooks.end_forward:
                     end()
                 raise
@@ -177,7 +173,7 @@ class TrainingEngine(EngineParts):
         """
         self._reduce_for_norm()
         step = self.optimizer_step
-        return step.measure(self.counters.global_steps).sqrt() / step.scaler.scale
+        return step.squares_of_all_ranks(self.counters.global_steps).sqrt() / step.scaler.scale
 
     def _reduce_for_norm(self) -> None:
         if self.changes.broken:
@@ -244,16 +240,17 @@ class TrainingEngine(EngineParts):
         """Rebuild the engine if parameters that its optimizer has were unfrozen (collective);
         ``loads``: a load follows, which may replace a half changed state.
         """
-        if not (self.flats and self.flats[0].engine_flats.trainability_changed):
+        flats = self.sharded_model.engine_flats
+        if not flats.trainability_changed:
             return
-        self.flats[0].engine_flats.trainability_changed = False
+        flats.trainability_changed = False
         if self.optimizer_step.bound is not None and (names := unfrozen(self)):
             what = f"unfreezing {listed(names, 3)}"
             try:
                 rebuild(self, what, lambda: None, loads)
             except BaseException:
                 if not self.destroyed:
-                    self.flats[0].engine_flats.trainability_changed = True
+                    self.sharded_model.engine_flats.trainability_changed = True
                 raise
 
     def add_param_group(self, group: ParamGroup) -> None:
@@ -311,7 +308,8 @@ class TrainingEngine(EngineParts):
         if self.changes.broken:
             self.changes.refuse("step()")
         ends_window = self.accumulation.ends_by_step or self.changes.unconfirmed is not None
-        self.pass_runner.reset(inside_window=not ends_window)
+        self.optimizer_step.sanity.on_step(inside_window=not ends_window)
+        self.pass_runner.module_hooks.abort_broken_pass()
         self.pass_runner.reduce_stray_gradients(by_step=True)
         self.sharded_model.patches.check()
         self.pass_runner.refuse_unusable()
@@ -352,7 +350,7 @@ class TrainingEngine(EngineParts):
     # ---- an update in the backward ----
 
     @torch.no_grad()
-    def update_in_backward(self) -> None:
+    def finish_update_in_backward(self) -> None:
         """Make the rest of the update, and end the step, at the end of a backward that has made a
         part of it and closes the window (collective). Gradients stay for :meth:`step`.
         """
@@ -423,7 +421,7 @@ class TrainingEngine(EngineParts):
         self.accumulation.updates += 1
         self.accumulation.restarts_in_a_row = 0
         self.pass_runner.reducer.clear()
-        if self.optimizer_step.measured is not None or self.optimizer_step.is_clipped:
+        if self.optimizer_step.known is not None or self.optimizer_step.is_clipped:
             self.optimizer_step.forget_gradient()
         if self.sharded_model.placement.awaits_first_step and not overflow:
             self.optimizer_step.bring_state_back()
@@ -520,7 +518,9 @@ class TrainingEngine(EngineParts):
             )
 
     def _announce_events(self) -> None:
-        """Announce events to the other ranks, before all agree at the end of this step."""
+        """Announce events to the other ranks, before all agree at the end of this step: a subclass
+        may have some.
+        """
 
     def _count_micro_batches(self, count: int) -> None:
         self.counters.micro_steps += count
@@ -535,7 +535,8 @@ class TrainingEngine(EngineParts):
         """
         if self.bound is not None and self.bound.is_stepping:
             self.changes.refuse_gradients("zero_grad()")
-        self.pass_runner.reset()
+        self.optimizer_step.sanity.on_step(inside_window=False)
+        self.pass_runner.module_hooks.abort_broken_pass()
         self.changes.refuse_until_step("zero_grad()")
         self.pass_runner.reducer.clear()
         self.optimizer_step.forget_gradient()

@@ -38,14 +38,14 @@ def test_a_write_without_a_lease_raises_while_a_save_copies(tmp_path):
     def run(rank: int, model: nn.Module) -> None:
         engine: Any = opened(model, offload("optimizer on cpu", 2, tmp_path))
         train(engine, rank, range(1))
-        engine.sharded_model.writing()
+        engine.sharded_model.wait_until_writable()
         shard = engine.flats[0].optimizer_shard
         value = shard.storage.fetch(MASTER)[:1].clone()
         shard.begin_copy(shard.end_copy)
         assert torch.equal(shard.storage.fetch(MASTER)[:1], value)
         with pytest.raises(AssertionError, match="without a lease, while a save copies"):
             shard.storage.store(MASTER, 0, value)
-        engine.sharded_model.writing()
+        engine.sharded_model.wait_until_writable()
         assert shard.wait_until_copied is None
         shard.storage.store(MASTER, 0, value)
         engine.destroy()

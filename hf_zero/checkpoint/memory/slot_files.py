@@ -110,4 +110,4 @@ def changes_of(engine: TrainingEngine) -> tuple[Hashable, ...]:
     or its optimizer state.
     """
     state = () if engine.bound is None else engine.bound.version()
-    return engine.counters.global_steps, sum(flat.changes for flat in engine.flats), state
+    return engine.counters.global_steps, sum(flat.version for flat in engine.flats), state

@@ -136,7 +136,7 @@ def version_of(engine: ShardedEngine) -> Version:
     Raises PartitionError if the engine was destroyed.
     """
     _complete_updates(engine, engine.flats)
-    return Version(engine.global_steps, {flat: flat.changes for flat in engine.flats})
+    return Version(engine.global_steps, {flat: flat.version for flat in engine.flats})
 
 
 def _complete_updates(engine: ShardedEngine, flats: Sequence[FlatBuffer]) -> None:
@@ -204,7 +204,7 @@ def _refuse_written(group: Sequence[FlatBuffer], version: Version, engine: Shard
     engine has other flat buffers.
     """
     _complete_updates(engine, [flat for flat in group if not flat.retired])
-    others = (flat.retired or flat.changes != version.changes.get(flat) for flat in group)
+    others = (flat.retired or flat.version != version.changes.get(flat) for flat in group)
     if engine.global_steps != version.step or any(others):
         raise PartitionError(
             f"weights were written while they are read: those before this are of step "

@@ -98,7 +98,7 @@ class SharedShards(CopyGate):
             handle = several[0].mesh.shard.all_gather_packed(pairs, key)
             puts_off = after_step and self._overlaps and not graphs.capturing()
             if puts_off and not any(flat.spec.persistent for flat in several):
-                UpdatedGather(handle, key, several)
+                finish_at_first_use(handle, key, several)
             else:
                 handles.append(handle)
         with span("wait_all_gather", "updated parameters"):
@@ -165,29 +165,27 @@ def shard_bytes_of(unit: Unit) -> bytes:
     return b"".join(shards)
 
 
-class UpdatedGather:
-    """The all-gather ``handle`` of the updated parameters of ``flats``, named ``key`` in traces.
-    The first use of one of them waits for it: a forward that reaches the unit, or any other read
+def finish_at_first_use(handle: Handle, key: str, flats: Sequence[FlatBuffer]) -> None:
+    """Let the first use of the updated parameters of ``flats`` wait for ``handle``, their
+    all-gather, named ``key`` in traces: a forward that reaches the unit, or any other read
     (:class:`hf_zero.zero.layout.parameter.UpdatingParameter`).
     """
+    device = flats[0].full.device
+    stream = streams.current_stream(device)
 
-    def __init__(self, handle: Handle, key: str, flats: Sequence[FlatBuffer]):
-        self._handle, self._key, self._flats = handle, key, list(flats)
-        self._device = flats[0].full.device
-        self._stream = streams.current_stream(self._device)
-        for flat in self._flats:
-            flat.begin_update(self._finish, None)
-
-    def _finish(self) -> None:
-        current = streams.current_stream(self._device)
-        with torch.inference_mode(False), torch.no_grad(), span("wait_all_gather", self._key):
-            self._handle.wait()
-        if current != self._stream:
+    def finish() -> None:
+        current = streams.current_stream(device)
+        with torch.inference_mode(False), torch.no_grad(), span("wait_all_gather", key):
+            handle.wait()
+        if current != stream:
             # a script orders its streams after the one of the step
-            self._stream.wait_stream(current)
-        for flat in self._flats:
+            stream.wait_stream(current)
+        for flat in flats:
             unit_of(flat).streams.record_gather()
             flat.end_update(None)
+
+    for flat in flats:
+        flat.begin_update(finish, None)
 
 
 # ---- flat buffers of one dtype and the same ranks in one message ----

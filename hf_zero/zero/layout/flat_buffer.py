@@ -48,9 +48,9 @@ from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.parameter import OwnedParameter, OwningEngine, UpdatingParameter
 from hf_zero.zero.layout.parameter_views import ParameterGuard, ParameterViews, UserWrites
 from hf_zero.zero.layout.training_state import (
-    ChangeCount,
     GradientBuffer,
     GradientMemory,
+    GradientVersion,
     OptimizerShard,
 )
 
@@ -71,7 +71,7 @@ class EngineFlats:
         # whether requires_grad of a frozen parameter has been switched since the engine looked
         self.trainability_changed = False
         self._switched: str | None = ""  # None: to be listed again
-        self.gradient_changes = ChangeCount()
+        self.gradient_version = GradientVersion()
 
     def note_switch(self, trainable: bool) -> None:
         """Note that requires_grad of a parameter was switched, which is laid out as ``trainable``
@@ -112,7 +112,7 @@ class FlatBuffer:
         self.parameters = parameters
         # in buffer order, and as views of the buffer by name
         self.members, self.views = self.parameter_views.members, self.parameter_views.views
-        self.gradient = GradientBuffer(spec, engine_flats.gradient_changes)
+        self.gradient = GradientBuffer(spec, engine_flats.gradient_version)
         self.optimizer_shard = OptimizerShard(spec, self.gradient)
         self.user_writes = UserWrites(parameters)
         self.retired = False  # its engine has been destroyed
@@ -162,7 +162,7 @@ class FlatBuffer:
         return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - expected
 
     @property
-    def changes(self) -> int:
+    def version(self) -> int:
         """Number of changes of the values by steps, loads and scripts, on any rank; those of an
         update under way are counted.
         """
@@ -239,7 +239,7 @@ class FlatBuffer:
 
     def member(self, name: str) -> torch.Tensor:
         """Return this rank's part of the frozen, sharded parameter ``name``, 1-D, in the memory of
-        the shard; :attr:`changes` counts writes. A placeholder where the shard has no memory.
+        the shard; :attr:`version` counts writes. A placeholder where the shard has no memory.
         """
         if self._member is None:
             self._member = self._storage.entry(SHARD).data

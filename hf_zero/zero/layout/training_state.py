@@ -39,8 +39,10 @@ class GradState(Enum):
     APPLIED = "applied by an update in the backward, and freed"
 
 
-class ChangeCount:
-    """The number of reductions into the gradients of one engine and of writes to them."""
+class GradientVersion:
+    """The version of the gradients of one engine: ``number`` grows with each reduction into one of
+    them and each write to one.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -57,10 +59,10 @@ class GradientBuffer:
     tensors.
     """
 
-    def __init__(self, spec: FlatSpec, changes: ChangeCount):
+    def __init__(self, spec: FlatSpec, version: GradientVersion):
         self.spec = spec
         self.key, self.layout, self.owned = spec.key, spec.layout, spec.owned
-        self.changes = changes  # of all gradients of the engine
+        self.version = version  # of all gradients of the engine
         self.state = GradState.EMPTY
         self.memory: GradientMemory | None = None
         self.shard: torch.Tensor | None = None
@@ -180,7 +182,7 @@ class GradientBuffer:
         """Record that gradients of parameters ``used`` (bits) are in ``accumulated_grad``."""
         self.used |= used
         self.unused = _NONE
-        self.changes.number += 1
+        self.version.number += 1
         if self.state is GradState.EMPTY:
             self.state = GradState.UNREDUCED
         elif self.state is GradState.REDUCED:
@@ -192,7 +194,7 @@ class GradientBuffer:
         ``sq_norm``: its sum of squares, if known.
         """
         self.grad_sq_norm, self.unused = sq_norm, _NONE
-        self.changes.number += 1
+        self.version.number += 1
         if self.earlier_reduced_grad is not None:
             assert self.shard is not None
             self.shard.add_(self.earlier_reduced_grad)
@@ -215,7 +217,7 @@ class GradientBuffer:
         """Record that this rank has had gradients of the parameters in ``bits``."""
         self.used |= bits
         self.unused = _NONE
-        self.changes.number += 1
+        self.version.number += 1
 
     def leave_out(self) -> None:
         """Set the gradient to zero: all ranks know that no backward of the window used it."""
@@ -249,7 +251,7 @@ class GradientBuffer:
 
         def restore() -> None:
             self.state, self.used, self.unused = state, self.used | used, _NONE
-            self.changes.number += 1
+            self.version.number += 1
             self.earlier_reduced_grad, self.grad_sq_norm = pending, sq_norm
 
         return restore
@@ -297,7 +299,7 @@ class GradientBuffer:
             else:
                 whole.copy_(flattened).mul_(unreduced_scale)
         self.grad_sq_norm = None
-        self.changes.number += 1
+        self.version.number += 1
 
     def write_own(self, name: str, value: torch.Tensor) -> None:
         """Replace this rank's part of the reduced gradient of ``name`` by ``value`` (1-D), which

@@ -390,10 +390,10 @@ class CapturedStep:
         """Copy the norm of a gradient that was measured before its step, and the divisor by which a
         script has clipped it, to where a graph reads them. Return whether there are such.
         """
-        measured, divisor = step.known_norm(), step.clip_divisor
+        measured, divisor = step.known_squares(), step.clip_divisor
         if measured is not None:
             self._measured[0].copy_(measured)
-            step.set_known_norm(self._measured[0])
+            step.set_known_squares(self._measured[0])
         if divisor is not None:
             self._measured[1].copy_(divisor)
             step.clip_divisor = self._measured[1]
@@ -435,7 +435,7 @@ class CapturedStep:
 
     def _capture(self, what: str, run: Callable[[], object]) -> tuple[Graph, object]:
         """Return the graph of ``run``, called ``what`` in messages, and its result."""
-        self._model.writing()  # no other thread may use the device under a capture
+        self._model.wait_until_writable()  # no other thread may use the device under a capture
         self._forget()
         try:
             with self._graphs.capture() as graph:

@@ -22,12 +22,7 @@ from hf_zero.optim.group_settings import plain_settings
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.training_state import (
-    ChangeCount,
-    GradientBuffer,
-    GradState,
-    OptimizerShard,
-)
+from hf_zero.zero.layout.training_state import GradientBuffer, GradState, OptimizerShard
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.reduce.norm import UsedParameters, squared_norm
 from hf_zero.zero.sharded_model import ShardedModel
@@ -52,50 +47,43 @@ class OptimizerStep:
         hooks: StepHooks,
         changes: StateChanges,
     ):
-        mesh = model.mesh
+        self.model, self.scaler, self.sanity = model, scaler, sanity
+        self.kernels, self.feature_hooks, self.changes = config.kernels, hooks, changes
         # its attributes are checked; that there is one, by the callers
         self.bound: BoundOptimizer | Any = (
             None if optimizer is None else model.bind(optimizer, config)
         )
-        # those that features set: copies of gradients to the host, updates of offloaded state, the
-        # call when a unit is needed whose update may outlast the step
+        self.usage = UsedParameters(model.trainable, model.mesh, model.mesh.device)
+        # Features set these: copies of gradients to the host; updates of offloaded state; what
+        # moves the state that fits beside a first step to the device (collective); what waits for
+        # the update of a unit that is needed, if that may outlast the step.
         self.gradient_offload: GradientCopies | None = None
         self.updater = UnitUpdates()
-        # moves the state that fits beside a first step to the device (collective)
         self.bring_state_back: Callable[[], None] = nothing
-        self.on_use: Callable[[Unit], None] | None = None
-        if model.overlaps:
-            self.on_use = Unit.wait_for_update
-        self.usage = UsedParameters(model.trainable, mesh, mesh.device)
+        self.on_use: Callable[[Unit], None] | None = (
+            Unit.wait_for_update if model.overlaps else None
+        )
         # the norm to which gradients are clipped; 0.0: no clipping
         self.max_norm = float(config.gradient_clipping or 0.0)
-        self.lr_scale = 1.0  # factor of an update on the learning rates of the groups
-        # of the last step, or of a gradient measured since, 0-dim on the device
-        self.norm: torch.Tensor | None = None
-        # the sum of squares of the gradient over all ranks, and the changes of gradients before it
-        self.measured: tuple[int, torch.Tensor] | None = None
-        flats = model.flats
-        self._gradient_changes = flats[0].engine_flats.gradient_changes if flats else ChangeCount()
         # whether a script has clipped the gradient that is held, in place of ``max_norm``, and the
         # divisor by which it has (0-dim on the device); None: by none
         self.is_clipped = False
         self.clip_divisor: torch.Tensor | None = None
+        # the norm of the last step, or of a gradient measured since, 0-dim on the device
+        self.norm: torch.Tensor | None = None
+        # the sum of squares of the gradient over all ranks, and the version of gradients before it
+        self.known: tuple[int, torch.Tensor] | None = None
+        self._gradient_version = model.engine_flats.gradient_version
+        # whether non-finite gradients prevent a step even without a loss scale
+        self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
+        self.lr_scale = 1.0  # factor of an update on the learning rates of the groups
         self.applied = False  # whether the last step has changed the weights
         # the engine itself reads and writes the optimizer's state now, without waiting for an
         # update
         self.updates_state = False
-        self.model = model
-        self.scaler = scaler
-        self.kernels = config.kernels
-        self.sanity = sanity
-        # whether non-finite gradients prevent a step even without a loss scale
-        self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
         self._updated_on: streams.Stream | None = None  # the last update in a backward
-        self._warned_of_hooks = False  # that run after an update in a backward
-        self._looked_for_left_out = False
         self.is_captured = False  # the update under way is captured in a graph: nothing runs yet
-        self.feature_hooks = hooks
-        self.changes = changes
+        self._warned_of_hooks = self._looked_for_ungrouped = False
 
     def check_updates(self) -> None:
         """Raise ConfigError for state that is not on the device, and that nothing updates."""
@@ -107,242 +95,7 @@ class OptimizerStep:
                 "features of the configuration (FeatureSet.of)"
             )
 
-    @contextmanager
-    def _updating_state(self) -> Iterator[None]:
-        self.updates_state = True
-        try:
-            yield
-        finally:
-            self.updates_state = False
-
-    def failed_writes(self) -> str:
-        """Return the writes of offloaded state that failed in the last update, on any rank; "" if
-        none (collective if something is in files).
-
-        That update is complete even so: what could not be written stays in memory
-        (offload/nvme.py, the note).
-        """
-        model = self.model
-        if model.placement.files is None:
-            return ""
-        self.updater.finish()
-        error = model.placement.files.write_error()
-        if not model.schedule.agree("a look at what was written", int(error is not None)):
-            return ""
-        errors = model.mesh.all_gather_object(str(error or ""), "writes that failed")
-        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
-
-    @torch.no_grad()
-    def update_in_backward(self, flats: Sequence[FlatBuffer], steps_before: int) -> None:
-        """Begin the update of ``flats``, of one unit and all offloaded or none, within the
-        backward, after ``steps_before`` steps.
-
-        Their gradients must be complete, and nothing may prevent the step any more.
-        """
-        unit, updater = unit_of(flats[0]), self.updater
-        if updater.backward_update is None:
-            self.bound.check_groups()
-        if not flats[0].optimizer_shard.offloaded:
-            self.model.schedule.shards.wait_for_copy()
-        if unit.streams.device is not None:
-            self._follow_updates(unit.streams.device)
-        unit.take_user_writes()
-        with self._updating_state(), self.bound.scaled_rates(self.lr_scale):
-            update = updater.backward_update or self.bound.begin(1.0, steps_before)
-            if flats[0].optimizer_shard.offloaded:
-                updater.start_in_backward(update, unit)
-                for flat in flats:
-                    flat.gradient.free_on_device()
-            else:
-                updater.begin_in_backward(update)
-                self._apply(flats, steps_before)
-            self.bound.accept_writes()
-        for flat in flats:
-            if flat.follows_updates and not flat.sharded and not flat.gradient.all_unused:
-                flat.user_writes.mark_updated()  # the rest of the backward must not read it
-
-    def _follow_updates(self, device: torch.device) -> None:
-        """Let the current stream of ``device`` wait for the last update, which another branch of
-        the model may have made on a stream of its own: updates share the optimizer's counters.
-        """
-        current = streams.current_stream(device)
-        streams.wait_for([self._updated_on or current], current)
-        self._updated_on = current
-
-    def _apply(self, flats: Sequence[FlatBuffer], steps_before: int) -> None:
-        """Update the state of ``flats``, on the device, and free their gradients."""
-        for flat in flats:
-            norm = squared_norm([flat.gradient], self.model.mesh.device, self.kernels)
-            with span("update", flat.key):
-                self.bound.step_some({flat.optimizer_shard}, steps_before)
-            flat.gradient.mark_applied(norm)
-
-    def _warn_of_hooks(self) -> None:
-        """Warn once of hooks before the optimizer's step that do not see all gradients."""
-        if self._warned_of_hooks:
-            return
-        self._warned_of_hooks = True
-        if self.model.updates_in_backward:
-            key, does = "update_in_backward", "has updated"
-        elif self.updater.units:
-            key, does = "offload_optimizer", "updates"
-        else:
-            if self.model.policy.shards_optimizer and self.model.mesh.shard.size > 1:
-                log_rank0(
-                    "hooks before the optimizer's step find in optimizer.param_groups this rank's "
-                    "parts of the gradients: a norm of them is not that of the whole gradient; "
-                    "clip with gradient_clipping, or before optimizer.step()",
-                    logging.WARNING,
-                )
-            return
-        log_rank0(
-            "hooks before the optimizer's step find no gradients of the parameters that "
-            f"zero_optimization.{key} {does}, and change nothing of their update; if they "
-            f"change gradients, switch {key} off",
-            logging.WARNING,
-        )
-
-    def _apply_rest(self, divisor: torch.Tensor | None, steps_before: int) -> set[OptimizerShard]:
-        """Update each flat buffer on the device that the backward has not updated, unless pre-step
-        hooks or a divisor need all gradients at once. Return those updated, there or here.
-        """
-        updated = set()
-        one_by_one = divisor is None and not self.bound.optimizer._optimizer_step_pre_hooks
-        for flat in self.model.trainable:
-            if one_by_one and flat.gradient.has_reduced and not flat.optimizer_shard.offloaded:
-                self._apply([flat], steps_before)
-            if flat.gradient.state is GradState.APPLIED:
-                updated.add(flat.optimizer_shard)
-        return updated
-
-    def settings(self) -> list[ParamGroup]:
-        """Return the settings of the optimizer's groups, with which an update is made now."""
-        with self.bound.scaled_rates(self.lr_scale):
-            settings: list[ParamGroup] = self.bound.hyperparameters()
-        return settings
-
-    def refuse_changed(self) -> None:
-        """Raise PartitionError if the optimizer's groups have changed since the update of a part of
-        the model in the backward.
-        """
-        update = self.updater.backward_update
-        if update is not None and self.settings() != [plain_settings(g) for g in update.groups]:
-            self.changes.refuse_until_step("a change of the optimizer's settings")
-
-    def refuse_writes(self) -> None:
-        """Raise PartitionError for a script's writes to weights since an update in the backward."""
-        for unit in self.model.units:
-            # a write waits for the update
-            if all(flat.optimizer_shard.finish_update is None for flat in unit.flats):
-                unit.take_user_writes()
-
-    @torch.no_grad()
-    def gradient_norm(self) -> float:
-        """Return the norm of the reduced gradient, before clipping, without the loss scale; 0.0
-        without a gradient (collective).
-        """
-        if not any(flat.gradient.ready for flat in self.model.trainable):
-            return 0.0
-        total = self._squares()
-        for dim in (self.model.mesh.sums.stages, self.model.mesh.sums.counted):
-            dim.all_reduce(total, "gradient norm").wait()
-        return float(total.sqrt()) / self.scaler.scale
-
-    def held_scale(self, device: torch.device) -> float | torch.Tensor:
-        """Return the factor on the gradients held: the loss scale, and what a script's clipping has
-        yet to divide by, then on ``device``.
-        """
-        scale = self.scaler.scale
-        return scale if self.clip_divisor is None else self.clip_divisor.to(device) * scale
-
-    def measure(self, steps_before: int) -> torch.Tensor:
-        """Return the sum of squares of the reduced gradient over all ranks, 0-dim, fp64, and agree
-        on the parameters that have one (collective): once, as long as no gradient changes. With
-        a feature that acts at the beginning of a step, the step measures again.
-        """
-        total = self.known_norm()
-        if total is None:
-            (total,) = self._agree(self._squares(), steps_before)
-            self.norm = total.sqrt() / self.scaler.scale
-            if not self.feature_hooks.begin_step:
-                self.set_known_norm(total)
-        return total
-
-    def _agree(self, squares: torch.Tensor, steps_before: int) -> torch.Tensor:
-        """Return the sum of ``squares`` over the ranks, [1]. They agree on the used parameters, and
-        compare what a script has set since the engine was built.
-        """
-        settings, flats = self.bound.settings.changes(), self.model.flats
-        if switched := flats[0].engine_flats.switched if flats else "":
-            settings = f"{settings}, requires_grad switched of {switched}".removeprefix(", ")
-        return self.usage.agree(squares.view(1), steps_before, settings)
-
-    def known_norm(self) -> torch.Tensor | None:
-        """Return what :meth:`measure` has returned, unless a gradient has changed since."""
-        if self.measured is None or self.measured[0] != self._gradient_changes.number:
-            return None
-        return self.measured[1]
-
-    def set_known_norm(self, total: torch.Tensor) -> None:
-        """Set what :meth:`measure` returns until a gradient changes."""
-        self.measured = self._gradient_changes.number, total
-
-    def clip(self, limit: float, steps_before: int) -> torch.Tensor:
-        """Clip the reduced gradient to norm ``limit`` (infinity: not) for the step, in place of
-        ``max_norm``. Return its norm before, without the loss scale (collective).
-        """
-        if limit != math.inf:
-            self.changes.refuse_until_step("clip_grad_norm_")
-        norm = self.measure(steps_before).sqrt() / self.scaler.scale
-        if self.clip_divisor is not None:
-            norm = norm / self.clip_divisor
-        self.is_clipped = True
-        if limit != math.inf:
-            self._warn_of_left_out()
-            divisor = ((norm + 1e-6) / limit).clamp(min=1.0)
-            earlier = self.clip_divisor
-            self.clip_divisor = divisor if earlier is None else earlier * divisor
-        return norm
-
-    def _warn_of_left_out(self) -> None:
-        """Warn, the first time that gradients are clipped, of parameters whose gradients torch's
-        ``clip_grad_norm_(model.parameters())`` would count besides.
-        """
-        if self._looked_for_left_out:
-            return
-        self._looked_for_left_out = True
-        frozen = (flat.parameters for flat in self.model.flats if not flat.trainable)
-        names = [n for parameters in frozen for n, p in parameters.items() if p.requires_grad]
-        if names:
-            log_rank0(
-                f"{counted(len(names), 'parameter')} of the model require grad and are in no group "
-                f"of the optimizer ({listed(names, 3)}): the norm and clipping leave out their "
-                "gradients, which torch's clip_grad_norm_(model.parameters()) counts; pass them to "
-                "the optimizer, or freeze them",
-                logging.WARNING,
-            )
-
-    def forget_gradient(self) -> None:
-        """Forget the norm and the clipping of a gradient that is used or dropped."""
-        self.measured, self.is_clipped, self.clip_divisor = None, False, None
-
-    def _squares(self, local: bool = False) -> torch.Tensor:
-        """Return this rank's part of the square of the gradient norm: fp64, 0-dim. ``local``: the
-        square for all ranks, as far as this rank can estimate it.
-        """
-        by_weight: defaultdict[float, list[GradientBuffer]] = defaultdict(list, {1.0: []})
-        for flat in self.model.trainable:
-            if not flat.gradient.stays_local:
-                by_weight[flat.mesh.weight].append(flat.gradient)
-        device = self.model.mesh.device
-        squares = squared_norm(by_weight.pop(1.0), device, self.kernels)
-        for weight, gradients in by_weight.items():
-            squares = squares + weight * squared_norm(gradients, device, self.kernels)
-        for squares_of in self.feature_hooks.squares:
-            added = squares_of(local)
-            if added is not None:
-                squares = squares + added
-        return squares
+    # ---- the update ----
 
     def update(self, steps_before: int, may_overflow: bool) -> bool:
         """Run one optimizer step, number ``steps_before`` + 1 (collective). Return True if it was
@@ -355,17 +108,15 @@ class OptimizerStep:
         local = False
         for begin in self.feature_hooks.begin_step:
             local |= begin(may_skip)
-        known = None if self.measured is None else self.known_norm()
-        if known is not None:
-            total = known
-        else:
-            total = self._squares(local)
+        total = None if self.known is None else self.known_squares()
+        if total is None:
+            total = self._own_squares(local)
             if not local:
                 (total,) = self._agree(total, steps_before)
         scale, limit = self.scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
         if model.updates_in_backward and not self.feature_hooks.begin_step:
-            self.set_known_norm(total)  # step() may come later
+            self.set_known_squares(total)  # step() may come later
         if may_skip and not bool(torch.isfinite(total)):
             return True
         if not may_overflow and not self.is_captured:
@@ -374,7 +125,7 @@ class OptimizerStep:
         if self.clip_divisor is not None:
             divisor = scale * self.clip_divisor
         elif limit > 0.0 and not self.is_clipped:
-            self._warn_of_left_out()
+            self._warn_of_ungrouped()
             divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)
         elif scale != 1.0:
             divisor = torch.full((), scale, device=model.mesh.device)
@@ -416,12 +167,292 @@ class OptimizerStep:
         model.schedule.refresh(stale, model.flats, frozenset(written), after_step=True)
         return False
 
+    def _apply_rest(self, divisor: torch.Tensor | None, steps_before: int) -> set[OptimizerShard]:
+        """Update each flat buffer on the device that the backward has not updated, unless pre-step
+        hooks or a divisor need all gradients at once. Return those updated, there or here.
+        """
+        updated = set()
+        one_by_one = divisor is None and not self.bound.optimizer._optimizer_step_pre_hooks
+        for flat in self.model.trainable:
+            if one_by_one and flat.gradient.has_reduced and not flat.optimizer_shard.offloaded:
+                self._apply([flat], steps_before)
+            if flat.gradient.state is GradState.APPLIED:
+                updated.add(flat.optimizer_shard)
+        return updated
+
+    def _apply(self, flats: Sequence[FlatBuffer], steps_before: int) -> None:
+        """Update the state of ``flats``, on the device, and free their gradients."""
+        for flat in flats:
+            norm = squared_norm([flat.gradient], self.model.mesh.device, self.kernels)
+            with span("update", flat.key):
+                self.bound.step_some({flat.optimizer_shard}, steps_before)
+            flat.gradient.mark_applied(norm)
+
+    def shards_to_write(self) -> dict[str, torch.Tensor]:
+        """Return, by key of their flat buffer, the shards that an optimizer kernel can write while
+        it has the new master weights in registers.
+        """
+        if not self.bound.takes_shards():
+            return {}
+        flats = [
+            flat
+            for flat in self.model.trainable
+            if flat.optimizer_shard.has_separate_master
+            and flat.gradient.state is not GradState.APPLIED
+            and flat.cast_master is None
+            and not flat.spec.momentum_blocks
+            and not flat.spec.sends_differences
+            and not flat.optimizer_shard.offloaded
+            and not flat.shard_offloaded
+        ]
+        for flat in flats:
+            flat.optimizer_shard.wait_for_update()
+        return {flat.key: flat.shard_memory() for flat in flats}
+
     @contextmanager
     def changing_state(self) -> Iterator[None]:
         """Context for changes of shards and optimizer state, with a script's writes taken over."""
         with self.model.schedule.shards.writing(), self._updating_state():
             self.take_user_writes()
             yield
+
+    @contextmanager
+    def _updating_state(self) -> Iterator[None]:
+        self.updates_state = True
+        try:
+            yield
+        finally:
+            self.updates_state = False
+
+    def take_user_writes(self) -> None:
+        """Copy a script's writes to whole parameters into shards and master weights. Raises
+        PartitionError for units updated in the backward.
+        """
+        for unit in self.model.units:
+            if self.updater.backward_update is not None and (
+                unit in self.updater.units_updated_in_backward
+                or any(flat.gradient.state is GradState.APPLIED for flat in unit.trainable_flats)
+            ):
+                for flat in unit.trainable_flats:
+                    for name in flat.user_writes.names():
+                        self.changes.refuse_until_step(f"a write to {name}")
+            elif self.model.overlaps:
+                unit.wait_for_update()  # no forward has used it since the last step
+            unit.take_user_writes()
+
+    def _warn_of_hooks(self) -> None:
+        """Warn once of hooks before the optimizer's step that do not see all gradients."""
+        if self._warned_of_hooks:
+            return
+        self._warned_of_hooks = True
+        if self.model.updates_in_backward:
+            key, does = "update_in_backward", "has updated"
+        elif self.updater.units:
+            key, does = "offload_optimizer", "updates"
+        else:
+            if self.model.policy.shards_optimizer and self.model.mesh.shard.size > 1:
+                log_rank0(
+                    "hooks before the optimizer's step find in optimizer.param_groups this rank's "
+                    "parts of the gradients: a norm of them is not that of the whole gradient; "
+                    "clip with gradient_clipping, or before optimizer.step()",
+                    logging.WARNING,
+                )
+            return
+        log_rank0(
+            "hooks before the optimizer's step find no gradients of the parameters that "
+            f"zero_optimization.{key} {does}, and change nothing of their update; if they "
+            f"change gradients, switch {key} off",
+            logging.WARNING,
+        )
+
+    # ---- norm and clipping ----
+
+    def squares_of_all_ranks(self, steps_before: int) -> torch.Tensor:
+        """Return the sum of squares of the reduced gradient over all ranks, 0-dim, fp64, and agree
+        on the parameters that have one (collective): once, as long as no gradient changes. With
+        a feature that acts at the beginning of a step, the step measures again.
+        """
+        total = self.known_squares()
+        if total is None:
+            (total,) = self._agree(self._own_squares(), steps_before)
+            self.norm = total.sqrt() / self.scaler.scale
+            if not self.feature_hooks.begin_step:
+                self.set_known_squares(total)
+        return total
+
+    def _own_squares(self, local: bool = False) -> torch.Tensor:
+        """Return this rank's part of the square of the gradient norm: fp64, 0-dim. ``local``: the
+        square for all ranks, as far as this rank can estimate it.
+        """
+        by_weight: defaultdict[float, list[GradientBuffer]] = defaultdict(list, {1.0: []})
+        for flat in self.model.trainable:
+            if not flat.gradient.stays_local:
+                by_weight[flat.mesh.weight].append(flat.gradient)
+        device = self.model.mesh.device
+        squares = squared_norm(by_weight.pop(1.0), device, self.kernels)
+        for weight, gradients in by_weight.items():
+            squares = squares + weight * squared_norm(gradients, device, self.kernels)
+        for squares_of in self.feature_hooks.squares:
+            added = squares_of(local)
+            if added is not None:
+                squares = squares + added
+        return squares
+
+    def _agree(self, squares: torch.Tensor, steps_before: int) -> torch.Tensor:
+        """Return the sum of ``squares`` over the ranks, [1]. They agree on the used parameters, and
+        compare what a script has set since the engine was built.
+        """
+        settings = self.bound.settings.changes()
+        if switched := self.model.engine_flats.switched:
+            settings = f"{settings}, requires_grad switched of {switched}".removeprefix(", ")
+        return self.usage.agree(squares.view(1), steps_before, settings)
+
+    def known_squares(self) -> torch.Tensor | None:
+        """Return what :meth:`squares_of_all_ranks` has returned; None if a gradient has changed."""
+        if self.known is None or self.known[0] != self._gradient_version.number:
+            return None
+        return self.known[1]
+
+    def set_known_squares(self, total: torch.Tensor) -> None:
+        """Set what :meth:`squares_of_all_ranks` returns until a gradient changes."""
+        self.known = self._gradient_version.number, total
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """Return the norm of the reduced gradient, before clipping, without the loss scale; 0.0
+        without a gradient (collective).
+        """
+        if not any(flat.gradient.ready for flat in self.model.trainable):
+            return 0.0
+        total = self._own_squares()
+        for dim in (self.model.mesh.sums.stages, self.model.mesh.sums.counted):
+            dim.all_reduce(total, "gradient norm").wait()
+        return float(total.sqrt()) / self.scaler.scale
+
+    def clip(self, limit: float, steps_before: int) -> torch.Tensor:
+        """Clip the reduced gradient to norm ``limit`` (infinity: not) for the step, in place of
+        ``max_norm``. Return its norm before, without the loss scale (collective).
+        """
+        if limit != math.inf:
+            self.changes.refuse_until_step("clip_grad_norm_")
+        norm = self.squares_of_all_ranks(steps_before).sqrt() / self.scaler.scale
+        if self.clip_divisor is not None:
+            norm = norm / self.clip_divisor
+        self.is_clipped = True
+        if limit != math.inf:
+            self._warn_of_ungrouped()
+            divisor = ((norm + 1e-6) / limit).clamp(min=1.0)
+            earlier = self.clip_divisor
+            self.clip_divisor = divisor if earlier is None else earlier * divisor
+        return norm
+
+    def _warn_of_ungrouped(self) -> None:
+        """Warn, the first time that gradients are clipped, of parameters whose gradients torch's
+        ``clip_grad_norm_(model.parameters())`` would count besides.
+        """
+        if self._looked_for_ungrouped:
+            return
+        self._looked_for_ungrouped = True
+        frozen = (flat.parameters for flat in self.model.flats if not flat.trainable)
+        names = [n for parameters in frozen for n, p in parameters.items() if p.requires_grad]
+        if names:
+            log_rank0(
+                f"{counted(len(names), 'parameter')} of the model require grad and are in no group "
+                f"of the optimizer ({listed(names, 3)}): the norm and clipping leave out their "
+                "gradients, which torch's clip_grad_norm_(model.parameters()) counts; pass them to "
+                "the optimizer, or freeze them",
+                logging.WARNING,
+            )
+
+    def held_scale(self, device: torch.device) -> float | torch.Tensor:
+        """Return the factor on the gradients held: the loss scale, and what a script's clipping has
+        yet to divide by, then on ``device``.
+        """
+        scale = self.scaler.scale
+        return scale if self.clip_divisor is None else self.clip_divisor.to(device) * scale
+
+    def forget_gradient(self) -> None:
+        """Forget the norm and the clipping of a gradient that is used or dropped."""
+        self.known, self.is_clipped, self.clip_divisor = None, False, None
+
+    # ---- an update in the backward ----
+
+    @torch.no_grad()
+    def begin_update_in_backward(self, flats: Sequence[FlatBuffer], steps_before: int) -> None:
+        """Update ``flats``, of one unit and all offloaded or none, within the backward, after
+        ``steps_before`` steps; ``TrainingEngine.finish_update_in_backward`` makes the rest of the
+        update. Their gradients must be complete, and nothing may prevent the step any more.
+        """
+        unit, updater = unit_of(flats[0]), self.updater
+        if updater.backward_update is None:
+            self.bound.check_groups()
+        if not flats[0].optimizer_shard.offloaded:
+            self.model.schedule.shards.wait_for_copy()
+        if unit.streams.device is not None:
+            self._follow_updates(unit.streams.device)
+        unit.take_user_writes()
+        with self._updating_state(), self.bound.scaled_rates(self.lr_scale):
+            update = updater.backward_update or self.bound.begin(1.0, steps_before)
+            if flats[0].optimizer_shard.offloaded:
+                updater.start_in_backward(update, unit)
+                for flat in flats:
+                    flat.gradient.free_on_device()
+            else:
+                updater.begin_in_backward(update)
+                self._apply(flats, steps_before)
+            self.bound.accept_writes()
+        for flat in flats:
+            if flat.follows_updates and not flat.sharded and not flat.gradient.all_unused:
+                flat.user_writes.mark_updated()  # the rest of the backward must not read it
+
+    def _follow_updates(self, device: torch.device) -> None:
+        """Let the current stream of ``device`` wait for the last update, which another branch of
+        the model may have made on a stream of its own: updates share the optimizer's counters.
+        """
+        current = streams.current_stream(device)
+        streams.wait_for([self._updated_on or current], current)
+        self._updated_on = current
+
+    def settings(self) -> list[ParamGroup]:
+        """Return the settings of the optimizer's groups, with which an update is made now."""
+        with self.bound.scaled_rates(self.lr_scale):
+            settings: list[ParamGroup] = self.bound.hyperparameters()
+        return settings
+
+    def refuse_changed(self) -> None:
+        """Raise PartitionError if the optimizer's groups have changed since the update of a part of
+        the model in the backward.
+        """
+        update = self.updater.backward_update
+        if update is not None and self.settings() != [plain_settings(g) for g in update.groups]:
+            self.changes.refuse_until_step("a change of the optimizer's settings")
+
+    def refuse_writes(self) -> None:
+        """Raise PartitionError for a script's writes to weights since an update in the backward."""
+        for unit in self.model.units:
+            # A write waits for the update, so a unit under update has none. take_user_writes raises
+            # for a write (``FlatBuffer.refuse_changed``).
+            if all(flat.optimizer_shard.finish_update is None for flat in unit.flats):
+                unit.take_user_writes()
+
+    # ---- state between steps ----
+
+    def failed_writes(self) -> str:
+        """Return the writes of offloaded state that failed in the last update, on any rank; "" if
+        none (collective if something is in files).
+
+        That update is complete even so: what could not be written stays in memory
+        (offload/nvme.py, the note).
+        """
+        model = self.model
+        if model.placement.files is None:
+            return ""
+        self.updater.finish()
+        error = model.placement.files.write_error()
+        if not model.schedule.agree("a look at what was written", int(error is not None)):
+            return ""
+        errors = model.mesh.all_gather_object(str(error or ""), "writes that failed")
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
 
     def synchronize(self) -> None:
         """Make the weights of all ranks equal, before whole weights are read, if steps do not
@@ -455,45 +486,8 @@ class OptimizerStep:
         Raises PartitionError if a backward has used it already.
         """
         self.changes.refuse_until_step("optimizer.state.clear()")
-        self.model.writing()
+        self.model.wait_until_writable()
         self.bound.forget()
-
-    def take_user_writes(self) -> None:
-        """Copy a script's writes to whole parameters into shards and master weights. Raises
-        PartitionError for units updated in the backward.
-        """
-        for unit in self.model.units:
-            if self.updater.backward_update is not None and (
-                unit in self.updater.units_updated_in_backward
-                or any(flat.gradient.state is GradState.APPLIED for flat in unit.trainable_flats)
-            ):
-                for flat in unit.trainable_flats:
-                    for name in flat.user_writes.names():
-                        self.changes.refuse_until_step(f"a write to {name}")
-            elif self.model.overlaps:
-                unit.wait_for_update()  # no forward has used it since the last step
-            unit.take_user_writes()
-
-    def shards_to_write(self) -> dict[str, torch.Tensor]:
-        """Return, by key of their flat buffer, the shards that an optimizer kernel can write while
-        it has the new master weights in registers.
-        """
-        if not self.bound.takes_shards():
-            return {}
-        flats = [
-            flat
-            for flat in self.model.trainable
-            if flat.optimizer_shard.has_separate_master
-            and flat.gradient.state is not GradState.APPLIED
-            and flat.cast_master is None
-            and not flat.spec.momentum_blocks
-            and not flat.spec.sends_differences
-            and not flat.optimizer_shard.offloaded
-            and not flat.shard_offloaded
-        ]
-        for flat in flats:
-            flat.optimizer_shard.wait_for_update()
-        return {flat.key: flat.shard_memory() for flat in flats}
 
     def close(self) -> None:
         """Wait for the update under way and its gathers, and raise their first exception."""
