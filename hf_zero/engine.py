@@ -332,13 +332,11 @@ class Engine(TrainingEngine):
                     self,
                     load_dir,
                     tag,
-                    load_module_strict,
-                    load_optimizer_states,
-                    load_lr_scheduler_states,
-                    load_module_only,
-                    verify=False
-                    if verify is None and not self.config.checkpoint.verify
-                    else verify,
+                    load_module_strict=load_module_strict,
+                    load_optimizer_states=load_optimizer_states,
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                    load_module_only=load_module_only,
+                    verify=verify,
                     load_rng=load_rng,
                     load_loader=load_loader,
                     in_memory=in_memory,

@@ -1,5 +1,5 @@
-"""Checkpoints that a run has beside those in its folder. The core has none; a row of
-``config/features.toml`` provides the class that keeps some.
+"""Generations: saves of a run in the memory of its hosts, beside the checkpoints in its folder. The
+core makes none; a row of ``config/features.toml`` provides the class that does.
 """
 
 from __future__ import annotations
@@ -38,19 +38,23 @@ class Newest:
 
 
 class Generations:
-    """The interface, and what an engine does without any."""
+    """The generations of one engine: an engine without any has this class, whose methods do
+    nothing.
+    """
 
     exist = False
-    """Whether there are any: without, no save, load or step calls the methods below."""
+    """Whether the engine makes generations. If not, a save, a load or a step calls none of the
+    methods below but :meth:`loaded`.
+    """
 
     begun = 0
-    """``begun`` of the next save: after that of the last load."""
+    """``begun`` of the manifest of the next save: more than that of the last load."""
 
     # ---- before there is an engine ----
 
     @classmethod
     def are_kept(cls, config: ZeroConfig) -> bool:
-        """Return whether ``config`` has some."""
+        """Return whether ``config`` asks for generations."""
         return False
 
     @classmethod
@@ -70,12 +74,12 @@ class Generations:
 
     @classmethod
     def of(cls, engine: Any, plan: EnginePlan, before: Generations | None) -> Generations:
-        """Return those of ``engine``, built by ``plan``; ``before`` are those of the engine before
+        """Return the generations of ``engine``, built by ``plan``; ``before``: of the engine before
         it was built again. Collective.
         """
-        made = Generations()
-        made.begun = 0 if before is None else before.begun
-        return made
+        generations = Generations()
+        generations.begun = 0 if before is None else before.begun
+        return generations
 
     # ---- of an engine ----
 
@@ -117,14 +121,17 @@ class Generations:
         """Count a load of a checkpoint with ``begun`` and ``step``. ``goes_back``: all state goes
         back to it, and it is on disk. Collective.
         """
+        # no count begins here: without generations a run only continues that of a checkpoint
+        latest = max(self.begun, begun)
+        self.begun = latest + 1 if latest else 0
 
     def close(self, failing: bool | None = None, keep: bool = False) -> None:
-        """End them with the engine. ``failing``: the job ends with an error (None: if an exception
-        is being handled); ``keep``: they have steps that nothing else has.
+        """End the generations with the engine. ``failing``: the job ends with an error (None: if an
+        exception is being handled); ``keep``: they have steps that nothing else has.
         """
 
     def take_apart(self) -> None:
-        """End them, before the engine is built again."""
+        """End the generations, before the engine is built again."""
 
 
 def kept_generations() -> type[Generations]:

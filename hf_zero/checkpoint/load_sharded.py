@@ -9,7 +9,8 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -39,15 +40,40 @@ if TYPE_CHECKING:
 Read = TypeVar("Read")
 
 
+class VerifyLevel(Enum):
+    """What a load compares with the hashes in the manifest: nothing; each block that it reads; or,
+    before it changes the engine, all files as well, divided among the ranks.
+    """
+
+    NOTHING = "nothing"
+    BLOCKS = "blocks"
+    FILES = "files"
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The parts of a checkpoint that :func:`load` loads, and what it checks. ``optimizer`` and
+    ``schedule`` are False with ``module_only``.
+    """
+
+    strict: bool
+    optimizer: bool
+    schedule: bool
+    module_only: bool
+    rng: bool
+    data_position: bool
+    verify: VerifyLevel
+
+
 def load(
     engine: TrainingEngine,
     directory: str | os.PathLike[str],
     tag: str | None = None,
+    *,
     load_module_strict: bool = True,
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
-    *,
     verify: bool | None = None,
     load_rng: bool = False,
     load_loader: bool = False,
@@ -65,7 +91,8 @@ def load(
         load_lr_scheduler_states: also load the schedule, if the engine has one and one was saved,
             with what it has written into the optimizer's groups (learning rates).
         load_module_only: load weights and buffers alone; counters stay as they are too.
-        verify: None: check block hashes while reading, unless ``in_memory``. True: also hash every
+        verify: None: check block hashes while reading, unless ``in_memory`` or
+            ``checkpoint.verify`` of the configuration turns that off. True: also hash every
             file, divided among the ranks, before modifying the engine; ``in_memory`` only check
             block hashes, since the files have been compared already. False: no hashing. A
             checkpoint of an older release without block hashes is read without them.
@@ -81,25 +108,31 @@ def load(
             in the data to read; if a file fails while it is read, the engine is partly loaded and
             must not train on.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     engine.refuse_destroyed("load into")
-    load_optimizer_states &= not load_module_only and engine.bound is not None
+    if verify is None and engine.config.checkpoint.verify and not in_memory:
+        level = VerifyLevel.BLOCKS
+    elif verify:
+        level = VerifyLevel.BLOCKS if in_memory else VerifyLevel.FILES
+    else:
+        level = VerifyLevel.NOTHING
+    options = LoadOptions(
+        strict=load_module_strict,
+        optimizer=load_optimizer_states and not load_module_only and engine.bound is not None,
+        schedule=load_lr_scheduler_states and not load_module_only,
+        module_only=load_module_only,
+        rng=load_rng,
+        data_position=load_loader,
+        verify=level,
+    )
 
     def open_and_check() -> _RankLoad:
-        folder = find.locate(directory, tag)
-        hashes = not in_memory if verify is None else verify
         target = LoadTarget.of(engine)
-        checkpoint = _open(folder, target, hashes, sizes=not in_memory)
+        hashes = level is not VerifyLevel.NOTHING
+        folder = find.locate(directory, tag)
+        checkpoint = _open(folder, target, hashes=hashes, sizes=not in_memory)
         opened.callback(checkpoint.close)
-        return _RankLoad(
-            engine,
-            target,
-            checkpoint,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states and not load_module_only,
-            verify is True and not in_memory,
-        )
+        return _RankLoad(engine, target, checkpoint, options)
 
     with ExitStack() as opened:
         rank_load, seen = collective_try(
@@ -107,23 +140,18 @@ def load(
             open_and_check,
             directory,
             "Nothing was loaded.",
-            lambda own: (own.checkpoint.folder.name, own.manifest.save_id),
+            lambda load: (load.checkpoint.folder.name, load.manifest.save_id),
         )
         _check_same(seen, directory)
         folder, manifest = rank_load.checkpoint.folder, rank_load.manifest
-        replaces = load_module_strict and not load_module_only
-        replaces &= load_optimizer_states or engine.bound is None
-        rank_load.apply(replaces, load_module_only, load_rng, load_loader)
-    step = manifest.counters.get("global_steps", -1)
+        rank_load.apply()
     generations: Generations = engine.generations
-    if generations.exist:
-        generations.loaded(manifest.begun, step, load_optimizer_states and not in_memory)
-    elif not load_module_only:
-        generations.begun = max(generations.begun, manifest.begun)
-        generations.begun += generations.begun > 0
+    if generations.exist or not load_module_only:
+        step = manifest.counters.get("global_steps", -1)
+        generations.loaded(manifest.begun, step, options.optimizer and not in_memory)
     log_rank0(
         f"loaded {folder}, {_origin(manifest)}: "
-        f"{in_units(rank_load.nbytes)} on this rank in {time.perf_counter() - begun:.2f} s"
+        f"{in_units(rank_load.nbytes)} on this rank in {time.perf_counter() - started:.2f} s"
     )
     return str(folder), rank_load.client_state
 
@@ -150,7 +178,7 @@ def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) 
         )
 
 
-def check(target: LoadTarget, directory: str, tag: str, in_memory: bool = False) -> None:
+def check(target: LoadTarget, directory: str, tag: str, *, in_memory: bool = False) -> None:
     """Raise CheckpointError if a load of ``<directory>/<tag>`` into an engine of ``target`` would
     refuse it; only headers and pickles are read. ``in_memory`` as in :func:`load`.
     """
@@ -165,9 +193,9 @@ def check_names(target: LoadTarget, directory: str, tag: str) -> None:
     match_names(target, manifest, f"checkpoint {tag}", strict=True)
 
 
-def _open(folder: AnyPath, target: LoadTarget, hashes: bool, sizes: bool) -> Checkpoint:
+def _open(folder: AnyPath, target: LoadTarget, *, hashes: bool, sizes: bool) -> Checkpoint:
     return _suggest_other_tags(
-        folder, lambda: open_checkpoint(folder, target.grouped, hashes, sizes)
+        folder, lambda: open_checkpoint(folder, target.grouped, hashes=hashes, sizes=sizes)
     )
 
 
@@ -201,9 +229,9 @@ def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> se
     where = f"checkpoint {manifest.tag}"
     names = match_names(LoadTarget.of(engine), manifest, where, strict=strict)
     needed = {
-        run.flat.chunks[run.chunk].file
+        stored.flat.chunks[stored.chunk].file
         for flat in engine.flats
-        for run in copy_ranges(
+        for stored in copy_ranges(
             manifest, flat.layout, flat.owned[0], flat.owned[1], names.saved_names
         )
     }
@@ -231,70 +259,72 @@ class _RankLoad(StateSource):
         engine: TrainingEngine,
         target: LoadTarget,
         checkpoint: Checkpoint,
-        strict: bool,
-        optimizer: bool,
-        scheduler: bool,
-        verify: bool,
+        options: LoadOptions,
     ) -> None:
-        self.engine, self.checkpoint, self.optimizer = engine, checkpoint, optimizer
+        self.engine, self.checkpoint, self.options = engine, checkpoint, options
         self.manifest = checkpoint.manifest
         self.match = match(
-            target, checkpoint, strict=strict, optimizer=optimizer, schedule=scheduler, warns=True
+            target,
+            checkpoint,
+            strict=options.strict,
+            optimizer=options.optimizer,
+            schedule=options.schedule,
+            warns=True,
         )
+        # the saved state of the optimizer, if it is loaded
+        self.saved_optimizer = self.manifest.optimizer if options.optimizer else None
         self.client_state = checkpoint.client_state()
-        # for each flat buffer the runs of its weights, and those of each optimizer state, by kind
-        self.runs: dict[FlatBuffer, dict[str, list[CopyRange]]] = {}
+        # for each flat buffer, by kind, the ranges of its weights and of each optimizer state
+        self.ranges: dict[FlatBuffer, dict[str, list[CopyRange]]] = {}
         self.nbytes = 0  # to read for the flat buffers
         for flat in engine.flats:
-            found = list(
-                copy_ranges(
-                    self.manifest, flat.layout, flat.owned[0], flat.owned[1], self.match.saved_names
-                )
+            start, stop = flat.owned
+            weights = list(
+                copy_ranges(self.manifest, flat.layout, start, stop, self.match.saved_names)
             )
-            states = checkpoint.states(found) if optimizer and flat.trainable else {}
-            self.runs[flat] = {MASTER: found} | states
-            for kind, runs in self.runs[flat].items():
-                self.nbytes += checkpoint.nbytes(runs, kind)
-        saved = self.manifest.optimizer.factors if optimizer and self.manifest.optimizer else {}
+            states = checkpoint.states(weights) if options.optimizer and flat.trainable else {}
+            self.ranges[flat] = {MASTER: weights} | states
+            for kind, ranges in self.ranges[flat].items():
+                self.nbytes += checkpoint.nbytes(ranges, kind)
+        saved = self.saved_optimizer.factors if self.saved_optimizer else {}
         for name in engine.bound.tensor_state.names if saved else ():
             if self.match.saved_names.get(name) in saved:
                 checkpoint.file(saved[self.match.saved_names[name]].file)
         self.buffers = self._read_buffers()
-        if verify:
-            checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.mesh.dims.world])
-
+        if options.verify is VerifyLevel.FILES:
+            files = checkpoint.hashed_files()
+            checkpoint.verify(files[engine.global_rank :: engine.mesh.dims.world])
         self.tick: Tick | None = None
 
-    def apply(self, replaces: bool, module_only: bool, rng: bool, data_position: bool) -> None:
-        """Read the state into the engine, and refresh what depends on it. Collective.
-
-        ``replaces``: all state is loaded. ``module_only``: weights and buffers alone.
-        """
-        engine, folder = self.engine, self.checkpoint.folder
-        off = sorted(self.manifest.techniques.keys() - engine.feature_set.by_name.keys())
-        if off and not module_only:
+    def apply(self) -> None:
+        """Read the state into the engine, and refresh what depends on it. Collective."""
+        engine, options, folder = self.engine, self.options, self.checkpoint.folder
+        lost = sorted(self.manifest.techniques.keys() - engine.feature_set.by_name.keys())
+        if lost and not options.module_only:
             text = (
-                f"{folder} has state of {listed(off, 6)}, which this configuration leaves off: it "
+                f"{folder} has state of {listed(lost, 6)}, which this configuration leaves off: it "
                 "is not loaded, and the next checkpoints lack it; switch it on to go on with it"
             )
             log_rank0(text, logging.WARNING)
-        read = partial(self._read_state, module_only, rng, data_position)
+        # all of the state, so that an engine whose last change was broken off is whole again
+        replaces = options.strict and not options.module_only
+        replaces &= options.optimizer or engine.bound is None
         with engine.changes.change(f"the load of {folder}", replaces=replaces):
             engine.changes.begin_load()
             shown = None if engine.global_rank == 0 else False
             with progress_bar(shown, self.nbytes, f"loading {folder}") as self.tick:
                 partly = "The engine is partly loaded: load again before training on."
-                read_or_suggest = partial(_suggest_other_tags, folder, read)
-                collective_try(engine.mesh.job, read_or_suggest, folder, partly)
+                read = partial(_suggest_other_tags, folder, self._read_state)
+                collective_try(engine.mesh.job, read, folder, partly)
             engine.refresh_params()
             engine.restart_window()
-            if not data_position and engine.training_dataloader is not None:
+            if not options.data_position and engine.training_dataloader is not None:
                 engine.window_start.note(engine)
             engine.set_scale_on_optimizer()
 
     @torch.no_grad()
-    def _read_state(self, module_only: bool, rng: bool, data_position: bool) -> None:
-        saved = self.manifest.optimizer if self.optimizer else None
+    def _read_state(self) -> None:
+        saved = self.saved_optimizer
         self._load_buffers()
         if self.match.schedule is not None:
             self.engine.lr_scheduler.load_state_dict(self.match.schedule)
@@ -306,14 +336,14 @@ class _RankLoad(StateSource):
         if saved is not None:
             self._load_scaler()
             self._warn_of_dropped()
-        if not module_only:
+        if not self.options.module_only:
             for field in fields(self.engine.counters):
                 if field.name in self.manifest.counters:
                     setattr(self.engine.counters, field.name, self.manifest.counters[field.name])
             self.engine.feature_set.load_state_dict(self.manifest.techniques)
-        if data_position:
+        if self.options.data_position:
             run_state.restore(self.engine, self.manifest, self._file_of_this_rank())
-        if rng:
+        if self.options.rng:
             self._load_rng()
 
     def _read_buffers(self) -> dict[str, torch.Tensor]:
@@ -357,13 +387,18 @@ class _RankLoad(StateSource):
     # ---- the source of the state ----
 
     def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
-        found, names = dict[str, set[str]](), {*self.match.saved_names, *self.match.buffers}
-        for kind, runs in self.runs[flat].items():
-            held = set(map(id, runs))
-            lacking = [run for run in self.runs[flat][MASTER] if id(run) not in held]
-            unread = set() if kind == MASTER else self._never_stepped
-            found[kind] = names.difference(unread, *(self._names(flat, run) for run in lacking))
-        return found
+        parameters, loadable = dict[str, set[str]](), {*self.match.saved_names, *self.match.buffers}
+        for kind in self.ranges[flat]:
+            parameters[kind] = loadable
+            if kind != MASTER:  # the weights may be stored as SHARD, and no chunk lacks them
+                lacking = [
+                    stored
+                    for stored in self.ranges[flat][MASTER]
+                    if kind not in stored.flat.chunks[stored.chunk].tensors
+                ]
+                names = (self._names(flat, stored) for stored in lacking)
+                parameters[kind] = loadable.difference(self._never_stepped, *names)
+        return parameters
 
     @cached_property
     def _never_stepped(self) -> set[str]:
@@ -373,14 +408,14 @@ class _RankLoad(StateSource):
         never = frozenset[str]().union(*(group.never_stepped for group in groups))
         return {name for name, saved_name in self.match.saved_names.items() if saved_name in never}
 
-    def _names(self, flat: FlatBuffer, run: CopyRange) -> set[str]:
-        """Return the parameters of ``flat`` with elements in ``run``."""
-        start = flat.owned[0] + run.target
-        return {piece.name for piece in list(flat.layout.pieces(start, start + run.length))}
+    def _names(self, flat: FlatBuffer, stored: CopyRange) -> set[str]:
+        """Return the parameters of ``flat`` with elements in ``stored``."""
+        start = flat.owned[0] + stored.target
+        return {piece.name for piece in list(flat.layout.pieces(start, start + stored.length))}
 
     def read(self, entries: Sequence[StateEntry], out: torch.Tensor) -> None:
         kind = entries[0].kind
-        self.checkpoint.fill(out, self.runs[entries[0].flat].get(kind, ()), kind, self.tick)
+        self.checkpoint.fill(out, self.ranges[entries[0].flat].get(kind, ()), kind, self.tick)
         for entry in entries:
             if kind == MASTER and entry.name in self.match.buffers:
                 name = self.match.buffers[entry.name]

@@ -25,9 +25,10 @@ from hf_zero.checkpoint.tensorfile import (
 )
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject, parse_json
+from hf_zero.offload.storage import MASTER
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 
-MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
+SHARD = "shard"  # the weights of a flat without master weights, which others have as MASTER
 # prefixes of tensors outside flat buffers
 BUFFER, RNG, FACTOR = "buffer::", "rng::", "factor::"
 LOADER = "loader::state"  # state of a rank's loader that has one of its own
@@ -56,7 +57,7 @@ def dtype_of(name: str) -> torch.dtype:
 class FileEntry:
     """A file of the checkpoint.
 
-    ``rank`` is the rank that wrote it; ``hash`` includes the name of its algorithm (``hashes``).
+    ``rank`` is the rank that wrote it; ``hash`` includes the name of its algorithm.
     ``blocks`` are the block hashes of a tensor file, None if an older release wrote it.
     """
 

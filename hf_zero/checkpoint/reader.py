@@ -52,11 +52,17 @@ class CopyRange:
     target: int
     length: int
 
+    def is_continued_by(self, following: CopyRange) -> bool:
+        """Return whether one copy does both."""
+        same = self.flat is following.flat and self.chunk == following.chunk
+        ends = self.source + self.length, self.target + self.length
+        return same and ends == (following.source, following.target)
+
 
 def parameter_ranges(
     manifest: Manifest, name: str, start: int, stop: int, target: int = 0
 ) -> Iterator[CopyRange]:
-    """Yield the runs that hold elements ``[start, stop)`` of the whole parameter ``name``, in
+    """Yield the ranges that hold elements ``[start, stop)`` of the whole parameter ``name``, in
     order, without gaps.
     """
     parts = manifest.parts[name]
@@ -74,7 +80,7 @@ def parameter_ranges(
 
 
 def _chunk_ranges(flat: FlatEntry, at: int, numel: int, target: int) -> Iterator[CopyRange]:
-    """Yield the runs that hold ``numel`` elements of ``flat`` from ``at`` on."""
+    """Yield the ranges that hold ``numel`` elements of ``flat`` from ``at`` on."""
     end = at + numel
     # the last chunk that starts at or before `at`: others with the same start are empty
     index = bisect.bisect_right(flat.starts, at) - 1
@@ -101,21 +107,21 @@ def _stretches(
 def copy_ranges(
     manifest: Manifest, layout: FlatLayout, start: int, stop: int, names: dict[str, str]
 ) -> Iterator[CopyRange]:
-    """Yield the runs that fill elements ``[start, stop)`` of ``layout``; ``target`` counts from
+    """Yield the ranges that fill elements ``[start, stop)`` of ``layout``; ``target`` counts from
     ``start``.
 
     ``names`` maps the layout's names to those in the manifest; names that it lacks are left out.
-    Consecutive runs that are contiguous are merged, so that a resume on the same ranks reads each
+    Consecutive ranges that are contiguous are merged, so that a resume on the same ranks reads each
     tensor in one piece.
     """
     last: CopyRange | None = None
-    for run in _ranges_of_pieces(manifest, layout, start, stop, names):
-        if last and _continues(last, run):
-            last = replace(last, length=last.length + run.length)
+    for following in _ranges_of_pieces(manifest, layout, start, stop, names):
+        if last and last.is_continued_by(following):
+            last = replace(last, length=last.length + following.length)
             continue
         if last:
             yield last
-        last = run
+        last = following
     if last:
         yield last
 
@@ -123,7 +129,7 @@ def copy_ranges(
 def _ranges_of_pieces(
     manifest: Manifest, layout: FlatLayout, start: int, stop: int, names: dict[str, str]
 ) -> Iterator[CopyRange]:
-    """Yield the runs of :func:`copy_ranges`, not merged."""
+    """Yield the ranges of :func:`copy_ranges`, not merged."""
     for piece in list(layout.pieces(start, stop)):
         if piece.name not in names:
             continue
@@ -133,7 +139,7 @@ def _ranges_of_pieces(
         equal = next(((flat, slot) for flat, slot in saved if slot.box == box), None)
         if box is None:
             yield from parameter_ranges(manifest, name, piece.start, piece.stop, target)
-        elif equal is not None:  # cut as it was saved: no run for each row
+        elif equal is not None:  # cut as it was saved: no range for each row
             flat, slot = equal
             yield from _chunk_ranges(flat, slot.offset + piece.start, numel, target)
         else:
@@ -141,13 +147,6 @@ def _ranges_of_pieces(
                 here = target + part.at - piece.start
                 end = part.place + part.length
                 yield from parameter_ranges(manifest, name, part.place, end, here)
-
-
-def _continues(last: CopyRange, run: CopyRange) -> bool:
-    same = last.flat is run.flat and last.chunk == run.chunk
-    return (
-        same and last.source + last.length == run.source and last.target + last.length == run.target
-    )
 
 
 class Checkpoint(ClosedAtExit):
@@ -158,22 +157,22 @@ class Checkpoint(ClosedAtExit):
     hashes. Raises CheckpointError for whatever FORMAT.md section 7 rejects.
     """
 
-    def __init__(self, folder: AnyPath, sizes: bool = True, hashes: bool = True) -> None:
+    def __init__(self, folder: AnyPath, *, sizes: bool = True, hashes: bool = True) -> None:
         self.folder, self._hashes = folder, hashes
         self.manifest = Manifest.read(folder / MANIFEST_NAME)
         self._open: dict[int, TensorFile] = {}
         self._lock = threading.Lock()
-        for entry in self.listed() if sizes else ():
+        for entry in self.hashed_files() if sizes else ():
             self.check_size(entry)
 
-    def listed(self) -> list[FileEntry]:
-        """Return every file that the manifest lists."""
+    def hashed_files(self) -> list[FileEntry]:
+        """Return the files of which the manifest has hashes: all that it lists."""
         return self.manifest.all_files()
 
     def identity(self) -> str:
         """Return a digest that differs for any other save, and if a file is replaced."""
         digest = sha256(self.manifest.dumps())
-        for entry in self.listed():
+        for entry in self.hashed_files():
             path = self.folder / entry.name
             digest.update(f"{entry.name} {path.stat().st_size} {modified_ns(path)}\n".encode())
         return digest.hexdigest()
@@ -281,39 +280,43 @@ class Checkpoint(ClosedAtExit):
     def fill(
         self,
         out: torch.Tensor,
-        runs: Iterable[CopyRange],
+        ranges: Iterable[CopyRange],
         tensor: str = MASTER,
         tick: Callable[[int], None] | None = None,
         scratch: Scratch | None = None,
     ) -> None:
-        """Copy ``runs`` into ``out``, 1-D, of any dtype and device. ``tensor`` is the name of an
+        """Copy ``ranges`` into ``out``, 1-D, of any dtype and device. ``tensor`` is the name of an
         optimizer state, or :data:`MASTER` for the weights. ``tick`` is called with the bytes read.
         """
         scratch = Scratch() if scratch is None else scratch
-        for run in runs:
-            file, key = self._locate(run, tensor)
-            read_range(file, key, run.source, out[run.target : run.target + run.length], scratch)
+        for stored in ranges:
+            file, key = self._locate(stored, tensor)
+            filled = out[stored.target : stored.target + stored.length]
+            read_range(file, key, stored.source, filled, scratch)
             if tick is not None:
-                tick(run.length * file.entries[key].dtype.itemsize)
+                tick(stored.length * file.entries[key].dtype.itemsize)
 
-    def nbytes(self, runs: Iterable[CopyRange], tensor: str = MASTER) -> int:
-        """Return the bytes that ``runs`` occupy in the files; ``tensor`` as in :meth:`fill`."""
-        places = [(run, *self._locate(run, tensor)) for run in runs]
-        return sum(run.length * file.entries[key].dtype.itemsize for run, file, key in places)
+    def nbytes(self, ranges: Iterable[CopyRange], tensor: str = MASTER) -> int:
+        """Return the bytes that ``ranges`` occupy in the files; ``tensor`` as in :meth:`fill`."""
+        places = [(stored.length, *self._locate(stored, tensor)) for stored in ranges]
+        return sum(length * file.entries[key].dtype.itemsize for length, file, key in places)
 
-    def _locate(self, run: CopyRange, tensor: str) -> tuple[TensorFile, str]:
-        """Return the file of ``run``, and the name in it of the tensor to read."""
-        file = self.file(run.flat.chunks[run.chunk].file)
-        return file, f"{run.flat.key}::{run.flat.weights if tensor == MASTER else tensor}"
+    def _locate(self, stored: CopyRange, tensor: str) -> tuple[TensorFile, str]:
+        """Return the file of ``stored``, and the name in it of the tensor to read. :data:`MASTER`
+        means the weights, also where they are stored as :data:`SHARD`.
+        """
+        flat = stored.flat
+        file = self.file(flat.chunks[stored.chunk].file)
+        return file, f"{flat.key}::{flat.weights if tensor == MASTER else tensor}"
 
-    def states(self, runs: Iterable[CopyRange]) -> dict[str, list[CopyRange]]:
-        """Return the optimizer states that the chunks of ``runs`` have, each with its runs."""
-        ranges: dict[str, list[CopyRange]] = {}
-        for run in runs:
-            for name in run.flat.chunks[run.chunk].tensors:
+    def states(self, ranges: Iterable[CopyRange]) -> dict[str, list[CopyRange]]:
+        """Return by name the optimizer states that the chunks of ``ranges`` have: their ranges."""
+        of_states: dict[str, list[CopyRange]] = {}
+        for stored in ranges:
+            for name in stored.flat.chunks[stored.chunk].tensors:
                 if name not in (MASTER, SHARD):
-                    ranges.setdefault(name, []).append(run)
-        return ranges
+                    of_states.setdefault(name, []).append(stored)
+        return of_states
 
     def factors(self, parameter: str) -> dict[str, torch.Tensor]:
         """Return the states of the whole ``parameter``, by name; {} if none was saved."""
@@ -337,17 +340,17 @@ class Checkpoint(ClosedAtExit):
             file = self.file(0)  # that of rank 0 has the buffers
             read_range(file, BUFFER + name, start, out, scratch or Scratch())
             return
-        runs = parameter_ranges(self.manifest, name, start, start + out.numel())
-        self.fill(out, runs, scratch=scratch)
+        ranges = parameter_ranges(self.manifest, name, start, start + out.numel())
+        self.fill(out, ranges, scratch=scratch)
 
-    def runs(self, name: str, state: str = MASTER) -> list[CopyRange] | None:
-        """Return the runs that hold all elements of ``state`` of the whole parameter ``name``, or
+    def ranges(self, name: str, state: str = MASTER) -> list[CopyRange] | None:
+        """Return the ranges that hold all elements of ``state`` of the whole parameter ``name``, or
         its weights; None if the checkpoint lacks some of them.
         """
         numel = torch.Size(self.manifest.slots[name][1].whole).numel()
-        runs = list(parameter_ranges(self.manifest, name, 0, numel))
-        held = all(state in run.flat.chunks[run.chunk].tensors for run in runs)
-        return runs if held or state == MASTER else None
+        ranges = list(parameter_ranges(self.manifest, name, 0, numel))
+        complete = all(state in stored.flat.chunks[stored.chunk].tensors for stored in ranges)
+        return ranges if complete or state == MASTER else None
 
     def buffer(self, name: str) -> torch.Tensor:
         """Return the buffer ``name``; some programs save buffers as parameters."""
@@ -372,23 +375,20 @@ class Checkpoint(ClosedAtExit):
         return load_objects(self.folder / self.manifest.objects.name)
 
     def client_state(self) -> dict[str, object]:
-        return join(
-            "client_state",
-            self.manifest.client_state,
-            self.objects.get("client_state", {}),
-            self._objects_path(),
-        )
+        return self._joined("client_state", self.manifest.client_state, "client_state")
 
     def scheduler_state(self) -> dict[str, object]:
-        state = (self.manifest.lr_scheduler or {"state": {"json": {}, "objects": []}})["state"]
-        return join(
-            "the lr scheduler", state, self.objects.get("lr_scheduler", {}), self._objects_path()
+        saved = self.manifest.lr_scheduler
+        return (
+            {}
+            if saved is None
+            else self._joined("the lr scheduler", saved["state"], "lr_scheduler")
         )
 
-    def _objects_path(self) -> AnyPath:
-        return self.folder / (
-            self.manifest.objects.name if self.manifest.objects else MANIFEST_NAME
-        )
+    def _joined(self, what: str, state: JsonObject, key: str) -> dict[str, object]:
+        objects = self.manifest.objects
+        source = self.folder / (MANIFEST_NAME if objects is None else objects.name)
+        return join(what, state, self.objects.get(key, {}), source)
 
     def close(self) -> None:
         for file in self._open.values():
@@ -491,6 +491,7 @@ def recognize(folder: AnyPath) -> str:
 def open_checkpoint(
     folder: AnyPath,
     grouped: Callable[[], Sequence[Sequence[str]]] = tuple,
+    *,
     hashes: bool = True,
     sizes: bool = True,
 ) -> Checkpoint:
@@ -506,7 +507,7 @@ def open_checkpoint(
         program = importlib.import_module(f"hf_zero.checkpoint.foreign.{module}")
         opened: Checkpoint = program.open_checkpoint(folder, grouped())
         return opened
-    return Checkpoint(folder, sizes, hashes)
+    return Checkpoint(folder, sizes=sizes, hashes=hashes)
 
 
 def _refuse_pipes(folder: AnyPath) -> None:

@@ -16,7 +16,7 @@ from hf_zero.checkpoint.load_sharded import check, check_names
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.reader import recognize
-from hf_zero.checkpoint.save_plan import parallel_sizes
+from hf_zero.checkpoint.save_sharded import parallel_sizes
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, decide_on_rank_0, place_of
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
@@ -71,7 +71,7 @@ class Resumed:
                     raise
                 log_rank0(f"resume: {self} in memory is skipped: {error}", logging.WARNING)
                 return another
-        self._try(partial(check, target, self.directory, self.tag, self.in_memory))
+        self._try(partial(check, target, self.directory, self.tag, in_memory=self.in_memory))
         return self
 
     def _try(self, check: Callable[[], None]) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.checkpoint.manifest import (
-    AXES,
     BUFFER,
     FORMAT,
     MASTER,
@@ -29,9 +28,7 @@ from hf_zero.checkpoint.manifest import (
 )
 from hf_zero.checkpoint.run_state import rng_states
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
-from hf_zero.config import ZeroConfig
 from hf_zero.config.feature_rows import provided
-from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 from hf_zero.optim.segment_table import GroupReport
@@ -105,7 +102,8 @@ def stored_arrays(flat: FlatBuffer, state: EngineState) -> dict[str, Stored]:
     """
     arrays = state.arrays(flat)
     if not isinstance(arrays, FetchedArrays):
-        return dict(arrays)
+        return dict(arrays)  # of a trained flat, whose weights are master weights
+    # without master weights the array MASTER is the parameter shard, which files call SHARD
     numel, names = flat.spec.owned_numel, {} if flat.optimizer_shard.has_master else {MASTER: SHARD}
     return {
         names.get(kind, kind): TensorOnDemand(dtype, numel, partial(arrays.__getitem__, kind))
@@ -115,7 +113,9 @@ def stored_arrays(flat: FlatBuffer, state: EngineState) -> dict[str, Stored]:
 
 def model_buffers(engine: TrainingEngine, exclude_frozen: bool) -> dict[str, torch.Tensor]:
     """Return :func:`persistent_buffers` of the engine's model, or of its pipeline stage."""
-    return persistent_buffers(engine.module, frozen_names(engine) if exclude_frozen else ())
+    excluded = [flat for flat in engine.flats if exclude_frozen and not flat.trainable]
+    names = {slot.name for flat in excluded for slot in flat.layout.slots}
+    return persistent_buffers(engine.module, names)
 
 
 def buffers_of_other_stages(
@@ -138,41 +138,6 @@ def buffers_of_other_stages(
         sent = {name: buffer.detach().cpu() for name, buffer in held.items()}
     every: list[dict[str, torch.Tensor]] = mesh.job.all_gather_object(sent, "buffers of the stages")
     return {name: buffer for held in every for name, buffer in held.items()}
-
-
-def frozen_names(engine: TrainingEngine) -> set[str]:
-    """Return the names of the parameters that are not trained."""
-    return {slot.name for flat in engine.flats if not flat.trainable for slot in flat.layout.slots}
-
-
-def batch_of(engine: TrainingEngine) -> dict[str, int]:
-    """Return the sizes of a step's batch as the configuration gives them, and the number of ranks
-    that read it; {} if no batch size is configured.
-    """
-    config = engine.written_config
-    if not config.has_batch_size:
-        return {}
-    return {
-        "samples": config.train_batch_size or 1,
-        "micro_batch": config.train_micro_batch_size_per_gpu or 1,
-        "micro_batches": config.gradient_accumulation_steps or 1,
-        "readers": engine.data_ranks,
-    }
-
-
-def sizes_of_axes(engine: TrainingEngine) -> dict[str, int]:
-    """Return the sizes of the axes along which the job is parallel beside its data."""
-    return parallel_sizes(engine.config, engine.mesh.dims)
-
-
-def parallel_sizes(config: ZeroConfig, dims: ParallelDims) -> dict[str, int]:
-    """Return the sizes of :data:`AXES` that ``config`` or the groups of the job give."""
-    written = {
-        "tensor": config.tensor_parallel.size,
-        "sequence": config.sequence_parallel_size,
-        "expert": config.expert_parallel.size,
-    }
-    return {axis: max(getattr(dims, axis), written.get(axis, 1)) for axis in AXES}
 
 
 def model_order(
@@ -265,15 +230,23 @@ class ModelEntries:
         flats, left_out = [], []
         dtypes: dict[str, torch.dtype] = {}
         for flat in saved:
-            held = [slot.name for slot in flat.layout.slots]
+            in_flat = [slot.name for slot in flat.layout.slots]
             if exclude_frozen and not flat.trainable:
-                left_out += held
+                left_out += in_flat
                 continue
-            key = pp_stage_key(flat)
-            narrow = flat.trainable and flat.spec.master_dtype == torch.bfloat16
-            facts = flat.trainable, flat.dtype, flat.layout, (), flat.raw, narrow, flat.spec.outside
-            flats.append(FlatEntry(key, *facts))
-            dtypes |= {name: dtype_of(engine.sharded_model.param_dtypes[name]) for name in held}
+            flats.append(
+                FlatEntry(
+                    pp_stage_key(flat),
+                    flat.trainable,
+                    flat.dtype,
+                    flat.layout,
+                    (),
+                    raw=flat.raw,
+                    bf16_masters=flat.trainable and flat.spec.master_dtype == torch.bfloat16,
+                    outside=flat.spec.outside,
+                )
+            )
+            dtypes |= {name: dtype_of(engine.sharded_model.param_dtypes[name]) for name in in_flat}
         order = model_order(engine.module, engine.aliases, dtypes)
         group_of = {} if engine.bound is None else engine.bound.group_of
         every = names.every_of([*order, *left_out, *group_of])
@@ -350,19 +323,6 @@ def stored_width(plan: EnginePlan, flat: FlatPlan) -> int:
         return flat.spec.dtype.itemsize
     moments = sum(state.dtype.itemsize for state in plan.moments_of(flat).values())
     return flat.spec.master_dtype.itemsize + moments
-
-
-def planned_size(plan: EnginePlan) -> int:
-    """Return the bytes of this rank's file in a checkpoint, without header, buffers, generators and
-    state of whole tensors.
-    """
-    coordinate = plan.dims.coordinate(plan.rank, "pipeline")
-    return sum(
-        flat.spec.owned_numel * stored_width(plan, flat)
-        for flat in plan.flats
-        if flat.spec.saves_shard
-        and coordinate in (flat.spec.sharding.pp_stages or (coordinate,))[:1]
-    )
 
 
 def plan_save(

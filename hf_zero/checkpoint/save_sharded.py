@@ -27,6 +27,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget, canonical_path, check_keep, commit_target
 from hf_zero.checkpoint.file_writer import write_tensors
 from hf_zero.checkpoint.manifest import (
+    AXES,
     Chunk,
     Export,
     FactorEntry,
@@ -48,16 +49,16 @@ from hf_zero.checkpoint.save_plan import (
     ModelEntries,
     RankReport,
     SavePlan,
-    batch_of,
     buffers_of_other_stages,
     model_buffers,
     plan_save,
-    sizes_of_axes,
     unwrapped,
 )
 from hf_zero.checkpoint.staging import ReadyFile, deferred_states
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import FileHashes
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units, logger
 from hf_zero.optim.segment_table import report_of, scalars_in
@@ -355,7 +356,7 @@ def manifest_head(
             "size": engine.mesh.dims.world,
             "shard": engine.mesh.shard.size,
             "replicate": engine.mesh.pp_stage_ranks // engine.mesh.shard.size,
-            **sizes_of_axes(engine),
+            **parallel_sizes(engine.config, engine.mesh.dims),
         },
         stage=engine.stage,
         precision=engine.config.precision,
@@ -372,11 +373,36 @@ def manifest_head(
         counters=asdict(engine.window_start.counters(engine)),
         techniques=engine.feature_set.state_dict(),
         loader=engine.window_start.data_position(engine),
-        batch=batch_of(engine),
+        batch=_batch_of(engine),
         client_state=extra.client_state,
         objects=None,
         software=_software(),
     )
+
+
+def _batch_of(engine: TrainingEngine) -> dict[str, int]:
+    """Return the sizes of a step's batch as the configuration gives them, and the number of ranks
+    that read it; {} if no batch size is configured.
+    """
+    config = engine.written_config
+    if not config.has_batch_size:
+        return {}
+    return {
+        "samples": config.train_batch_size or 1,
+        "micro_batch": config.train_micro_batch_size_per_gpu or 1,
+        "micro_batches": config.gradient_accumulation_steps or 1,
+        "readers": engine.data_ranks,
+    }
+
+
+def parallel_sizes(config: ZeroConfig, dims: ParallelDims) -> dict[str, int]:
+    """Return the sizes of :data:`AXES` that ``config`` or the groups of the job give."""
+    written = {
+        "tensor": config.tensor_parallel.size,
+        "sequence": config.sequence_parallel_size,
+        "expert": config.expert_parallel.size,
+    }
+    return {axis: max(getattr(dims, axis), written.get(axis, 1)) for axis in AXES}
 
 
 def manifest_of_run(engine: TrainingEngine) -> Manifest:
@@ -384,7 +410,8 @@ def manifest_of_run(engine: TrainingEngine) -> Manifest:
     flat buffers, without chunks, unless ranks hold different parts of the model.
     """
     head = manifest_head(engine, "", "", NonTensorState({}, None, {}), {})
-    parallel = {axis for axis, size in sizes_of_axes(engine).items() if size > 1}
+    sizes = parallel_sizes(engine.config, engine.mesh.dims)
+    parallel = {axis for axis, size in sizes.items() if size > 1}
     flats = engine.flats if parallel <= {"sequence"} else ()
     entries = (FlatEntry(each.key, each.trainable, each.dtype, each.layout, ()) for each in flats)
     return replace(head, flats=tuple(entries))

@@ -175,7 +175,7 @@ def _check_checkpoint(folder: AnyPath, progress: bool | None) -> Verdict:
     except CheckpointError as error:
         return _nothing(folder, str(error))
     problems: list[str] = []
-    files = checkpoint.listed()
+    files = checkpoint.hashed_files()
     with (
         checkpoint,
         progress_bar(

@@ -18,7 +18,7 @@ import torch
 from hf_zero.device import kinds
 from hf_zero.ops.coded_arrays import ArrayCodec, CodedArray, StateArray, decoded
 
-SHARD, MASTER = "shard", "master"
+SHARD, MASTER = "shard", "master"  # MASTER is also the name in checkpoints (FORMAT.md)
 COMPENSATION = "compensation"  # rounding errors of master weights, where they are kept
 SubGroup = tuple[int, int]  # elements [start, stop) of owned
 Allocator = Callable[[int, torch.dtype], torch.Tensor]  # (numel, dtype) -> zeros [numel]

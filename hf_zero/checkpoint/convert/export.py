@@ -268,7 +268,7 @@ def _write_with_optimizer(
     from hf_zero.checkpoint.convert import to_dcp, to_universal  # import much of torch
 
     if verify:
-        checkpoint.verify(checkpoint.listed())
+        checkpoint.verify(checkpoint.hashed_files())
     with new_folder(target) as folder:
         if to == DCP:
             tensors = to_dcp.write_dcp(checkpoint, folder, dtype, exclude_frozen)
@@ -312,11 +312,11 @@ def _write(
             )
         with progress_bar(
             progress,
-            total + (sum(entry.size for entry in checkpoint.listed()) if verify else 0),
+            total + (sum(entry.size for entry in checkpoint.hashed_files()) if verify else 0),
             f"writing {target}",
         ) as tick:
             if verify:
-                checkpoint.verify(checkpoint.listed(), tick)
+                checkpoint.verify(checkpoint.hashed_files(), tick)
             for name, part in output_files.parts.items():
                 named = {output.name: output for output in part}
                 write_part(checkpoint, target, name, plans[name], named, journal, workers, tick)

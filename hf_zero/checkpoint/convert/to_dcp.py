@@ -120,17 +120,17 @@ class _State:
         scalars = group.numbers_of(source)
         states = {key: torch.tensor(float(value)) for key, value in scalars.items()}
         for state in flat.states:
-            if (runs := checkpoint.runs(source, state)) is None:
+            if (ranges := checkpoint.ranges(source, state)) is None:
                 continue
-            fill = partial(_fill, checkpoint, runs, state)
+            fill = partial(_fill, checkpoint, ranges, state)
             self.fills[f"optimizer.state.{name}.{state}"] = fill
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
             states[state] = torch.empty(slot.whole, dtype=dtype, device="meta")
         return states
 
 
-def _fill(checkpoint: Checkpoint, runs: Any, state: str, out: torch.Tensor) -> None:
-    checkpoint.fill(out.view(-1), runs, state)
+def _fill(checkpoint: Checkpoint, ranges: Any, state: str, out: torch.Tensor) -> None:
+    checkpoint.fill(out.view(-1), ranges, state)
 
 
 # How an optimizer computes: settings that no checkpoint of hf-zero holds, and that a loader of

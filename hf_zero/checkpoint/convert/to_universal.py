@@ -111,11 +111,11 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
 def _whole(checkpoint: Checkpoint, name: str, state: str) -> torch.Tensor | None:
     """Return the ``state`` of parameter ``name`` in fp32; None for one that it lacks."""
     _, slot = checkpoint.manifest.slots[name]
-    runs = checkpoint.runs(name, state)
-    if runs is None:
+    ranges = checkpoint.ranges(name, state)
+    if ranges is None:
         return None
     out = torch.empty(slot.whole, dtype=torch.float32)
-    checkpoint.fill(out.view(-1), runs, state)
+    checkpoint.fill(out.view(-1), ranges, state)
     return out
 
 

@@ -223,7 +223,7 @@ class Assembled(Checkpoint):
             "files, or name another checkpoint"
         )
 
-    def listed(self) -> list[FileEntry]:
+    def hashed_files(self) -> list[FileEntry]:
         """Return an empty list: there are no hashes to compare."""
         return []
 

@@ -45,7 +45,7 @@ from hf_zero.checkpoint.save_plan import (
     buffers_of_other_stages,
     model_buffers,
     plan_save,
-    planned_size,
+    stored_width,
 )
 from hf_zero.checkpoint.save_sharded import config_files, manifest_head
 from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, place_of, remove_tree
@@ -126,7 +126,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         self._running: Future[None] | None = None
         self._logged_wait = False
         self._say()
-        needed = self.choose_base(self._ranks.all_gather_object(planned_size(plan), KEY))
+        needed = self.choose_base(self._ranks.all_gather_object(_planned_size(plan), KEY))
         if self.acts_for_host:
             folder = self.folder(self.base)
             logger.info(
@@ -670,3 +670,16 @@ def _at_exit(made: MemoryCheckpoints) -> None:
 
     atexit.register(close)
     weakref.finalize(made, atexit.unregister, close)
+
+
+def _planned_size(plan: EnginePlan) -> int:
+    """Return the bytes of this rank's file in a checkpoint, without header, buffers, generators and
+    state of whole tensors.
+    """
+    coordinate = plan.dims.coordinate(plan.rank, "pipeline")
+    return sum(
+        flat.spec.owned_numel * stored_width(plan, flat)
+        for flat in plan.flats
+        if flat.spec.saves_shard
+        and coordinate in (flat.spec.sharding.pp_stages or (coordinate,))[:1]
+    )
