@@ -1,4 +1,5 @@
-"""Agreement among the ranks of one engine through the key-value store of the process group.
+"""Agreement of ranks outside collectives, through the key-value store of the process group: on
+gathers that no order has yet, on events of a step, and fetches of shards.
 
 [Note: gathers out of order]
 While an order of gathers is recorded, the ranks agree before every gather

@@ -27,7 +27,7 @@ from hf_zero.optim.group_settings import plain_settings
 from hf_zero.zero.gather.unit import GatherState, Unit
 from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer, owner_of
-from hf_zero.zero.layout.flat_memory import FlatMemory
+from hf_zero.zero.layout.flat_memory import FlatAllocator
 from hf_zero.zero.layout.initial_values import (
     FormerValues,
     Staging,
@@ -110,7 +110,7 @@ def materialize(plan: EnginePlan, engine_flats: EngineFlats, placement: Placemen
         )
         for index, unit in enumerate(plan.units)
     ]
-    memory = FlatMemory(plan, flats, placement, device)
+    memory = FlatAllocator(plan, flats, placement, device)
     former, staging, reads = FormerValues(), Staging(), any(is_pending(flat) for flat in flats)
     for unit in units:
         for flat in unit.flats:
@@ -138,7 +138,7 @@ def materialize(plan: EnginePlan, engine_flats: EngineFlats, placement: Placemen
 
 
 def _initialize_values(
-    flat: FlatBuffer, memory: FlatMemory, mesh: Mesh, former: FormerValues, staging: Staging
+    flat: FlatBuffer, memory: FlatAllocator, mesh: Mesh, former: FormerValues, staging: Staging
 ) -> None:
     """Allocate the memory of ``flat`` and write its first values."""
     full = memory.full(flat)

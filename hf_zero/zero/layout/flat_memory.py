@@ -16,11 +16,11 @@ from hf_zero.zero.layout.flat_layout import MATRIX_ALIGNMENT
 from hf_zero.zero.layout.training_state import gradient_memories
 
 
-class FlatMemory:
-    """Memory for ``flats``, the flat buffers of ``plan``, each of which must take its parts once
-    and in this order: neighbors of one dtype are adjacent, whole buffers up to their alignment. If
-    files hold some of it, the constructor reserves disk space (collective) and raises
-    DiskSpaceError if there is not enough.
+class FlatAllocator:
+    """Allocates the memory of ``flats``, the flat buffers of ``plan``, which own it afterwards.
+    Each must take its parts once and in this order: neighbors of one dtype are adjacent, whole
+    buffers up to their alignment. If files hold some of it, the constructor reserves disk space
+    (collective) and raises DiskSpaceError if there is not enough.
     """
 
     def __init__(
