@@ -30,7 +30,7 @@ from torch.autograd import profiler
 
 from hf_zero.device import graphs, kinds, spans, streams
 from hf_zero.distributed.process_group import CPU, Waitable
-from hf_zero.errors import PartitionError
+from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.logging import first_line
 
 RECENT = 32  # collectives of a communicator that are remembered
@@ -68,21 +68,24 @@ class PendingCollective(NamedTuple):
         return zlib.crc32(f"{log} {self.number} {self.what}".encode()) & 0x7FFFFFFF
 
 
-class LastError(Protocol):
-    """What a rank that ends now publishes of its last exception, "" without one."""
+class OwnStatus(Protocol):
+    """The status of this rank (hang_detection.py). ``last_error``: what it publishes of its last
+    exception if it ends now, "" without one.
+    """
 
+    rank: int
     last_error: str
 
 
 class WaitWatcher(Protocol):
-    """The watchdog of a rank (watchdog.py), as waits for collectives use it."""
+    """The watchdog of a rank (hang_detection.py), as waits for collectives use it."""
 
     started: bool
     verdict: str
     current: tuple[PendingCollective, float] | None
 
     @property
-    def rank_status(self) -> LastError | None: ...
+    def rank_status(self) -> OwnStatus: ...
 
     def start(self) -> None: ...
 
@@ -196,12 +199,14 @@ class TrackedPass:
 
 
 class PassTracker:
-    """The passes of one engine on this rank: where each began, and whether the last one broke."""
+    """The passes of one engine on this rank: where each began, and whether the last one broke.
+    ``shared``: other processes take part in their collectives.
+    """
 
-    def __init__(self, logs: Mapping[str, CollectiveLog], watchdog: WaitWatcher):
+    def __init__(self, logs: Mapping[str, CollectiveLog], watchdog: WaitWatcher, shared: bool):
         """``logs``: the communicators, by purpose."""
         self._logs = dict(logs)
-        self._watchdog = watchdog
+        self._watchdog, self._shared = watchdog, shared
         self._passes: deque[TrackedPass] = deque(maxlen=BEGINNINGS)
         self._open: TrackedPass | None = None  # the pass under way
         self._broken: TrackedPass | None = None  # set until another pass begins
@@ -226,9 +231,15 @@ class PassTracker:
             self.resume(str(self._open), None, what)
 
     def resume(self, kind: str, first: Sequence[object] | None, what: str) -> None:
-        """Go on after a broken pass with a pass of ``kind``, or with the collective ``first``, once
-        all ranks have come as far (recovery.py): ranks without a store cannot say so.
+        """Go on after a broken pass with ``what``, a pass of ``kind`` or the collective ``first``,
+        once all ranks have come as far. Raises RankMismatchError if no feature compares them: this
+        rank may have issued other collectives of the broken pass than they.
         """
+        raise RankMismatchError(
+            f"rank {self._watchdog.rank_status.rank} goes on with a {what} after an exception in a "
+            f"{self._broken}, and does not know which of its messages the other ranks await; let "
+            "the job end at the exception, and resume from a checkpoint"
+        )
 
     def end(self) -> None:
         if self._open is not None:
@@ -239,11 +250,7 @@ class PassTracker:
         """Note that the current pass, if any, has ended with an exception."""
         broken = self._open
         self.end()
-        if (
-            broken is not None
-            and (broken.joint or broken.began != broken.ended)
-            and self._watchdog.rank_status is not None
-        ):
+        if broken is not None and (broken.joint or broken.began != broken.ended) and self._shared:
             self._broken = broken
             for log in self._logs.values():
                 log.before_issue = self._resume_with
@@ -261,8 +268,7 @@ class PassTracker:
         """Set the exception of the last forward, to be published if this rank ends now; None after
         a forward without one.
         """
-        if self._watchdog.rank_status is not None:
-            self._watchdog.rank_status.last_error = "" if error is None else first_line(error)
+        self._watchdog.rank_status.last_error = "" if error is None else first_line(error)
 
     def _resume_with(self, log: CollectiveLog, what: str) -> None:
         role = next(role for role, tracked in self._logs.items() if tracked is log)

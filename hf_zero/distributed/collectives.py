@@ -37,8 +37,15 @@ from hf_zero.distributed.collective_log import (
     Starting,
     tagged_barrier,
 )
-from hf_zero.distributed.process_group import CPU, Waitable, abort, backend_serving, destroy_group
-from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.hang_detection import Watchdog
+from hf_zero.distributed.process_group import (
+    CPU,
+    STORELESS,
+    Waitable,
+    abort,
+    backend_serving,
+    destroy_group,
+)
 
 DEFAULT_TIMEOUT = 1800.0
 MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
@@ -142,6 +149,7 @@ class MeshDim:
         self._reduce_group = groups.reduce
         self._point_to_point = backend == "gloo"
         self._copies_input = backend == "threaded"
+        self._is_storeless = backend in STORELESS
         self._device = device
         self._follows = None if backend in BLOCKING or kinds.is_synchronous(device) else device
         self.stats = stats
@@ -162,11 +170,7 @@ class MeshDim:
             log = CollectiveLog(
                 title, self.ranks, timeout, abort_group, reports_dead_peers=self._follows is None
             )
-            logs.append(
-                log
-                if watchdog.rank_status is None or group is None
-                else watchdog.rank_status.register(log)
-            )
+            logs.append(log if group is None else watchdog.rank_status.register(log))
         self.gathers, self.reductions = logs
 
     @property
@@ -528,7 +532,7 @@ class MeshDim:
         """Set the timeout of waits for its collectives to ``seconds``."""
         self.gathers.timeout = self.reductions.timeout = seconds
         for group in (self._group, self._reduce_group):
-            if group is not None and self._watchdog.rank_status is not None:
+            if group is not None and not self._is_storeless:
                 group.set_timeout(timedelta(seconds=seconds + MARGIN_SECONDS))
 
     def aborts(self) -> dict[str, Callable[[], None]]:
@@ -537,7 +541,7 @@ class MeshDim:
         ranks have not joined.
         """
         self._verified = None
-        if self._watchdog.rank_status is None:
+        if self._is_storeless:
             return {}
         logs = ((self._group, self.gathers), (self._reduce_group, self.reductions))
         return {log.name: log.abort for group, log in logs if group is not None}

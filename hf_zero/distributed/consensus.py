@@ -23,9 +23,9 @@ from functools import partial
 import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.rank_requests import ShardFetches, StepEvents, refuse_destroyed
 from hf_zero.distributed.store import ENDED, RollCall, StoreWait
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 
 Proposal = tuple[int, int]
@@ -196,7 +196,7 @@ class Consensus:
         watchdog: Watchdog | None = None,
         log: CollectiveLog | None = None,
     ):
-        waits = StoreWait(store, rank, timeout, watchdog or Watchdog(enabled=False))
+        waits = StoreWait(store, rank, timeout, watchdog or Watchdog())
         log = log or CollectiveLog("agreements", ranks, timeout, reports_dead_peers=False)
         self.gathers = GatherAgreement(store, rank, ranks, waits, log)
         self.steps = StepEvents(store, rank, ranks, waits)

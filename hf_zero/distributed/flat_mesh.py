@@ -18,9 +18,9 @@ from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, GatherRoute, MeshDim
 from hf_zero.distributed.communicators import NCCL, make_group, nccl_options
+from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.process_group import backends_of_parts, messages_as
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import RankGroup, get_world_group
 from hf_zero.errors import ConfigError
 

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed as dist
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.feature_rows import provided
 from hf_zero.config.keys import KEYS
 from hf_zero.config.value_types import argument, integer
 from hf_zero.device import kinds
@@ -22,6 +23,7 @@ from hf_zero.distributed.attempts import store_of_attempt, wait_for_store
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
 from hf_zero.distributed.communicators import device_to_bind, name_ranks
+from hf_zero.distributed.hang_detection import HangDetection, Watchdog
 from hf_zero.distributed.process_group import (
     CPU,
     allow_connections,
@@ -37,7 +39,6 @@ from hf_zero.distributed.rank_hosts import RESOLVE_SECONDS, choose_interface, wa
 from hf_zero.distributed.rank_hosts import VARIABLES as INTERFACE_VARIABLES
 from hf_zero.distributed.rendezvous import LOOPBACK, VARIABLES, Place, announce, place_told
 from hf_zero.distributed.uncaught import connect_to_agent_store, has_agent_store
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.logging import first_line, log_rank0
@@ -263,7 +264,8 @@ def _join(world_size: int, where: str, join: Callable[[], None]) -> None:
 
     Raises ConfigError for a port that is in use, LaunchError for a store that cannot be reached.
     """
-    watchdog = Watchdog(enabled=world_size > 1)
+    kind: type[HangDetection] = provided("hang_detection", HangDetection)
+    watchdog = kind.watchdog_of_start() if world_size > 1 else Watchdog()
     try:
         with watchdog.watching(PendingCollective(f"all {world_size} ranks to meet at {where}")):
             join()

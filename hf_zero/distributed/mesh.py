@@ -36,7 +36,7 @@ from hf_zero.distributed.flat_mesh import (
     MeshOptions,
     Sums,
 )
-from hf_zero.distributed.host_heartbeats import HostHeartbeats, learn_hosts
+from hf_zero.distributed.hang_detection import HangDetection, Heartbeats, RankStatus
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import (
@@ -46,11 +46,7 @@ from hf_zero.distributed.process_group import (
     get_world_size,
     group_backend,
 )
-from hf_zero.distributed.rank_status import RankStatus
-from hf_zero.distributed.recovery import RecoverablePasses
-from hf_zero.distributed.state_rows import RankState
 from hf_zero.distributed.store import StoreMessages
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import EngineResources, RankGroup, get_world_group
 from hf_zero.logging import log_rank0
 
@@ -64,11 +60,11 @@ HOLDERS = "holders"  # ranks that have made the engine and not left it
 class MeshResources:
     """The resources of one engine. Holds no reference to the engine itself, and outlives it.
 
-    ``rank_status`` publishes its logs, None if ranks share no store; ``unreleased`` are the
-    resources of this rank that are not released yet.
+    ``rank_status`` publishes its logs; ``unreleased`` are the resources of this rank that are not
+    released yet.
     """
 
-    def __init__(self, rank_status: RankStatus | None, unreleased: list[EngineResources]):
+    def __init__(self, rank_status: RankStatus, unreleased: list[EngineResources]):
         self._rank_status, self._unreleased = rank_status, unreleased
         self._store: dist.Store | None = None
         self._server: Serving | None = None
@@ -76,7 +72,7 @@ class MeshResources:
         self._groups: list[RankGroup] = []
         self._logs: list[CollectiveLog] = []
         self._abandoned = self._left = False
-        self.heartbeats: HostHeartbeats | None = None  # of which this engine is a holder
+        self.heartbeats: Heartbeats | None = None  # of which this engine is a holder
 
     def join(self, store: dist.Store, holders: int) -> None:
         """Hold the keys in ``store``, the engine's own. The first rank of the job counts all
@@ -153,8 +149,7 @@ class MeshResources:
             self.leave()
         if self._dims or self._used_elsewhere():
             return
-        if self._rank_status is not None:
-            self._rank_status.unregister(self._logs)
+        self._rank_status.unregister(self._logs)
         self._logs = []
         self._unreleased[:] = [resources for resources in self._unreleased if resources is not self]
 
@@ -199,21 +194,21 @@ class Mesh:
         self._parallel = parallel
         if parallel is not None:
             parallel.wait_at_most(timeout)
-        self.watchdog = Watchdog(enabled=False)
+        detection = HangDetection()
         self.consensus: Consensus | None = None
         self.name = "engine"
         logs: dict[str, CollectiveLog] = {}
-        board = None
-        self._resources = MeshResources(None, [])
+        unreleased: list[EngineResources] = []
         backend = group_backend(device)
         if self.dims.world > 1 and backend != "fake":
             world = get_world_group()
             world.wait_at_most(timeout)
-            self.watchdog, board = world.watchdog, world.recovery_board
-            self._resources = MeshResources(self.watchdog.rank_status, world.unreleased)
+            detection, unreleased = world.detection, world.unreleased
             if options.nccl and backend != NCCL:
                 keys = ", ".join(f"nccl.{name}" for name in options.nccl)
                 log_rank0(f"{keys} has no effect: the communicators are of {backend}")
+        self.watchdog = detection.watchdog
+        self._resources = MeshResources(self.watchdog.rank_status, unreleased)
         # before any of them is made: this may fail as well
         weakref.finalize(self, self._resources.abandon).atexit = False
         if self.dims.world > 1 and backend != "fake":
@@ -234,9 +229,7 @@ class Mesh:
         stages = parallel.along("pipeline") if parallel is not None else making.alone()
         self.sums = Sums(*making.sums(self.uncut), stages)
         logs |= making.logs | (parallel.logs if parallel is not None else {})
-        self.passes = RecoverablePasses(
-            self.name, self.rank, self.ranks, logs, self.watchdog, timeout, board
-        )
+        self.passes = detection.tracker(self.name, self.rank, self.ranks, logs, timeout)
 
     shard = property(attrgetter("uncut.shard"))
     replicate = property(attrgetter("uncut.replicate"))
@@ -262,7 +255,7 @@ class Mesh:
         """Meet all ranks of the job at the making of an engine, and start heartbeats of this host;
         return the log of the engine's agreements.
         """
-        world, rank_status = get_world_group(), self.watchdog.rank_status
+        world = get_world_group()
         world.engines += 1
         number = f"engine {world.engines}"
         stage = f" of stage {self.dims.coordinate(self.rank, 'pipeline')}"
@@ -270,8 +263,7 @@ class Mesh:
         log = CollectiveLog(
             f"agreements of {self.name}", self.ranks, self.timeout, reports_dead_peers=False
         )
-        if rank_status is not None:
-            rank_status.register(log)
+        self.watchdog.rank_status.register(log)
         self._resources.hold(log)
         # of all stages of a pipeline, which share the logs of its messages
         store = dist.PrefixStore(f"{world.prefix}/{number}", default_store())
@@ -282,18 +274,12 @@ class Mesh:
             )
             self._resources.serve_by(self.consensus.fetches.serving)
         # Making groups blocks in native code, which cannot name a missing rank.
-        identity = "" if rank_status is None else rank_status.identity
+        identity = self.watchdog.rank_status.identity
         identities = world.all_gather_object(identity, f"ranks at the making of {number}")
-        if rank_status is not None:
-            rank_status.know(identities)
-            exchange = partial(world.all_gather_object, what="hosts")
-            heartbeats = learn_hosts(
-                exchange, self.rank, self.dims.world, host_timeout, self.timeout
-            )
-            if heartbeats is not None:
-                heartbeats.hold(host_timeout)
-                self._resources.heartbeats = heartbeats
-                rank_status.watch_hosts(heartbeats)
+        exchange = partial(world.all_gather_object, what="hosts")
+        self._resources.heartbeats = world.detection.meet(
+            identities, exchange, host_timeout, self.timeout
+        )
         return log
 
     def _store(self) -> dist.Store:
@@ -343,8 +329,7 @@ class Mesh:
             self.consensus.close(why)
         for dim in self.mesh_dims:
             dim.gathers.end_reason = dim.reductions.end_reason = why
-        if self.watchdog.rank_status is not None:
-            self.watchdog.rank_status.publish(RankState.HERE)
+        self.watchdog.rank_status.post_logs()
         self.passes.close()
         self._resources.leave()
         if groups:
@@ -390,11 +375,7 @@ class Mesh:
         """
         if self.consensus is None:
             return None
-        store, rank_status = dist.PrefixStore(topic, self._store()), self.watchdog.rank_status
-        if rank_status is None:
-            return StoreMessages(store, self.rank, self.timeout, lambda ranks: {})
-
-        def all_live() -> bool:
-            return not rank_status.troubled
-
-        return StoreMessages(store, self.rank, self.timeout, rank_status.exit_reasons, all_live)
+        store, status = dist.PrefixStore(topic, self._store()), self.watchdog.rank_status
+        return StoreMessages(
+            store, self.rank, self.timeout, status.exit_reasons, lambda: status.all_live
+        )

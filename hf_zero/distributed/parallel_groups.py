@@ -13,6 +13,7 @@ from hf_zero.distributed import process_group
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
 from hf_zero.distributed.flat_mesh import DimMaker
+from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.process_group import (
     default_device,
@@ -22,7 +23,6 @@ from hf_zero.distributed.process_group import (
     group_backend,
     is_initialized,
 )
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError
 
@@ -42,7 +42,7 @@ class ParallelGroups:
         self._axes: dict[str, MeshDim] = {}
         backend = group_backend(device) if dims.world > 1 else "gloo"
         shared = dims.world > 1 and backend != "fake"
-        watchdog = get_world_group().watchdog if shared else Watchdog(enabled=False)
+        watchdog = get_world_group().watchdog if shared else Watchdog()
         maker = DimMaker(self.rank, device, backend, watchdog, DEFAULT_TIMEOUT)
         for axis in AXES:
             sets = dims.sets_along(axis)

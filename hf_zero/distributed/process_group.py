@@ -30,6 +30,7 @@ class Waitable(Protocol):
 
 
 CPU = torch.device("cpu")
+STORELESS = ("threaded", "fake")  # backends whose ranks are threads, or simulated
 BREAK_TAG = 0x7FFFFFFF
 ABORT_SECONDS = 30.0  # longest wait for aborts
 FILES_A_RANK = 16  # connections to each rank in groups of all; on the store's host, its clients

@@ -24,7 +24,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from hf_zero.distributed import watchdog
+from hf_zero.distributed import hang_detection
+from hf_zero.distributed.hang_detection import JOIN_SECONDS
 from hf_zero.distributed.store import (
     ENDED,
     Bell,
@@ -36,7 +37,6 @@ from hf_zero.distributed.store import (
     publish_closed,
     ring,
 )
-from hf_zero.distributed.watchdog import JOIN_SECONDS
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.logging import logger
 
@@ -486,7 +486,7 @@ def _end_threads() -> None:
     Ranks that are threads of one process end here one after the other, so all announce it before
     the first one waits for the others.
     """
-    watchdog.leave()
+    hang_detection.leave()
     failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     owners = [] if failed else list(_owners)
     for fetches in owners:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective, in_words
+from hf_zero.distributed.hang_detection import RankStatus
 from hf_zero.distributed.hang_proofs import (
     OVER,
     REMEDY,
@@ -37,6 +38,7 @@ from hf_zero.distributed.hang_proofs import (
 )
 from hf_zero.distributed.host_heartbeats import HostHeartbeats
 from hf_zero.distributed.state_rows import ENDS, RankState, rank_states
+from hf_zero.distributed.store import StoreSilent
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.logging import JsonObject, first_line
 
@@ -48,25 +50,17 @@ PATIENT_POLLS = 2
 POLLED = ["version", "digested", "leader", "ends", "resumes"]
 
 
-class StoreSilent(RuntimeError):
-    """A call that the ranks' store has not answered, and may yet: its process may be stopped."""
-
-
-class RankStatus:
+class PostedStatus(RankStatus):
     """One rank's entry in ``store``, and its view of the entries of the others.
 
     ``store_host``: the rank that hosts the store; None: the launcher does.
     """
 
     def __init__(self, store: Any, rank: int, world: int, store_host: int | None = None):
-        self._store = store
-        self.rank = rank
-        self.world = world
-        self.store_host = store_host
+        super().__init__(rank, world)
+        self._store, self.store_host = store, store_host
         self.logs: dict[str, CollectiveLog] = {}
         self._left = set[str]()  # names of communicators that all ranks have left
-        # the last exception that passed through the engine, if no forward has succeeded since
-        self.last_error = ""
         self._state: str = RankState.HERE
         self._posts: dict[int, StatusPost] = {}  # of the last digest
         self._ends: dict[int, tuple[str, str]] = {}  # state and reason
@@ -135,6 +129,10 @@ class RankStatus:
         while written is not self._newest:  # the other thread's may be newer: it is written last
             written = self._newest
             self._set(str(self.rank), written)
+
+    def post_logs(self) -> None:
+        """Post the logs of this rank, which waits for nothing."""
+        self.publish(RankState.HERE)
 
     def _set(self, key: str, value: str) -> None:
         self._ask("set", key, value)
@@ -314,9 +312,9 @@ class RankStatus:
         return rank_states({**posts, self.rank: post}, self.world, pending)
 
     @property
-    def troubled(self) -> bool:
-        """Return whether a rank is known to have failed, given up or died."""
-        return bool(self._ends)
+    def all_live(self) -> bool:  # type: ignore[override]
+        """Return whether no rank is known to have failed, given up or died."""
+        return not self._ends
 
     def diagnose(
         self, pending: PendingCollective, stuck_in: Sequence[str] = (RankState.WAITS,)

@@ -30,9 +30,8 @@ from hf_zero.distributed.collective_log import (
     PendingCollective,
     TrackedPass,
 )
-from hf_zero.distributed.state_rows import RankState
 from hf_zero.distributed.store import TimeoutStore, next_pause, read_entries
-from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.watchdog import PollingWatchdog
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logging import JsonObject
 
@@ -46,7 +45,7 @@ Numbers = dict[str, int]
 class RecoverablePasses(PassTracker):
     """The passes of one engine, whose ranks compare themselves after a broken one."""
 
-    _watchdog: Watchdog
+    _watchdog: PollingWatchdog
 
     def __init__(
         self,
@@ -54,14 +53,14 @@ class RecoverablePasses(PassTracker):
         rank: int,
         ranks: Sequence[int],
         logs: Mapping[str, CollectiveLog],
-        watchdog: Watchdog,
+        watchdog: PollingWatchdog,
         timeout: float,
         board: RecoveryBoard | None = None,
     ):
         """``logs``: the communicators, by purpose; ``board``: the recovery board of this rank, None
         if ranks share no store.
         """
-        super().__init__(logs, watchdog)
+        super().__init__(logs, watchdog, shared=board is not None)
         self.name = name
         self._rank, self._ranks, self._timeout = rank, tuple(ranks), timeout
         self._serials = itertools.count()
@@ -88,9 +87,8 @@ class RecoverablePasses(PassTracker):
             required=tuple(peers),
         )
         try:
-            if self._watchdog.rank_status is not None:
-                # shows ranks that wait for it which collectives the exception has left
-                self._watchdog.rank_status.publish(RankState.HERE)
+            # shows ranks that wait for it which collectives the exception has left
+            self._watchdog.rank_status.post_logs()
             board.state(self.name, self._rank, statement)
             with self._watchdog.watching(pending):
                 self._await_answers(peers, statement)
@@ -102,7 +100,7 @@ class RecoverablePasses(PassTracker):
 
     def _await_answers(self, peers: Sequence[int], statement: JsonObject) -> None:
         board, rank_status = self._board, self._watchdog.rank_status
-        assert board is not None and rank_status is not None
+        assert board is not None
         begun = time.monotonic()
         while True:
             answers = board.answers(self.name, self._rank, statement["serial"])

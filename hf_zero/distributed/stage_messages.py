@@ -35,6 +35,7 @@ from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveLog, Handle, PendingCollective
 from hf_zero.distributed.collectives import MARGIN_SECONDS, MeshDim
 from hf_zero.distributed.flat_mesh import DimMaker, connect
+from hf_zero.distributed.hang_detection import HangDetection
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import (
     CPU,
@@ -44,8 +45,7 @@ from hf_zero.distributed.process_group import (
     destroy_group,
     group_backend,
 )
-from hf_zero.distributed.recovery import REMEDY, RecoverablePasses, RecoveryBoard
-from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.recovery import REMEDY
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import PartitionError, RankMismatchError
 
@@ -99,13 +99,12 @@ class StageMessages:
         group: dist.ProcessGroup | None,
         device: torch.device,
         dim: MeshDim,
-        watchdog: Watchdog,
+        detection: HangDetection,
         name: str,
         timeout: float,
-        board: RecoveryBoard | None = None,
     ):
         """``ranks`` are global, ``rank`` is this one among them. Messages are counted as those of
-        ``dim``. ``board``: the recovery board of this rank.
+        ``dim``.
         """
         self.ranks = list(ranks)
         self.size = len(self.ranks)
@@ -113,7 +112,7 @@ class StageMessages:
         self.device = device
         self._group = group
         self._dim = dim
-        self._watchdog = watchdog
+        self._watchdog = detection.watchdog
         self._headers = CPU if self.size > 1 and backend_serving(CPU) else device
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # headers in flight
         self._unfinished: dict[int, PendingCollective] = {}  # by id of the operation
@@ -128,21 +127,17 @@ class StageMessages:
                         (source, target),
                         timeout,
                         off,
-                        reports_dead_peers=watchdog.rank_status is None or device.type == "cpu",
+                        reports_dead_peers=device.type == "cpu",
                     )
-                    if watchdog.rank_status is not None:
-                        log = watchdog.rank_status.register(log)
-                    self._logs[pair] = log
+                    self._logs[pair] = self._watchdog.rank_status.register(log)
         logs = [*self.logs, dim.gathers, dim.reductions] if self.size > 1 else []
         self._run, self._training = 0, False
-        self._passes = RecoverablePasses(
+        self._passes = detection.tracker(
             f"{name} in the pipeline of ranks {', '.join(map(str, self.ranks))}",
             rank,
             self.ranks,
             {log.name: log for log in logs},
-            watchdog,
             timeout,
-            board,
         )
 
     @classmethod
@@ -171,10 +166,9 @@ class StageMessages:
             joined,
             groups.device,
             groups.along("pipeline"),
-            get_world_group().watchdog if joined is not None else Watchdog(enabled=False),
+            get_world_group().detection if joined is not None else HangDetection(),
             name,
             timeout,
-            get_world_group().recovery_board if joined is not None else None,
         )
 
     @property

@@ -29,8 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import PendingCollective
-from hf_zero.distributed.rank_status import StoreSilent
-from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logging import logger
 
@@ -51,6 +50,10 @@ def next_pause(waited: float, ranks: int = 1) -> float:
     """Return the seconds until the next request of a wait that has lasted ``waited`` seconds."""
     least = max(FIRST_PAUSE, PAUSE_A_RANK * ranks)
     return min(LAST_PAUSE, max(least, PAUSE_OF_A_WAIT * waited))
+
+
+class StoreSilent(RuntimeError):
+    """A call that the ranks' store has not answered, and may yet: its process may be stopped."""
 
 
 class TimeoutStore:
@@ -457,13 +460,12 @@ class StoreWait:
 
     def is_over(self, ranks: Sequence[int]) -> bool:
         """Return whether all of ``ranks`` are known to have failed, died or ended."""
-        status = self._watchdog.rank_status
-        return not ranks or (status is not None and len(status.exit_reasons(ranks)) == len(ranks))
+        return len(self._watchdog.rank_status.exit_reasons(ranks)) == len(ranks)
 
     def hosts_store(self) -> bool:
         """Return whether this rank hosts the store, and no rank is known to have failed or died."""
         status = self._watchdog.rank_status
-        return status is not None and status.store_host == self._rank and not status.troubled
+        return status.store_host == self._rank and status.all_live
 
     def closed(self) -> set[int]:
         """Return the ranks that no longer answer."""
@@ -474,9 +476,8 @@ class StoreWait:
         engines or their scripts, or wait in a collective that needs this rank.
         """
         gone = self.closed() | leaving(self._store, 0).entries().keys()
-        status = self._watchdog.rank_status
         others = [rank for rank in ranks if rank not in gone]
-        more = status.elsewhere(others) if status is not None and others else ()
+        more = self._watchdog.rank_status.elsewhere(others) if others else ()
         return {*more, *(rank for rank in ranks if rank in gone)}
 
     def _poll(
@@ -490,8 +491,7 @@ class StoreWait:
         """Return True once ``key`` is set; False if this rank may leave and others do not come."""
         # Not store.wait(): torch prints two lines whenever it gives up.
         started = time.monotonic()
-        status = self._watchdog.rank_status
-        ranks = status.world if status is not None else 1
+        ranks = self._watchdog.rank_status.world
         next_poll = 0.0 if may_leave and at_once else min(SLICE_SECONDS, self.timeout)
         warned = WARN_SECONDS
         while True:

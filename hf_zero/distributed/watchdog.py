@@ -6,13 +6,12 @@ A thread polls waits that last a second or more; shorter ones cost nothing. If a
 orders a stream and returns at once, it polls an event after the wait. A wait in a backend's native
 code cannot be stopped: gloo knows only timeouts, which close its connections. So, once there is a
 proof, the thread aborts all communicators (``CollectiveLog.abort``), the wait raises, and
-:meth:`Watchdog.conclude_failure` gives the reason. The communicators are lost with it; so is the
-job.
+:meth:`PollingWatchdog.conclude_failure` gives the reason. The communicators are lost with it; so is
+the job.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import signal
@@ -21,18 +20,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
 from hf_zero.device import kinds
 from hf_zero.distributed import rank_hosts, uncaught
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.hang_detection import JOIN_SECONDS, Watchdog, watchdogs
 from hf_zero.distributed.hang_proofs import HangDiagnosis
 from hf_zero.distributed.process_group import abort_together
-from hf_zero.distributed.rank_status import PATIENCE_SECONDS, RankStatus, poll_pauses
+from hf_zero.distributed.rank_status import PATIENCE_SECONDS, PostedStatus, poll_pauses
 from hf_zero.distributed.state_rows import RankState
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logging import logger
@@ -45,38 +43,27 @@ FOLLOWED = 64  # collectives of a communicator followed at once: the oldest and 
 SCRIPTS_COLLECTIVES = "torch.distributed.distributed_c10d"
 SCRIPT_POLLS = 4  # consecutive polls that find the script in its own collective
 GRACE_SECONDS = 5.0
-JOIN_SECONDS = 30.0  # a thread that has not ended by then is left
 
 
-class RunNotes(Protocol):
-    """The record of a run."""
-
-    def note(self, kind: str, value: object) -> None: ...
-
-
-class Watchdog:
+class PollingWatchdog(Watchdog):
     """Watch the waits of one rank from a daemon thread, started at the first wait."""
 
     def __init__(
         self,
         enabled: bool = True,
         warn_after: float = WARN_SECONDS,
-        rank_status: RankStatus | None = None,
+        rank_status: PostedStatus | None = None,
         answer: Callable[[int, Callable[[str], None]], None] | None = None,
     ):
         """``answer`` is called on the watchdog's thread while this rank waits, with
-        :attr:`RankStatus.statements` and :meth:`end`.
+        :attr:`PostedStatus.statements` and :meth:`end`.
         """
+        super().__init__(rank_status)
         self._enabled = enabled
         self._warn_after = warn_after
-        self.rank_status = rank_status
-        self.verdict = ""  # the final reason why this rank ends: communicators are aborted for it
-        self._concluded = threading.Event()  # set with the verdict
-        self.operation = ""  # the save or load under way, with its number
-        self._operations = 0
-        # what this rank waits for, and since when; a collective's wait sets it, as `watching` does
-        self.current: tuple[PendingCollective, float] | None = None
-        self.started = not enabled  # whether a thread polls waits, or none is to
+        self.posts = rank_status
+        self._concluded = threading.Event()  # set with the verdict: communicators are aborted then
+        self.started = not enabled
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._seen: tuple[PendingCollective, float] | None = None
@@ -89,50 +76,24 @@ class Watchdog:
         ] = {}
         self._following = threading.Lock()
         self._device: torch.device | None = None  # device of the followed collectives
-        self._follower: Watchdog | None = None  # the watchdog that follows in place of this one
+        self._follower: PollingWatchdog | None = None  # that follows in place of this one
         self._answer = answer
         self._hinted: tuple[PendingCollective, float] | None = None
         self._script = threading.get_ident()
         self._script_waits = 0  # polls that found the script in its own collective
-        # records of runs, whose ``note`` gets the states of all ranks in long waits
-        self.records = weakref.WeakSet[RunNotes]()
         self._noted: list[dict[str, object]] = []
         self.failed = False  # whether a poll has failed, which is logged once
-        if rank_status is not None:
-            _watches.add(self)
+        if rank_status is not None and enabled:
+            watchdogs.add(self)
             uncaught.watch(HfZeroError)
 
-    def beside(self) -> Watchdog:
+    def beside(self) -> PollingWatchdog:
         """Return a watchdog for collectives that another thread issues: it shares the rank status,
-        and leaves the watching to the caller that waits for the thread, because a rank waits for
-        one thing at a time. Collectives that only streams wait for are followed here.
+        and leaves the watching to the caller that waits for the thread.
         """
-        quiet = Watchdog(enabled=False)
-        quiet.rank_status, quiet._follower = self.rank_status, self
+        quiet = PollingWatchdog(enabled=False, rank_status=self.posts)
+        quiet._follower = self
         return quiet
-
-    @contextmanager
-    def watching(self, pending: PendingCollective) -> Iterator[None]:
-        """Mark the enclosed block as waiting."""
-        if not self.started:
-            self.start()
-        outer, self.current = self.current, (pending, time.monotonic())
-        try:
-            yield
-        finally:
-            self.current = outer
-
-    @contextmanager
-    def during(self, operation: str) -> Iterator[None]:
-        """Number the enclosed ``operation``, which all ranks do together: its blocking collectives
-        never match the collectives of another operation that a rank has begun after an exception.
-        """
-        self._operations += 1
-        outer, self.operation = self.operation, f"{operation} {self._operations}"
-        try:
-            yield
-        finally:
-            self.operation = outer
 
     def start(self) -> None:
         """Start the thread, at the first wait."""
@@ -148,12 +109,6 @@ class Watchdog:
         is_over: Callable[[], bool],
         device: torch.device | None = None,
     ) -> None:
-        """Watch a collective for which only a stream waits until ``is_over``. The collectives of a
-        communicator complete in their order.
-
-        ``is_over`` is called on other threads, and should keep no tensor alive; ``device``: the
-        device of the event that it queries.
-        """
         if self._follower is not None:
             self._follower.follow(pending, is_over, device)
         if not self._enabled or pending.log is None:
@@ -189,56 +144,33 @@ class Watchdog:
                     del self._followed[log]  # its engine may have ended
         return min(oldest, key=lambda entry: entry[1], default=None)
 
-    def check(self) -> None:
-        """Raise the watchdog's verdict, for code that does not wait in a backend."""
-        if self.verdict:
-            raise RankMismatchError(self.verdict)
-
     def sleep(self, seconds: float) -> None:
-        """Sleep, until there is a verdict at most."""
         self._concluded.wait(seconds)
 
     def conclude_failure(
         self, pending: PendingCollective, error: BaseException
     ) -> RankMismatchError:
-        """Return the exception to raise for ``error``, raised by the wait for ``pending``, and end
-        this rank's waits. The exception names the rank that caused the error, if it can be found.
-        """
         _take_time_to_speak()
         if self.verdict:
             return RankMismatchError(self.verdict)
-        cause = self.rank_status.failure_cause() if self.rank_status is not None else None
-        if cause is None and self.rank_status is not None and pending.log is not None:
+        cause = self.posts.failure_cause() if self.posts is not None else None
+        if cause is None and self.posts is not None and pending.log is not None:
             # the groups of a destroyed engine are closed: its connections go without a failure
-            self.rank_status.publish(RankState.WAITS, pending=pending)
-            diagnosis = self.rank_status.diagnose(pending)
+            self.posts.publish(RankState.WAITS, pending=pending)
+            diagnosis = self.posts.diagnose(pending)
             if diagnosis is not None:
                 self._conclude(*diagnosis)
                 return RankMismatchError(diagnosis.text)
         if cause is None:
-            others = rank_hosts.named(
-                rank
-                for rank in pending.required
-                if self.rank_status is None or rank != self.rank_status.rank
-            )
-            cause = (
-                f"a connection was lost ({error}): a rank has ended or died, or its network; "
-                f"see the output of {others}"
-            )
+            cause = self.lost_connection(pending, error)
         elif not cause.startswith("rank"):
             cause = f"lost while it waited: {cause}"
-        text = (
-            f"rank {self.rank_status.rank if self.rank_status is not None else '?'} could not "
-            f"finish {pending}: {cause}"
-        )
-        self._conclude(text, cause)
-        return RankMismatchError(text)
+        self._conclude(self.unfinished(pending, cause), cause)
+        return RankMismatchError(self.verdict)
 
     def report_mismatch(self, pending: PendingCollective) -> RankMismatchError:
-        """Return the exception to raise if different collectives of ranks have matched, and end
-        this rank's waits. Each rank notices, and publishes its own exception.
-        """
-        rank_status = self.rank_status
+        """Return the exception to raise; each rank notices, and publishes its own."""
+        rank_status = self.posts
         if rank_status is not None and not self.verdict:
             rank_status.publish(RankState.WAITS, pending=pending)
             limit = time.monotonic() + PATIENCE_SECONDS
@@ -260,19 +192,19 @@ class Watchdog:
             uncaught.logged.add(verdict)  # the report of the exception refers to this line
         if sever is not None:  # after the line: the backend may end the process by itself then
             sever()
-        if self.rank_status is not None:
-            self.rank_status.publish(RankState.BROKEN, cause)
+        if self.posts is not None:
+            self.posts.publish(RankState.BROKEN, cause)
             self._note_states((self.current or self._oldest_followed() or (None,))[0])
             # All communicators, not only the current one: freeing a group with operations in flight
             # joins its thread.
-            logs = list(self.rank_status.logs.values())
+            logs = list(self.posts.logs.values())
             abort_together({log.name: log.abort for log in logs if not log.end_reason})
 
     def _note_states(self, pending: PendingCollective | None) -> None:
         """Give the records the states of all ranks, if these have changed."""
-        if self.rank_status is None or not self.records:
+        if self.posts is None or not self.records:
             return
-        states = self.rank_status.states(pending)
+        states = self.posts.states(pending)
         if states != self._noted:
             self._noted = states
             for record in list(self.records):
@@ -284,7 +216,6 @@ class Watchdog:
             self._noted = []
 
     def end(self, verdict: str) -> None:
-        """End this rank, and all its waits, for a reason found by another thread or rank."""
         if not self.verdict:
             self._conclude(verdict, verdict)
 
@@ -292,7 +223,7 @@ class Watchdog:
         """End the waits of this rank once a host is unreachable; outside one it raises at its next
         call of the engine.
         """
-        rank_status = self.rank_status
+        rank_status = self.posts
         heartbeats = rank_status.heartbeats if rank_status is not None else None
         if rank_status is None or heartbeats is None or self.verdict:
             return
@@ -305,7 +236,7 @@ class Watchdog:
 
     def answer_others(self) -> None:
         """Call the ``answer`` of the constructor if it is due: this rank waits, and has polled."""
-        rank_status, now = self.rank_status, time.monotonic()
+        rank_status, now = self.posts, time.monotonic()
         in_script = self._script_waits >= SCRIPT_POLLS
         if (
             self._answer is None
@@ -325,7 +256,7 @@ class Watchdog:
 
     def poll_script(self) -> None:
         """Publish when the script waits in a collective of its own, and when it no longer does."""
-        rank_status = self.rank_status
+        rank_status = self.posts
         if rank_status is None or self.verdict:
             return
         frame = sys._current_frames().get(self._script)
@@ -348,6 +279,15 @@ class Watchdog:
     def close(self) -> None:
         self._stop.set()
 
+    def leave(self) -> None:
+        # A thread that returns from the store's C++ while the interpreter shuts down would abort
+        # the process.
+        if self._thread is not None:
+            self._thread.join(JOIN_SECONDS)
+        cause = self.posts.publish_exit() if self.posts is not None else None
+        if cause:
+            logger.error("this rank has lost a connection because %s", cause)
+
     @property
     def pause(self) -> float:
         """Seconds between polls."""
@@ -369,14 +309,12 @@ class Watchdog:
             self._seen, self._warned, self._polled = current, 0.0, current[1]
             self._polls = 0
         every = POLL_SECONDS * (POLLS_APART if self._polls else 1.0)
-        if self.rank_status is not None and not self.verdict and now - self._polled >= every:
+        if self.posts is not None and not self.verdict and now - self._polled >= every:
             self._polled, self._polls = now, self._polls + 1
-            self._judge(current, waited, self.rank_status)
+            self._judge(current, waited, self.posts)
         if not pending.warns and waited - self._warned >= self._warn_after:
             self._warned = waited
-            missing_ranks = (
-                self.rank_status.missing_ranks(pending) if self.rank_status is not None else []
-            )
+            missing_ranks = self.posts.missing_ranks(pending) if self.posts is not None else []
             who = (
                 f"rank{'s' * (len(missing_ranks) > 1)} {', '.join(map(str, missing_ranks))}"
                 if missing_ranks
@@ -391,7 +329,7 @@ class Watchdog:
             )
 
     def _judge(
-        self, current: tuple[PendingCollective, float], waited: float, rank_status: RankStatus
+        self, current: tuple[PendingCollective, float], waited: float, rank_status: PostedStatus
     ) -> None:
         pending, log = current[0], current[0].log
         follows = current is not self.current
@@ -427,9 +365,9 @@ class Watchdog:
             self._conclude(*verdict)
 
 
-def _run(owner: weakref.ref[Watchdog], stop: threading.Event) -> None:
+def _run(owner: weakref.ref[PollingWatchdog], stop: threading.Event) -> None:
     pause = 0.0
-    while not stop.wait(pause) and not _ending.is_set():
+    while not stop.wait(pause):
         watchdog = owner()
         if watchdog is None:
             return
@@ -447,36 +385,15 @@ def _run(owner: weakref.ref[Watchdog], stop: threading.Event) -> None:
         del watchdog
 
 
-_watches: weakref.WeakSet[Watchdog] = weakref.WeakSet()
-_ending = threading.Event()
-
-
-@atexit.register
-def leave() -> None:
-    """Publish how this rank ends. Idempotent.
-
-    A thread that returns from the store's C++ while the interpreter shuts down would abort the
-    process, so the threads are joined first.
-    """
-    _ending.set()
-    for watchdog in list(_watches):
-        watchdog.close()
-        if watchdog._thread is not None:
-            watchdog._thread.join(JOIN_SECONDS)
-        cause = watchdog.rank_status.publish_exit() if watchdog.rank_status is not None else None
-        if cause:
-            logger.error("this rank has lost a connection because %s", cause)
-
-
 def _explain_lost_connection(error: BaseException) -> RankMismatchError | None:
     """Return the exception to report in place of ``error``, raised by a collective of the script
     itself as another rank ended; None for other errors, or if the cause is unknown.
     """
     if not isinstance(error, RuntimeError) or "Connection" not in str(error):
         return None
-    for rank_status in [watch.rank_status for watch in list(_watches)]:
-        cause = rank_status.failure_cause() if rank_status is not None else None
-        if rank_status is not None and cause is not None:
+    for rank_status in [watch.rank_status for watch in list(watchdogs)]:
+        cause = rank_status.failure_cause() if isinstance(rank_status, PostedStatus) else None
+        if isinstance(rank_status, PostedStatus) and cause is not None:
             rank_status.publish(RankState.BROKEN, cause)
             return RankMismatchError(
                 f"rank {rank_status.rank} lost a connection in a collective of the script's own: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from hf_zero.config.feature_rows import provided
 from hf_zero.distributed.collective_log import (
     CollectiveLog,
     Handle,
@@ -23,8 +23,10 @@ from hf_zero.distributed.collective_log import (
     tagged_barrier,
 )
 from hf_zero.distributed.collectives import BLOCKING, DEFAULT_TIMEOUT, MARGIN_SECONDS, call_each
+from hf_zero.distributed.hang_detection import HangDetection, Watchdog
 from hf_zero.distributed.process_group import (
     CPU,
+    STORELESS,
     Waitable,
     abort,
     add_host_backend,
@@ -38,10 +40,6 @@ from hf_zero.distributed.process_group import (
     group_backend,
     is_initialized,
 )
-from hf_zero.distributed.rank_status import RankStatus
-from hf_zero.distributed.recovery import RecoveryBoard
-from hf_zero.distributed.store import STORE_SECONDS, TimeoutStore
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.logging import first_line
 
@@ -329,27 +327,19 @@ class WorldGroup(RankGroup):
     def __init__(self, store: dist.Store) -> None:
         rank, self.world = dist.get_rank(), dist.get_world_size()
         backend = str(dist.get_backend())
-        rank_status: RankStatus | None = None
         self.prefix, self.engines = "hf_zero", 0  # of keys in the store; engines made so far
-        self.recovery_board: RecoveryBoard | None = None
+        self.detection = HangDetection(rank=rank)
         self._added: dist.ProcessGroupGloo | None = None  # to a default group without gloo
-        if self.world > 1 and backend not in ("threaded", "fake"):
+        share_store = self.world > 1 and backend not in STORELESS
+        if share_store:
             allow_connections(self.world)  # the script may have made the group
             shared = dist.PrefixStore("hf_zero/ranks", store)
             number = shared.add(f"made/{rank}", 1)
             self.prefix += f"/{number}"
-            agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            # a separate client: calls on a shared one block each other
-            posts = dist.PrefixStore(str(number), shared)
-            attempt_store = TimeoutStore(posts, patience=STORE_SECONDS)
-            rank_status = RankStatus(attempt_store, rank, self.world, None if agent else 0)
-            self.recovery_board = RecoveryBoard(attempt_store, rank)
-        watchdog = Watchdog(
-            enabled=rank_status is not None,
-            rank_status=rank_status,
-            answer=self.recovery_board.answer_statements if self.recovery_board else None,
-        )
-        if rank_status is not None:
+            kind: type[HangDetection] = provided("hang_detection", HangDetection)
+            self.detection = kind(dist.PrefixStore(str(number), shared), rank, self.world)
+        watchdog = self.detection.watchdog
+        if share_store:
             every = PendingCollective("gloo's connections", required=tuple(range(self.world)))
             with watchdog.watching(every):
                 self._added = add_host_backend(timedelta(seconds=DEFAULT_TIMEOUT))
@@ -362,10 +352,9 @@ class WorldGroup(RankGroup):
         log = CollectiveLog(
             "calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off, reports_dead_peers
         )
-        agrees = rank_status is not None and group_backend(CPU) == "gloo"
+        agrees = share_store and group_backend(CPU) == "gloo"
         super().__init__(range(self.world), rank, None, log, watchdog, agrees)
-        if rank_status is not None:
-            rank_status.register(log)
+        watchdog.rank_status.register(log)
         self.prior = PriorCollectives()
         # resources of ended engines that are not released yet
         self.unreleased: list[EngineResources] = []
@@ -395,8 +384,7 @@ class WorldGroup(RankGroup):
         off = partial(abort, group, group_backend(CPU), default_device())
         name = f"calls of {owner} on ranks {', '.join(map(str, ranks))}"
         log = CollectiveLog(name, ranks, timeout, off, self.log.reports_dead_peers)
-        if self.watchdog.rank_status is not None:
-            self.watchdog.rank_status.register(log)
+        self.watchdog.rank_status.register(log)
         log.prior = self.prior
         return RankGroup(ranks, self.rank, group, log, self.watchdog, self._agrees)
 

@@ -33,8 +33,8 @@ import torch
 from hf_zero.device import streams
 from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.hang_detection import JOIN_SECONDS
 from hf_zero.distributed.store import StoreMessages, next_pause
-from hf_zero.distributed.watchdog import JOIN_SECONDS
 
 GRACE_SECONDS = 0.3
 POLL_SECONDS = 0.1

@@ -30,15 +30,15 @@ from hf_zero.distributed.collective_log import (
     tagged_barrier,
 )
 from hf_zero.distributed.flat_mesh import DimMaker
+from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.two_hops import TwoHops
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, LaunchError, PartitionError
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_one_item
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 2)
-OFF = Watchdog(enabled=False)
+OFF = Watchdog()
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +221,7 @@ def test_backends_that_others_have_registered_with_torch_are_taken(
 def test_one_rank_runs_every_operation_and_sends_nothing() -> None:
     init.init_distributed()
     alone = Mesh(1, CPU, 5.0)
-    assert alone.consensus is None and not alone.watchdog._enabled
+    assert alone.consensus is None and type(alone.watchdog) is Watchdog
     full, chunk = torch.zeros(8), torch.arange(8.0)
     alone.shard.all_gather([(full, chunk)], "unit").wait()
     assert full.tolist() == chunk.tolist()
@@ -283,7 +283,7 @@ class Failing:
 
 
 def handle(works: Sequence[Failing], **given: Any) -> tuple[Handle, Watchdog]:
-    watchdog = Watchdog(enabled=False)
+    watchdog = Watchdog()
     pending = CollectiveLog("gathers", (0, 1), 9.0).issue("all-gather of a unit")
     return Handle(works, watchdog, pending, **given), watchdog
 
@@ -500,7 +500,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def both_dimensions(**fields: Any) -> list[Any]:
     """The dimensions of a job with 128 copies of 8 shards each."""
-    maker = DimMaker(0, DEVICE, "nccl", Watchdog(enabled=False), 5.0, fields)
+    maker = DimMaker(0, DEVICE, "nccl", Watchdog(), 5.0, fields)
     rows = [list(range(at, at + SHARDS)) for at in range(0, WORLD, SHARDS)]
     columns = [list(range(at, WORLD, SHARDS)) for at in range(SHARDS)]
     return [maker.make(sets, "engine 1", CollectiveStats()) for sets in (rows, columns)]

@@ -16,7 +16,7 @@ import torch
 
 from hf_zero.distributed import world_group
 from hf_zero.distributed.collective_log import CollectiveLog
-from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.world_group import FRAME, RankGroup, get_world_group
 from tests.helpers.engines import config_of, start
 from tests.helpers.stacks import on_each_rank
@@ -59,7 +59,7 @@ def run_on(ranks: int, act: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], 
     def run(rank: int) -> None:
         post.here.rank = rank
         log = CollectiveLog("calls", numbers, SECONDS)
-        results[rank] = act(RankGroup(numbers, rank, None, log, Watchdog(enabled=False), True))
+        results[rank] = act(RankGroup(numbers, rank, None, log, Watchdog(), True))
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in numbers]
     for thread in threads:
@@ -76,7 +76,7 @@ def test_a_broadcast_needs_the_path_to_its_source_and_the_ranks_below(agrees: bo
 
     def needs(rank: int, source: int, by_tree: bool) -> tuple[int, ...] | None:
         log = CollectiveLog("calls", ranks, SECONDS)
-        group = RankGroup(ranks, rank, None, log, Watchdog(enabled=False), agrees)
+        group = RankGroup(ranks, rank, None, log, Watchdog(), agrees)
         return group._required(ranks.index(rank), ranks.index(source), by_tree)
 
     if not agrees:

@@ -14,6 +14,7 @@ import torch
 from hf_zero.device import kinds
 from hf_zero.distributed import init, rank_hosts, rendezvous
 from hf_zero.distributed.collective_log import CollectiveLog, Handle
+from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.rank_hosts import VARIABLES, choose_interface, interface_of
 from hf_zero.distributed.rendezvous import (
     DEFAULT_PORT,
@@ -22,7 +23,6 @@ from hf_zero.distributed.rendezvous import (
     expand_hosts,
     expand_tasks,
 )
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import LaunchError, RankMismatchError
 from tests.helpers.cells import in_one_item
 
@@ -252,7 +252,7 @@ def test_a_collective_that_breaks_names_the_peers_and_their_hosts(known: list[st
     assert rank_hosts.named([0, 3]) == "ranks 0, 3"  # nobody told their hosts
     known += ["a (10.0.0.1)", "b (10.0.0.2)"]
     log = CollectiveLog("gathers", [0, 1], 60.0)
-    handle = Handle([Lost()], Watchdog(enabled=False), log.issue("all-gather of layer.1", (1,)))
+    handle = Handle([Lost()], Watchdog(), log.issue("all-gather of layer.1", (1,)))
     said = r"could not finish all-gather of layer.1.*Connection closed.*rank 1 on b \(10.0.0.2\)"
     for _ in range(2):  # a later wait does not take the result for complete
         with pytest.raises(RankMismatchError, match=said):

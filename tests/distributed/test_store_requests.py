@@ -15,10 +15,10 @@ from hf_zero.checkpoint import save_job
 from hf_zero.distributed import rank_status
 from hf_zero.distributed import watchdog as watching
 from hf_zero.distributed.collective_log import CollectiveLog
-from hf_zero.distributed.rank_status import RankStatus
+from hf_zero.distributed.rank_status import PostedStatus
 from hf_zero.distributed.recovery import RecoveryBoard
 from hf_zero.distributed.store import StoreMessages
-from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.watchdog import PollingWatchdog
 from hf_zero.planning.simulation.store_load import store_load
 
 MANY, ON_A_HOST = 64, 8
@@ -51,9 +51,9 @@ class Rank:
         self.store = Counted(store)
         host = f"host{rank // ON_A_HOST}."
         patch.setattr(rank_status, "_identity", lambda process: host + find_identity(process))
-        self.status = RankStatus(self.store, rank, world)
+        self.status = PostedStatus(self.store, rank, world)
         board = RecoveryBoard(self.store, rank)  # type: ignore[arg-type]
-        self.watchdog = Watchdog(rank_status=self.status, answer=board.answer_statements)
+        self.watchdog = PollingWatchdog(rank_status=self.status, answer=board.answer_statements)
         self.watchdog.started = True  # the test polls, not a thread
         self.log = self.status.register(
             CollectiveLog("gathers", range(world), 1e6, reports_dead_peers=False)
@@ -103,7 +103,7 @@ def test_a_waiting_rank_asks_the_store_less_than_once_a_second(
     wait(5)
     assert max(rank.requests() for rank in ranks) <= 12
     for rank in ranks:
-        watching._watches.discard(rank.watchdog)
+        watching.watchdogs.discard(rank.watchdog)
 
 
 def test_the_rank_that_commits_reads_many_outcomes_by_one_request(
@@ -114,7 +114,7 @@ def test_the_rank_that_commits_reads_many_outcomes_by_one_request(
     mails = [StoreMessages(each, at, 60.0, lambda ranks: {}) for at, each in enumerate(clients)]
     for number in (1, 2):
         exchanges = [
-            save_job._ByStore(mail, number, SimpleNamespace(rank=rank, world=MANY))  # type: ignore
+            save_job._ByMessages(mail, number, SimpleNamespace(rank=rank, world=MANY))  # type: ignore
             for rank, mail in enumerate(mails)
         ]
         for client in clients:

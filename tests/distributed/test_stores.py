@@ -21,9 +21,9 @@ import hf_zero
 from hf_zero.distributed import rank_requests, rank_status
 from hf_zero.distributed import store as job_store
 from hf_zero.distributed.consensus import Consensus
-from hf_zero.distributed.rank_status import RankStatus, StoreSilent
-from hf_zero.distributed.store import RollCall, StoreMessages, TimeoutStore
-from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.hang_detection import Watchdog
+from hf_zero.distributed.rank_status import PostedStatus
+from hf_zero.distributed.store import RollCall, StoreMessages, StoreSilent, TimeoutStore
 from hf_zero.errors import LaunchError, RankMismatchError
 from hf_zero.launch.hosts import free_port
 
@@ -344,10 +344,10 @@ def test_a_thread_of_an_engine_that_is_gone_is_awaited_at_exit(quick: None) -> N
 def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(rank_status, "_identity", lambda process: f"? {process} ?")
-    here, _ = (RankStatus(store, rank, 2) for rank in range(2))
+    here, _ = (PostedStatus(store, rank, 2) for rank in range(2))
     here.read()
     assert here._identities.keys() == {0, 1} and not here._neighbors
-    assert here.failure_cause(0.0) is None and not here.troubled
+    assert here.failure_cause(0.0) is None and here.all_live
 
 
 def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:

@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from hf_zero.distributed import hang_detection
 from hf_zero.distributed import rank_status as module
 from hf_zero.distributed import watchdog as watching
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.hang_proofs import StatusPost, diagnose_hang
-from hf_zero.distributed.rank_status import RankStatus, StoreSilent
-from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.rank_status import PostedStatus
+from hf_zero.distributed.store import StoreSilent
+from hf_zero.distributed.watchdog import PollingWatchdog
 from hf_zero.errors import PartitionError, RankMismatchError
 from tests.helpers.cells import in_one_item
 
@@ -44,7 +46,7 @@ class Clock:
             self.at.pop(moment)()
         return self.now >= self.last
 
-    def run(self, watchdog: Watchdog, seconds: float) -> None:
+    def run(self, watchdog: PollingWatchdog, seconds: float) -> None:
         """Let the watching thread's loop run for ``seconds``, on this thread."""
         self.last = self.now + seconds
         watching._run(weakref.ref(watchdog), self)  # type: ignore[arg-type]
@@ -54,12 +56,13 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(Watchdog, "start", lambda self: None)
+    monkeypatch.setattr(hang_detection, "time", watching.time)
+    monkeypatch.setattr(PollingWatchdog, "start", lambda self: None)
     return clock
 
 
 def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str]) -> None:
-    watchdog = Watchdog()
+    watchdog = PollingWatchdog()
     with watchdog.watching(PendingCollective("all-gather of layer.3")):
         clock.run(watchdog, 59)
         assert heard == []
@@ -80,7 +83,7 @@ def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str
 
 def test_a_poll_that_fails_is_not_the_last(heard: list[str]) -> None:
     """A query of an event raises while another thread captures a CUDA graph."""
-    watchdog, polls, again = Watchdog(warn_after=1000.0), [0], threading.Event()
+    watchdog, polls, again = PollingWatchdog(warn_after=1000.0), [0], threading.Event()
 
     def is_over() -> bool:
         if threading.current_thread() is not watchdog._thread:
@@ -99,16 +102,16 @@ def test_a_poll_that_fails_is_not_the_last(heard: list[str]) -> None:
         watchdog.close()
 
 
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watchdog], list[CollectiveLog]]:
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[PollingWatchdog], list[CollectiveLog]]:
     store, logs, watches = dist.HashStore(), [], []
     for rank in range(2):
-        rank_status = RankStatus(store, rank, 2)
+        rank_status = PostedStatus(store, rank, 2)
         logs.append(
             rank_status.register(
                 CollectiveLog("gathers", range(2), 1000.0, reports_dead_peers=False)
             )
         )
-        watches.append(Watchdog(rank_status=rank_status))
+        watches.append(PollingWatchdog(rank_status=rank_status))
         monkeypatch.setattr(watches[-1], "start", lambda: None)
     return watches, logs
 
@@ -121,11 +124,11 @@ def test_communicators_are_aborted_together(caplog: pytest.LogCaptureFixture) ->
     def fails() -> None:
         raise RuntimeError("no such group")
 
-    here, idle = RankStatus(dist.HashStore(), 0, 2), threading.Barrier(3)
+    here, idle = PostedStatus(dist.HashStore(), 0, 2), threading.Barrier(3)
     off = partial(idle.wait, 10.0)
     for name, call in (("gathers", off), ("broken", fails), ("reductions", off), ("updates", off)):
         here.register(CollectiveLog(name, range(2), 60.0, call))  # type: ignore[arg-type]
-    watchdog = Watchdog(rank_status=here)
+    watchdog = PollingWatchdog(rank_status=here)
     watchdog.end("rank 1 has failed")
     watchdog.close()
     assert caplog.text.count("could not abort") == 1 and "could not abort broken" in caplog.text
@@ -276,8 +279,8 @@ class Rank:
     """A rank on this thread: logs that wait on an event in place of a backend."""
 
     def __init__(self, store: Any, rank: int, timeout: float = 60.0):
-        self.rank_status = RankStatus(store, rank, 2)
-        self.watchdog = Watchdog(rank_status=self.rank_status)
+        self.rank_status = PostedStatus(store, rank, 2)
+        self.watchdog = PollingWatchdog(rank_status=self.rank_status)
         self.broken = threading.Event()
         log = CollectiveLog("gathers", (0, 1), timeout, self.broken.set)
         self.log = self.rank_status.register(log)
@@ -301,7 +304,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield ranks
     for rank in ranks:
         rank.watchdog.close()
-        watching._watches.discard(rank.watchdog)
+        watching.watchdogs.discard(rank.watchdog)
 
 
 def test_a_lost_connection_of_the_script_itself_is_explained(pair: Any, heard: list[str]) -> None:
@@ -314,7 +317,7 @@ def test_a_lost_connection_of_the_script_itself_is_explained(pair: Any, heard: l
     with pytest.raises(RankMismatchError, match=said) as raised:
         pair[0].wait("gather of x")
     assert "a loop of fewer steps than the others" in str(raised.value)
-    watching._watches.discard(pair[0].watchdog)
+    watching.watchdogs.discard(pair[0].watchdog)
     said = str(explain(lost))
     assert said.startswith("rank 1 lost a connection in a collective of the script's own: rank 0")
     assert "gather of x" in said and "a loop of fewer steps than the others" in said
@@ -348,11 +351,11 @@ def test_a_rank_that_fails_because_of_another_is_not_the_cause(
     assert pair[1].rank_status.read()[0]["state"] == "broken"
 
 
-def rank_of(process: int, store: Any, rank: int, monkeypatch: pytest.MonkeyPatch) -> RankStatus:
+def rank_of(process: int, store: Any, rank: int, monkeypatch: pytest.MonkeyPatch) -> PostedStatus:
     """A rank whose process is another one."""
     with monkeypatch.context() as patch:
         patch.setattr(module, "_identity", lambda _, find=module._identity: find(process))
-        return RankStatus(store, rank, 3)
+        return PostedStatus(store, rank, 3)
 
 
 SAID = "rank 1 exited without reporting why"
@@ -365,10 +368,10 @@ def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.Monkey
     with subprocess.Popen("cat", stdin=subprocess.PIPE) as child:
         for state in STATES:
             store = dist.HashStore()
-            here = RankStatus(store, 0, 3)
+            here = PostedStatus(store, 0, 3)
             with monkeypatch.context() as patch:
                 patch.setattr(module, "_identity", lambda _: "another-host 1 1")
-                far = RankStatus(store, 2, 3)
+                far = PostedStatus(store, 2, 3)
             rank_of(child.pid, store, 1, monkeypatch).publish(state)
             assert not here._dead(1) and here.failure_cause(0.0) is None
             pairs.append((here, far))
@@ -407,7 +410,7 @@ class Gone:
 
 def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
     store = Gone()
-    rank_status = RankStatus(store, 1, 2, store_host=0)
+    rank_status = PostedStatus(store, 1, 2, store_host=0)
     rank_status.publish("waits")
     assert store.calls == 1
     log = CollectiveLog("agreements", (0, 1), 60.0, reports_dead_peers=False)
@@ -418,7 +421,7 @@ def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
     native = PendingCollective("gather", CollectiveLog("gathers", (0, 1), 60.0), 0, (0, 1))
     assert rank_status.diagnose(native) is None, "the backend tells of that"
     said = "the launcher, which hosts the ranks' store, is gone or cannot be reached"
-    assert RankStatus(store, 1, 2).failure_cause(0.0) == said
+    assert PostedStatus(store, 1, 2).failure_cause(0.0) == said
 
 
 def test_a_store_that_is_silent_proves_nothing() -> None:
@@ -431,7 +434,7 @@ def test_a_store_that_is_silent_proves_nothing() -> None:
                 raise StoreSilent("the ranks' store has not answered for 5 s")
             return getattr(store, name)
 
-    here, there = RankStatus(Stopped(), 0, 2), RankStatus(store, 1, 2)
+    here, there = PostedStatus(Stopped(), 0, 2), PostedStatus(store, 1, 2)
     log = here.register(CollectiveLog("agreements", (0, 1), 60.0, reports_dead_peers=False))
     pending = log.issue("agreement")
     answers[0] = False
@@ -447,17 +450,17 @@ def test_a_store_that_is_silent_proves_nothing() -> None:
 
 def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:
     store = dist.HashStore()
-    here, there = RankStatus(store, 0, 2), RankStatus(store, 1, 2)
+    here, there = PostedStatus(store, 0, 2), PostedStatus(store, 1, 2)
     # a thread of a rank that gives up may still say something
     for state in ("here", "waits", "broken"):
         there.publish(state, "it lost a connection") if state != "waits" else there.publish(state)
         assert not here.exit_reasons([0, 1]), state
-    ended = RankStatus(dist.PrefixStore("other", store), 1, 2)
-    other = RankStatus(dist.PrefixStore("other", store), 0, 2)
+    ended = PostedStatus(dist.PrefixStore("other", store), 1, 2)
+    other = PostedStatus(dist.PrefixStore("other", store), 0, 2)
     assert not other.exit_reasons([1])
     ended.publish("ended", "its script is over")
     assert "rank 1 has ended (its script is over)" in other.exit_reasons([1])[1]
-    reasons = RankStatus(Gone(), 1, 2, store_host=0).exit_reasons([0])
+    reasons = PostedStatus(Gone(), 1, 2, store_host=0).exit_reasons([0])
     assert reasons[0].startswith("rank 0, which hosts the ranks' store, cannot be reached")
 
 

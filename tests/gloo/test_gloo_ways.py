@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveStats
 from hf_zero.distributed.collectives import DimGroups, MeshDim
-from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from tests.helpers import oracle
 from tests.helpers.engines import (
@@ -148,7 +148,7 @@ def test_what_the_job_holds_does_not_grow(tmp_path):
 
 def between_hosts(rank):
     """Gathered numbers, and the maximum, between the hosts of a device's ranks."""
-    stats, off = CollectiveStats(), Watchdog(enabled=False)
+    stats, off = CollectiveStats(), Watchdog()
     axis = MeshDim(range(3), rank, DimGroups(None, None, "nccl", torch.device("cpu")), stats, off)
     axis._follows = torch.device("cuda")  # whose messages no backend here takes
     assert axis.host_messages_on == torch.device("cpu")

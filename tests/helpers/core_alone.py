@@ -79,6 +79,24 @@ def train(rank: int, stage: int, precision: str, folder: Path) -> None:
     engine.destroy()
 
 
+def lose_a_rank(rank: int) -> None:
+    """Check that a rank raises once the other one has ended without a word."""
+    from hf_zero.errors import RankMismatchError
+
+    engine = engine_of(3, "fp32")
+    try:
+        for step in range(STEPS):
+            if step and rank:
+                os._exit(0)
+            for micro in range(MICRO):
+                engine.backward(engine(inputs(rank, step, micro, torch.float32)).square().mean())
+                engine.step()
+    except RankMismatchError as error:
+        assert "a connection was lost" in str(error), error
+    else:
+        raise AssertionError("the rank has trained on alone")
+
+
 def run(rank: int, port: int, folder: str) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
@@ -87,6 +105,7 @@ def run(rank: int, port: int, folder: str) -> None:
     for stage in range(4):
         for precision in PRECISIONS:
             train(rank, stage, precision, Path(folder, f"{stage} {precision}"))
+    lose_a_rank(rank)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 import hf_zero
 from hf_zero.distributed import flat_mesh, stage_messages
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
+from hf_zero.distributed.hang_detection import HangDetection, Watchdog
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.distributed.stage_messages import StageMessages
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import (
     ConfigError,
     PartitionError,
@@ -653,7 +653,8 @@ DEVICE = torch.device("cuda", 0)
 def test_the_communicator_is_made_with_its_group(monkeypatch):
     """All ranks of a pipeline have to come to it, and messages are between two of them."""
     dims, reduced = ParallelDims.over(6, pipeline=3), list[Any]()
-    world = SimpleNamespace(watchdog=Watchdog(enabled=False), recovery_board=None)
+    detection = HangDetection()
+    world = SimpleNamespace(detection=detection, watchdog=detection.watchdog)
     groups: Any = SimpleNamespace(
         dims=dims,
         rank=3,
@@ -686,7 +687,7 @@ def test_the_communicator_is_made_with_its_group(monkeypatch):
     # NCCL would make others for messages that are in no batch
     assert bound == [("cpu:gloo,cuda:nccl", DEVICE)] * 2
     monkeypatch.setattr(dist, "all_reduce", None)  # the host needs none
-    flat_mesh.connect(None, (0, 1), torch.device("cpu"), Watchdog(enabled=False), "an axis")
+    flat_mesh.connect(None, (0, 1), torch.device("cpu"), Watchdog(), "an axis")
 
 
 def test_a_step_that_failed_is_repeated():

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.distributed import stage_messages
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
+from hf_zero.distributed.hang_detection import HangDetection
 from hf_zero.distributed.stage_messages import StageMessages
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import PartitionError, RankMismatchError
 from tests.helpers.cells import in_one_item
 from tests.helpers.processes import run_processes
@@ -84,8 +84,8 @@ def messages(monkeypatch, rank):
     )
     monkeypatch.setattr(stage_messages, "backend_serving", lambda device: "gloo")
     monkeypatch.setattr(stage_messages, "group_backend", lambda device: "gloo")
-    watchdog, on = Watchdog(enabled=False), torch.device("cpu")
-    return StageMessages((0, 1), rank, None, on, dim, watchdog, "engine 1", 9.0)
+    detection, on = HangDetection(), torch.device("cpu")
+    return StageMessages((0, 1), rank, None, on, dim, detection, "engine 1", 9.0)
 
 
 def test_a_message_of_another_run(monkeypatch):

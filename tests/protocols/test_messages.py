@@ -15,9 +15,9 @@ import pytest
 from hf_zero.distributed import attempts, uncaught
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.consensus import Consensus, GatherAgreement
+from hf_zero.distributed.hang_detection import RankStatus, Watchdog
 from hf_zero.distributed.mesh import MeshResources
 from hf_zero.distributed.store import StoreMessages, StoreWait
-from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import CheckpointError, LaunchError, PartitionError, RankMismatchError
 from tests.protocols import store
 from tests.protocols.explore import Judge, explore, find, seed_fault
@@ -162,7 +162,7 @@ def gathers(size: int, asking: tuple[int, ...], simulation: Simulation) -> Judge
 
     def gather(world: World, rank: int) -> None:
         key_store = world.store()
-        watchdog = Watchdog(enabled=False)
+        watchdog = Watchdog()
         status: Any = SimpleNamespace(
             world=size, elsewhere=lambda ranks: [each for each in ranks if each == size - 1]
         )
@@ -236,7 +236,7 @@ def endings(size: int, simulation: Simulation) -> Judge:
     def train(world: World, rank: int) -> None:
         for engine in range(ENGINES):
             key_store = world.store(f"engine {engine}")
-            resources = MeshResources(None, [])
+            resources = MeshResources(RankStatus(), [])
             resources.join(key_store, size if rank == 0 else 0)  # type: ignore[arg-type]
             world.collective("making", rank, f"engine {engine}")
             consensus = Consensus(
@@ -244,7 +244,7 @@ def endings(size: int, simulation: Simulation) -> Judge:
                 rank,
                 range(size),
                 WAIT,
-                Watchdog(enabled=False),
+                Watchdog(),
             )
             for unit in range(UNITS):
                 consensus.gathers.agree("a pass", (0, unit), "gather of {0[1]}".format)

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog, PassTracker
-from hf_zero.distributed.rank_status import RankStatus
+from hf_zero.distributed.rank_status import PostedStatus
 from hf_zero.distributed.recovery import RecoverablePasses, RecoveryBoard
 from hf_zero.distributed.store import TimeoutStore
-from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.watchdog import PollingWatchdog
 from tests.protocols.explore import Judge, explore, find, seed_fault
 from tests.protocols.ranks import World
 from tests.protocols.simulation import Simulation
@@ -52,10 +52,11 @@ def run_passes(scripts: list[Passes], alike: bool, simulation: Simulation) -> Ju
             dead = [process.rank for process in world.processes if not process.alive]
             return {each: f"rank {each} died" for each in ranks if each in dead}
 
-        watchdog = Watchdog(enabled=False)
+        watchdog = PollingWatchdog(enabled=False)
         status: Any = SimpleNamespace(
             exit_reasons=gone,
-            publish=lambda *_: None,
+            post_logs=lambda: None,
+            last_error="",
             logs={},
             rank=rank,
             failure_cause=lambda: "rank 9, which hosts the store, does not answer",
@@ -110,7 +111,7 @@ def test_ranks_go_on_alike(case: str, schedules: Callable[..., int]) -> None:
 
 def test_a_rank_that_issues_during_its_answer_is_asked_again() -> None:
     log = CollectiveLog("gathers", range(2), TIMEOUT, reports_dead_peers=False)
-    watchdog = Watchdog(enabled=False)
+    watchdog = PollingWatchdog(enabled=False)
     tracker = RecoverablePasses("engine", 0, range(2), {"gathers": log}, watchdog, TIMEOUT)
 
     class Busy(deque[str]):
@@ -144,7 +145,7 @@ def test_a_rank_goes_on_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_that_ends_takes_its_broken_pass_with_it() -> None:
     """The next engine issues on communicators that both share."""
     store = dist.HashStore()
-    watchdog = Watchdog(enabled=False, rank_status=RankStatus(store, 0, 2))
+    watchdog = PollingWatchdog(enabled=False, rank_status=PostedStatus(store, 0, 2))
     shared = CollectiveLog("sequence", (0, 1), 60.0)
     first, second = (
         RecoverablePasses(

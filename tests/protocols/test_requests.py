@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.rank_requests import ShardFetches, StepEvents
 from hf_zero.distributed.store import StoreWait
-from hf_zero.distributed.watchdog import Watchdog
 from tests.protocols.explore import Judge, explore
 from tests.protocols.ranks import World
 from tests.protocols.simulation import Simulation
@@ -42,7 +42,7 @@ class Job:
 
     def train(self, world: World, rank: int) -> None:
         store = world.store()
-        waits = StoreWait(store, rank, TIMEOUT, Watchdog(enabled=False))
+        waits = StoreWait(store, rank, TIMEOUT, Watchdog())
         events = StepEvents(store, rank, range(self.size), waits)
         fetches, shard = (
             ShardFetches(store, rank, range(self.size), events, waits, list),

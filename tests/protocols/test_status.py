@@ -9,7 +9,7 @@ import pytest
 
 from hf_zero.distributed import rank_status
 from hf_zero.distributed.collective_log import CollectiveLog
-from hf_zero.distributed.rank_status import RankStatus
+from hf_zero.distributed.rank_status import PostedStatus
 from hf_zero.errors import RankMismatchError
 from tests.protocols.explore import Judge, explore
 from tests.protocols.ranks import World
@@ -22,7 +22,7 @@ HELD = {"delays": (5.0, 30.0), "seconds": 5000.0, "at": "set ranks/"}
 
 
 def wait_for_proof(
-    world: World, status: RankStatus, log: CollectiveLog, limit: Callable[[], float]
+    world: World, status: PostedStatus, log: CollectiveLog, limit: Callable[[], float]
 ) -> None:
     """Issue a collective on ``log``, and wait for the proof that it never ends; note that there is
     none after ``limit()`` seconds.
@@ -48,7 +48,7 @@ def chain(simulation: Simulation) -> Judge:
     members = {"joint": (0, 1, 2), "last": (2, 3)}
 
     def run(world: World, rank: int) -> None:
-        status = RankStatus(world.store("ranks"), rank, 4)
+        status = PostedStatus(world.store("ranks"), rank, 4)
         logs = {
             name: status.register(CollectiveLog(name, ranks, TIMEOUT, reports_dead_peers=False))
             for name, ranks in members.items()
@@ -78,7 +78,7 @@ def circle(size: int, simulation: Simulation) -> Judge:
 
     def wait(world: World, rank: int) -> None:
         store = world.store("ranks")
-        status = RankStatus(store, rank, size)
+        status = PostedStatus(store, rank, size)
         logs = [
             status.register(
                 CollectiveLog(f"log {n}", (n, (n + 1) % size), TIMEOUT, reports_dead_peers=False)
