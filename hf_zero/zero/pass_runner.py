@@ -54,7 +54,7 @@ class PassRunner:
             model.units,
             model.mesh,
             model.policy,
-            optimizer_step.usage,
+            optimizer_step.agreement,
             optimizer_step.gradient_offload,
             model.schedule,
             averaging=AveragingFactors.over(
@@ -341,7 +341,7 @@ class PassRunner:
         """Raise UnusedParameterError, on all ranks, for trainable parameters without a gradient on
         one rank or more (collective).
         """
-        names = self._optimizer_step.usage.missing()
+        names = self._optimizer_step.agreement.missing()
         if names:
             raise UnusedParameterError(
                 f"{listed(names, 6)} got no gradient on at least one rank, and "

@@ -72,7 +72,7 @@ class TrainingEngine(EngineParts):
 
     def _record_batch(self, args: object, kwargs: object) -> None:
         """Record the first batch of each of the first steps, to be compared with other ranks'."""
-        batches = self.optimizer_step.usage.batches
+        batches = self.optimizer_step.agreement.batches
         if (
             batches.active
             and batches.awaits_batch
@@ -217,7 +217,7 @@ class TrainingEngine(EngineParts):
 
     def trust_loader(self) -> None:
         """Compare no batches of the ranks: a loader divides them."""
-        self.optimizer_step.usage.batches.trust_loader()
+        self.optimizer_step.agreement.batches.trust_loader()
 
     def config_with_batches(self, micro: int, accumulation_steps: int) -> ZeroConfig:
         """Return the configuration with ``micro`` samples per micro-batch and
@@ -544,7 +544,7 @@ class TrainingEngine(EngineParts):
         self.measures.zero_grad()
         window = self.accumulation
         window.restart()
-        self.optimizer_step.usage.restarts = window.restarts
+        self.optimizer_step.agreement.restarts = window.restarts
         self.optimizer_step.sanity.on_restart(window.restarts_in_a_row)
 
     def restart_window(self) -> None:

@@ -331,7 +331,7 @@ FAULTS: dict[str, Fault] = {
             "stage 3, optimizer on the host, read by one rank between steps",
             left_out("synchronize", "training_state.py synchronize_update"), COPIES),
         "the gradient norm is read before it is summed": (
-            "stage 2", left_out("wait", "norm.py agree"), COPIES),
+            "stage 2", left_out("wait", "step_agreement.py agree"), COPIES),
         "parts of matrices are used before they come": (
             "stage 3, Muon", left_out("wait", "sharded_model.py exchange"), COPIES),
         "sums over whole tensors are used before they are complete": (
@@ -378,7 +378,7 @@ OVER_HOSTS: dict[str, Fault] = {
          left_out("record_stream", "two_hops.py gather")),
         ("parameters that other ranks use are read before their number comes",
          "stage 3, replicas, updated in the backward, parts of a block",
-         left_out("wait", "norm.py receive")),
+         left_out("wait", "step_agreement.py receive")),
     )
 }  # fmt: skip
 # On one rank, where no collective orders streams.

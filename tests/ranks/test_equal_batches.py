@@ -107,7 +107,7 @@ def test_batches_that_are_not_compared(kind: str, heard: list[str]) -> None:
             engine.eval()(rows(0))
             engine.train()
         if kind == "a loader that divides":
-            engine.optimizer_step.usage.batches.trust_loader()
+            engine.optimizer_step.agreement.batches.trust_loader()
         given: dict[str, Callable[[int, int], Any]] = {
             "evaluation": lambda rank, step: rows(rank),
             "no tensor": lambda rank, step: {"seed": step},
@@ -128,7 +128,7 @@ def test_tensors_of_each_kind_have_codes(dtype: torch.dtype, heard: list[str]) -
         whole = torch.ones(300, 400).to(dtype).T
         others = (whole, whole.conj(), torch.empty(0), torch.empty(2, device="meta"))
         for _ in range(3):
-            engine.optimizer_step.usage.batches.record(others)
+            engine.optimizer_step.agreement.batches.record(others)
             engine.backward(engine(rows(rank)))
             engine.step()
 

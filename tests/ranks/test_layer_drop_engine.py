@@ -18,7 +18,7 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.techniques.layer_drop import draw
-from hf_zero.zero.reduce.norm import UsedParameters
+from hf_zero.zero.reduce.step_agreement import StepAgreement
 from tests.helpers import oracle
 from tests.helpers.capability import WithoutGradients
 from tests.helpers.cells import in_turn
@@ -142,7 +142,7 @@ def test_which_parameters_are_unused_is_known_without_reading_what_ranks_have_se
 ):
     """A penalty on weights brings gradients to what was left out: that is read."""
     if kind is not Penalized:
-        monkeypatch.setattr(UsedParameters, "counts", None)
+        monkeypatch.setattr(StepAgreement, "counts", None)
     job = kind()
     check(job, stage, job.steps, units)
     steps = range(job.begins, job.begins + job.steps)

@@ -15,7 +15,7 @@ from torch import nn
 import hf_zero
 from hf_zero.device import streams
 from hf_zero.errors import RankMismatchError
-from hf_zero.zero.reduce import rank_codes
+from hf_zero.zero.reduce import step_agreement
 from tests.helpers.engines import config_of
 from tests.helpers.ranks import run_ranks
 
@@ -133,12 +133,14 @@ class Copied:
 
 def test_on_a_device_the_sum_is_read_once_its_copy_is_over(monkeypatch: Any) -> None:
     event = Copied()
-    monkeypatch.setattr(rank_codes.kinds, "is_synchronous", lambda device: False)
+    monkeypatch.setattr(step_agreement.kinds, "is_synchronous", lambda device: False)
     monkeypatch.setattr(streams, "record_here", lambda device: event)
-    monkeypatch.setattr(rank_codes.pinned, "empty", lambda n, dtype: torch.empty(n, dtype=dtype))
+    monkeypatch.setattr(
+        step_agreement.pinned, "empty", lambda n, dtype: torch.empty(n, dtype=dtype)
+    )
     mesh: Any = types.SimpleNamespace(pp_stage_ranks=2, rank=1)
-    check = rank_codes.SettingsCheck(mesh, torch.device("cpu"))
-    monkeypatch.setattr(rank_codes, "upload", lambda tensor, device: tensor)
+    check = step_agreement.SettingsCheck(mesh, torch.device("cpu"))
+    monkeypatch.setattr(step_agreement, "upload", lambda tensor, device: tensor)
     mine, other = check.upload(), check.upload()
     assert check.change("lr 0.5 in group 0") and not check.change("lr 0.5 in group 0")
     mine = check.upload()

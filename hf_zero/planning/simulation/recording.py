@@ -310,8 +310,12 @@ def _as_if_read(engine: Any) -> Iterator[None]:
     """Context for what the host reads on the meta device: numbers are finite, and all ranks have
     gradients of the parameters of which this one has.
     """
-    usage, world, isfinite = engine.optimizer_step.usage, engine.mesh.pp_stage_ranks, torch.isfinite
-    read = usage.counts
+    agreement, world, isfinite = (
+        engine.optimizer_step.agreement,
+        engine.mesh.pp_stage_ranks,
+        torch.isfinite,
+    )
+    read = agreement.counts
 
     def counts(flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:
         if not total.is_meta:
@@ -324,13 +328,13 @@ def _as_if_read(engine: Any) -> Iterator[None]:
     def finite(values: torch.Tensor) -> torch.Tensor:
         return torch.ones(values.shape, dtype=torch.bool) if values.is_meta else isfinite(values)
 
-    usage.counts = counts
+    agreement.counts = counts
     torch.isfinite = finite  # type: ignore[assignment]
     try:
         yield
     finally:
         torch.isfinite = isfinite
-        del usage.counts
+        del agreement.counts
 
 
 class _Messages(IssuedStats[Message]):

@@ -38,7 +38,6 @@ from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads
 from hf_zero.zero.layout.stage_policy import StagePolicy
 from hf_zero.zero.layout.training_state import GradientMemory
 from hf_zero.zero.reduce.losses import AveragingFactors
-from hf_zero.zero.reduce.norm import IdleParameters, UsedParameters, zero_left_out
 from hf_zero.zero.reduce.reduction_order import BackwardObservations, ReductionOrder
 from hf_zero.zero.reduce.reductions import (
     ReductionMessages,
@@ -48,6 +47,7 @@ from hf_zero.zero.reduce.reductions import (
     mark_present,
     wire_buffers,
 )
+from hf_zero.zero.reduce.step_agreement import IdleParameters, StepAgreement, zero_left_out
 
 if TYPE_CHECKING:
     from hf_zero.zero.gather.schedule import Schedule
@@ -183,7 +183,7 @@ class Reducer:
         units: Sequence[Unit],
         mesh: Mesh,
         policy: StagePolicy,
-        usage: UsedParameters,
+        agreement: StepAgreement,
         offload: GradientCopies | None,
         schedule: Schedule,
         *,
@@ -201,7 +201,7 @@ class Reducer:
             p for unit in units for flat in unit.flats if not flat.trainable for p in flat.members
         ]
         self._wire_dtype = wire_dtype
-        self._usage = usage
+        self._agreement = agreement
         self._offload = offload
         self._buffers = wire_buffers(flat for unit in units for flat in unit.trainable_flats)
         meshes = dict.fromkeys(flat.mesh for unit in units for flat in unit.trainable_flats)
@@ -327,7 +327,7 @@ class Reducer:
         if settings.on_reduced is not None:
             for flat in unit.trainable_flats:
                 mark_present(flat)
-            self._usage.send(unit)
+            self._agreement.send(unit)
         for flat in unit.trainable_flats:
             if flat.gradient.accumulated_grad is not None:
                 self._send_accumulated(flat)
@@ -374,10 +374,10 @@ class Reducer:
             or (flat.gradient.offloaded and self._offload is not None and self._offload.is_adding)
         ):
             return
-        self._usage.receive(unit, together)
+        self._agreement.receive(unit, together)
         # In the first backward of a kind more gradients may follow, unless all ranks have all.
         if progress.key not in self._known and not (
-            self._settings.alone and self._usage.has_all(unit)
+            self._settings.alone and self._agreement.has_all(unit)
         ):
             return
         progress.updated.add(unit)
@@ -442,7 +442,7 @@ class Reducer:
                 self.launch(unit)
             self._reduce_late(launched, learns)
             self._messages.finish()
-            self._usage.drop()
+            self._agreement.drop()
             for pool in self._freed if self._settings.ends_window else ():
                 pool.clear()
         else:
@@ -617,7 +617,7 @@ class Reducer:
     def _drop(self) -> None:
         """Drop gradients on parameters and reductions on the wire."""
         self._messages.drop()
-        self._usage.drop()
+        self._agreement.drop()
         if any_raw_grad(self._members):
             drop_raw_grads(self._members)
 

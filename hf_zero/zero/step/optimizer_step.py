@@ -24,7 +24,8 @@ from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.training_state import GradientBuffer, GradState, OptimizerShard
 from hf_zero.zero.reduce.losses import Fp16LossScaler
-from hf_zero.zero.reduce.norm import UsedParameters, squared_norm
+from hf_zero.zero.reduce.norm import squared_norm
+from hf_zero.zero.reduce.step_agreement import StepAgreement
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.hooks_of_features import NO_HOOKS, StepHooks
 from hf_zero.zero.step.window import SanityChecks, StateChanges
@@ -53,7 +54,7 @@ class OptimizerStep:
         self.bound: BoundOptimizer | Any = (
             None if optimizer is None else model.bind(optimizer, config)
         )
-        self.usage = UsedParameters(model.trainable, model.mesh, model.mesh.device)
+        self.agreement = StepAgreement(model.trainable, model.mesh, model.mesh.device)
         # Features set these: copies of gradients to the host; updates of offloaded state; what
         # moves the state that fits beside a first step to the device (collective); what waits for
         # the update of a unit that is needed, if that may outlast the step.
@@ -305,7 +306,7 @@ class OptimizerStep:
         settings = self.bound.settings.changes()
         if switched := self.model.engine_flats.switched:
             settings = f"{settings}, requires_grad switched of {switched}".removeprefix(", ")
-        return self.usage.agree(squares.view(1), steps_before, settings)
+        return self.agreement.agree(squares.view(1), steps_before, settings)
 
     def known_squares(self) -> torch.Tensor | None:
         """Return what :meth:`squares_of_all_ranks` has returned; None if a gradient has changed."""

@@ -36,7 +36,7 @@ from hf_zero.integrations.accelerate.memory_saves import engines_of
 from hf_zero.integrations.accelerate.state import division_in_effect
 from hf_zero.launch.hosts import free_port
 from hf_zero.parallel.sequence.division import Division
-from hf_zero.zero.reduce.rank_codes import BatchCodes
+from hf_zero.zero.reduce.step_agreement import BatchCodes
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_turn
 from tests.helpers.models import features
@@ -364,7 +364,7 @@ def test_batches_of_a_prepared_loader_are_not_compared(
     engine, _ = prepared(ours, *([loader] if order == "together" else []))
     if order == "loader last":
         ours.prepare(loader)
-    assert (engine.optimizer_step.usage.batches in trusted) == (order != "no loader")
+    assert (engine.optimizer_step.agreement.batches in trusted) == (order != "no loader")
 
 
 def test_an_optimizer_apart_from_its_model_is_refused() -> None:
