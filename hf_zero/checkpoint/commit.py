@@ -70,13 +70,13 @@ class CommitTarget(ABC):
                 )
 
     def _replaced_ids(self) -> list[str]:
-        """Return the ids, or their first digits, of saves that :meth:`begin` or
+        """Return the ids, or their first digits, of saves that :meth:`prepare` or
         :meth:`publish` would remove.
         """
         return list(filter(None, [_save_id(self.final)]))
 
     @abstractmethod
-    def begin(self) -> None:
+    def prepare(self) -> None:
         """Repair what an interrupted save left, and make the target ready.
 
         Raises CheckpointError if the place is taken by something that is not a checkpoint.
@@ -141,7 +141,7 @@ class FolderTarget(CommitTarget):
         self._temporary = self.directory / f"{SAVING}{tag}.{save_id[:8]}"
         self._replaced = self.directory / (REPLACED + tag)
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         final, directory = self.final, self.directory
         make_folder(directory)
         for dropped in directory.glob(f"{DROPPED}*"):
@@ -171,8 +171,8 @@ class FolderTarget(CommitTarget):
         self._temporary.mkdir()
 
     def _replaced_ids(self) -> list[str]:
-        begun = [_save_of(self.tag).fullmatch(e.name) for e in self.directory.glob(f"{SAVING}*")]
-        return super()._replaced_ids() + [names[1] for names in begun if names and names[1]]
+        saves = [_save_of(self.tag).fullmatch(e.name) for e in self.directory.glob(f"{SAVING}*")]
+        return super()._replaced_ids() + [save[1] for save in saves if save and save[1]]
 
     def path_of(self, name: str) -> Path:
         return self._temporary / name
@@ -222,7 +222,7 @@ class ObjectStoreTarget(CommitTarget):
     section 10).
     """
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         objects = objects_in(self.final)
         if objects and not any(_is_own_object(item) for item in objects):
             raise CheckpointError(

@@ -47,8 +47,8 @@ class Generations:
     methods below but :meth:`loaded`.
     """
 
-    begun = 0
-    """``begun`` of the manifest of the next save: more than that of the last load."""
+    attempt = 0
+    """``attempt`` of the manifest of the next save: more than that of the last load."""
 
     # ---- before there is an engine ----
 
@@ -78,7 +78,7 @@ class Generations:
         it was built again. Collective.
         """
         generations = Generations()
-        generations.begun = 0 if before is None else before.begun
+        generations.attempt = 0 if before is None else before.attempt
         return generations
 
     # ---- of an engine ----
@@ -117,13 +117,13 @@ class Generations:
     def end_load(self, run: str | None, client_state: Mapping[str, Any], resumes: bool) -> None:
         """Note a load in the folder ``run``; None: not known."""
 
-    def loaded(self, begun: int, step: int, goes_back: bool) -> None:
-        """Count a load of a checkpoint with ``begun`` and ``step``. ``goes_back``: all state goes
+    def loaded(self, attempt: int, step: int, goes_back: bool) -> None:
+        """Count a load of a checkpoint of ``attempt`` and ``step``. ``goes_back``: all state goes
         back to it, and it is on disk. Collective.
         """
         # no count begins here: without generations a run only continues that of a checkpoint
-        latest = max(self.begun, begun)
-        self.begun = latest + 1 if latest else 0
+        latest = max(self.attempt, attempt)
+        self.attempt = latest + 1 if latest else 0
 
     def close(self, failing: bool | None = None, keep: bool = False) -> None:
         """End the generations with the engine. ``failing``: the job ends with an error (None: if an

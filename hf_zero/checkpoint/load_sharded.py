@@ -148,7 +148,7 @@ def load(
     generations: Generations = engine.generations
     if generations.exist or not load_module_only:
         step = manifest.counters.get("global_steps", -1)
-        generations.loaded(manifest.begun, step, options.optimizer and not in_memory)
+        generations.loaded(manifest.attempt, step, options.optimizer and not in_memory)
     log_rank0(
         f"loaded {folder}, {_origin(manifest)}: "
         f"{in_units(rank_load.nbytes)} on this rank in {time.perf_counter() - started:.2f} s"
@@ -235,7 +235,7 @@ def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> se
             manifest, flat.layout, flat.owned[0], flat.owned[1], names.saved_names
         )
     }
-    saved = manifest.optimizer.factors if manifest.optimizer and engine.bound else {}
+    saved = manifest.optimizer.tensor_states if manifest.optimizer and engine.bound else {}
     whole = (
         {names.saved_names.get(name) for name in engine.bound.tensor_state.names}
         if saved
@@ -286,7 +286,7 @@ class _RankLoad(StateSource):
             self.ranges[flat] = {MASTER: weights} | states
             for kind, ranges in self.ranges[flat].items():
                 self.nbytes += checkpoint.nbytes(ranges, kind)
-        saved = self.saved_optimizer.factors if self.saved_optimizer else {}
+        saved = self.saved_optimizer.tensor_states if self.saved_optimizer else {}
         for name in engine.bound.tensor_state.names if saved else ():
             if self.match.saved_names.get(name) in saved:
                 checkpoint.file(saved[self.match.saved_names[name]].file)
@@ -299,7 +299,7 @@ class _RankLoad(StateSource):
     def apply(self) -> None:
         """Read the state into the engine, and refresh what depends on it. Collective."""
         engine, options, folder = self.engine, self.options, self.checkpoint.folder
-        lost = sorted(self.manifest.techniques.keys() - engine.feature_set.by_name.keys())
+        lost = sorted(self.manifest.features.keys() - engine.feature_set.by_name.keys())
         if lost and not options.module_only:
             text = (
                 f"{folder} has state of {listed(lost, 6)}, which this configuration leaves off: it "
@@ -340,7 +340,7 @@ class _RankLoad(StateSource):
             for field in fields(self.engine.counters):
                 if field.name in self.manifest.counters:
                     setattr(self.engine.counters, field.name, self.manifest.counters[field.name])
-            self.engine.feature_set.load_state_dict(self.manifest.techniques)
+            self.engine.feature_set.load_state_dict(self.manifest.features)
         if self.options.data_position:
             run_state.restore(self.engine, self.manifest, self._file_of_this_rank())
         if self.options.rng:
@@ -440,7 +440,7 @@ class _RankLoad(StateSource):
     def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorsByParameter:
         saved_names, names = self.match.saved_names, self.engine.bound.tensor_state.names
         return {
-            name: self.checkpoint.factors(saved_names[name])
+            name: self.checkpoint.tensor_states(saved_names[name])
             for name in names
             if name in saved_names
         }

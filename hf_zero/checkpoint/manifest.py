@@ -30,15 +30,15 @@ from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 
 SHARD = "shard"  # the weights of a flat without master weights, which others have as MASTER
 # prefixes of tensors outside flat buffers
-BUFFER, RNG, FACTOR = "buffer::", "rng::", "factor::"
+BUFFER, RNG, TENSOR_STATE = "buffer::", "rng::", "factor::"
 LOADER = "loader::state"  # state of a rank's loader that has one of its own
 AXES = ("tensor", "sequence", "expert", "pipeline")  # optional fields of `world`
 _WORLD = ("size", "shard", "replicate", *AXES)
 
 
-def factor_key(parameter: str, name: str) -> str:
+def tensor_state_key(parameter: str, name: str) -> str:
     """Return the name in a file of a state of a whole parameter."""
-    return f"{FACTOR}{parameter}::{name}"
+    return f"{TENSOR_STATE}{parameter}::{name}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -172,18 +172,29 @@ class GroupEntry:
 
 
 @dataclass(frozen=True)
-class FactorEntry:
+class TensorStateEntry:
     """State of a whole parameter: the index of the file that holds it, and its shapes by name."""
 
     file: int
     shapes: dict[str, tuple[int, ...]]
+
+    def to_json(self) -> JsonObject:
+        shapes = {name: list(shape) for name, shape in self.shapes.items()}
+        return {"file": self.file, "shapes": shapes}
 
 
 @dataclass(frozen=True)
 class OptimizerEntry:
     class_name: str
     groups: tuple[GroupEntry, ...]
-    factors: dict[str, FactorEntry] = field(default_factory=dict)  # by parameter
+    # by parameter: states of whole tensors (of Adafactor), which the format calls factors
+    tensor_states: dict[str, TensorStateEntry] = field(default_factory=dict)
+
+    def to_json(self) -> JsonObject:
+        groups = [group.to_json() for group in self.groups]
+        states = {name: state.to_json() for name, state in self.tensor_states.items()}
+        entry = {"class": self.class_name, "groups": groups}
+        return entry | ({"factors": states} if states else {})
 
 
 @dataclass(frozen=True)
@@ -281,11 +292,15 @@ class Manifest:
     client_state: JsonObject
     objects: FileEntry | None
     software: dict[str, str]
-    techniques: JsonObject = field(default_factory=dict)
+    features: JsonObject = field(default_factory=dict)
+    """State of each ``Feature`` by name, of techniques and others: JSON calls it ``techniques``."""
     loader: dict[str, int] = field(default_factory=dict)
     batch: dict[str, int] = field(default_factory=dict)
     order: int = 0  # one more than the largest in its folder; 0: of a version that wrote none
-    begun: int = 0  # as in a record in memory; 0: of a run without checkpoints there
+    attempt: int = 0
+    """Start of the attempt that saved, which JSON calls ``begun``; 0: of a run without checkpoints
+    in memory.
+    """
 
     @cached_property
     def slots(self) -> dict[str, tuple[FlatEntry, Slot]]:
@@ -318,11 +333,6 @@ class Manifest:
         return PARTS_VERSION if cut else VERSION
 
     def to_json(self) -> JsonObject:
-        optimizer = self.optimizer and {
-            "class": self.optimizer.class_name,
-            "groups": [group.to_json() for group in self.optimizer.groups],
-            **({"factors": _factors(self.optimizer)} if self.optimizer.factors else {}),
-        }
         return {
             "format": FORMAT,
             "version": self.version,
@@ -330,17 +340,17 @@ class Manifest:
             "save_id": self.save_id,
             "tag": self.tag,
             **({"order": self.order} if self.order else {}),
-            **({"begun": self.begun} if self.begun else {}),
+            **({"begun": self.attempt} if self.attempt else {}),
             "world": self.world,
             "stage": self.stage,
             "precision": self.precision,
             "counters": self.counters,
-            **({"techniques": self.techniques} if self.techniques else {}),
+            **({"techniques": self.features} if self.features else {}),
             **({"loader": self.loader} if self.loader else {}),
             **({"batch": self.batch} if self.batch else {}),
             "files": [file.to_json() for file in self.files],
             "objects": self.objects and self.objects.to_json(),
-            "optimizer": optimizer,
+            "optimizer": self.optimizer and self.optimizer.to_json(),
             "scaler": self.scaler,
             "lr_scheduler": self.lr_scheduler,
             "client_state": self.client_state,
@@ -569,20 +579,14 @@ def _optimizer(data: dict[str, object]) -> OptimizerEntry:
         )
         for g in _items(data, "groups", dict)
     )
-    factors = {
-        name: FactorEntry(
-            _size(of, "file"), {key: _shape(of["shapes"], key) for key in _get(of, "shapes", dict)}
+    tensor_states = {
+        name: TensorStateEntry(
+            _size(entry, "file"),
+            {key: _shape(entry["shapes"], key) for key in _get(entry, "shapes", dict)},
         )
-        for name, of in (_values(data, "factors", dict) if "factors" in data else {}).items()
+        for name, entry in (_values(data, "factors", dict) if "factors" in data else {}).items()
     }
-    return OptimizerEntry(_get(data, "class", str), groups, factors)
-
-
-def _factors(optimizer: OptimizerEntry) -> JsonObject:
-    return {
-        name: {"file": of.file, "shapes": {key: list(shape) for key, shape in of.shapes.items()}}
-        for name, of in optimizer.factors.items()
-    }
+    return OptimizerEntry(_get(data, "class", str), groups, tensor_states)
 
 
 def _state(data: dict[str, object]) -> JsonObject:
@@ -629,11 +633,11 @@ def _parse(data: JsonObject) -> Manifest:
             lambda d: {"class": _get(d, "class", str), "state": _state(_get(d, "state", dict))},
         ),
         counters=_values(data, "counters", int),
-        techniques=_get(data, "techniques", dict) if "techniques" in data else {},
+        features=_get(data, "techniques", dict) if "techniques" in data else {},
         loader=_values(data, "loader", int) if "loader" in data else {},
         batch=_values(data, "batch", int) if "batch" in data else {},
         order=_size(data, "order") if "order" in data else 0,
-        begun=_size(data, "begun") if "begun" in data else 0,
+        attempt=_size(data, "begun") if "begun" in data else 0,
         client_state=_state(_get(data, "client_state", dict)),
         objects=_optional(data, "objects", lambda d: read_file_entry(d, data["version"], rank=0)),
         software=_values(data, "software", str),
@@ -695,11 +699,11 @@ def _check_optimizer(manifest: Manifest) -> None:
     all_names = {*manifest.parts, *manifest.excluded}
     if unknown := {name for group in groups for name in group.parameters} - all_names:
         raise ValueError(f"optimizer groups name {sorted(unknown)}, which no flat holds")
-    for name, of in manifest.optimizer.factors.items() if manifest.optimizer else ():
-        if of.file >= len(manifest.files) or name not in manifest.parameters:
+    for name, entry in manifest.optimizer.tensor_states.items() if manifest.optimizer else ():
+        if entry.file >= len(manifest.files) or name not in manifest.parameters:
             raise ValueError(
-                f"state of the whole parameter {name!r} is promised in file {of.file}; there are "
-                f"{len(manifest.files)} files, and the parameters are others"
+                f"state of the whole parameter {name!r} is promised in file {entry.file}; there "
+                f"are {len(manifest.files)} files, and the parameters are others"
             )
 
 

@@ -364,7 +364,7 @@ def _match_optimizer(
             f"{where} has the optimizer states {listed(states)}, of which {engine_class} keeps no "
             f"{listed(unknown)}; use the optimizer it was saved with, {remedy}"
         )
-    tensor_states = {name for state in saved.factors.values() for name in state.shapes}
+    tensor_states = {name for state in saved.tensor_states.values() for name in state.shapes}
     if unknown := sorted(tensor_states - {*tensor_state_names(optimizer)}):
         raise CheckpointError(
             f"{where} has {listed(unknown)} of whole parameters, of which {engine_class} keeps "

@@ -28,7 +28,7 @@ from hf_zero.checkpoint.manifest import (
     FileEntry,
     FlatEntry,
     Manifest,
-    factor_key,
+    tensor_state_key,
 )
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, is_remote, modified_ns, store_errors
 from hf_zero.checkpoint.tensorfile import TensorFile, algorithm_of, hash_of_file
@@ -255,10 +255,10 @@ class Checkpoint(ClosedAtExit):
                 BUFFER + name: (torch.Size(shape).numel(), dtype)
                 for name, (dtype, shape) in manifest.buffers.items()
             }
-        for name, of in manifest.optimizer.factors.items() if manifest.optimizer else ():
+        for name, of in manifest.optimizer.tensor_states.items() if manifest.optimizer else ():
             if of.file == index:
                 expected |= {
-                    factor_key(name, key): (torch.Size(shape).numel(), None)
+                    tensor_state_key(name, key): (torch.Size(shape).numel(), None)
                     for key, shape in of.shapes.items()
                 }
         for name, (numel, dtype) in expected.items():
@@ -318,14 +318,14 @@ class Checkpoint(ClosedAtExit):
                     of_states.setdefault(name, []).append(stored)
         return of_states
 
-    def factors(self, parameter: str) -> dict[str, torch.Tensor]:
+    def tensor_states(self, parameter: str) -> dict[str, torch.Tensor]:
         """Return the states of the whole ``parameter``, by name; {} if none was saved."""
         saved = self.manifest.optimizer
-        if saved is None or parameter not in saved.factors:
+        if saved is None or parameter not in saved.tensor_states:
             return {}
-        of, tensors = saved.factors[parameter], {}
+        of, tensors = saved.tensor_states[parameter], {}
         for name, shape in of.shapes.items():
-            file, key = self.file(of.file), factor_key(parameter, name)
+            file, key = self.file(of.file), tensor_state_key(parameter, name)
             tensors[name] = torch.empty(shape, dtype=file.entries[key].dtype)
             file.read_into(key, 0, tensors[name].view(-1))
         return tensors

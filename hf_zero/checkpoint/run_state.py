@@ -35,17 +35,20 @@ T = TypeVar("T")
 
 
 class WindowStart:
-    """The place in the training data where an accumulation window begins. A save inside the window
-    records it: its gradients are not saved, and a resumed run repeats all of it.
+    """The place in the training data, and the counters, at the start of an accumulation window. A
+    save inside the window records them: its gradients are not saved, and a resumed run repeats all
+    of it. A save between windows records the present ones.
     """
 
     def __init__(self) -> None:
+        # place and iterations: of a loader that counts samples of all ranks
         self._place: dict[str, int] | None = None
         # number of loader iterations begun before the window, and whether its first batch begins
         # the next
         self._iterations, self._is_between = 0, False
-        # state of a loader with a state of its own: not known, or b"" before its first batch
-        self._own: bytes | CheckpointError | None = b""
+        # state of a stateful loader, b"" before its first batch; None: not known, or not saved
+        self._loader_state: bytes | None = b""
+        self._loader_error: CheckpointError | None = None
 
     def note(self, engine: TrainingEngine, state: bytes | None = None) -> None:
         """Record the present as the start of the next window. ``state``: what a stateful loader
@@ -56,14 +59,15 @@ class WindowStart:
             self._place, self._iterations = loader.place, loader.iterations
             self._is_between = loader.resumed or _past_the_end(loader, self._place)
         elif state is not None:
-            self._own = state
+            self._loader_state, self._loader_error = state, None
         elif is_stateful(loader):
             window = engine.accumulation
+            self._loader_state, self._loader_error = None, None
             try:  # a window of one micro-batch is never open at a save
-                several = window.accumulation_steps > 1 or not window.managed
-                self._own = _serialized(loader) if several else None
+                if window.accumulation_steps > 1 or not window.managed:
+                    self._loader_state = _serialized(loader)
             except CheckpointError as error:
-                self._own = error
+                self._loader_error = error
 
     def counters(self, engine: TrainingEngine) -> Counters:
         """Return the counters without the micro-batches of an open window."""
@@ -87,16 +91,16 @@ class WindowStart:
                 position = {**position, "samples": 0}
         return in_next_epoch(loader, position)
 
-    def own_state(self, engine: TrainingEngine) -> dict[str, torch.Tensor]:
-        """Return the state of a loader with a ``state_dict`` of its own, as bytes by the name of
-        their tensor; {} for any other. Raises CheckpointError for a state that needs a pickle.
+    def loader_state(self, engine: TrainingEngine) -> dict[str, torch.Tensor]:
+        """Return the state of a stateful loader, as bytes by the name of their tensor; {} for any
+        other. Raises CheckpointError for a state that needs a pickle.
         """
         loader = engine.training_dataloader
         if not is_stateful(loader):
             return {}
-        content = self._own if engine.window_is_open else _serialized(loader)
-        if isinstance(content, CheckpointError):
-            raise content
+        if engine.window_is_open and self._loader_error is not None:
+            raise self._loader_error
+        content = self._loader_state if engine.window_is_open else _serialized(loader)
         if content is None:
             raise CheckpointError(
                 f"the state of the loader ({type(loader).__name__}) at the first micro-batch of "

@@ -22,9 +22,9 @@ from hf_zero.checkpoint.manifest import (
     FileEntry,
     FlatEntry,
     dtype_of,
-    factor_key,
     is_tensor_name,
     strip_wrappers,
+    tensor_state_key,
 )
 from hf_zero.checkpoint.run_state import rng_states
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
@@ -295,7 +295,7 @@ class RankReport:
     """Report of one rank to rank 0.
 
     file: its rank file. chunks: by flat, (start, stop, tensor names). groups: the scalars (step) of
-    each group's parameters with elements on it. factors: state of whole parameters in its
+    each group's parameters with elements on it. tensor_states: states of whole tensors in its
     file. layouts: for flats that tensor or expert parallelism cuts, key in the checkpoint -> (key,
     layout). model: set by the first rank of each pipeline stage.
     """
@@ -303,7 +303,7 @@ class RankReport:
     file: FileEntry
     chunks: dict[str, tuple[int, int, tuple[str, ...]]]
     groups: list[GroupReport]
-    factors: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
+    tensor_states: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
     layouts: dict[str, tuple[str, FlatLayout]]
     model: ModelEntries | None
 
@@ -334,43 +334,43 @@ def plan_save(
     buffers: Mapping[str, torch.Tensor],
 ) -> SavePlan:
     """Return the plan of this rank's file. ``buffers`` go into the file of rank 0."""
-    bound, rank, state = engine.bound, engine.global_rank, EngineState(engine)
+    bound, rank, engine_state = engine.bound, engine.global_rank, EngineState(engine)
     pp_stage_flats = [flat for flat in engine.flats if saved_by_this_pp_stage(flat)]
     tensors: dict[str, Stored] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
     layouts: dict[str, tuple[str, FlatLayout]] = {}
-    params_saved_here: set[str] = set()  # parameters whose flat buffer this rank writes
+    written: set[str] = set()  # the parameters of the flat buffers that this rank writes
     for flat in pp_stage_flats:
         if not flat.saves_shard:
             continue
-        params_saved_here |= {slot.name for slot in flat.layout.slots}
+        written |= {slot.name for slot in flat.layout.slots}
         if exclude_frozen and not flat.trainable:
             continue
-        held, key = stored_arrays(flat, state), saved_key(flat)
-        tensors |= {f"{key}::{name}": each for name, each in held.items()}
-        chunks[key] = (*flat.owned, tuple(held))
+        arrays, key = stored_arrays(flat, engine_state), saved_key(flat)
+        tensors |= {f"{key}::{name}": array for name, array in arrays.items()}
+        chunks[key] = (*flat.owned, tuple(arrays))
         if flat.mesh.axes:  # a part of tensors that ranks along these axes share
             slots = tuple(replace(slot, name=names.own(slot.name)) for slot in flat.layout.slots)
             layouts[key] = pp_stage_key(flat), replace(flat.layout, slots=slots)
     if rank == 0:
         tensors |= {BUFFER + name: buffer for name, buffer in buffers.items()}
-    tensors |= rng_states() | engine.window_start.own_state(engine)
+    tensors |= rng_states() | engine.window_start.loader_state(engine)
     # the state of a whole tensor is written by the rank that has its first element
-    whole_states = {} if bound is None else bound.tensor_state.by_parameter(firsts=True)
-    factors = {name: of for name, of in whole_states.items() if name in params_saved_here}
+    first_elements = {} if bound is None else bound.tensor_state.by_parameter(firsts=True)
+    tensor_states = {name: state for name, state in first_elements.items() if name in written}
     tensors |= {
-        factor_key(parameter, name): each.reshape(-1)
-        for parameter, of in factors.items()
-        for name, each in of.items()
+        tensor_state_key(parameter, name): tensor.reshape(-1)
+        for parameter, state in tensor_states.items()
+        for name, tensor in state.items()
     }
-    for name in (*params_saved_here, *(buffers if rank == 0 else ())):
+    for name in (*written, *(buffers if rank == 0 else ())):
         if not is_tensor_name(name):
             raise CheckpointError(
                 f"{name!r} cannot be the name of a tensor in a checkpoint; rename the parameter or "
                 "buffer, without control characters"
             )
     plan = plan_file(
-        [(name, each.dtype, [each.numel()]) for name, each in tensors.items()],
+        [(name, tensor.dtype, [tensor.numel()]) for name, tensor in tensors.items()],
         {"format": FORMAT, "save_id": save_id, "rank": str(rank)},
         DATA_ALIGNMENT,
     )
@@ -378,9 +378,9 @@ def plan_save(
         file=FileEntry(file_name, rank, plan.size, ""),
         chunks=chunks,
         groups=[] if bound is None else bound.reports(names.own),
-        factors={
-            parameter: {name: tuple(each.shape) for name, each in of.items()}
-            for parameter, of in factors.items()
+        tensor_states={
+            parameter: {name: tuple(tensor.shape) for name, tensor in state.items()}
+            for parameter, state in tensor_states.items()
         },
         layouts=layouts,
         model=ModelEntries.of(engine, pp_stage_flats, names, exclude_frozen)

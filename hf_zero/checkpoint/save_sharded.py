@@ -30,11 +30,11 @@ from hf_zero.checkpoint.manifest import (
     AXES,
     Chunk,
     Export,
-    FactorEntry,
     FlatEntry,
     GroupEntry,
     Manifest,
     OptimizerEntry,
+    TensorStateEntry,
     class_name,
 )
 from hf_zero.checkpoint.run_state import NonTensorState, non_tensor_state, objects_file
@@ -201,7 +201,7 @@ class _RankSave:
         other_buffers = buffers_of_other_stages(self.engine, names, self.exclude_frozen)
         plan, planned = collective_try(
             job_ranks,
-            partial(self.prepare, names, other_buffers),
+            partial(self.plan_and_stage, names, other_buffers),
             self.path,
             nothing_saved,
             lambda plan: (plan.file_plan.report, plan.not_staged),
@@ -215,7 +215,9 @@ class _RankSave:
         self.exchanged = _Exchanged.MANIFEST
         return plan.file_plan, shared, not_staged
 
-    def prepare(self, names: WholeNames, other_buffers: dict[str, torch.Tensor]) -> _RankPlan:
+    def plan_and_stage(
+        self, names: WholeNames, other_buffers: dict[str, torch.Tensor]
+    ) -> _RankPlan:
         """Plan this rank's file, and copy its state to host memory for a background save. On rank 0
         first note the save and create the folder. ``other_buffers``: those that rank 0 lacks.
         """
@@ -227,7 +229,7 @@ class _RankSave:
             non_tensors = non_tensor_state(engine, self.client_state)
             target.refuse_others(engine.save_log.others())
             engine.save_log.note((target.save_id, canonical_path(target.final)))
-            target.begin()
+            target.prepare()
         plan = plan_save(
             engine, self.path.name, target.save_id, self.exclude_frozen, names, buffers
         )
@@ -351,7 +353,7 @@ def manifest_head(
     return Manifest(
         save_id=save_id,
         tag=tag,
-        begun=engine.generations.begun,
+        attempt=engine.generations.attempt,
         world={
             "size": engine.mesh.dims.world,
             "shard": engine.mesh.shard.size,
@@ -371,7 +373,7 @@ def manifest_head(
         scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
         lr_scheduler=extra.lr_scheduler,
         counters=asdict(engine.window_start.counters(engine)),
-        techniques=engine.feature_set.state_dict(),
+        features=engine.feature_set.state_dict(),
         loader=engine.window_start.data_position(engine),
         batch=_batch_of(engine),
         client_state=extra.client_state,
@@ -482,9 +484,9 @@ def _optimizer(
             {name: scalars_in(holders[name].groups[index], name) for name in own}
         )
         groups.append(replace(group, scalars=scalars, parameters=names[index], overrides=overrides))
-    factors = {
-        parameter: FactorEntry(file, shapes)
+    tensor_states = {
+        parameter: TensorStateEntry(file, shapes)
         for file, report in enumerate(reports)
-        for parameter, shapes in report.factors.items()
+        for parameter, shapes in report.tensor_states.items()
     }
-    return replace(head, groups=tuple(groups), factors=factors)
+    return replace(head, groups=tuple(groups), tensor_states=tensor_states)

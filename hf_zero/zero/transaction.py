@@ -7,6 +7,7 @@ objects that it creates pushes the inverse operation first (:func:`on_rollback`)
 transaction that does nothing. An exception runs the inverse operations from the last to the first.
 What many lines change, modules and optimizers, is not undone line by line but restored from a
 snapshot (:func:`restore_on_rollback`), whichever lines have run, those of other libraries included.
+A step or a load is not undone: ``StateChanges`` (``step/window.py``) refuses a half changed state.
 """
 
 from __future__ import annotations

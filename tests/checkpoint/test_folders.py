@@ -141,12 +141,12 @@ def test_a_save_that_was_stopped_around_its_renames(tmp_path: Path) -> None:
     old, new = made(tmp_path / ".hf-zero-replaced-a", "old"), tmp_path / "a"
     (tmp_path / "latest").write_text("a")
     assert find.locate(tmp_path) == old
-    FolderTarget(tmp_path, "a", ID).begin()
+    FolderTarget(tmp_path, "a", ID).prepare()
     assert (new / MANIFEST_NAME).read_text() == "old" and not old.exists()
     made(old, "older")
     (old / "notes.txt").write_text("mine")
     assert find.locate(tmp_path) == new
-    FolderTarget(tmp_path, "a", ID).begin()
+    FolderTarget(tmp_path, "a", ID).prepare()
     assert (new / MANIFEST_NAME).read_text() == "old" and not old.exists()
     assert (new / "notes.txt").read_text() == "mine"
     for kind in (SAVING, REPLACED, DROPPED):

@@ -123,7 +123,7 @@ class Rank(saving.MemoryCheckpoints):
         self.bases, self.base, self.hosts = [base], base, Hosts(hosts)
         self.is_lasting, self.every, self._limit, self._device = True, 1, None, torch.device("cpu")
         self.saved_by_trainer, self.has_stepped, self.client_state = False, False, {}
-        self.token, self.begun, self._committed = f"attempt {begun}", begun, committed
+        self.token, self.attempt, self._committed = f"attempt {begun}", begun, committed
         self.newest_id, self.ready, self._slot, self._saves, self._last_step = "", "", -1, 0, -1
         self._is_cut_off, self._rewound, self._logged_wait = False, True, False
         self._staged, self._copied_for_disk, self._copied_for_disk_at = None, None, -1
@@ -141,7 +141,7 @@ class Rank(saving.MemoryCheckpoints):
         save_id = sha256(f"{self.token} {self._saves}".encode()).hexdigest()[:32]
         file = FileEntry(find.rank_file(self.rank, self.world), self.rank, SIZE, "")
         report = RankReport(file, {}, [], {}, {}, None)
-        record = RankRecord(save_id, self.begun, step, self.world, report, None, {}, {})
+        record = RankRecord(save_id, self.attempt, step, self.world, report, None, {}, {})
         plan = SimpleNamespace(file=FilePlan((), bytes(SIZE)), tensors=(7 * step + self.rank) % 251)
         return record, plan
 

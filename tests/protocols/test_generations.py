@@ -49,7 +49,7 @@ class Job:
             newest = next((each for each in found if each.is_complete()), None)
             if newest is not None:
                 made.protect(newest.save_id)
-                made.loaded(newest.begun, newest.step, goes_back=False)
+                made.loaded(newest.attempt, newest.step, goes_back=False)
             start, whole = 0 if newest is None else newest.step, False
             try:
                 for step in range(start + 1, start + 1 + SAVES):

@@ -183,7 +183,7 @@ class Job:
         tag, save_id = "tag" if self.same_tag else f"step-{number}", f"{number:08d}" + "f" * 24
         target = FolderTarget(folder, tag, save_id)
         if rank == 0:
-            target.begin()
+            target.prepare()
         world.collective("begun", rank, f"save {number}")
         names = [finding.rank_file(each, self.size) for each in range(self.size)]
         manifest: Any = Manifest(save_id, tuple(map(File, names)))

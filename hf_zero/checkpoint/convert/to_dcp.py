@@ -167,7 +167,7 @@ def write_dcp(
     optimizers do not name.
     """
     optimizer, scaler = checkpoint.manifest.optimizer, checkpoint.manifest.scaler
-    if optimizer is not None and optimizer.factors:
+    if optimizer is not None and optimizer.tensor_states:
         raise CheckpointError(
             f"{checkpoint.folder} holds {optimizer.class_name}'s state of whole tensors, for which "
             "torch.distributed.checkpoint has no names; convert it with --to safetensors"

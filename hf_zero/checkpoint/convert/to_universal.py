@@ -72,7 +72,7 @@ def _refuse_unwritten(checkpoint: Checkpoint) -> None:
     if optimizer is None:
         return
     numbers = {name for group in optimizer.groups for name in group.scalars} - {STEP}
-    if optimizer.factors or numbers:
+    if optimizer.tensor_states or numbers:
         of = f"numbers ({', '.join(sorted(numbers))})" if numbers else "state of whole tensors"
         raise CheckpointError(
             f"{checkpoint.folder} holds {optimizer.class_name}'s {of}, for which a universal "

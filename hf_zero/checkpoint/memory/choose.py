@@ -48,11 +48,11 @@ _compared: set[tuple[Path, str, int, int]] = set()
 
 @dataclass(frozen=True)
 class OnDisk:
-    """A checkpoint on disk. step: -1 for one of another program. begun: as in its manifest."""
+    """A checkpoint on disk. step: -1 for one of another program. attempt: as in its manifest."""
 
     tag: str
     step: int
-    begun: int
+    attempt: int
 
 
 def newest(
@@ -166,11 +166,11 @@ def _on_disk(
         root = as_path(directory)
         if tag is None and not (root / find.LATEST).exists():
             return None
-        folder, step, begun = find.locate(root, tag), -1, 0
+        folder, step, attempt = find.locate(root, tag), -1, 0
         if find.is_checkpoint(folder):
             manifest = Manifest.read(folder / MANIFEST_NAME)
-            step, begun = manifest.counters.get("global_steps", -1), manifest.begun
-        return OnDisk(tag or find.latest_tag(root), step, begun)
+            step, attempt = manifest.counters.get("global_steps", -1), manifest.attempt
+        return OnDisk(tag or find.latest_tag(root), step, attempt)
 
     _, found = collective_try(ranks, find_latest, directory, share=lambda value: value)
     on_disk: OnDisk | None = found[0]
@@ -211,7 +211,7 @@ def _generations(
             f"{directory}/{on_disk.tag} is taken from the disk"
         )
     for generation in candidates:
-        if on_disk is None or is_later(generation, on_disk.step, on_disk.begun):
+        if on_disk is None or is_later(generation, on_disk.step, on_disk.attempt):
             yield _Taking(where, ranks, generation, local)
 
 

@@ -26,7 +26,7 @@ class HeldFile:
     """
 
     save_id: str
-    begun: int
+    attempt: int
     step: int
     world: int
     rank: int
@@ -38,7 +38,7 @@ class Generation:
     """A save into memory. holders: by rank, the hosts with its file."""
 
     save_id: str
-    begun: int
+    attempt: int
     step: int
     world: int
     holders: dict[int, list[str]] = field(default_factory=dict)
@@ -52,14 +52,14 @@ class Generation:
         return min(len(set(self.holders.get(rank, ()))) for rank in range(self.world))
 
 
-def is_later(saved: HeldFile | Generation, step: int, begun: int) -> bool:
-    """Return whether ``saved`` was saved after a checkpoint on disk of ``step`` and ``begun``: it
+def is_later(saved: HeldFile | Generation, step: int, attempt: int) -> bool:
+    """Return whether ``saved`` was saved after a checkpoint on disk of ``step`` and ``attempt``: it
     belongs to a later attempt, or load within it, or has a later step of the same one. One of the
     same step precedes the save on disk.
     """
-    if not begun:  # of a run without checkpoints in memory
+    if not attempt:  # of a run without checkpoints in memory
         return saved.step > step
-    return (saved.begun, saved.step) > (begun, step)
+    return (saved.attempt, saved.step) > (attempt, step)
 
 
 def scan(folders: Sequence[Path]) -> dict[HeldFile, Path]:
@@ -80,7 +80,9 @@ def scan(folders: Sequence[Path]) -> dict[HeldFile, Path]:
             logger.warning("skipped in memory: %s", describe_error(error, path))
             continue
         digest = hash_of(content)
-        key = HeldFile(record.save_id, record.begun, record.step, record.world, record.rank, digest)
+        key = HeldFile(
+            record.save_id, record.attempt, record.step, record.world, record.rank, digest
+        )
         files[key] = file
     return files
 
@@ -139,7 +141,7 @@ def generations(
     digests: dict[tuple[str, int], set[str]] = {}
     for host, files in zip(hosts, inventories, strict=True):
         for file in files:
-            generation = Generation(file.save_id, file.begun, file.step, file.world)
+            generation = Generation(file.save_id, file.attempt, file.step, file.world)
             generation = by_save.setdefault(file.save_id, generation)
             generation.holders.setdefault(file.rank, []).append(host)
             digests.setdefault((file.save_id, file.rank), set()).add(file.digest)
@@ -147,7 +149,7 @@ def generations(
         if len(copies) > 1:
             logger.warning("the copies of rank %d's file differ between hosts", rank)
             by_save[save_id].holders.pop(rank)
-    return sorted(by_save.values(), key=lambda g: (g.begun, g.step), reverse=True)
+    return sorted(by_save.values(), key=lambda g: (g.attempt, g.step), reverse=True)
 
 
 def generation_to_keep(complete: Sequence[Generation], newest_id: str, copies: int) -> str:

@@ -77,7 +77,7 @@ class JobFolders:
 
     others: engines of this process that save into memory. bases: folders that may hold the job's,
     the preferred one first. number: by default the lowest index that none of ``others`` has on any
-    rank. token: agreed by the ranks, and unique. begun: when the ranks agreed, in milliseconds
+    rank. token: agreed by the ranks, and unique. attempt: when the ranks agreed, in milliseconds
     since the epoch.
 
     Raises CheckpointError if several machines have one name.
@@ -98,14 +98,22 @@ class JobFolders:
         self.rank, self._ranks = rank, ranks
         job, lasting = host_folders.job_identity(settings.job)
         self.bases: Sequence[Path] = host_folders.bases(settings.folder)
-        begun = time.time_ns() // 1_000_000
+        attempt = time.time_ns() // 1_000_000
         # an engine that was not destroyed may live longer on one rank than on another
         numbers = [
             (other.job, other.number)
             for other in others
             if other.rank == rank and other.bases[0] == self.bases[0]
         ]
-        local = (host, job, lasting, secrets.token_hex(16), begun, numbers, machine(self.bases[0]))
+        local = (
+            host,
+            job,
+            lasting,
+            secrets.token_hex(16),
+            attempt,
+            numbers,
+            machine(self.bases[0]),
+        )
         gathered = ranks.all_gather_object(local, "hosts of checkpoints in memory")
         tokens: dict[str, str] = {}
         twice = {name for name, *_, of in gathered if tokens.setdefault(name, of) != of}
@@ -116,7 +124,7 @@ class JobFolders:
                 "ranks of one name share a folder (checkpoint.memory.folder)"
             )
         self.hosts = Hosts([name for name, *_ in gathered])
-        _, self.job, self.is_lasting, self.token, self.begun, *_ = gathered[0]
+        _, self.job, self.is_lasting, self.token, self.attempt, *_ = gathered[0]
         taken = {number for *_, of, _ in gathered for job, number in of if job == self.job}
         free = next(number for number in count() if number not in taken)
         self.number = free if number is None else number

@@ -28,7 +28,7 @@ SUFFIX = ".json"
 class RankRecord:
     """The record of one rank file.
 
-    begun: start of the attempt that saved, in milliseconds since the epoch, equal on all ranks;
+    attempt: start of the attempt that saved, in milliseconds since the epoch, equal on all ranks;
         one more after each load, and more than in all records of earlier attempts.
     step: optimizer steps at the save. world: number of ranks. report: that rank's, with the hashes
     of its file. head: the manifest without reports, of rank 0. files: contents by name of
@@ -37,7 +37,7 @@ class RankRecord:
     """
 
     save_id: str
-    begun: int
+    attempt: int
     step: int
     world: int
     report: RankReport
@@ -56,7 +56,7 @@ class RankRecord:
                 "format": FORMAT,
                 "version": VERSION,
                 "save_id": self.save_id,
-                "begun": self.begun,
+                "begun": self.attempt,
                 "step": self.step,
                 "world": self.world,
                 "report": _report(self.report),
@@ -144,7 +144,7 @@ def _report(report: RankReport) -> JsonObject:
         "chunks": report.chunks,
         "scalars": [shared for shared, _ in report.groups],
         "apart": [others for _, others in report.groups],
-        "factors": report.factors,
+        "factors": report.tensor_states,
         "layouts": {key: [of, layout.to_json()] for key, (of, layout) in report.layouts.items()},
         "model": model
         and {

@@ -179,7 +179,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         """
         if not isinstance(before, MemoryCheckpoints):
             return
-        self.begun = max(self.begun, before.begun)
+        self.attempt = max(self.attempt, before.attempt)
         if not before.has_saved:  # else that generation is gone, too
             self.newest_id = before.newest_id
             if before._owns:
@@ -236,7 +236,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         tag = None if tag is None else find.check_tag(tag)
         engine.changes.refuse("a save in memory")
         self._wait_for_last()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         step = engine.counters.global_steps
         if client_state is None:
             client_state = self.client_state
@@ -248,7 +248,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         self._last_step, self._copied_for_disk_at = step, -1
         if self._is_cut_off:
             return
-        stall = time.perf_counter() - begun
+        stall = time.perf_counter() - started
         future: Future[None] = Future()
         self._running = future
         work = partial(self._run, staged, step, stall, future)
@@ -288,8 +288,8 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             self.choose_base(sizes)
             self._choose_slot(step)
             record, plan = planned
-            head = record.head and replace(record.head, begun=self.begun)
-            planned = replace(record, begun=self.begun, head=head), plan
+            head = record.head and replace(record.head, attempt=self.attempt)
+            planned = replace(record, attempt=self.attempt, head=head), plan
         copied, self._copied_for_disk = self._copied_for_disk, None
         if self._is_cut_off:
             return None
@@ -333,7 +333,9 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         name = find.rank_file(self.rank, self.world)
         own = plan_save(engine, name, save_id, False, names, buffers)
         head, beside = deepcopy(head), dict(beside)
-        record = RankRecord(save_id, self.begun, step, self.world, own.report, head, shared, beside)
+        record = RankRecord(
+            save_id, self.attempt, step, self.world, own.report, head, shared, beside
+        )
         return record, own
 
     def ready_file(self, engine: TrainingEngine, saver: BackgroundSaver) -> Staged | None:
@@ -396,7 +398,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
     # ---- the thread ----
 
     def _run(self, staged: Staged | None, step: int, stall: float, future: Future[None]) -> None:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         try:
             committed = self._commit(staged)
         except Exception as error:  # a rank that ended: the training finds out for itself
@@ -412,7 +414,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
                 if self._rewound and self.acts_for_host:
                     self._drop_later(step)
                 self._rewound = False
-                self._log_save(staged, step, stall, time.perf_counter() - begun)
+                self._log_save(staged, step, stall, time.perf_counter() - started)
             elif self.rank == 0:
                 logger.error("%s", self._failed(step, "a rank could not write its part"))
         finally:
@@ -535,7 +537,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         complete = [generation for generation in found if generation.is_complete()]
         kept = generation_to_keep(complete, self.newest_id, min(self.copies, len(self.hosts.ranks)))
         # the clock may have been set back since an attempt before
-        self.begun = max([self.begun, *(each.begun + 1 for each in found)])
+        self.attempt = max([self.attempt, *(each.attempt + 1 for each in found)])
         if complete and not self.newest_id and complete[0].step >= step and self.rank == 0:
             logger.warning(
                 "%s: an attempt of this job before has left step %d in memory, and this one has "
@@ -557,24 +559,24 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         """
         return all(self._ranks.all_gather_object(self.has_stepped, KEY))
 
-    def loaded(self, begun: int, step: int, goes_back: bool) -> None:
-        """Count a load of a checkpoint with ``begun`` and ``step``: steps behind the last save may
+    def loaded(self, attempt: int, step: int, goes_back: bool) -> None:
+        """Count a load of a checkpoint of ``attempt`` and ``step``: steps behind the last save may
         come again, and what they save prevails, on disk and in memory. If all state ``goes_back``
         to that of the checkpoint, on disk, what this attempt has saved later is removed. Collective
         after all ranks have loaded.
         """
         self.wait()
         if goes_back and self._owns:
-            collective_try(self._ranks, partial(self._drop_after, step, begun))
+            collective_try(self._ranks, partial(self._drop_after, step, attempt))
             self.newest_id = ""
         self._last_step, self._rewound = -1, True
         # a process that ends before `_drop_later` leaves the other branch, too
-        self.begun = max(self.begun, begun) + 1
+        self.attempt = max(self.attempt, attempt) + 1
 
-    def _drop_after(self, step: int, begun: int) -> None:
+    def _drop_after(self, step: int, attempt: int) -> None:
         """Remove the records on this host of what was saved after a checkpoint on disk."""
         for held, path in self.scan().items() if self.acts_for_host else ():
-            if is_later(held, step, begun):
+            if is_later(held, step, attempt):
                 record_path(path).unlink(missing_ok=True)
 
     def protect(self, save_id: str) -> None:

@@ -47,7 +47,7 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
     which only a weak reference is kept. ``installed`` gets the inverse operations, which give the
     groups their parameters back, for another engine, and drop the state.
 
-    Its state dict holds this rank's segments, in any tier.
+    Its state dict has an entry for each parameter, with this rank's part of its state, in any tier.
     """
     methods = _EngineMethods(optimizer, owner)
     installed.callback(give_back, optimizer)

@@ -677,13 +677,13 @@ def test_unfreezing_before_the_load_keeps_the_generations(tmp_path: Path) -> Non
         for parameter in frozen:
             parameter.requires_grad_(True)
         engine.load_checkpoint(str(tmp_path / "disk"))
-        begun = engine.generations.begun
+        begun = engine.generations.attempt
         train(engine, rank, range(SAVED, STEPS))
         engine.generations.wait()
         loaded = int(engine.global_steps)
-        engine.generations.begun = begun + (1 << 40)  # the clock is set back
+        engine.generations.attempt = begun + (1 << 40)  # the clock is set back
         engine.replace(next(iter(engine.module.children())))
-        assert engine.generations.begun == begun + (1 << 40)
+        assert engine.generations.attempt == begun + (1 << 40)
         return loaded
 
     assert run_ranks(2, resumes) == [STEPS, STEPS]
