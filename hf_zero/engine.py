@@ -252,7 +252,7 @@ class Engine(TrainingEngine):
                 self.held_micro_batches,
             )
         self.wait_for_checkpoint(f"the save of {save_dir}")
-        during = self.mesh.watchdog.during("save")
+        during = self.mesh.job.during("save")
         with torch.device("cpu"), during, span("save", str(tag or save_dir)):
             self.measures.saving(self, save_dir)
             in_background = self.config.checkpoint.async_save if blocking is None else not blocking
@@ -318,7 +318,7 @@ class Engine(TrainingEngine):
                 self._drop_gradients()
             self.changes.begin_load()
             self.rebuild_if_unfrozen(loads=True)
-        with torch.device("cpu"), self.mesh.watchdog.during("load"):
+        with torch.device("cpu"), self.mesh.job.during("load"):
             resumes = load_optimizer_states and not load_module_only
             in_memory = False
             if self.generations.exist:

@@ -71,8 +71,6 @@ class Watchdog:
     def __init__(self, rank_status: RankStatus | None = None) -> None:
         self.rank_status = RankStatus() if rank_status is None else rank_status
         self.verdict = ""  # the final reason why this rank ends
-        self.operation = ""  # the save or load under way, with its number
-        self._operations = 0
         # what this rank waits for, and since when; a collective's wait sets it, as `watching` does
         self.current: tuple[PendingCollective, float] | None = None
         self.started = True  # whether a thread polls waits, or none is to
@@ -98,18 +96,6 @@ class Watchdog:
             yield
         finally:
             self.current = outer
-
-    @contextmanager
-    def during(self, operation: str) -> Iterator[None]:
-        """Number the enclosed ``operation``, which all ranks do together: its blocking collectives
-        never match the collectives of another operation that a rank has begun after an exception.
-        """
-        self._operations += 1
-        outer, self.operation = self.operation, f"{operation} {self._operations}"
-        try:
-            yield
-        finally:
-            self.operation = outer
 
     def follow(
         self,

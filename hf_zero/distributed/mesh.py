@@ -194,6 +194,7 @@ class Mesh:
         self._parallel = parallel
         if parallel is not None:
             parallel.wait_at_most(timeout)
+        self.job = get_world_group()  # all ranks, also those of other stages of a pipeline
         detection = HangDetection()
         self.consensus: Consensus | None = None
         self.name = "engine"
@@ -201,9 +202,8 @@ class Mesh:
         unreleased: list[EngineResources] = []
         backend = group_backend(device)
         if self.dims.world > 1 and backend != "fake":
-            world = get_world_group()
-            world.wait_at_most(timeout)
-            detection, unreleased = world.detection, world.unreleased
+            self.job.wait_at_most(timeout)
+            detection, unreleased = self.job.detection, self.job.unreleased
             if options.nccl and backend != NCCL:
                 keys = ", ".join(f"nccl.{name}" for name in options.nccl)
                 log_rank0(f"{keys} has no effect: the communicators are of {backend}")
@@ -213,7 +213,7 @@ class Mesh:
         weakref.finalize(self, self._resources.abandon).atexit = False
         if self.dims.world > 1 and backend != "fake":
             logs["agreements"] = self._meet(host_timeout)
-            release_all(get_world_group().unreleased)
+            release_all(unreleased)
         making = FlatMeshMaker(
             DimMaker(self.rank, device, backend, self.watchdog, timeout, options.nccl),
             self.dims,
@@ -234,13 +234,6 @@ class Mesh:
     shard = property(attrgetter("uncut.shard"))
     replicate = property(attrgetter("uncut.replicate"))
 
-    @property
-    def job(self) -> Mesh | RankGroup:
-        """An object whose object collectives span all ranks of the job: this mesh, or the world
-        group if a pipeline has other stages.
-        """
-        return self if self.dims.pipeline == 1 else get_world_group()
-
     def of(self, axes: tuple[str, ...], partial: bool = False, stages: int = 1) -> FlatMesh:
         """Return the ranks of flat buffers that ``axes`` cut besides ZeRO. ``partial``: each
         tensor-parallel rank has a part of their gradient. ``stages``: number of pipeline stages
@@ -255,7 +248,7 @@ class Mesh:
         """Meet all ranks of the job at the making of an engine, and start heartbeats of this host;
         return the log of the engine's agreements.
         """
-        world = get_world_group()
+        world = self.job
         world.engines += 1
         number = f"engine {world.engines}"
         stage = f" of stage {self.dims.coordinate(self.rank, 'pipeline')}"
@@ -285,7 +278,7 @@ class Mesh:
     def _store(self) -> dist.Store:
         """Return the job's store under the prefix of this engine and stage of a pipeline."""
         name = self.name.replace(" of stage ", "/stage ")
-        return dist.PrefixStore(f"{get_world_group().prefix}/{name}", default_store())
+        return dist.PrefixStore(f"{self.job.prefix}/{name}", default_store())
 
     def hold(self, logs: Sequence[CollectiveLog]) -> None:
         """Keep ``logs``, of other communicators of the engine, for the proofs of other ranks until
@@ -297,7 +290,7 @@ class Mesh:
         """Have ``issue``, a method whose object is held weakly, called before each collective of
         this rank's engines and of the world group; it issues the collectives of another thread.
         """
-        get_world_group().prior.add(issue)
+        self.job.prior.add(issue)
 
     @property
     def mesh_dims(self) -> list[MeshDim]:

@@ -6,6 +6,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -129,6 +130,14 @@ def _in_tree(ranks: Sequence[int], rank: int, root: int) -> tuple[list[int], lis
     return path, children
 
 
+@dataclass
+class Operation:
+    """The operation of all ranks under way, with its number in ``name``; "" between operations."""
+
+    name: str = ""
+    number: int = 0
+
+
 class RankGroup:
     """Blocking, rarely used collectives over ``ranks`` (global) on ``group`` (None: the default
     group). ``agrees``: the ranks agree on each by gloo messages first.
@@ -142,9 +151,11 @@ class RankGroup:
         log: CollectiveLog,
         watchdog: Watchdog,
         agrees: bool,
+        operation: Operation | None = None,
     ):
         self.ranks, self.rank = tuple(ranks), rank
         self.log, self.watchdog = log, watchdog
+        self._operation = operation or Operation()
         self._group, self._agrees = group, agrees
 
     def _call(
@@ -161,8 +172,8 @@ class RankGroup:
         index = self.ranks.index(self.rank)
         source_index = None if source is None else self.ranks.index(source)
         required = self._required(index, source_index, by_tree is not None)
-        if self.watchdog.operation:
-            what = f"{what} in {self.watchdog.operation}"
+        if self._operation.name:
+            what = f"{what} in {self._operation.name}"
         number, completed = self.log.num_issued, False
 
         def finish() -> None:
@@ -386,7 +397,21 @@ class WorldGroup(RankGroup):
         log = CollectiveLog(name, ranks, timeout, off, self.log.reports_dead_peers)
         self.watchdog.rank_status.register(log)
         log.prior = self.prior
-        return RankGroup(ranks, self.rank, group, log, self.watchdog, self._agrees)
+        return RankGroup(ranks, self.rank, group, log, self.watchdog, self._agrees, self._operation)
+
+    @contextmanager
+    def during(self, operation: str) -> Iterator[None]:
+        """Number the enclosed ``operation``, a save or a load, which all ranks do together: its
+        blocking collectives never match the collectives of another operation that a rank has begun
+        after an exception.
+        """
+        under_way = self._operation
+        under_way.number += 1
+        outer, under_way.name = under_way.name, f"{operation} {under_way.number}"
+        try:
+            yield
+        finally:
+            under_way.name = outer
 
 
 _world_groups: weakref.WeakKeyDictionary[dist.Store, WorldGroup] = weakref.WeakKeyDictionary()

@@ -123,3 +123,15 @@ def test_a_blocking_save_takes_five_exchanges(rank: int, model: Any, tmp_path: A
     before = log.num_issued
     engine.save_checkpoint(str(tmp_path))
     assert log.num_issued - before == EXCHANGES + 1
+
+
+@on_each_rank(2)
+def test_collectives_of_saves_and_loads_carry_their_numbers(rank: int, model: Any) -> None:
+    """Those of another save, which a rank begins after an exception, never match them."""
+    world = get_world_group()
+    for number, what in enumerate(("save", "load"), 1):
+        with world.during(what):
+            assert world.all_gather_object(rank, "ranks") == [0, 1]
+        assert world.log.recent[-1].endswith(f"exchange of ranks in {what} {number}")
+    world.all_gather_object(rank, "ranks")
+    assert world.log.recent[-1] == "exchange of ranks"
