@@ -146,11 +146,11 @@ class LocalSteps:
         flats: Sequence[FlatBuffer],
         bound: object,
         one_bit: OneBit,
-        computed: ChangedValues,
+        changed_values: ChangedValues,
     ) -> None:
         self.interval = 1
         self.others: list[FlatMomentum] = []  # never compressed to bits
-        self._computed = computed
+        self._changed_values = changed_values
         if momenta and one_bit.local:
             chosen = {momentum.flat for momentum in momenta}
             dense = [flat for flat in flats if flat.trainable and flat not in chosen]
@@ -185,7 +185,9 @@ class LocalSteps:
         if self.on and not self._moves:
             self._moves = True
             for momentum, local in self._of.items():
-                self._computed.change([momentum.flat], local.move, "weights of this rank alone")
+                self._changed_values.change(
+                    [momentum.flat], local.move, "weights of this rank alone"
+                )
 
     def unused(self, mesh: Mesh) -> dict[FlatMomentum, frozenset[str]]:
         """Return the parameters unused on all ranks since the last synchronization (collective)."""

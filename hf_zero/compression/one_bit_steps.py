@@ -68,7 +68,9 @@ class OneBitSteps(Feature):
         if not one_bit.lamb:
             self._chosen = [FlatMomentum(flat, bound) for flat in chosen]
         self._mesh, self._bound, self._one_bit = mesh, bound, one_bit
-        self._local = LocalSteps(self._chosen, flats, bound, one_bit, step.model.schedule.computed)
+        self._local = LocalSteps(
+            self._chosen, flats, bound, one_bit, step.model.schedule.changed_values
+        )
         if not chosen and mesh.rank == 0:
             why = (
                 "no matrix has a block of elements on each rank"

@@ -145,7 +145,7 @@ class WeightsInBits(Feature):
         if self._engine is None or self._began == (self.step >= 0):
             return
         self._began = not self._began
-        self._engine.schedule.computed.change(
+        self._engine.schedule.changed_values.change(
             self._flats,
             self._round if self._began else None,
             "weights in fewer bits (quantize_training, compression_training)",
@@ -193,7 +193,7 @@ class WeightsInBits(Feature):
 
     def remove(self) -> None:
         if self._began:
-            self._engine.schedule.computed.change(self._flats, None)
+            self._engine.schedule.changed_values.change(self._flats, None)
         if self._stretched is not None:
             self._stretched.remove()
         self._bit_schedules, self._flats, self._began = {}, [], False

@@ -310,7 +310,7 @@ def _refuse_transform(unit: Unit) -> None:
             "the backward inside a transform would read weights that are released by then; use "
             "stage 2 for models under torch.func"
         )
-    changed = [flat.computing for flat in unit.flats if flat.computing is not None]
+    changed = [flat.transform for flat in unit.flats if flat.transform is not None]
     if changed:
         raise PartitionError(
             f"torch.func goes through {unit.label}, whose modules compute with "

@@ -89,5 +89,5 @@ def tensors_on_device(engine: ShardedEngine) -> Iterator[tuple[str, torch.Tensor
         elif flat.sharded and not flat.shard_offloaded:
             yield "parameters", flat.shard
         yield GATHERED if flat.sharded else "parameters", flat.full
-        for buffer in flat.computing.memory if flat.computing is not None else ():
+        for buffer in flat.transform.memory if flat.transform is not None else ():
             yield "parameters", buffer

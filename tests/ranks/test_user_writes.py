@@ -355,7 +355,7 @@ def test_writes_of_a_pass_with_changed_values_are_refused(rank, model, stage, wr
 
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     engine = start(model, plain_sgd(model), config_of(stage, zero_optimization=zero))
-    engine.schedule.computed.change(engine.flats, halve, "halved weights")
+    engine.schedule.changed_values.change(engine.flats, halve, "halved weights")
     want, layer = full_weights(engine), model.blocks[1].up
     hook = layer.register_forward_pre_hook(writes)
     for _ in range(2):

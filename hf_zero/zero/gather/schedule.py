@@ -86,7 +86,7 @@ class Schedule:
         self._sharded = [unit for unit in units if unit.sharded_flats]
         self._mesh = mesh
         self._ahead_bytes, self._reads_ahead = ahead_bytes, reads_ahead
-        self.computed = ChangedValues()
+        self.changed_values = ChangedValues()
         self.has_sharded_units = bool(self._sharded)
         self.shards = shards
         self._plans: dict[Hashable, list[Unit]] = {}
@@ -215,11 +215,11 @@ class Schedule:
 
         ``keep_last``: keep the root and the last unit for the backward that may follow.
         """
-        if self.computed.used:
-            self.computed.end()
+        if self.changed_values.used:
+            self.changed_values.end()
         under_way = self._pass
         if under_way is None:
-            self._mesh.passes.end()
+            self._mesh.passes.end()  # ``Reducer.begin`` has begun it, if it is a backward
             return
         self.issue_rest()
         self._mesh.passes.end()
@@ -296,8 +296,8 @@ class Schedule:
 
     def abort(self) -> None:
         """Abort the pass under way after an exception, and release the units that no pass uses."""
-        if self.computed.used:
-            self.computed.end()
+        if self.changed_values.used:
+            self.changed_values.end()
         self._mesh.passes.broke()
         self._pass, self._kept_units = None, []
         self._release_unused()
@@ -311,8 +311,8 @@ class Schedule:
         if self._on_use is not None:
             self._on_use(unit)
         if not unit.sharded_flats:
-            if self.computed.on and not for_script:
-                self.computed.use(unit.flats, not self._in_backward)
+            if self.changed_values.on and not for_script:
+                self.changed_values.use(unit.flats, not self._in_backward)
             return
         if unit in self._to_release:
             self._to_release.remove(unit)
@@ -332,7 +332,7 @@ class Schedule:
             ):
                 # planned: issue the gathers of the plan up to this one
                 if self._prefetched:
-                    self._skip(self._prefetched)
+                    self._note_unneeded(self._prefetched)
                     self._prefetched = []
                 self.issue_through(plan.index(unit, under_way.cursor))
                 under_way.cursor += 1
@@ -348,13 +348,13 @@ class Schedule:
                 while unit.state is GatherState.RELEASED:
                     self._agree_on_gather(GATHER, unit)
         unit.finish_gather()
-        if self.computed.on and not for_script:
-            self.computed.use(unit.flats, not self._in_backward)
+        if self.changed_values.on and not for_script:
+            self.changed_values.use(unit.flats, not self._in_backward)
         unit.guard.module_runs(module)
         if unit in self._prefetched:
             at = self._prefetched.index(unit)
             if at:  # units gathered before it are not needed, or not in this order
-                self._skip(self._prefetched[:at])
+                self._note_unneeded(self._prefetched[:at])
             del self._prefetched[: at + 1]
         if under_way is None or plan is None:
             return
@@ -435,7 +435,7 @@ class Schedule:
             gathers.end_asking()
         return replies == [(0, value), (0, -value)]
 
-    def _skip(self, units: Sequence[Unit]) -> None:
+    def _note_unneeded(self, units: Sequence[Unit]) -> None:
         """Record prefetched units that were not needed at their turn."""
         if self._pass is not None and self._pass.plan is not None:
             issued = self._pass.plan[: self._pass.cursor]

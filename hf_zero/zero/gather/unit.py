@@ -280,7 +280,7 @@ class Unit:
         modules compute with changed values.
         """
         return any(
-            flat.spec.gather_codec is not None or flat.computing is not None
+            flat.spec.gather_codec is not None or flat.transform is not None
             for flat in self.sharded_flats
         )
 
@@ -300,8 +300,8 @@ class Unit:
                 storage = flat.full.untyped_storage()
                 if storage.size() == 0:
                     storage.resize_(flat.layout.padded * flat.dtype.itemsize)
-                if flat.computing is not None:
-                    flat.computing.expect(exact)
+                if flat.transform is not None:
+                    flat.transform.expect(exact)
             device = self.sharded_flats[0].full.device
             offloaded = any(map(_shard_offloaded, self.sharded_flats))
             copying = streams.shard_stream(device) if offloaded else None
@@ -353,8 +353,8 @@ class Unit:
                 self.source.keep()
             self.in_flight = None  # not before: after an interrupt it is waited for again
             for flat in self.sharded_flats:
-                if flat.computing is not None:
-                    flat.computing.gathered()
+                if flat.transform is not None:
+                    flat.transform.gathered()
         if self.state is GatherState.GATHERING:
             with torch.inference_mode(False), torch.no_grad():
                 for flat in self.sharded_flats:
@@ -387,8 +387,8 @@ class Unit:
                 codec = flat.spec.gather_codec
                 if codec is not None and not exact:  # same rounding as a gather
                     codec.decode(codec.encode(flat.full, flat.layout.num_shards), flat.full)
-                if flat.computing is not None:
-                    flat.computing.gathered()
+                if flat.transform is not None:
+                    flat.transform.gathered()
                 at += size
         self.state = GatherState.GATHERING
         self.finish_gather()

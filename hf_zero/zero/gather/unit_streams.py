@@ -44,9 +44,9 @@ class UnitStreams:
 
     def record_release(self, values: torch.Tensor) -> None:
         """Keep the memory of ``values``, which is freed next, until the work of these streams."""
-        if self.device is not None:
-            for stream in {*self.computing, streams.current_stream(self.device)}:
-                streams.record_use(values, stream)
+        assert self.device is not None
+        for stream in {*self.computing, streams.current_stream(self.device)}:
+            streams.record_use(values, stream)
 
     def wait_for_gradients(self) -> None:
         """Make the current stream wait for gradients that a backward has accumulated.

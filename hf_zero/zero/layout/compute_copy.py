@@ -139,14 +139,14 @@ class ChangedValues:
         """Switch gathered flat buffers to their changed values before a module reads them;
         ``renew``: in a forward.
         """
-        for computing in (flat.computing for flat in flats):
-            if computing is not None and not computing.under_way:
-                computing.use(renew)
-                self.used.append(computing)
+        for transform in (flat.transform for flat in flats):
+            if transform is not None and not transform.under_way:
+                transform.use(renew)
+                self.used.append(transform)
 
     def end(self) -> None:
         """End the pass, also after an exception."""
         used, self.used = self.used, []
         with ExitStack() as ending:  # the others, too, if one raises
-            for computing in reversed(used):
-                ending.callback(computing.end)
+            for transform in reversed(used):
+                ending.callback(transform.end)

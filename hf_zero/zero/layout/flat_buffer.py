@@ -130,7 +130,7 @@ class FlatBuffer:
         # the shard of frozen parameters, as the optimizer's groups have it; with a count of writes
         self._member: torch.Tensor | None = None
         self._gathered_at = 0  # that count when it was last read for a gather into ``full``
-        self.computing: WeightTransform | None = None
+        self.transform: WeightTransform | None = None
         engine_flats.flats.append(self)
 
     def __repr__(self) -> str:
@@ -340,8 +340,8 @@ class FlatBuffer:
         if (engine := self.engine_flats.engine()) is not None:
             engine.changes.refuse_unconfirmed(f"a write to {name}")
         values = ""
-        if self.computing is not None and self.computing.under_way:
-            values = self.computing.values
+        if self.transform is not None and self.transform.under_way:
+            values = self.transform.values
         elif self.sharded and self.spec.gather_codec is not None and not self.guard.exact:
             values = f"weights sent in {self.spec.gather_codec}"
         if values:
@@ -376,7 +376,7 @@ class FlatBuffer:
         if view is not None and values.data_ptr() == view.data_ptr():
             return self.user_writes.alias(name, view)
         # other memory than the engine's: a script has moved the parameter (``Tensor.set_``)
-        return values if self.computing is None else self.computing.data_of(name, values)
+        return values if self.transform is None else self.transform.data_of(name, values)
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
         """Copy ``value`` over the whole parameter ``name``; what a script has from ``.data`` keeps
@@ -462,7 +462,7 @@ class FlatBuffer:
         """Let modules compute with the values changed by ``change`` from the next pass on, named
         ``values`` in messages; None: with the values themselves. Called between passes.
         """
-        self.computing = None if change is None else WeightTransform(self, change, values)
+        self.transform = None if change is None else WeightTransform(self, change, values)
 
     def allocate(self, for_script: bool = False) -> None:
         """Allocate ``full`` before new values are written into it. ``for_script``: a script reads
@@ -471,13 +471,13 @@ class FlatBuffer:
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.layout.padded * self.dtype.itemsize)
-        if self.computing is not None:
-            self.computing.expect(for_script)
+        if self.transform is not None:
+            self.transform.expect(for_script)
 
     @property
     def whole_buffers(self) -> Sequence[torch.Tensor]:
         """The buffers that the parameters may be views of."""
-        return (self.full, *(self.computing.memory if self.computing is not None else ()))
+        return (self.full, *(self.transform.memory if self.transform is not None else ()))
 
     def use_full(self, full: torch.Tensor) -> None:
         """Continue in ``full`` [padded], which has the values; parameters become its views."""
