@@ -397,7 +397,8 @@ class BoundOptimizer:
         """
         flats = {flat.key: flat for flat in self._flats}
         scalars, shared = self.of_parameters(), self.scalars()
-        tensor_state, unbegun = self.tensor_state.by_parameter(), {*self._entries.unbegun}
+        tensor_state, segments = self.tensor_state.by_parameter(), self._table.segments
+        unbegun = {name for s in segments if not s.begun for name in s.names}
         # states already on the device are cut anew together with those that move there
         tensors_by_key = {
             flat.key: self.tensors(flat)
@@ -412,9 +413,9 @@ class BoundOptimizer:
             for name, tensor in tensors.items():
                 self.load_tensor(flats[key], name, tensor)
         self.group_scalars.load(scalars, shared)
-        on_device = self._table.device.all_segments
-        without = [segment.rows for segment in on_device if not self._entries.of(segment)]
-        self._entries.unbegun = unbegun.union(*without)
+        for segment in self._table.segments:
+            exists = segment.offloaded or bool(self._entries.of(segment))
+            segment.begun = exists and unbegun.isdisjoint(segment.names)
         self.tensor_state.load(tensor_state)
 
     # ---- state, per flat and per group ----
@@ -577,7 +578,7 @@ class BoundOptimizer:
                 continue
             segment, _ = table.parts(part.flat, part.start, part.stop)[0]
             entry, own = entries.of(segment).items(), arrays[part.flat.key]
-            if entry and not (segment.offloaded and entries.is_unbegun(segment)):
+            if entry and (segment.begun or not segment.offloaded):
                 states[member] = {
                     name: part.of(own[name]) if name in own else state.copied(value)
                     for name, value in entry

@@ -111,13 +111,13 @@ class FusedStep:
         # by the first of the segments that are stepped together
         self._tables: dict[Segment, _Tables] = {}
 
-    def divide(self) -> None:
+    def divide(self, by_segment: bool = True) -> None:
         """Count steps per segment from now on: segments are split, with their state, or have made
-        different numbers of steps.
+        different numbers of steps. Otherwise, count them per group as long as they are equal.
         """
         # until the next launch, the counters of a group would still be one
         self.separate_counters()
-        self._counts_by_segment = True
+        self._counts_by_segment = by_segment
         self._slices, self._rows, self._steps, self._tables = {}, {}, None, {}
 
     # ---- support ----

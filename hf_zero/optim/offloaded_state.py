@@ -170,15 +170,13 @@ class OffloadedState(OffloadedSegments):
         begun. SGD with momentum 0 and an existing buffer has not: its first step with momentum
         sets the buffer to the gradient.
         """
-        entries = self._entries
-        first = {segment for segment in segments if entries.is_unbegun(segment)}
-        entries.begun(
-            segment
-            for segment in first
-            if self._base not in BEGIN_WITH_GRADIENT
-            or entries.groups[segment.group].get("momentum")
-            or not entries.of(segment)
-        )
+        entries, first = self._entries, {segment for segment in segments if not segment.begun}
+        for segment in first:
+            segment.begun = bool(
+                self._base not in BEGIN_WITH_GRADIENT
+                or entries.groups[segment.group].get("momentum")
+                or not entries.of(segment)
+            )
         return first
 
     # ---- rules and formats ----
@@ -228,7 +226,7 @@ class OffloadedState(OffloadedSegments):
                         self._write_first(other, first, name)
                 entry = self.view(segment, name)
             self._entries.optimizer.state[segment.tensor][name] = entry
-        self._entries.unbegun |= segment.rows
+        segment.begun = False
 
     def _write_first(self, segment: Segment, first: InitialValues, *names: str) -> None:
         """Write the values before the first step other than 0 into states of ``segment`` that
@@ -255,7 +253,7 @@ class OffloadedState(OffloadedSegments):
 
     def _is_initial(self, segment: Segment) -> bool:
         """Return whether ``segment`` has its initial state: it was not stepped yet."""
-        return self._entries.is_unbegun(segment) and bool(self._entries.of(segment))
+        return not segment.begun and bool(self._entries.of(segment))
 
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
@@ -272,7 +270,7 @@ class OffloadedState(OffloadedSegments):
     def renew_removed(self, segment: Segment) -> None:
         """Reset ``segment`` if a script has removed its entry of ``optimizer.state``."""
         live = self._entries.optimizer.state
-        if live.get(segment.tensor) or self._entries.is_unbegun(segment):
+        if live.get(segment.tensor) or not segment.begun:
             return
         kept = self.arrays(segment.parts[0].flat).dtypes.keys() - {MASTER}
         if kept or self._entries.of_wholes:
@@ -302,7 +300,7 @@ class OffloadedState(OffloadedSegments):
             if value.stride() != (0,) and value.data_ptr() != own.data_ptr():
                 segment.parts[0].flat.writing().store(name, segment.start, value)
                 entries[name] = own
-                self._entries.begun([segment])
+                segment.begun = True
 
     def _renew(self, segment: Segment) -> None:
         first = self._entries.initial_values(decoded=True)
@@ -322,8 +320,8 @@ class OffloadedState(OffloadedSegments):
         contains the learning rate, which a schedule or a load may have changed since.
         """
         first = self._entries.initial_values(decoded=True)
-        for segment in self.all_segments if self._entries.unbegun else ():
-            if self._entries.is_unbegun(segment):
+        for segment in self.all_segments:
+            if not segment.begun:
                 self._write_first(segment, first)
 
     def start_momentum(self) -> None:
@@ -348,8 +346,8 @@ class OffloadedState(OffloadedSegments):
         segments = self.segments(flat)
         self.adopt(segments)
         # a momentum that the first step will set holds no values yet
-        unbegun = map(self._entries.is_unbegun, segments)
-        begins = self._base in BEGIN_WITH_GRADIENT and all(unbegun)
+        begun = any(segment.begun for segment in segments)
+        begins = self._base in BEGIN_WITH_GRADIENT and not begun
         names = [MASTER] if begins else storage.names()
         return FetchedArrays({name: storage.dtype(name) for name in names}, storage.fetch)
 
@@ -357,8 +355,8 @@ class OffloadedState(OffloadedSegments):
         """Copy ``tensor`` (1-D) into an array of ``flat``, from element ``first`` on."""
         flat.writing().store(name, first, tensor)
         last = first + tensor.numel()
-        if name != MASTER:
-            self._entries.begun(segment for segment, _ in self.parts(flat, first, last))
+        for segment, _ in self.parts(flat, first, last) if name != MASTER else ():
+            segment.begun = True
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
@@ -369,7 +367,7 @@ class OffloadedState(OffloadedSegments):
         if name not in live:
             live[name] = self.view(segment, name)
         storage.store(name, segment.start + at, values)
-        self._entries.begun([segment])
+        segment.begun = True
 
     def copies(self, flat: OptimizerShard) -> dict[str, Tensor]:
         """Return copies of the per-element states of ``flat``: a load here overwrites the arrays,

@@ -9,7 +9,8 @@ the tensor, on every rank that has a part of it, keeps all of it with equal valu
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,9 @@ from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
 
+
+Pieces = Callable[[MemoryRegion], Iterable[Segment]]
+"""The segments of a region, in order."""
 
 changes_of, _start_of = attrgetter("_version"), attrgetter("start")
 
@@ -84,9 +88,6 @@ class SegmentTable:
         # stand-ins in host memory, whatever device the others of their group are on: they are
         # stepped separately
         self.offloaded_stand_ins: list[Segment] = []
-        # by parameter; those with different numbers may have different scalars
-        self.histories: dict[str, int] = {}
-        self._region_of: dict[str, MemoryRegion] = {}  # by parameter; empty until it is needed
 
     def bind(
         self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int], groups: set[int]
@@ -122,8 +123,7 @@ class SegmentTable:
         if isinstance(self._optimizer, FormattedOptimizer):
             self._optimizer.segment_format = self._format_of
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
-        self.histories, self._region_of = {}, {}
-        self._cut(self._regions)
+        self._cut(self._regions, partial(self._pieces, kind_of={}))
         self._list()
         for live in self._optimizer.param_groups:
             choose_fused(self._base, live)
@@ -136,42 +136,37 @@ class SegmentTable:
 
     # ---- cuts ----
 
-    def part(self, names: Iterable[str]) -> None:
-        """Let no segment hold both some of ``names`` and other parameters from now on."""
-        last, numbers = max(self.histories.values(), default=0), dict[int, int]()
-        if not self._region_of:
-            spans = [span for region in self._regions for span in region.spans]
-            self._region_of = {name: span.region for span in spans for name in span.names}
-        concerned = sorted(self._region_of.keys() & names)
-        for name in concerned:
-            former = self.histories.get(name, 0)
-            self.histories[name] = numbers.setdefault(former, last + 1 + len(numbers))
-        self._recut(dict.fromkeys(self._region_of[name] for name in concerned))
+    def separate(self, segments: Iterable[Segment], names: frozenset[str]) -> None:
+        """Cut ``segments`` such that none holds both parameters ``names`` and others."""
+        mixed = [
+            segment.region
+            for segment in segments
+            if not (names.isdisjoint(segment.names) or names.issuperset(segment.names))
+        ]
 
-    def join(self, kind_of: Mapping[str, Hashable]) -> None:
-        """Let segments hold all parameters of one kind, in place of those of one history."""
-        numbers: dict[Hashable, int] = {}
-        self.histories = {
-            name: numbers.setdefault(kind, len(numbers)) for name, kind in kind_of.items()
-        }
-        self._recut(self._regions)
+        def pieces(region: MemoryRegion) -> Iterator[Segment]:
+            for segment in region.segments:
+                yield from (piece for _, piece in cuts.divide(segment, names.__contains__))
 
-    def _recut(self, regions: Iterable[MemoryRegion]) -> None:
-        if self._cut(regions):
+        if self._cut(dict.fromkeys(mixed), pieces):
             self.fused.divide()
             self._list()
 
-    def _cut(self, regions: Iterable[MemoryRegion]) -> bool:
-        """Cut the spans of ``regions`` into segments of parameters with one history; return whether
-        any segment is new. Those with the same elements as before stay; others get views of the
-        same states.
+    def join(self, kind_of: Mapping[str, Hashable]) -> None:
+        """Let each segment hold all adjacent parameters of one kind."""
+        self.fused.divide(by_segment=False)
+        if self._cut(self._regions, partial(self._pieces, kind_of=kind_of)):
+            self._list()
+
+    def _cut(self, regions: Iterable[MemoryRegion], pieces_of: Pieces) -> bool:
+        """Cut ``regions`` into the segments that ``pieces_of`` returns; return whether any segment
+        is new. Those with the same elements as before stay; others get views of the same states.
         """
         changed = False
         for region in regions:
             former = region.segments
             by_place = {(segment.start, segment.stop): segment for segment in former}
-            pieces = [piece for span in region.spans for piece in self._pieces(span)]
-            region.segments = [by_place.pop((s.start, s.stop), s) for s in pieces]
+            region.segments = [by_place.pop((s.start, s.stop), s) for s in pieces_of(region)]
             new = set(region.segments).difference(former)
             changed = changed or bool(new)
             for segment in by_place.values():
@@ -186,16 +181,19 @@ class SegmentTable:
                 dict.pop(self._optimizer.state, segment.tensor, None)
         return changed
 
-    def _pieces(self, span: Segment) -> Iterator[Segment]:
-        """Yield ``span``, cut; on the device, each piece is short enough to be widened."""
-        by_name = self._adds_up  # each segment must be a part of one tensor
-        history, pieces = self.histories, [span]
-        if span.parts and (by_name or history):
-            kind_of = (lambda name: name) if by_name else (lambda name: history.get(name, 0))
-            pieces = [piece for _, piece in cuts.divide(span, kind_of)]
-        for piece in pieces:
-            longest = (None if span.offloaded else self._most_widened) or span.stop
-            yield from cuts.split(piece, range(longest, piece.stop - piece.start, longest))
+    def _pieces(self, region: MemoryRegion, kind_of: Mapping[str, Hashable]) -> Iterator[Segment]:
+        """Yield the runs of ``region`` of one kind; on the device, each is short enough to be
+        widened.
+        """
+        for span in region.spans:
+            pieces = [span]
+            if span.parts and (self._adds_up or kind_of):
+                # an update over whole tensors needs segments that are parts of one
+                kind: Callable[[str], Hashable] = str if self._adds_up else kind_of.get
+                pieces = [piece for _, piece in cuts.divide(span, kind)]
+            for piece in pieces:
+                longest = (None if span.offloaded else self._most_widened) or span.stop
+                yield from cuts.split(piece, range(longest, piece.stop - piece.start, longest))
 
     def _format_of(self, tensor: Tensor) -> str:
         """Return the format of the moments of the segment ``tensor``."""
@@ -247,18 +245,8 @@ class SegmentTable:
     def is_unstepped(self, segment: Segment) -> bool:
         """Return whether ``segment`` was never stepped."""
         if segment.offloaded:
-            return self._entries.is_unbegun(segment)
+            return not segment.begun
         return segment.tensor not in self._optimizer.state
-
-    def separate(self, segments: Iterable[Segment], names: frozenset[str]) -> None:
-        """Cut ``segments`` such that none holds both parameters ``names`` and others."""
-        mixed = [
-            segment.names
-            for segment in segments
-            if not (names.isdisjoint(segment.names) or names.issuperset(segment.names))
-        ]
-        if mixed:
-            self.part(names & frozenset[str]().union(*mixed))
 
 
 ParameterScalars = dict[str, float] | None
@@ -331,13 +319,14 @@ class GroupScalars:
         """
         table, entries = self._table, self._entries
         self.note_load([*shared, *filter(None, scalars.values())])
-        table.fused.separate_counters()
         kinds = dict[str, Hashable]()
-        for segment in table.segments:
-            existing = frozenset(entries.of(segment))
+        existing = {segment: frozenset(entries.of(segment)) for segment in table.segments}
+        for segment, states in existing.items():
             for name in segment.names:
                 own = scalars.get(name)
-                kinds[name] = existing, None if own is None else tuple(sorted(own.items()))
+                numbers = None if own is None else tuple(sorted(own.items()))
+                begins = own is not None and (segment.begun or bool(own and own.get("step", 1)))
+                kinds[name] = states, numbers, begins
         table.join(kinds)
         for segment in table.segments:
             store = table.state_of(segment)
@@ -348,8 +337,7 @@ class GroupScalars:
             if not values:
                 continue
             store.create(segment)
-            if values.get("step", 1):
-                entries.begun([segment])
+            segment.begun = segment.begun or bool(values.get("step", 1))
             saved_state = entries.of(segment)
             for name, scalar in values.items():
                 if name not in saved_state:

@@ -162,7 +162,10 @@ class GroupMember(torch.nn.Parameter):
 
 @dataclass(eq=False)
 class Segment:
-    """One tensor of one group. ``start`` and ``stop`` are its place in ``region``."""
+    """One tensor of one group, of parameters that have made the same steps. ``start`` and ``stop``
+    are its place in ``region``. ``begun``: whether it has state after a step, written or loaded; if
+    not, its next step is the first, or the first with a momentum.
+    """
 
     region: MemoryRegion
     group: int
@@ -170,6 +173,7 @@ class Segment:
     stop: int
     parts: list[SegmentPart]
     sub_group: int = 0  # index in the sub-groups of a flat buffer with offloaded state
+    begun: bool = False
     tensor: Tensor = field(init=False)
 
     @property
@@ -181,7 +185,7 @@ class Segment:
     def data(self, value: Tensor) -> None:
         _data.__set__(self.tensor, value)
 
-    @property
+    @cached_property
     def offloaded(self) -> bool:
         """Return whether its state is offloaded: the segment is then one sub-group."""
         return bool(self.parts) and self.parts[0].flat.offloaded
@@ -190,11 +194,6 @@ class Segment:
     def names(self) -> frozenset[str]:
         """The parameters of this segment; one of them may have only padding in it."""
         return frozenset(name for part in self.parts for name, _ in part.parameters())
-
-    @cached_property
-    def rows(self) -> frozenset[str | int]:
-        """Its rows in tables by parameter: its parameters, or the group of a stand-in."""
-        return self.names or frozenset({self.group})
 
     @property
     def extent(self) -> tuple[int, int]:

@@ -350,16 +350,11 @@ class NarrowStates(Protocol):
 
 
 class SegmentStateAccess:
-    """Access to the entries of ``optimizer.state`` by segment.
-
-    ``unbegun``: the rows (:attr:`Segment.rows`) of which the next step is the first, or the first
-    with a momentum. In every tier, state of others is after a step, written or loaded.
-    """
+    """Access to the entries of ``optimizer.state`` by segment."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, bf16: NarrowStates | None = None) -> None:
         self.optimizer, self.bf16 = optimizer, bf16
         self.of_wholes = tensor_state_names(optimizer)  # state of whole tensors
-        self.unbegun: set[str | int] = set()
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -393,21 +388,13 @@ class SegmentStateAccess:
         same states, and copies of its scalars.
         """
         own = self.elementwise(former)
+        segment.begun = former.begun
         entries = {
             name: view(segment, name) if name in own else copied(value)
             for name, value in self.of(former).items()
         }
         if entries:
             self.optimizer.state[segment.tensor] = entries
-
-    def begun(self, segments: Iterable[Segment]) -> None:
-        """Note that ``segments`` have begun."""
-        for segment in segments if self.unbegun else ():
-            self.unbegun -= segment.rows
-
-    def is_unbegun(self, segment: Segment) -> bool:
-        """Return whether the next step of ``segment`` is its first."""
-        return not self.unbegun.isdisjoint(segment.rows)
 
     def scalars(self, segment: Segment) -> dict[str, float]:
         """Return the scalar states of ``segment``."""
@@ -487,8 +474,8 @@ class DeviceState(Regions):
         """Allocate the arrays of all regions whose state is known before the first step; no segment
         has state. The former arrays stay in state dicts that a script keeps.
         """
-        rows = (segment.rows for segment in self.all_segments)
-        self._entries.unbegun |= set[str | int]().union(*rows)
+        for segment in self.all_segments:
+            segment.begun = False
         first = self._entries.initial_values()
         dtypes: dict[str, dict[MemoryRegion, torch.dtype]] = {}
         for region in self.regions:
@@ -547,20 +534,16 @@ class DeviceState(Regions):
         """Create the state of those of ``segments`` that make their first step now. Return those
         whose state only the step itself can create, which :meth:`adopt` takes afterwards.
         """
-        if not self._entries.unbegun:
+        new = [segment for segment in segments if not segment.begun]
+        if not new:
             return []
         by_step: list[Segment] = []
         first, groups = self._entries.initial_values(), self._entries.groups
         # a hook before the step may yet change the rate, on which initial values can depend
         hooked = self._entries.optimizer._optimizer_step_pre_hooks and self._entries.bf16 is None
         known = self._by_constructor or (self._is_known and not hooked)
-        waits = self._begins_with_gradient
-        new = [
-            segment
-            for segment in segments
-            if self._entries.is_unbegun(segment)
-            and not (waits and not groups[segment.group]["momentum"])
-        ]
+        if self._begins_with_gradient:
+            new = [segment for segment in new if groups[segment.group]["momentum"]]
         for segment in new:
             damps = self._begins_with_gradient and groups[segment.group]["dampening"]
             if not known or damps or self._entries.of(segment):
@@ -571,7 +554,8 @@ class DeviceState(Regions):
                 for value in self._entries.elementwise(segment).values():
                     if isinstance(value, Tensor):
                         value.fill_(-0.0)
-        self._entries.begun(new)
+        for segment in new:
+            segment.begun = True
         return by_step
 
     def create(self, segment: Segment, first: InitialValues | None = None) -> None:
@@ -579,7 +563,7 @@ class DeviceState(Regions):
         if self._entries.of(segment):
             return
         first = first or self._entries.initial_values()
-        if not self._entries.is_unbegun(segment):  # a script has removed it
+        if segment.begun:  # a script has removed it
             self._move([*segment.region.arrays], first)
         live = self._entries.optimizer.state[segment.tensor]
         for name, value in first(segment.group, segment.tensor).items():
@@ -591,7 +575,7 @@ class DeviceState(Regions):
 
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
-        self._entries.unbegun |= segment.rows
+        segment.begun = False
         if self._entries.optimizer.state.pop(segment.tensor, None):
             for name in segment.region.arrays:
                 _set(self.view(segment, name), 0.0)

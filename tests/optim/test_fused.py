@@ -279,6 +279,23 @@ def test_a_state_dict_with_other_counts_is_moved_in_apart(forced):
     assert counts(ours.bound) == counts(theirs.bound) and 6.0 in counts(ours.bound).values()
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_load_of_equal_counts_lets_a_group_count_once_again(together, forced):
+    """So that a captured graph can replay the steps again."""
+    ours, theirs = pair(together=together)
+    for each in (ours, theirs):
+        each.step(0)
+        each.flats[2].gradient.unused = frozenset({"c.weight"})
+        each.step(1)
+        each.flats[2].gradient.unused = frozenset()
+        assert not each.bound.repeats_launch()
+        each.bound.load_by_parameter({name: {"step": 7.0} for name in GROUP_OF})
+        each.step(2)
+    assert ours.bound.repeats_launch()
+    same(ours, theirs)
+    assert counts(ours.bound) == counts(theirs.bound) and {*counts(ours.bound).values()} == {8.0}
+
+
 OPTIONS = {"amsgrad": {"amsgrad": True}, "foreach": {"foreach": True}, "unfused": {"fused": False}}
 UNKNOWN = (*OPTIONS, "hook", "subclass", "wrapped", "gradient", "off")
 
