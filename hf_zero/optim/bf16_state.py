@@ -18,7 +18,7 @@ counts as zero.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -151,9 +151,11 @@ class Bf16State:
         segments: Sequence[Segment],
         states: MutableMapping[Tensor, ParamState],
         steps_before: int,
-    ) -> Iterator[None]:
+    ) -> Iterator[Callable[[Callable[[], None]], None]]:
         """Context in which ``segments`` have their master weights, and ``states`` their states, in
         fp32. Afterwards these are in bf16 again, in the same memory, as are states created in it.
+
+        Yields a function that runs hooks, which may write to the weights in bf16.
         """
         narrow: dict[Segment, ParamState] = {}
         for segment in segments:
@@ -167,8 +169,16 @@ class Bf16State:
                     entries[name] = value
             if self.kahan and self._is_narrow(MASTER, arrays[MASTER]) and segment.parts:
                 arrays.setdefault(COMPENSATION, torch.zeros_like(arrays[MASTER]))
+
+        def run(hooks: Callable[[], None]) -> None:
+            before = [arrays[MASTER].clone() for arrays in narrow.values()]
+            hooks()
+            for (segment, arrays), weights in zip(narrow.items(), before):
+                if not torch.equal(arrays[MASTER], weights):
+                    segment.data.copy_(arrays[MASTER])
+
         try:
-            yield
+            yield run
             for segment, arrays in narrow.items():
                 entries = states.get(segment.tensor, {})
                 wide = {MASTER: segment.data, **entries}

@@ -259,6 +259,7 @@ class BoundOptimizer:
         shards: Mapping[str, Tensor] | None = None,
         steps_before: int = 0,
         without: Collection[OptimizerShard] = (),
+        run_pre_hooks: Callable[[], None] | None = None,
     ) -> set[str]:
         """Make one update from the gradients of the flat buffers.
 
@@ -277,6 +278,7 @@ class BoundOptimizer:
                 elements to as well, rounded to its dtype.
             steps_before: number of earlier steps, equal on all ranks: the seed of rounding.
             without: flat buffers that :meth:`step_some` has updated already.
+            run_pre_hooks: runs the optimizer's own pre hooks; by default :meth:`run_pre_hooks`.
 
         Returns:
             The keys of ``shards`` that have been written; empty if the optimizer's own step has
@@ -288,9 +290,9 @@ class BoundOptimizer:
         def rest() -> list[Segment]:
             return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
 
-        segments = rest if without else None
+        segments, hooks = rest if without else None, run_pre_hooks or self.run_pre_hooks
         written = self._step(
-            segments, self._flats, grad_scale, found_inf, shards or {}, steps_before
+            segments, self._flats, grad_scale, found_inf, shards or {}, steps_before, hooks
         )
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
@@ -330,7 +332,7 @@ class BoundOptimizer:
         def segments() -> list[Segment]:
             return [segment for flat in flats for segment, _ in self._table.parts(flat)]
 
-        self._step(segments, flats, None, None, {}, steps_before, hooks=False)
+        self._step(segments, flats, None, None, {}, steps_before)
 
     def _step(
         self,
@@ -340,13 +342,13 @@ class BoundOptimizer:
         found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
         steps_before: int,
-        hooks: bool = True,
+        run_pre_hooks: Callable[[], None] | None = None,
     ) -> set[str] | None:
         """Step the segments that ``of_step`` returns, all in ``flats``; None: all segments. Return
         the keys of ``shards`` that were written; None if the host has read ``found_inf`` and it
-        forbids the step.
+        forbids the step. ``run_pre_hooks``: None: without any hooks of the optimizer.
         """
-        table, fused = self._table, self._fused
+        table, fused, hooks = self._table, self._fused, run_pre_hooks is not None
         segments = table.stepped if of_step is None else of_step()
         left_out = self._counted
         for flat in flats:
@@ -361,7 +363,6 @@ class BoundOptimizer:
             return fused.step(table.stepped, segments, grad_scale, found_inf, shards, hooks)
         if fused.ready:
             fused.separate_counters()
-        run_pre_hooks = self.run_pre_hooks if hooks else None
         if self._bf16 is None:
             step = None if hooks else self._own.bare
             stepped = self._own.update(segments, grad_scale, found_inf, step, run_pre_hooks)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -150,8 +150,9 @@ class OwnStep:
 
         def run(optimizer: torch.optim.Optimizer) -> None:
             for batch in batches:
-                with bf16.widened(batch, optimizer.state, steps_before):
-                    stepped.append(self.update(batch, grad_scale, found_inf, step, run_pre_hooks))
+                with bf16.widened(batch, optimizer.state, steps_before) as run_hooks:
+                    run_pre = run_pre_hooks and partial(run_hooks, run_pre_hooks)
+                    stepped.append(self.update(batch, grad_scale, found_inf, step, run_pre))
 
         if hooks and step == self.bare:
             torch.optim.Optimizer.profile_hook_step(run)(optimizer)
@@ -201,7 +202,7 @@ class OwnStep:
     def stand_ins(self, segments: Sequence[Segment]) -> None:
         """Step ``segments``, which own nothing, with zero gradients."""
         self._device.begin(segments)
-        widened: AbstractContextManager[None] = nullcontext()
+        widened: AbstractContextManager[object] = nullcontext()
         if self._bf16 is not None:
             widened = self._bf16.widened(segments, self._optimizer.state, 0)
         with widened:

@@ -345,8 +345,10 @@ class NarrowStates(Protocol):
         segments: Sequence[Segment],
         states: MutableMapping[Tensor, ParamState],
         steps_before: int,
-    ) -> AbstractContextManager[None]:
-        """Context in which ``segments`` and their ``states`` are in fp32."""
+    ) -> AbstractContextManager[Callable[[Callable[[], None]], None]]:
+        """Context in which ``segments`` and their ``states`` are in fp32. Yields a function that
+        runs hooks, which may write to the weights in bf16.
+        """
 
 
 class SegmentStateAccess:

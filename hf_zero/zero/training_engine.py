@@ -460,9 +460,8 @@ class TrainingEngine(EngineParts):
         with torch.no_grad(), self.changes.change("a step without gradients"):
             self.sharded_model.wait_for_updates()  # that of the step before may be under way
             self.sharded_model.finish_copies()
-            self.bound.run_pre_hooks()
+            self.optimizer_step.run_pre_hooks()
             self.bound.accept_writes()
-            self.take_user_writes()
             failure = self._run_post_hooks()
         if failure is not None:
             raise failure

@@ -219,3 +219,43 @@ def test_a_context_over_two_engines_one_of_which_refuses_it_pins_nothing(rank, m
     second.step()
     for each in (engine, second):
         run_steps(each, rank, [1])
+
+
+@in_turn("stage", (1, 3))
+def test_writes_before_an_exception_are_named(stage, caplog):
+    def run(rank, model):
+        start(model, plain_sgd(model), config_of(stage))
+        written, read = model.blocks[0].down.weight, model.blocks[1].down.weight
+        with (
+            pytest.raises(KeyError),
+            torch.no_grad(),
+            hf_zero.GatheredParameters([written, read], modifier_rank=0),
+        ):
+            if rank == 0:
+                written.zero_()
+            raise KeyError("user's own")
+
+    caplog.clear()
+    on_ranks(RANKS, run)
+    lost = [r.getMessage() for r in caplog.records if "before an exception" in r.getMessage()]
+    assert len(lost) == 1 and lost[0].startswith("blocks.0.down.weight: written inside")
+
+
+class Hollow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.full = nn.Linear(4, 4)
+        self.hollow = nn.ParameterList([torch.zeros(0, 3, dtype=torch.float64)])
+
+
+def test_one_rank_reads_a_parameter_without_elements():
+    """From what the other rank serves."""
+
+    def run(rank, model):
+        section = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        engine = start(model, plain_sgd(model), config_of(3, zero_optimization=section))
+        (unit,) = {flat.unit for flat in engine.flats if "hollow.0" in flat.parameters}
+        unit.gather_from({1 - rank: b"".join(bytes(4 * f.layout.shard_numel) for f in unit.flats)})
+        assert model.hollow[0].shape == (0, 3)
+
+    on_ranks(RANKS, run, build=Hollow)

@@ -62,7 +62,8 @@ class GatheredParameters:
     All ranks must enter and leave together. Parameters that no engine owns are already whole; with
     a modifier rank they are broadcast, too. Of parameters that tensor or expert parallelism splits,
     each rank sees its own part, and a modifier rank raises PartitionError. Contexts can be nested.
-    You can compute a loss from the parameters inside, and call its backward outside.
+    You can compute a loss from the parameters inside, and call its backward outside. If an
+    exception leaves the context, writes inside it reach no other rank; a warning names them.
     """
 
     def __init__(
@@ -126,7 +127,14 @@ class GatheredParameters:
 
     def __exit__(self, *exc: object) -> None:
         with self._gathered:
-            if exc[0] is not None:
+            if exc[0] is not None:  # other ranks may not be here: nothing is sent
+                written = [name for flat in self._watched for name in flat.user_writes.names()]
+                if written:
+                    logger.warning(
+                        "%s: written inside GatheredParameters before an exception left it: the "
+                        "values are lost, or this rank's alone; write them again on all ranks",
+                        listed(written, 6),
+                    )
                 return
             self._refuse_other_shapes()
             if self._modifier is not None:

@@ -377,7 +377,7 @@ class Unit:
                 if shard.data_ptr() != own.data_ptr():
                     own.copy_(shard)
                 for rank, data in shards.items():
-                    if rank not in flat.mesh.shard.ranks:
+                    if not size or rank not in flat.mesh.shard.ranks:
                         continue
                     values = torch.frombuffer(
                         bytearray(data[at : at + size]), dtype=torch.uint8

@@ -149,6 +149,7 @@ class OptimizerStep:
                     shards=self.shards_to_write(),
                     steps_before=steps_before,
                     without=already_updated,
+                    run_pre_hooks=self.run_pre_hooks,
                 )
             for update_flats in self.feature_hooks.update:
                 skip_refresh.update(update_flats(divisor))
@@ -209,6 +210,11 @@ class OptimizerStep:
         for flat in flats:
             flat.optimizer_shard.wait_for_update()
         return {flat.key: flat.shard_memory() for flat in flats}
+
+    def run_pre_hooks(self) -> None:
+        """Run the optimizer's own pre hooks, and take over what they write to parameters."""
+        self.bound.run_pre_hooks()
+        self.take_user_writes()
 
     @contextmanager
     def changing_state(self) -> Iterator[None]:
