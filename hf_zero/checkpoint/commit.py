@@ -381,14 +381,6 @@ def remove_unlisted(final: AnyPath) -> None:
     )
 
 
-def drop_objects(folder: AnyPath) -> None:
-    """Remove the checkpoint in ``folder``, its manifest first, so that no partial checkpoint is
-    ever taken for a complete one. Raises OSError.
-    """
-    remove_objects([folder / MANIFEST_NAME])
-    remove_objects(objects_in(folder))
-
-
 def _is_own_object(item: AnyPath) -> bool:
     stem, _, suffix = OBJECTS_NAME.rpartition(".")
     return (
@@ -488,7 +480,9 @@ def drop(folder: AnyPath, aside: str = DROPPED) -> None:
     ``aside`` is the prefix of its name meanwhile, optionally with a folder in front.
     """
     if is_remote(folder):
-        drop_objects(folder)
+        # first: without its manifest what is left is never taken for a complete checkpoint
+        remove_objects([folder / MANIFEST_NAME])
+        remove_objects(objects_in(folder))
         return
     discard_replaced(folder)
     away = folder.parent / (aside + folder.name)

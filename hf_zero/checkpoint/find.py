@@ -11,14 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.reader import Checkpoint, recognize
+from hf_zero.checkpoint.reader import ShardedCheckpoint, recognize
 from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, store_errors
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger, parse_json
 
 LATEST = "latest"
 SCRIPT = "zero_to_fp32.py"
-MODEL = "huggingface"  # name of the reader for folders with weights and no training state
+HUGGINGFACE = "huggingface"  # name of the reader for folders with weights and no training state
 OBJECTS_NAME = "objects.pt"
 RANK_PATTERN = "rank-*-of-*.safetensors"
 RESERVED = ".hf-zero-"
@@ -99,7 +99,7 @@ def is_one_checkpoint(root: AnyPath) -> bool:
     """Return whether ``root`` itself is a checkpoint with training state, of any program, and not
     the folder of a run, which may hold a model beside its checkpoints.
     """
-    return is_checkpoint(root) or _recognized_itself(root) not in ("", MODEL)
+    return is_checkpoint(root) or _recognized_itself(root) not in ("", HUGGINGFACE)
 
 
 def oldest_first(folders: Iterable[AnyPath]) -> list[AnyPath]:
@@ -219,7 +219,7 @@ def _cut_off(root: AnyPath) -> str:
 def _remedy(root: AnyPath) -> str:
     if cut_off := _cut_off(root):
         return cut_off
-    tags = [tag for tag in tags_in(root) if recognize(root / tag) != MODEL]
+    tags = [tag for tag in tags_in(root) if recognize(root / tag) != HUGGINGFACE]
     if tags:
         return f"pass one of the tags that exist: {', '.join(tags)}"
     below = (
@@ -258,7 +258,7 @@ def integrity_error(folder: AnyPath) -> str:
             else f"{folder} holds no checkpoint; restore it, or load another one"
         )
     try:
-        with Checkpoint(folder) as checkpoint:
+        with ShardedCheckpoint(folder) as checkpoint:
             for index in range(len(checkpoint.manifest.files)):
                 checkpoint.file(index)
     except (CheckpointError, OSError) as error:
@@ -285,7 +285,7 @@ def newest_complete(root: AnyPath) -> tuple[AnyPath, str] | None:
     if is_one_checkpoint(root):
         named = root if root.name not in ("", "..") else root.resolve()
         return named.parent, named.name
-    tags = [tag for tag in tags_in(root) if recognize(root / tag) != MODEL][::-1]
+    tags = [tag for tag in tags_in(root) if recognize(root / tag) != HUGGINGFACE][::-1]
     if (root / LATEST).is_file():
         try:
             folder = locate(root)
@@ -335,7 +335,7 @@ def find_checkpoint(
     if recognize(root):
         return root
     foreign = [folder for folder in _children(root) if recognize(folder)]
-    states = [folder for folder in foreign if recognize(folder) != MODEL]
+    states = [folder for folder in foreign if recognize(folder) != HUGGINGFACE]
     if len(states) == 1:
         return states[0]
     if foreign:

@@ -25,7 +25,7 @@ from hf_zero.checkpoint.match import LoadTarget, match, match_names, scheduled_s
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
 from hf_zero.checkpoint.run_state import set_rng_state
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
-from hf_zero.checkpoint.tensorfile import TensorFile
+from hf_zero.checkpoint.tensorfile import TensorReader
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, in_units, listed, log_rank0
@@ -521,7 +521,7 @@ class _RankLoad(StateSource):
                 f"{precision}: the loss scale starts from its initial value"
             )
 
-    def _file_of_this_rank(self) -> TensorFile | None:
+    def _file_of_this_rank(self) -> TensorReader | None:
         """Return the file that this rank saved; None if another number of ranks saved."""
         rank = self.engine.global_rank
         index = next((i for i, entry in enumerate(self.manifest.files) if entry.rank == rank), None)

@@ -31,7 +31,12 @@ from hf_zero.checkpoint.manifest import (
     tensor_state_key,
 )
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, is_remote, modified_ns, store_errors
-from hf_zero.checkpoint.tensorfile import TensorFile, algorithm_of, hash_of_file
+from hf_zero.checkpoint.tensorfile import (
+    TensorFile,
+    TensorReader,
+    algorithm_of,
+    hash_of_file,
+)
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
@@ -150,49 +155,28 @@ def _ranges_of_pieces(
 
 
 class Checkpoint(ClosedAtExit):
-    """The checkpoint folder of one tag. Each file is opened, and its header checked, at its first
-    use.
+    """A checkpoint folder of any program, its content described by ``manifest``."""
 
-    ``sizes`` checks the sizes of all files at once; ``hashes`` compares what is read with the block
-    hashes. Raises CheckpointError for whatever FORMAT.md section 7 rejects.
-    """
+    def __init__(self, folder: AnyPath, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
 
-    def __init__(self, folder: AnyPath, *, sizes: bool = True, hashes: bool = True) -> None:
-        self.folder, self._hashes = folder, hashes
-        self.manifest = Manifest.read(folder / MANIFEST_NAME)
-        self._open: dict[int, TensorFile] = {}
-        self._lock = threading.Lock()
-        for entry in self.hashed_files() if sizes else ():
-            self.check_size(entry)
+    def file(self, index: int) -> TensorReader:
+        """Return file ``index`` of the manifest."""
+        raise NotImplementedError
 
     def hashed_files(self) -> list[FileEntry]:
-        """Return the files of which the manifest has hashes: all that it lists."""
-        return self.manifest.all_files()
+        """Return the files of which the manifest has hashes."""
+        return []
 
     def identity(self) -> str:
-        """Return a digest that differs for any other save, and if a file is replaced."""
-        digest = sha256(self.manifest.dumps())
-        for entry in self.hashed_files():
-            path = self.folder / entry.name
-            digest.update(f"{entry.name} {path.stat().st_size} {modified_ns(path)}\n".encode())
-        return digest.hexdigest()
+        """Return a digest that differs for any other checkpoint, and if a file is replaced."""
+        raise NotImplementedError
 
-    def check_size(self, entry: FileEntry) -> None:
-        """Raise CheckpointError if a file is missing or has another size."""
-        path = self.folder / entry.name
-        try:
-            with store_errors(path):
-                size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} is missing ({error.strerror}); restore it, or load another tag of this run"
-            ) from error
-        if size != entry.size:
-            what = "cut short" if size < entry.size else "longer than it was"
-            raise CheckpointError(
-                f"{path} is {what}: {size} bytes, the manifest says {entry.size}; restore it, or "
-                "load another tag of this run"
-            )
+    def client_state(self) -> dict[str, object]:
+        raise NotImplementedError
+
+    def scheduler_state(self) -> dict[str, object]:
+        raise NotImplementedError
 
     def verify(
         self, entries: Iterable[FileEntry], tick: Callable[[int], None] | None = None
@@ -213,68 +197,6 @@ class Checkpoint(ClosedAtExit):
                 raise CheckpointError(
                     f"{self.folder / entry.name} is damaged: its hash is {digest}, the manifest "
                     f"says {entry.hash}; restore it, or load another tag of this run"
-                )
-
-    def file(self, index: int) -> TensorFile:
-        """Return file ``index`` of the manifest, its header checked against the manifest."""
-        with self._lock:
-            if index not in self._open:
-                entry = self.manifest.files[index]
-                blocks = entry.blocks if self._hashes else None
-                file = TensorFile(self.folder / entry.name, blocks)
-                try:
-                    self._check_header(index, file)
-                    file.compare_header()
-                except BaseException:
-                    file.close()
-                    raise
-                self._open[index] = file
-            return self._open[index]
-
-    def _check_header(self, index: int, file: TensorFile) -> None:
-        manifest = self.manifest
-        if (file.metadata.get("format"), file.metadata.get("save_id")) != (
-            FORMAT,
-            manifest.save_id,
-        ):
-            raise CheckpointError(
-                f"{file.path} belongs to another save than {MANIFEST_NAME} beside it; restore the "
-                "file, or load another tag"
-            )
-        expected: dict[str, tuple[int, torch.dtype | None]] = {}
-        for flat in manifest.flats:
-            for chunk in flat.chunks:
-                if chunk.file == index:
-                    length = chunk.stop - chunk.start
-                    expected |= {
-                        f"{flat.key}::{name}": (length, flat.weights_dtype(name))
-                        for name in chunk.tensors
-                    }
-        if manifest.files[index].rank == 0:
-            expected |= {
-                BUFFER + name: (torch.Size(shape).numel(), dtype)
-                for name, (dtype, shape) in manifest.buffers.items()
-            }
-        for name, of in manifest.optimizer.tensor_states.items() if manifest.optimizer else ():
-            if of.file == index:
-                expected |= {
-                    tensor_state_key(name, key): (torch.Size(shape).numel(), None)
-                    for key, shape in of.shapes.items()
-                }
-        for name, (numel, dtype) in expected.items():
-            entry = file.entries.get(name)
-            if (
-                entry is None
-                or entry.numel != numel
-                or (dtype is not None and entry.dtype != dtype)
-            ):
-                description = (
-                    "is absent" if entry is None else f"has {entry.numel} elements of {entry.dtype}"
-                )
-                raise CheckpointError(
-                    f"{file.path} does not fit {MANIFEST_NAME}: tensor {name!r} {description}, "
-                    f"expected {numel}{'' if dtype is None else f' of {dtype}'}; restore the file, "
-                    "or load another tag of this run"
                 )
 
     def fill(
@@ -301,7 +223,7 @@ class Checkpoint(ClosedAtExit):
         places = [(stored.length, *self._locate(stored, tensor)) for stored in ranges]
         return sum(length * file.entries[key].dtype.itemsize for length, file, key in places)
 
-    def _locate(self, stored: CopyRange, tensor: str) -> tuple[TensorFile, str]:
+    def _locate(self, stored: CopyRange, tensor: str) -> tuple[TensorReader, str]:
         """Return the file of ``stored``, and the name in it of the tensor to read. :data:`MASTER`
         means the weights, also where they are stored as :data:`SHARD`.
         """
@@ -363,6 +285,110 @@ class Checkpoint(ClosedAtExit):
         self.read(name, 0, out.view(-1))
         return out
 
+
+class ShardedCheckpoint(Checkpoint):
+    """A checkpoint of hf-zero. Each file is opened, and its header checked, at its first use.
+
+    ``sizes`` checks the sizes of all files at once; ``hashes`` compares what is read with the block
+    hashes. Raises CheckpointError for whatever FORMAT.md section 7 rejects.
+    """
+
+    def __init__(self, folder: AnyPath, *, sizes: bool = True, hashes: bool = True) -> None:
+        super().__init__(folder, Manifest.read(folder / MANIFEST_NAME))
+        self._hashes = hashes
+        self._open: dict[int, TensorFile] = {}
+        self._lock = threading.Lock()
+        for entry in self.hashed_files() if sizes else ():
+            self.check_size(entry)
+
+    def hashed_files(self) -> list[FileEntry]:
+        return self.manifest.all_files()
+
+    def identity(self) -> str:
+        digest = sha256(self.manifest.dumps())
+        for entry in self.hashed_files():
+            path = self.folder / entry.name
+            digest.update(f"{entry.name} {path.stat().st_size} {modified_ns(path)}\n".encode())
+        return digest.hexdigest()
+
+    def check_size(self, entry: FileEntry) -> None:
+        """Raise CheckpointError if a file is missing or has another size."""
+        path = self.folder / entry.name
+        try:
+            with store_errors(path):
+                size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} is missing ({error.strerror}); restore it, or load another tag of this run"
+            ) from error
+        if size != entry.size:
+            what = "cut short" if size < entry.size else "longer than it was"
+            raise CheckpointError(
+                f"{path} is {what}: {size} bytes, the manifest says {entry.size}; restore it, or "
+                "load another tag of this run"
+            )
+
+    def file(self, index: int) -> TensorFile:
+        with self._lock:
+            if index not in self._open:
+                entry = self.manifest.files[index]
+                blocks = entry.blocks if self._hashes else None
+                file = TensorFile(self.folder / entry.name, blocks)
+                try:
+                    self._check_header(index, file)
+                    file.compare_header()
+                except BaseException:
+                    file.close()
+                    raise
+                self._open[index] = file
+            return self._open[index]
+
+    def _check_header(self, index: int, file: TensorFile) -> None:
+        manifest = self.manifest
+        if (file.metadata.get("format"), file.metadata.get("save_id")) != (
+            FORMAT,
+            manifest.save_id,
+        ):
+            raise CheckpointError(
+                f"{file.path} belongs to another save than {MANIFEST_NAME} beside it; restore the "
+                "file, or load another tag"
+            )
+        expected: dict[str, tuple[int, torch.dtype | None]] = {}
+        for flat in manifest.flats:
+            for chunk in flat.chunks:
+                if chunk.file == index:
+                    length = chunk.stop - chunk.start
+                    expected |= {
+                        f"{flat.key}::{name}": (length, flat.weights_dtype(name))
+                        for name in chunk.tensors
+                    }
+        if manifest.files[index].rank == 0:
+            expected |= {
+                BUFFER + name: (torch.Size(shape).numel(), dtype)
+                for name, (dtype, shape) in manifest.buffers.items()
+            }
+        for name, of in manifest.optimizer.tensor_states.items() if manifest.optimizer else ():
+            if of.file == index:
+                expected |= {
+                    tensor_state_key(name, key): (torch.Size(shape).numel(), None)
+                    for key, shape in of.shapes.items()
+                }
+        for name, (numel, dtype) in expected.items():
+            entry = file.entries.get(name)
+            if (
+                entry is None
+                or entry.numel != numel
+                or (dtype is not None and entry.dtype != dtype)
+            ):
+                description = (
+                    "is absent" if entry is None else f"has {entry.numel} elements of {entry.dtype}"
+                )
+                raise CheckpointError(
+                    f"{file.path} does not fit {MANIFEST_NAME}: tensor {name!r} {description}, "
+                    f"expected {numel}{'' if dtype is None else f' of {dtype}'}; restore the file, "
+                    "or load another tag of this run"
+                )
+
     @cached_property
     def objects(self) -> dict[str, dict[str, object]]:
         """The content of ``objects.pt``; {} without one.
@@ -411,7 +437,7 @@ class Scratch:
 
 
 def read_range(
-    file: TensorFile, name: str, start: int, out: torch.Tensor, scratch: Scratch
+    file: TensorReader, name: str, start: int, out: torch.Tensor, scratch: Scratch
 ) -> None:
     """Read elements of ``name`` from ``start`` on into ``out``: directly if it is contiguous, on
     the CPU and of the stored dtype, else block by block with a cast.
@@ -465,7 +491,11 @@ def join(
     return dict(state["json"]) | {key: objects[key] for key in state["objects"]}
 
 
-# Glob pattern that identifies a kind of folder -> the module that opens it.
+# ---- checkpoints of other programs ----
+
+# Glob pattern that identifies a kind of folder -> the module of ``foreign`` that opens it. Beside
+# that, torch.distributed.checkpoint itself loads its folders into the state dicts of
+# ``torch_state_dict.py``.
 SIGNS = {
     "*mp_rank_*_model_states.pt": "deepspeed",
     ".metadata": "dcp",
@@ -507,7 +537,7 @@ def open_checkpoint(
         program = importlib.import_module(f"hf_zero.checkpoint.foreign.{module}")
         opened: Checkpoint = program.open_checkpoint(folder, grouped())
         return opened
-    return Checkpoint(folder, sizes=sizes, hashes=hashes)
+    return ShardedCheckpoint(folder, sizes=sizes, hashes=hashes)
 
 
 def _refuse_pipes(folder: AnyPath) -> None:

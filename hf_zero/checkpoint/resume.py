@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from hf_zero.checkpoint.find import MODEL, locate, newest_complete
+from hf_zero.checkpoint.find import HUGGINGFACE, locate, newest_complete
 from hf_zero.checkpoint.generations import kept_generations
 from hf_zero.checkpoint.load_sharded import check, check_names
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -208,7 +208,7 @@ def find_resumed(
     if chosen is None and not skipped:
         where = [folder] if folder else []
         where += ["the memory of the hosts"] if in_memory else []
-        weights = bool(folder) and recognize(as_path(folder)) == MODEL
+        weights = bool(folder) and recognize(as_path(folder)) == HUGGINGFACE
         log_rank0(
             f"resume: {folder} holds weights without training state; starting from scratch (pass "
             "it to from_pretrained to start from these weights)"

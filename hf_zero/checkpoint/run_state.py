@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from hf_zero.checkpoint.manifest import LOADER, RNG, FileEntry, Manifest, class_name
-from hf_zero.checkpoint.tensorfile import TensorFile, hash_of
+from hf_zero.checkpoint.tensorfile import TensorReader, hash_of
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, log_rank0, logger, parse_json
@@ -147,7 +147,7 @@ def _serialized(loader: Any) -> bytes:
     return buffer.getvalue()
 
 
-def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None) -> None:
+def restore(engine: TrainingEngine, manifest: Manifest, file: TensorReader | None) -> None:
     """Put the engine's loader at the saved place; log why if it begins anew. ``file``: that of this
     rank, if as many ranks have saved.
     """

@@ -440,8 +440,13 @@ def join_reports(head: Manifest, reports: Sequence[RankReport]) -> Manifest:
             if of == flat.key
         }
         for key, layout in sorted(layouts.items()) or [(flat.key, flat.layout)]:
-            chunks = _chunks(key, reports)
-            flats.append(replace(flat, key=key, layout=layout, chunks=chunks))
+            chunks = [
+                Chunk(file, *report.chunks[key])
+                for file, report in enumerate(reports)
+                if key in report.chunks
+            ]
+            chunks.sort(key=lambda chunk: (chunk.start, chunk.file))  # empty ones share a start
+            flats.append(replace(flat, key=key, layout=layout, chunks=tuple(chunks)))
     manifest = replace(
         head,
         files=tuple(report.file for report in reports),
@@ -453,16 +458,6 @@ def join_reports(head: Manifest, reports: Sequence[RankReport]) -> Manifest:
         optimizer=head.optimizer and _optimizer(head.optimizer, flats, model.groups, reports),
     )
     return deepcopy(manifest)
-
-
-def _chunks(key: str, reports: Sequence[RankReport]) -> tuple[Chunk, ...]:
-    """Return the chunks of the flat ``key``, in order."""
-    held = sorted(
-        (report.chunks[key][0], file, report.chunks[key])
-        for file, report in enumerate(reports)
-        if key in report.chunks
-    )
-    return tuple(Chunk(file, start, stop, tensors) for _, file, (start, stop, tensors) in held)
 
 
 def _optimizer(

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -286,6 +286,16 @@ def plan_file(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % alignment)
     return FilePlan(tuple(entries), struct.pack("<Q", len(text)) + text)
+
+
+class TensorReader(Protocol):
+    """A file of named tensors that is read by ranges: :class:`TensorFile`, or another program's."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]: ...
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out``, 1-D, with elements of ``name`` from ``start`` on."""
 
 
 class TensorFile(ClosedAtExit):

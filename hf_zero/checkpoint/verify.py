@@ -20,7 +20,7 @@ from hf_zero.checkpoint.memory.inventory import (
     records_in,
 )
 from hf_zero.checkpoint.memory.record import RankRecord, join_records
-from hf_zero.checkpoint.reader import Checkpoint, recognize
+from hf_zero.checkpoint.reader import ShardedCheckpoint, recognize
 from hf_zero.checkpoint.storage import AnyPath, Tick, as_path, is_remote, progress_bar
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
@@ -92,7 +92,7 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
     checkpoints = [
         folder
         for folder in folders
-        if folder in slots or find.is_checkpoint(folder) or recognize(folder) == find.MODEL
+        if folder in slots or find.is_checkpoint(folder) or recognize(folder) == find.HUGGINGFACE
     ]
     if not checkpoints:
         return [verify_checkpoint(root, progress=progress)]
@@ -129,7 +129,7 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
 def _check_folder(folder: AnyPath, progress: bool | None) -> Verdict:
     if find.is_checkpoint(folder):
         return _check_checkpoint(folder, progress)
-    if recognize(folder) == find.MODEL:
+    if recognize(folder) == find.HUGGINGFACE:
         return _check_model(folder)
     raise CheckpointError(
         f"{folder} was not written by hf-zero and carries no hashes; convert-checkpoint and "
@@ -171,7 +171,7 @@ def _check_model(folder: AnyPath) -> Verdict:
 
 def _check_checkpoint(folder: AnyPath, progress: bool | None) -> Verdict:
     try:
-        checkpoint = Checkpoint(folder, sizes=False)
+        checkpoint = ShardedCheckpoint(folder, sizes=False)
     except CheckpointError as error:
         return _nothing(folder, str(error))
     problems: list[str] = []
@@ -269,7 +269,7 @@ def _nothing(path: AnyPath, problem: str) -> Verdict:
 
 
 def _check(
-    checkpoint: Checkpoint, index: int, entry: FileEntry, tick: Tick, problems: list[str]
+    checkpoint: ShardedCheckpoint, index: int, entry: FileEntry, tick: Tick, problems: list[str]
 ) -> int:
     """Append every problem of one file to ``problems``. Returns the number of bytes hashed."""
     before = len(problems)

@@ -22,7 +22,7 @@ from hf_zero.checkpoint.convert.export import UNIVERSAL, convert_checkpoint, wri
 from hf_zero.checkpoint.convert.files import lock_if_supported, refuse_target
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.host_folders import FileLock
-from hf_zero.checkpoint.reader import Checkpoint
+from hf_zero.checkpoint.reader import ShardedCheckpoint
 from hf_zero.zero.layout.tree import map_tensors
 
 
@@ -62,7 +62,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
     """
     if files := _files(checkpoint_dir, "model_states.pt"):
         return files[0]
-    with Checkpoint(find_checkpoint(checkpoint_dir)) as checkpoint:
+    with ShardedCheckpoint(find_checkpoint(checkpoint_dir)) as checkpoint:
         manifest = checkpoint.manifest
         counters = {name: manifest.counters[name] for name in ("global_steps", "skipped_steps")}
         return _in_memory(
@@ -76,7 +76,7 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[BinaryIO] | 
     """
     if files := _files(checkpoint_dir, "optim_states.pt"):
         return files
-    with Checkpoint(find_checkpoint(checkpoint_dir)) as checkpoint:
+    with ShardedCheckpoint(find_checkpoint(checkpoint_dir)) as checkpoint:
         manifest = checkpoint.manifest
         state = {"zero_stage": manifest.stage, "partition_count": manifest.world["shard"]}
         return [_in_memory({"optimizer_state_dict": state}) for _ in manifest.files]

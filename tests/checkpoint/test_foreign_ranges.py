@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint.foreign import torch_files
-from hf_zero.checkpoint.foreign.assembled import Table, Widened
+from hf_zero.checkpoint.foreign.assembled import ForeignFile, Widened
 from hf_zero.checkpoint.foreign.deepspeed import CLASSES, scaler_of
 from hf_zero.checkpoint.foreign.torch_files import MappedFiles, SavedTensor, load_pickle
 from hf_zero.checkpoint.reader import open_checkpoint
@@ -241,7 +241,7 @@ def test_what_lies_in_no_file_is_left_to_memory(tmp_path, loaded, monkeypatch):
     assert not read(files, loaded)[0], "nothing stands at that path"
     (tmp_path / "a.pt").write_bytes(bytes(30000))
     assert not read(another, loaded)[0], "another file stands at that path"
-    table = Table(tmp_path / "a.pt", {"x": loaded}, files)
+    table = ForeignFile(tmp_path / "a.pt", {"x": loaded}, files)
     out = torch.empty(3)
     table.read_into("x", 5, out)
     assert out.tolist() == [5.0, 6.0, 7.0]
@@ -249,7 +249,7 @@ def test_what_lies_in_no_file_is_left_to_memory(tmp_path, loaded, monkeypatch):
 
 def test_16_bits_are_widened_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_zero.checkpoint.foreign.assembled.CAST_AT_ONCE", 7)
-    table = Table(Path("x"), {"x": Widened(torch.float32, VALUES.bfloat16())}, MappedFiles())
+    table = ForeignFile(Path("x"), {"x": Widened(torch.float32, VALUES.bfloat16())}, MappedFiles())
     out = torch.empty(100)
     table.read_into("x", 3, out)
     assert table.entries["x"].dtype == torch.float32

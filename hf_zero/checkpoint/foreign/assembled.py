@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -62,7 +61,7 @@ CAST_AT_ONCE = 1 << 20  # elements
 # The trained parameters of the model that loads, by optimizer group and in the optimizer's order,
 # for programs that store no names.
 ModelGroups = Sequence[Sequence[str]]
-Held = torch.Tensor | Widened | Ranged
+ForeignTensor = torch.Tensor | Widened | Ranged
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class ParameterPart:
     """
 
     file: int
-    tensors: Mapping[str, Held]
+    tensors: Mapping[str, ForeignTensor]
 
     @property
     def numel(self) -> int:
@@ -87,7 +86,7 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
-    pieces: tuple[ParameterPart, ...]
+    parts: tuple[ParameterPart, ...]
 
 
 @dataclass(frozen=True)
@@ -137,14 +136,14 @@ class FolderContents:
     """Files that parts are read from, closed with the checkpoint."""
 
 
-class Table:
-    """Tensors in memory, mapped, or readable by ranges, with the interface of
-    ``tensorfile.TensorFile``.
-
-    Pages of mapped tensors are not touched.
+class ForeignFile:
+    """The tensors of one file, in memory, mapped, or readable by ranges: a ``TensorReader``. Pages
+    of mapped tensors are not touched.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Held], mapped: MappedFiles) -> None:
+    def __init__(
+        self, path: Path, tensors: Mapping[str, ForeignTensor], mapped: MappedFiles
+    ) -> None:
         self.path, self._tensors, self._mapped = path, dict(tensors), mapped
         self.entries = {
             name: TensorEntry(name, t.dtype, (t.numel(),), 0, t.numel() * t.dtype.itemsize)
@@ -180,52 +179,21 @@ class Assembled(Checkpoint):
     """
 
     def __init__(self, contents: FolderContents) -> None:
-        self.folder, self._found = contents.folder, contents
-        flats = tuple(self._flat(parameter) for parameter in contents.parameters)
-        self.manifest = _manifest(contents, flats)
-        tables: list[dict[str, Held]] = [{} for _ in contents.files]
+        flats = tuple(_flat(contents, parameter) for parameter in contents.parameters)
+        super().__init__(contents.folder, _manifest(contents, flats))
+        self._contents = contents
+        tensors: list[dict[str, ForeignTensor]] = [{} for _ in contents.files]
         for parameter in contents.parameters:
-            for piece in parameter.pieces:
-                tables[piece.file] |= {
-                    f"{parameter.name}::{state}": tensor for state, tensor in piece.tensors.items()
+            for part in parameter.parts:
+                tensors[part.file] |= {
+                    f"{parameter.name}::{state}": tensor for state, tensor in part.tensors.items()
                 }
-        tables[0] |= {BUFFER + name: tensor for name, tensor in contents.buffers.items()}
+        tensors[0] |= {BUFFER + name: tensor for name, tensor in contents.buffers.items()}
         self._mapped = MappedFiles()
-        self._tables = [
-            Table(contents.folder / name, tensors, self._mapped)
-            for name, tensors in zip(contents.files, tables)
+        self._files = [
+            ForeignFile(contents.folder / name, of_file, self._mapped)
+            for name, of_file in zip(contents.files, tensors)
         ]
-
-    def _flat(self, parameter: Parameter) -> FlatEntry:
-        layout = FlatLayout.build([(parameter.name, parameter.shape)], 1)
-        chunks, at = [], 0
-        for piece in parameter.pieces:
-            lengths = {tensor.numel() for tensor in piece.tensors.values()}
-            if len(lengths) > 1:
-                raise self._damaged(
-                    f"the states of {parameter.name!r} in {self._found.files[piece.file]} differ "
-                    f"in length: {sorted(lengths)}"
-                )
-            chunks.append(Chunk(piece.file, at, at + piece.numel, tuple(piece.tensors)))
-            at += piece.numel
-        if at != layout.numel:
-            raise self._damaged(
-                f"parameter {parameter.name!r} of shape {list(parameter.shape)} has {at} "
-                "elements in its files"
-            )
-        return FlatEntry(
-            parameter.name, parameter.trainable, parameter.dtype, layout, tuple(chunks)
-        )
-
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.folder}, written by {self._found.writer}, is not complete: {what}; restore its "
-            "files, or name another checkpoint"
-        )
-
-    def hashed_files(self) -> list[FileEntry]:
-        """Return an empty list: there are no hashes to compare."""
-        return []
 
     def identity(self) -> str:
         """Return a digest of the sizes and modification times of all files in the folder, which
@@ -243,25 +211,50 @@ class Assembled(Checkpoint):
             )
         return digest.hexdigest()
 
-    def file(self, index: int) -> Any:
-        return self._tables[index]
-
-    @property
-    def objects(self) -> dict[str, dict[str, object]]:  # type: ignore[override]
-        return {}
+    def file(self, index: int) -> ForeignFile:
+        return self._files[index]
 
     def client_state(self) -> dict[str, object]:
-        return dict(self._found.client_state)
+        return dict(self._contents.client_state)
 
     def scheduler_state(self) -> dict[str, object]:
-        return dict(self._found.lr_scheduler or {})
+        return dict(self._contents.lr_scheduler or {})
 
     def close(self) -> None:
-        for table in self._tables:
-            table.close()
-        self._mapped.close()
-        for file in self._found.opened:
+        for file in self._files:
             file.close()
+        self._mapped.close()
+        for opened in self._contents.opened:
+            opened.close()
+
+
+def _flat(contents: FolderContents, parameter: Parameter) -> FlatEntry:
+    layout = FlatLayout.build([(parameter.name, parameter.shape)], 1)
+    chunks, at = [], 0
+    for part in parameter.parts:
+        lengths = {tensor.numel() for tensor in part.tensors.values()}
+        if len(lengths) > 1:
+            raise _incomplete(
+                contents,
+                f"the states of {parameter.name!r} in {contents.files[part.file]} differ in "
+                f"length: {sorted(lengths)}",
+            )
+        chunks.append(Chunk(part.file, at, at + part.numel, tuple(part.tensors)))
+        at += part.numel
+    if at != layout.numel:
+        raise _incomplete(
+            contents,
+            f"parameter {parameter.name!r} of shape {list(parameter.shape)} has {at} elements in "
+            "its files",
+        )
+    return FlatEntry(parameter.name, parameter.trainable, parameter.dtype, layout, tuple(chunks))
+
+
+def _incomplete(contents: FolderContents, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{contents.folder}, written by {contents.writer}, is not complete: {what}; restore its "
+        "files, or name another checkpoint"
+    )
 
 
 def _manifest(contents: FolderContents, flats: tuple[FlatEntry, ...]) -> Manifest:
