@@ -106,6 +106,13 @@ class TrainingEngine(EngineParts):
             self.pass_runner.run_backward(loss, retain_graph, None if scale_wrt_gas else 1.0)
         return loss
 
+    @property
+    def pass_is_under_way(self) -> bool:
+        """Return whether a forward or a backward has begun and not ended."""
+        return self.pass_runner.under_way
+
+    # ---- the accumulation window ----
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context for backwards that do not end the accumulation window: stages 0 and 1 keep their
@@ -136,17 +143,37 @@ class TrainingEngine(EngineParts):
         """
         return self.accumulation.ends
 
-    @property
-    def pass_is_under_way(self) -> bool:
-        """Return whether a forward or a backward has begun and not ended."""
-        return self.pass_runner.under_way
-
     def holds_gradients(self) -> bool:
         """Return whether a step has gradients to use, or to refuse after a broken backward; those
         that no hook has seen are taken in first (collective).
         """
         self.pass_runner.reduce_stray_gradients()
         return self.held_micro_batches > 0 or self.pass_runner.reducer.gradients_lost
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients and restart the accumulation window: the next micro-batch is its
+        first. Every rank must call it, or none. ``optimizer.zero_grad()`` does the same, unless the
+        script calls it after every micro-batch of a window.
+        """
+        if self.bound is not None and self.bound.is_stepping:
+            self.changes.refuse_gradients("zero_grad()")
+        self.optimizer_step.sanity.on_step(inside_window=False)
+        self.pass_runner.module_hooks.abort_broken_pass()
+        self.changes.refuse_until_step("zero_grad()")
+        self.pass_runner.reducer.clear()
+        self.optimizer_step.forget_gradient()
+        self.pass_runner.losses.reset()
+        self.measures.zero_grad()
+        window = self.accumulation
+        window.restart()
+        self.optimizer_step.agreement.restarts = window.restarts
+        self.optimizer_step.sanity.on_restart(window.restarts_in_a_row)
+
+    def restart_window(self) -> None:
+        """Drop all gradients and restart the accumulation window, as :meth:`zero_grad` does."""
+        self.zero_grad()
+
+    # ---- the norm of the gradient ----
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -181,6 +208,244 @@ class TrainingEngine(EngineParts):
         self.pass_runner.reduce_stray_gradients()
         self.pass_runner.refuse_unusable()
         self.pass_runner.reduce_for_step()
+
+    # ---- the step ----
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """At the end of an accumulation window clip, update, and step the scheduler; elsewhere only
+        count the micro-batch. Without a backward since the last call it counts nothing, and warns.
+
+        In fp16 an overflowed gradient skips the update: weights, optimizer and scheduler are
+        unchanged.
+        """
+        if self._installed is None:
+            self._raise_destroyed("step()")
+        if self.changes.broken:
+            self.changes.refuse("step()")
+        window, runner = self.accumulation, self.pass_runner
+        ends_window = window.ends_by_step or self.changes.unconfirmed is not None
+        self.optimizer_step.sanity.on_step(inside_window=not ends_window)
+        runner.module_hooks.abort_broken_pass()
+        runner.reduce_stray_gradients(by_step=True)
+        self.sharded_model.patches.check()
+        runner.refuse_unusable()
+        came = window.open_backwards or window.closing_backward
+        if not came and not runner.has_micro_batch():
+            return
+        # a backward has made the update, or the stray gradients have just now
+        is_updated = self.changes.unconfirmed is not None
+        if not is_updated:
+            self.optimizer_step.applied = False
+        window.was_dropped = False
+        window.steps += 1
+        window.forwards_at_step = runner.module_hooks.forward_count
+        if not ends_window:
+            with self.changes.change(f"a micro-batch of step {self.counters.global_steps + 1}"):
+                window.add_micro_batch(self.counters)
+                self._count_micro_batches(window.take_count())
+            return
+        self.refuse_update()
+        if is_updated:
+            failure = self._confirm_update()
+        else:
+            try:
+                runner.reduce_for_step()
+            except BaseException as error:
+                if not isinstance(error, HfZeroError):
+                    runner.reducer.lose_gradients()
+                raise
+            if not self.config.zero.ignore_unused_parameters:
+                runner.refuse_unused()
+            with self.changes.change(f"step {self.counters.global_steps + 1}"):
+                self._count_micro_batches(window.take_count(restart=True))
+                failure = self._update()
+        if failure is not None:
+            raise failure
+
+    def refuse_update(self) -> None:
+        """Raise ConfigError without an optimizer, PartitionError for changed groups of it, for a
+        scheduler that the script has stepped, OffloadError after a failed write of offloaded state
+        (collective), unless a backward has made the update: that is not waited for.
+        """
+        if self.optimizer_step.bound is None:
+            raise ConfigError(
+                "step() needs an optimizer, and the engine was built without one; pass one with "
+                "its model to hf_zero.initialize, or to prepare, or name one in the config"
+            )
+        self.optimizer_step.bound.check_groups()
+        step, position = self._scheduled or (None, None)
+        current = getattr(self.lr_scheduler, "last_epoch", None)
+        # a load has changed the number of steps
+        known = step == self.counters.global_steps and position is not None
+        if known and current is not None and current > position:
+            raise PartitionError(
+                f"{type(self.lr_scheduler).__name__}.step() was called after engine.step(), which "
+                "steps the learning-rate schedule itself: it would advance twice as fast; remove "
+                "the call, or give no scheduler to initialize and keep the call"
+            )
+        if self.changes.unconfirmed is None and (failed := self.optimizer_step.failed_writes()):
+            raise failed_write(failed)
+
+    def _update(self, in_backward: bool = False) -> Exception | None:
+        """Update the weights and end the step; keep its gradients if ``in_backward``. Return the
+        error of a post hook of the optimizer: the step is complete even so, as in torch.
+        """
+        losses, runner = self.pass_runner.losses, self.pass_runner.step_runner
+        update = self.optimizer_step.update if runner is None else runner.update
+        overflow = update(self.counters.global_steps, losses.may_overflow)
+        self._announce_events()
+        self.schedule.end_step()
+        self.optimizer_step.bound.accept_writes()
+        failure = None
+        if not overflow and self.optimizer_step.bound.optimizer._optimizer_step_post_hooks:
+            failure = self._run_post_hooks()
+        requests, consensus = self.stop_requests, self.mesh.consensus
+        if requests.asked or (consensus is not None and consensus.steps.stopped):
+            requests.end_step()
+        if not in_backward:
+            self._drop_gradients(overflow)
+        scaler = losses.update_scale(overflow)
+        self._end_update(overflow, scaler)
+        # a scheduler that takes a metric is stepped by the script
+        scheduler = self.lr_scheduler
+        per_step = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
+        if per_step and not overflow:
+            scheduler.step()
+            self._scheduled = (self.counters.global_steps, getattr(scheduler, "last_epoch", None))
+        for end in self.optimizer_step.feature_hooks.end_step:
+            end(self.counters.global_steps, overflow, scaler.scale)
+        return failure
+
+    def _end_update(self, overflow: bool, scaler: Fp16LossScaler) -> None:
+        """Count the update, set its outcome and the new loss scale of ``scaler`` on the optimizer,
+        and log a step that was skipped because of an ``overflow``.
+        """
+        optimizer_step = self.optimizer_step
+        if self.optimizer is not None:
+            self.optimizer.overflow = overflow
+        if self.scaler.dynamic:
+            self.set_scale_on_optimizer()
+        self.counters.global_steps += 1
+        self.counters.skipped_steps += overflow
+        optimizer_step.applied = not overflow
+        if overflow and optimizer_step.refuses_infinite:
+            logger.warning(
+                "step %d skipped: its gradients are not finite; look at the loss, the learning "
+                "rate and the batches of this step",
+                self.counters.global_steps,
+            )
+        elif overflow and scaler.at_floor:
+            logger.warning(
+                "step %d skipped: fp16 gradients overflow at the smallest loss scale, %g; the loss "
+                "or the learning rate has diverged",
+                self.counters.global_steps,
+                scaler.scale,
+            )
+
+    def _drop_gradients(self, overflow: bool = False) -> None:
+        """Drop the gradients of a window whose update is made, or skipped for an ``overflow``."""
+        self.accumulation.updates += 1
+        self.accumulation.restarts_in_a_row = 0
+        self.pass_runner.reducer.clear()
+        if self.optimizer_step.known is not None or self.optimizer_step.is_clipped:
+            self.optimizer_step.forget_gradient()
+        if self.sharded_model.placement.awaits_first_step and not overflow:
+            self.optimizer_step.bring_state_back()
+
+    def _run_post_hooks(self) -> Exception | None:
+        """Run the post hooks of the optimizer, and take what they write to its groups over into the
+        weights of all ranks (collective). Return their error.
+        """
+        failure = None
+        for unit in self.units:
+            unit.wait_for_update()
+            for flat in unit.flats:
+                # parameters made of one tensor share a count, which an update advances for each
+                flat.user_writes.accept()
+        self.sharded_model.finish_copies()
+        try:
+            self.optimizer_step.bound.run_post_hooks()
+        except Exception as error:
+            failure = error
+        if self.optimizer_step.feature_hooks.update:
+            return failure  # weights that a feature updates may differ from the masters on purpose
+        self.take_user_writes()
+        trainable = self.sharded_model.trainable
+        self.refresh_params([flat for flat in trainable if flat.copies_master])
+        self.optimizer_step.bound.accept_writes()
+        return failure
+
+    def run_step_hooks(self) -> None:
+        """Run the hooks of the optimizer's step, as torch's step does for which ``zero_grad()`` has
+        left no gradient, and take over what they write (collective). No step is counted.
+        """
+        optimizer = self.bound.optimizer
+        if not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
+            return
+        self.bound.check_groups()
+        with torch.no_grad(), self.changes.change("a step without gradients"):
+            self.sharded_model.wait_for_updates()  # that of the step before may be under way
+            self.sharded_model.finish_copies()
+            self.optimizer_step.run_pre_hooks()
+            self.bound.accept_writes()
+            failure = self._run_post_hooks()
+        if failure is not None:
+            raise failure
+
+    def _announce_events(self) -> None:
+        """Announce events to the other ranks, before all agree at the end of this step: a subclass
+        may have some.
+        """
+
+    def _count_micro_batches(self, count: int) -> None:
+        self.counters.micro_steps += count
+        if not self.measures.counts_samples or self.config.has_batch_size:
+            samples = (self.config.train_micro_batch_size_per_gpu or 1) * self.data_ranks
+            self.counters.global_samples += samples * count
+
+    def _raise_destroyed(self, call: str) -> NoReturn:
+        raise PartitionError(
+            f"{call} of an engine that was destroyed; train with another one: "
+            "hf_zero.initialize(model=..., optimizer=...)"
+        )
+
+    # ---- an update in the backward ----
+
+    @torch.no_grad()
+    def finish_update_in_backward(self) -> None:
+        """Make the rest of the update, and end the step, at the end of a backward that has made a
+        part of it and closes the window (collective). Gradients stay for :meth:`step`.
+        """
+        step, window = self.optimizer_step, self.accumulation
+        self.measures.begin_update(self)
+        step.refuse_changed()
+        self.pass_runner.reduce_for_step()
+        with self.changes.change(f"step {self.counters.global_steps + 1}"):
+            before = window.micro_batches
+            self._count_micro_batches(window.take_count(restart=True))
+            failure = self._update(in_backward=True)
+            settings = step.settings()
+            window.micro_batches, window.closing_backward = before, True  # until step() confirms
+        self.changes.unconfirmed = settings, failure
+
+    def _confirm_update(self) -> Exception | None:
+        """Begin another window after an update in the backward, and return the error of a post hook
+        of the optimizer. Raises PartitionError for what a script has changed since.
+        """
+        step, changes = self.optimizer_step, self.changes
+        assert changes.unconfirmed is not None
+        settings, failure = changes.unconfirmed
+        if step.max_norm:
+            changes.refuse_unconfirmed("gradient clipping that was switched on after the backward")
+        if step.settings() != settings:
+            changes.refuse_unconfirmed("a change of the optimizer's settings")
+        step.refuse_writes()
+        self.accumulation.take_count(restart=True)
+        changes.unconfirmed = None
+        with changes.change(f"step {self.counters.global_steps}"):
+            self._drop_gradients()
+        return failure
 
     # ---- batches ----
 
@@ -287,281 +552,7 @@ class TrainingEngine(EngineParts):
         new = [changed] if isinstance(changed, torch.nn.Parameter) else list(changed.parameters())
         rebuild(self, "replace()", lambda: groups_over(self, new, group))
 
-    # ---- the step ----
-
-    def _raise_destroyed(self, call: str) -> NoReturn:
-        raise PartitionError(
-            f"{call} of an engine that was destroyed; train with another one: "
-            "hf_zero.initialize(model=..., optimizer=...)"
-        )
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """At the end of an accumulation window clip, update, and step the scheduler; elsewhere only
-        count the micro-batch. Without a backward since the last call it counts nothing, and warns.
-
-        In fp16 an overflowed gradient skips the update: weights, optimizer and scheduler are
-        unchanged.
-        """
-        if self._installed is None:
-            self._raise_destroyed("step()")
-        if self.changes.broken:
-            self.changes.refuse("step()")
-        ends_window = self.accumulation.ends_by_step or self.changes.unconfirmed is not None
-        self.optimizer_step.sanity.on_step(inside_window=not ends_window)
-        self.pass_runner.module_hooks.abort_broken_pass()
-        self.pass_runner.reduce_stray_gradients(by_step=True)
-        self.sharded_model.patches.check()
-        self.pass_runner.refuse_unusable()
-        window = self.accumulation
-        came = window.open_backwards or window.closing_backward
-        if not came and not self.pass_runner.has_micro_batch():
-            return
-        if self.changes.unconfirmed is None:
-            self.optimizer_step.applied = False
-        window.was_dropped = False
-        window.steps, window.forwards_at_step = (
-            window.steps + 1,
-            self.pass_runner.module_hooks.forward_count,
-        )
-        if not ends_window:
-            with self.changes.change(f"a micro-batch of step {self.counters.global_steps + 1}"):
-                window.add_micro_batch(self.counters)
-                self._count_micro_batches(window.take_count())
-            return
-        self.refuse_update()
-        if self.changes.unconfirmed is not None:
-            failure = self._confirm_update()
-        else:
-            try:
-                self.pass_runner.reduce_for_step()
-            except BaseException as error:
-                if not isinstance(error, HfZeroError):
-                    self.pass_runner.reducer.lose_gradients()
-                raise
-            if not self.config.zero.ignore_unused_parameters:
-                self.pass_runner.refuse_unused()
-            with self.changes.change(f"step {self.counters.global_steps + 1}"):
-                self._count_micro_batches(window.take_count(restart=True))
-                failure = self._update()
-        if failure is not None:
-            raise failure
-
-    # ---- an update in the backward ----
-
-    @torch.no_grad()
-    def finish_update_in_backward(self) -> None:
-        """Make the rest of the update, and end the step, at the end of a backward that has made a
-        part of it and closes the window (collective). Gradients stay for :meth:`step`.
-        """
-        step, window = self.optimizer_step, self.accumulation
-        self.measures.begin_update(self)
-        step.refuse_changed()
-        self.pass_runner.reduce_for_step()
-        with self.changes.change(f"step {self.counters.global_steps + 1}"):
-            before = window.micro_batches
-            self._count_micro_batches(window.take_count(restart=True))
-            failure = self._update(in_backward=True)
-            settings = step.settings()
-            window.micro_batches, window.closing_backward = before, True  # it stays until then, too
-        self.changes.unconfirmed = settings, failure
-
-    def _confirm_update(self) -> Exception | None:
-        """Begin another window after an update in the backward, and return the error of a post hook
-        of the optimizer. Raises PartitionError for what a script has changed since.
-        """
-        step, changes = self.optimizer_step, self.changes
-        assert changes.unconfirmed is not None
-        settings, failure = changes.unconfirmed
-        if step.max_norm:
-            changes.refuse_unconfirmed("gradient clipping that was switched on after the backward")
-        if step.settings() != settings:
-            changes.refuse_unconfirmed("a change of the optimizer's settings")
-        step.refuse_writes()
-        self.accumulation.take_count(restart=True)
-        changes.unconfirmed = None
-        with changes.change(f"step {self.counters.global_steps}"):
-            self._drop_gradients()
-        return failure
-
-    # ---- the update ----
-
-    def _update(self, in_backward: bool = False) -> Exception | None:
-        """Update the weights and end the step; keep its gradients if ``in_backward``. Return the
-        error of a post hook of the optimizer: the step is complete even so, as in torch.
-        """
-        losses, runner = self.pass_runner.losses, self.pass_runner.step_runner
-        update = self.optimizer_step.update if runner is None else runner.update
-        overflow = update(self.counters.global_steps, losses.may_overflow)
-        self._announce_events()
-        self.schedule.end_step()
-        self.optimizer_step.bound.accept_writes()
-        failure = None
-        if not overflow and self.optimizer_step.bound.optimizer._optimizer_step_post_hooks:
-            failure = self._run_post_hooks()
-        requests, consensus = self.stop_requests, self.mesh.consensus
-        if requests.asked or (consensus is not None and consensus.steps.stopped):
-            requests.end_step()
-        if not in_backward:
-            self._drop_gradients(overflow)
-        scaler = losses.update_scale(overflow)
-        self._end_update(overflow, scaler)
-        # a scheduler that takes a metric is stepped by the script
-        scheduler = self.lr_scheduler
-        per_step = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
-        if per_step and not overflow:
-            scheduler.step()
-            self._scheduled = (self.counters.global_steps, getattr(scheduler, "last_epoch", None))
-        for end in self.optimizer_step.feature_hooks.end_step:
-            end(self.counters.global_steps, overflow, scaler.scale)
-        return failure
-
-    def _drop_gradients(self, overflow: bool = False) -> None:
-        """Drop the gradients of a window whose update is made, or skipped for an ``overflow``."""
-        self.accumulation.updates += 1
-        self.accumulation.restarts_in_a_row = 0
-        self.pass_runner.reducer.clear()
-        if self.optimizer_step.known is not None or self.optimizer_step.is_clipped:
-            self.optimizer_step.forget_gradient()
-        if self.sharded_model.placement.awaits_first_step and not overflow:
-            self.optimizer_step.bring_state_back()
-
-    def _run_post_hooks(self) -> Exception | None:
-        """Run the post hooks of the optimizer, and take what they write to its groups over into the
-        weights of all ranks (collective). Return their error.
-        """
-        failure = None
-        for unit in self.units:
-            unit.wait_for_update()
-            for flat in unit.flats:
-                # parameters made of one tensor share a count, which an update advances for each
-                flat.user_writes.accept()
-        self.sharded_model.finish_copies()
-        try:
-            self.optimizer_step.bound.run_post_hooks()
-        except Exception as error:
-            failure = error
-        if self.optimizer_step.feature_hooks.update:
-            return failure  # weights that a feature updates may differ from the masters on purpose
-        self.take_user_writes()
-        trainable = self.sharded_model.trainable
-        self.refresh_params([flat for flat in trainable if flat.copies_master])
-        self.optimizer_step.bound.accept_writes()
-        return failure
-
-    def run_step_hooks(self) -> None:
-        """Run the hooks of the optimizer's step, as torch's step does for which ``zero_grad()`` has
-        left no gradient, and take over what they write (collective). No step is counted.
-        """
-        optimizer = self.bound.optimizer
-        if not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
-            return
-        self.bound.check_groups()
-        with torch.no_grad(), self.changes.change("a step without gradients"):
-            self.sharded_model.wait_for_updates()  # that of the step before may be under way
-            self.sharded_model.finish_copies()
-            self.optimizer_step.run_pre_hooks()
-            self.bound.accept_writes()
-            failure = self._run_post_hooks()
-        if failure is not None:
-            raise failure
-
-    def refuse_update(self) -> None:
-        """Raise ConfigError without an optimizer, PartitionError for changed groups of it, for a
-        scheduler that the script has stepped, OffloadError after a failed write of offloaded state
-        (collective), unless a backward has made the update: that is not waited for.
-        """
-        if self.optimizer_step.bound is None:
-            raise ConfigError(
-                "step() needs an optimizer, and the engine was built without one; pass one with "
-                "its model to hf_zero.initialize, or to prepare, or name one in the config"
-            )
-        self.optimizer_step.bound.check_groups()
-        step, position = self._scheduled or (None, None)
-        current = getattr(self.lr_scheduler, "last_epoch", None)
-        # a load has changed the number of steps
-        known = step == self.counters.global_steps and position is not None
-        if known and current is not None and current > position:
-            raise PartitionError(
-                f"{type(self.lr_scheduler).__name__}.step() was called after engine.step(), which "
-                "steps the learning-rate schedule itself: it would advance twice as fast; remove "
-                "the call, or give no scheduler to initialize and keep the call"
-            )
-        if self.changes.unconfirmed is None and (failed := self.optimizer_step.failed_writes()):
-            raise failed_write(failed)
-
-    def _end_update(self, overflow: bool, scaler: Fp16LossScaler) -> None:
-        """Count the update, set its outcome and the new loss scale of ``scaler`` on the optimizer,
-        and log a step that was skipped because of an ``overflow``.
-        """
-        optimizer_step = self.optimizer_step
-        if self.optimizer is not None:
-            self.optimizer.overflow = overflow
-        if self.scaler.dynamic:
-            self.set_scale_on_optimizer()
-        self.counters.global_steps += 1
-        self.counters.skipped_steps += overflow
-        optimizer_step.applied = not overflow
-        if overflow and optimizer_step.refuses_infinite:
-            logger.warning(
-                "step %d skipped: its gradients are not finite; look at the loss, the learning "
-                "rate and the batches of this step",
-                self.counters.global_steps,
-            )
-        elif overflow and scaler.at_floor:
-            logger.warning(
-                "step %d skipped: fp16 gradients overflow at the smallest loss scale, %g; the loss "
-                "or the learning rate has diverged",
-                self.counters.global_steps,
-                scaler.scale,
-            )
-
-    def _announce_events(self) -> None:
-        """Announce events to the other ranks, before all agree at the end of this step: a subclass
-        may have some.
-        """
-
-    def _count_micro_batches(self, count: int) -> None:
-        self.counters.micro_steps += count
-        if not self.measures.counts_samples or self.config.has_batch_size:
-            samples = (self.config.train_micro_batch_size_per_gpu or 1) * self.data_ranks
-            self.counters.global_samples += samples * count
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients and restart the accumulation window: the next micro-batch is its
-        first. Every rank must call it, or none. ``optimizer.zero_grad()`` does the same, unless the
-        script calls it after every micro-batch of a window.
-        """
-        if self.bound is not None and self.bound.is_stepping:
-            self.changes.refuse_gradients("zero_grad()")
-        self.optimizer_step.sanity.on_step(inside_window=False)
-        self.pass_runner.module_hooks.abort_broken_pass()
-        self.changes.refuse_until_step("zero_grad()")
-        self.pass_runner.reducer.clear()
-        self.optimizer_step.forget_gradient()
-        self.pass_runner.losses.reset()
-        self.measures.zero_grad()
-        window = self.accumulation
-        window.restart()
-        self.optimizer_step.agreement.restarts = window.restarts
-        self.optimizer_step.sanity.on_restart(window.restarts_in_a_row)
-
-    def restart_window(self) -> None:
-        """Drop all gradients and restart the accumulation window, as :meth:`zero_grad` does."""
-        self.zero_grad()
-
-    def compile(
-        self,
-        backend: str = "inductor",
-        compile_kwargs: dict[str, object] | None = None,
-        **options: Any,
-    ) -> None:
-        """Compile each block's forward as ``compile: blocks`` does, with these arguments of
-        torch.compile; gathers stay outside.
-        """
-        self.feature_set.compile(backend, **{**(compile_kwargs or {}), **options})
-
-    # ---- whole values, stopping ----
+    # ---- whole values, compilation, stopping ----
 
     def consolidated(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator over whole parameters on the CPU, one unit at a time, by first name
@@ -590,6 +581,17 @@ class TrainingEngine(EngineParts):
         """Call the bare model's ``load_state_dict`` with whole values (collective at stage 3)."""
         keys: _IncompatibleKeys = self.module.load_state_dict(state_dict, strict, assign)
         return keys
+
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: dict[str, object] | None = None,
+        **options: Any,
+    ) -> None:
+        """Compile each block's forward as ``compile: blocks`` does, with these arguments of
+        torch.compile; gathers stay outside.
+        """
+        self.feature_set.compile(backend, **{**(compile_kwargs or {}), **options})
 
     def stop_on(self, *signals: int) -> None:
         """Listen for signals, and for :meth:`request_stop`, from now on. Every rank must call it
