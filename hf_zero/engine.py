@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from hf_zero import checkpoint
+from hf_zero.checkpoint.commit import SavesOfHost
 from hf_zero.checkpoint.generations import Generations, kept_generations
-from hf_zero.checkpoint.host_folders import SaveLog
 from hf_zero.checkpoint.load_sharded import load
 from hf_zero.checkpoint.run_state import WindowStart
 from hf_zero.checkpoint.save_job import BackgroundSaves
@@ -57,7 +57,7 @@ class Engine(TrainingEngine):
         self.background_saves = BackgroundSaves(mesh, self.schedule.shards, self.config.checkpoint)
         self.generations = kept_generations().of(self, plan, self.generations)
         self.window_start = WindowStart()
-        self.save_log = SaveLog()
+        self.save_log: SavesOfHost = provided("save_log", SavesOfHost)()
 
     def quiesce(self, what: str) -> None:
         self.wait_for_checkpoint(what)

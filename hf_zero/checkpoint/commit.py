@@ -42,6 +42,24 @@ from hf_zero.checkpoint.storage import (
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
 
+Save = tuple[str, str]  # id, and the path of the checkpoint
+
+
+class SavesOfHost:
+    """The saves of the running jobs of this host, those of one engine among them: none are known
+    without a feature that notes them.
+    """
+
+    def note(self, save: Save) -> None:
+        """Add a save of this engine."""
+
+    def others(self) -> Mapping[Save, object]:
+        """Return the saves of other running jobs, and what wrote them."""
+        return {}
+
+    def close(self) -> None:
+        """Withdraw the saves of this engine."""
+
 
 class CommitTarget(ABC):
     """Target of the save of checkpoint ``tag`` in ``directory``; ``final`` is the checkpoint's
@@ -53,9 +71,9 @@ class CommitTarget(ABC):
     def __init__(self, directory: AnyPath, tag: str, save_id: str) -> None:
         self.directory, self.tag, self.save_id = directory, tag, save_id
         self.final = directory / tag
-        self.others: Mapping[tuple[str, str], object] = {}
+        self.others: Mapping[Save, object] = {}
 
-    def refuse_others(self, others: Mapping[tuple[str, str], object]) -> None:
+    def refuse_others(self, others: Mapping[Save, object]) -> None:
         """Raise CheckpointError if this save would replace a checkpoint of ``others``: saves of
         other running jobs, by id and place, and their jobs. The number of checkpoints to keep does
         not count these.

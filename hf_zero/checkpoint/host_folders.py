@@ -38,6 +38,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+from hf_zero.checkpoint.commit import Save, SavesOfHost
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger, parse_json
 
@@ -242,7 +243,6 @@ def lock_in(folder: Path, name: str, how: int, seconds: float | None) -> FileLoc
 
 FOLDER = "hf-zero-saves"
 HIDDEN = "."  # before the name of a file that is being made
-Save = tuple[str, str]  # id, and the path of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -257,9 +257,9 @@ class Writer:
         return f"the job {self.job} (pid {self.pid} on {self.host})"
 
 
-class SaveLog:
+class SaveLog(SavesOfHost):
     """The saves of one engine, from the first one on until :meth:`close`, or until the engine or
-    its process ends.
+    its process ends, and those of others.
     """
 
     def __init__(self) -> None:
@@ -285,9 +285,7 @@ class SaveLog:
             logger.warning("other jobs on this host cannot notice saves of this one: %s", error)
 
     def others(self) -> dict[Save, Writer]:
-        """Return the saves of other running jobs of this host, and their writers. Remove the files
-        of processes that have ended.
-        """
+        """Return the saves, and their writers; remove the files of processes that have ended."""
         found: dict[Save, Writer] = {}
         try:
             refuse_foreign(_folder())

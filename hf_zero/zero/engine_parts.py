@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.feature_rows import provided
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.distributed.mesh import Mesh
@@ -37,13 +38,13 @@ from hf_zero.zero.sharded_model import ShardedModel, limit_native_threads, retir
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.zero.step.optimizer_patch import patch_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep, failed_write
-from hf_zero.zero.step.preemption import StopRequests
 from hf_zero.zero.step.window import (
     AccumulationWindow,
     Counters,
     SanityChecks,
     StateChanges,
     StepMeasures,
+    StopRequests,
 )
 from hf_zero.zero.transaction import on_rollback, transaction
 
@@ -238,7 +239,8 @@ class EngineParts(ModelWrapper):
         )
         installed.callback(self.pass_runner.remove)
         self.pass_runner.install(scaler)
-        self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
+        requests: type[StopRequests] = provided("stop_requests", StopRequests)
+        self.stop_requests = requests(mesh, sharded.schedule.shards)
 
     def _loss_scaler(self) -> Fp16LossScaler:
         """Return the loss scaler for the start of training."""
@@ -263,7 +265,7 @@ class EngineParts(ModelWrapper):
             "stop_requests": self.stop_requests,
         }
         # its handlers stay, so that no signal is lost
-        self.stop_requests = StopRequests(self.mesh, self.schedule.shards)
+        self.stop_requests = type(self.stop_requests)(self.mesh, self.schedule.shards)
         EngineParts.destroy(self)
         return before
 

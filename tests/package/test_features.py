@@ -250,9 +250,11 @@ def test_what_keys_alone_show_is_refused_by_key() -> None:
 
 # The files that go with a row: all else of the package does without them.
 FILES = {
-    "hang_detection": ("distributed/job_detection.py", "distributed/host_heartbeats.py"),
+    "hang_detection": ("distributed/job_detection.py",),
     "schedules": (),
     "meta_models": (),
+    "other_jobs": (),
+    "stop_requests": ("zero/step/preemption.py",),
     "launch_options": ("setup/launch_options.py",),
     "offload_files": ("offload/file_tier.py",),
     "torch_state_dicts": ("checkpoint/torch_state_dict.py",),

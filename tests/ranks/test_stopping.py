@@ -11,9 +11,10 @@ import pytest
 from torch.utils.data._utils import signal_handling
 
 from hf_zero.distributed import process_group, rank_requests
-from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
+from hf_zero.errors import ConfigError, NotBuiltError, PartitionError, RankMismatchError
 from hf_zero.zero.step import preemption
 from hf_zero.zero.step.preemption import _Handler
+from hf_zero.zero.step.window import StopRequests
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
@@ -224,3 +225,12 @@ def test_a_child_that_was_forked_ends_as_it_would(one_process):
     train(engine, 0, 0)
     assert not engine.stop_requested
     engine.destroy()
+
+
+def test_a_package_without_the_feature_refuses_to_listen() -> None:
+    requests = StopRequests(None, None)  # type: ignore[arg-type]
+    requests.listen()
+    for ask in (requests.request, lambda: requests.listen(signal.SIGTERM)):
+        with pytest.raises(NotBuiltError, match="install hf-zero with the row stop_requests"):
+            ask()
+    assert not requests.asked and not requests.agreed and requests.received == []

@@ -32,7 +32,7 @@ from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.process_group import default_device, get_rank, get_world_size
-from hf_zero.distributed.store import requests_a_second
+from hf_zero.distributed.store_rate import requests_a_second
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.fused.attention_on_meta import without_memory
 from hf_zero.measures.collectives import wire_bytes

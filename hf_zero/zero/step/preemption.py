@@ -25,11 +25,12 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import log_rank0
 from hf_zero.ops import native
 from hf_zero.zero.gather.shared_shards import SharedShards
+from hf_zero.zero.step.window import StopRequests
 
 if TYPE_CHECKING:
     from types import FrameType
 
-_listening: weakref.WeakSet[StopRequests] = weakref.WeakSet()  # of all engines of this process
+_listening: weakref.WeakSet[HeardRequests] = weakref.WeakSet()  # of all engines of this process
 HANDLED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 _begin = signal_handling._set_worker_signal_handlers
 
@@ -44,21 +45,17 @@ def _begin_worker() -> None:
         native.end_by_parent_only(signals)
 
 
-class StopRequests:
-    """Requests to stop, from this rank and others; see :meth:`hf_zero.Engine.stop_on`."""
+class HeardRequests(StopRequests):
+    """Requests that this rank hears from its signals and its script, and from the other ranks."""
 
     def __init__(self, mesh: Mesh, shards: SharedShards):
-        self.agreed = False  # all ranks stop
-        self._mesh = mesh
-        self._shards = shards
+        super().__init__(mesh, shards)
         self._handlers: list[_Handler] = []
         self._listens = False
-        self.asked = False  # this rank was asked
 
     def listen(self, *signals: int) -> None:
-        """Listen for requests from now on; each of ``signals`` triggers one. Raises ConfigError for
-        what is no signal, or cannot be handled, and PartitionError for signals beside the main
-        thread.
+        """Listen from now on. Raises ConfigError for what is no signal, or cannot be handled, and
+        PartitionError for signals beside the main thread.
         """
         for number in signals:
             if not isinstance(number, int) or number not in HANDLED:
@@ -79,9 +76,7 @@ class StopRequests:
         signal_handling._set_worker_signal_handlers = _begin_worker
 
     def move(self, mesh: Mesh, shards: SharedShards) -> None:
-        """Continue with the parts of an engine that was built again, and repeat a request that the
-        ranks have not agreed on.
-        """
+        """Continue with these parts, and repeat a request that the ranks have not agreed on."""
         self._mesh, self._shards = mesh, shards
         if self._listens:
             shards.serve()
@@ -90,11 +85,9 @@ class StopRequests:
 
     @property
     def received(self) -> list[int]:
-        """Signals that this rank has received, of those it listens for."""
         return [handler.number for handler in self._handlers if handler.received]
 
     def request(self) -> None:
-        """Ask all ranks to stop after one of the next steps."""
         if not self._listens:
             raise PartitionError(
                 "request_stop() reaches only ranks that listen; call engine.stop_on() on every "
@@ -105,15 +98,12 @@ class StopRequests:
             self._mesh.consensus.steps.request_stop()
 
     def end_step(self) -> None:
-        """End a step, the same on all ranks: read whether they have agreed to stop."""
         consensus = self._mesh.consensus
         if self._mesh.dims.pipeline == 1:
             self._agree(self.asked if consensus is None else consensus.steps.stopped)
 
     def end_run(self, requests: torch.Tensor) -> None:
-        """End a step of a pipeline. ``requests``: the sum over all ranks of :attr:`asked`, which is
-        read only on ranks that listen, since it may be on a device.
-        """
+        # read only on ranks that listen, since it may be on a device
         if self._listens and not self.agreed:
             self._agree(bool(requests))
 
@@ -125,7 +115,6 @@ class StopRequests:
             )
 
     def restore_handlers(self) -> None:
-        """Restore the previous signal handlers."""
         for handler in self._handlers:
             handler.remove()
         self._handlers = []

@@ -17,22 +17,69 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from hf_zero.device import kinds, pinned, spans, streams
 from hf_zero.distributed.collective_log import PassTracker
-from hf_zero.errors import PartitionError, UnmanagedWindowError
+from hf_zero.errors import NotBuiltError, PartitionError, UnmanagedWindowError
 from hf_zero.logging import logger
 from hf_zero.offload.unit_updates import UnitUpdates
 from hf_zero.optim.segments import ParamGroup
+
+if TYPE_CHECKING:
+    from hf_zero.distributed.mesh import Mesh
+    from hf_zero.zero.gather.shared_shards import SharedShards
 
 # number of backwards: a step of one micro-batch may well add up the gradients of several losses
 FORGOTTEN = 8
 RESTARTED = 3  # windows restarted in a row, after which a script restarts all of them
 
 Engine = TypeVar("Engine")
+
+
+class StopRequests:
+    """Requests to stop the job, from this rank and others; see :meth:`hf_zero.Engine.stop_on`.
+    Without a feature that hears them there are none.
+    """
+
+    agreed = False  # all ranks stop
+    asked = False  # this rank was asked
+
+    def __init__(self, mesh: Mesh, shards: SharedShards):
+        self._mesh = mesh
+        self._shards = shards
+
+    @property
+    def received(self) -> list[int]:
+        """Signals that this rank has received, of those it listens for."""
+        return []
+
+    def listen(self, *signals: int) -> None:
+        """Listen for requests from now on; each of ``signals`` triggers one."""
+        if signals:
+            self.request()
+
+    def request(self) -> None:
+        """Ask all ranks to stop after one of the next steps."""
+        raise NotBuiltError(
+            "this package has no feature that stops all ranks after the same step; install hf-zero "
+            "with the row stop_requests of its table of features, or save and end the script on "
+            "all ranks"
+        )
+
+    def move(self, mesh: Mesh, shards: SharedShards) -> None:
+        """Continue with the parts of an engine that was built again."""
+
+    def end_step(self) -> None:
+        """End a step, the same on all ranks: read whether they have agreed to stop."""
+
+    def end_run(self, requests: torch.Tensor) -> None:
+        """End a step of a pipeline. ``requests``: the sum over all ranks of :attr:`asked`."""
+
+    def restore_handlers(self) -> None:
+        """Restore the previous signal handlers."""
 
 
 @dataclass
