@@ -73,7 +73,8 @@ class WindowStart:
         """Return the counters without the micro-batches of an open window."""
         window = engine.accumulation
         counted = window.managed and window.micro_batches > 0 and engine.window_is_open
-        return window.before if counted and window.before is not None else engine.counters
+        before = window.counters_before
+        return before if counted and before is not None else engine.counters
 
     def data_position(self, engine: TrainingEngine) -> dict[str, int]:
         """Return the place in the training data from which a resumed run continues, equal on all

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 
-class Updater(UnitUpdates):
+class OffloadedUpdater(UnitUpdates):
     """Updates the units with offloaded state; ``copies`` sends new parameters to a GPU.
 
     If parameters are whole and their state is sharded, ``mesh`` has a dimension for updates: their

@@ -12,7 +12,7 @@ from hf_zero.logging import logger
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import free_beside_a_step
 from hf_zero.offload.storage import MASTER
-from hf_zero.offload.update import StagedCopies, Updater
+from hf_zero.offload.update import OffloadedUpdater, StagedCopies
 from hf_zero.optim.moment_formats import updates_in_host_memory
 from hf_zero.optim.offloaded_state import compressible, refuse_offload, stored_format
 from hf_zero.zero.feature import Feature
@@ -57,7 +57,7 @@ class OffloadedUpdates(Feature):
             copies_gradients = GradientOffload(device, placement.take_pinned)
         widest = max((flat.dtype.itemsize for flat in model.trainable), default=1)
         copies = StagedCopies(device, placement.sub_group_size * widest, placement.take_pinned)
-        updater = Updater(model.units, mesh, device, copies, copies_gradients)
+        updater = OffloadedUpdater(model.units, mesh, device, copies, copies_gradients)
         step.gradient_offload, step.updater, step.on_use = copies_gradients, updater, updater.used
         step.bring_state_back = self._bring_back_what_fits
 

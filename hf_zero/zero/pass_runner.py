@@ -145,7 +145,7 @@ class PassRunner:
                 "depends on trains"
             )
         self.reduce_stray_gradients()
-        self._window.asked = True
+        self._window.expects_gradients = True
         self._sanity.on_loss(loss)
         with self.losses.carrying(loss.dtype, weight) as scale:
             root = loss.float() * scale if scale != 1.0 else loss
@@ -162,7 +162,7 @@ class PassRunner:
         rank: they carry its loss scale.
         """
         self.reduce_stray_gradients()
-        self._window.asked = True
+        self._window.expects_gradients = True
         with self.losses.carrying(torch.float32, None), ExitStack() as backward:
             for output in outputs:
                 backward.enter_context(self.module_hooks.backward_of(output))
@@ -203,7 +203,7 @@ class PassRunner:
         if updates:
             self._engine().refuse_update()  # collective: the conditions are equal on all ranks
         window.begin_backward(closes)
-        alone = not any(window.counts_before)
+        alone = not any(window.before_last_backward)
         weight, unscale = self.losses.begin(1.0 / window.accumulation_steps)
         on_reduced = on_finished = None
         if updates and not self.losses.may_overflow:
@@ -287,7 +287,7 @@ class PassRunner:
     def write_gradient(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Set the gradient of parameter ``name``, as :meth:`EngineParts.write_gradient`."""
         self._optimizer_step.changes.refuse_until_step(f"writing {name}.grad")
-        self._window.asked = True
+        self._window.expects_gradients = True
         self.reducer.wait_for_offload()
         flat.optimizer_shard.wait_for_update()
         shard = flat.gradient.shard

@@ -184,7 +184,7 @@ def _updates_with_the_others() -> Iterator[Callable[[], int]]:
     """What was updated is gathered where the training thread issues its reductions."""
     groups: list[Any] = []
 
-    def noted(plain: Any, self: update.Updater, updated: unit.Unit, future: Any) -> None:
+    def noted(plain: Any, self: update.OffloadedUpdater, updated: unit.Unit, future: Any) -> None:
         groups[:] = [updated.trainable_flats[0].mesh.shard._reduce_group]
         plain(self, updated, future)
 
@@ -194,7 +194,7 @@ def _updates_with_the_others() -> Iterator[Callable[[], int]]:
                 others.enter_context(mock.patch.object(dim, "_group", groups[0]))
             plain(self, gather)
 
-    adds = replaced(update.Updater, "_add", noted)
+    adds = replaced(update.OffloadedUpdater, "_add", noted)
     issues = replaced(update_gathers.UpdateGathers, "_issue", elsewhere)
     with adds(), issues() as struck:
         yield struck

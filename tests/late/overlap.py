@@ -123,9 +123,9 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
     wanted: set[Any] = set()
     begun: dict[Any, float] = {}
     over: dict[Any, float] = {}
-    submit = update.Updater._submit
-    run = update.Updater._run
-    finish = update.Updater.finish
+    submit = update.OffloadedUpdater._submit
+    run = update.OffloadedUpdater._run
+    finish = update.OffloadedUpdater.finish
     apply = sub_group_update.SubGroupUpdate.run
 
     def submit_at(self: Any, chosen: Any, units: Any) -> None:
@@ -161,9 +161,9 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (update.Updater, "_submit", submit_at),
-            (update.Updater, "_run", run_on_lane),
-            (update.Updater, "finish", finish_at),
+            (update.OffloadedUpdater, "_submit", submit_at),
+            (update.OffloadedUpdater, "_run", run_on_lane),
+            (update.OffloadedUpdater, "finish", finish_at),
             (sub_group_update.SubGroupUpdate, "run", apply_at),
             # the forward alone issues gathers, also where the machine lets it come late
             (update_gathers, "GRACE_SECONDS", math.inf),

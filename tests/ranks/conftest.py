@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from hf_zero.offload.sub_group_update import SubGroupUpdate
-from hf_zero.offload.update import Updater
+from hf_zero.offload.update import OffloadedUpdater
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def gate(monkeypatch):
 @pytest.fixture
 def held_up(gate, monkeypatch):
     """No update begins before somebody waits for it."""
-    begin, finish = Updater.start, Updater.finish
+    begin, finish = OffloadedUpdater.start, OffloadedUpdater.finish
 
     def begun(self, *args, **more):
         finish(self)
@@ -37,5 +37,5 @@ def held_up(gate, monkeypatch):
             gate.set()
         finish(self, *args)
 
-    monkeypatch.setattr(Updater, "start", begun)
-    monkeypatch.setattr(Updater, "finish", wanted)
+    monkeypatch.setattr(OffloadedUpdater, "start", begun)
+    monkeypatch.setattr(OffloadedUpdater, "finish", wanted)

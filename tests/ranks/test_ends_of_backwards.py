@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import PartitionError
-from hf_zero.offload.update import Updater
+from hf_zero.offload.update import OffloadedUpdater
 from hf_zero.zero.step import optimizer_step
 from tests.helpers.cells import in_turn
 from tests.helpers.offloads import same
@@ -120,7 +120,7 @@ def test_one_rank_has_a_backward_that_no_hook_sees(stage, offload):
 
 def test_step_waits_for_no_update_into_files(monkeypatch, tmp_path):
     """The next backward that updates looks at the writes."""
-    gate, held, run_update = threading.Event(), list[bool](), Updater._run
+    gate, held, run_update = threading.Event(), list[bool](), OffloadedUpdater._run
 
     def wait(self: Any, *given: Any) -> Any:
         held.append(gate.wait(HELD_SECONDS))
@@ -140,7 +140,7 @@ def test_step_waits_for_no_update_into_files(monkeypatch, tmp_path):
         engine.destroy()
 
     plain = plain_run(ranks=1)
-    monkeypatch.setattr(Updater, "_run", wait)
+    monkeypatch.setattr(OffloadedUpdater, "_run", wait)
     on_ranks(1, run)
     assert held and all(held)
 

@@ -31,7 +31,7 @@ from hf_zero.errors import (
     UnusedParameterError,
 )
 from hf_zero.loading.shard_only import hold
-from hf_zero.offload.update import Updater
+from hf_zero.offload.update import OffloadedUpdater
 from hf_zero.zero.access.full import GatheredParameters
 from hf_zero.zero.layout.parameter import ReleasedParameter
 from hf_zero.zero.training_engine import TrainingEngine
@@ -323,7 +323,7 @@ def test_modules_that_the_configuration_names_are_units(rank, model, leaf, units
 @in_turn(
     "stage, where, name, thread",
     [
-        (2, Updater, "_run", "hf-zero update"),
+        (2, OffloadedUpdater, "_run", "hf-zero update"),
         (3, rank_requests, "_serve_until_closed", "hf_zero-serve"),
     ],
 )

@@ -17,7 +17,7 @@ from torch import nn
 
 import hf_zero.setup.offloaded_updates as offloaded_updates
 from hf_zero.offload.sub_group_update import SubGroupUpdate
-from hf_zero.offload.update import Updater
+from hf_zero.offload.update import OffloadedUpdater
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import (
@@ -96,13 +96,13 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
     ],
 )
 def test_updates_begin_in_the_backward(way, precision, accumulation, clip, tmp_path, monkeypatch):
-    begun, early = [], Updater.start_in_backward
+    begun, early = [], OffloadedUpdater.start_in_backward
 
     def noted(updater, update, unit):
         begun.append(unit.label)
         return early(updater, update, unit)
 
-    monkeypatch.setattr(Updater, "start_in_backward", noted)
+    monkeypatch.setattr(OffloadedUpdater, "start_in_backward", noted)
     job, plan = ArchitectureJob(LLAMA), Plan(2, 3, accumulation, precision, clip)
     zero = offload(way, 3, tmp_path, update_in_backward=True)
     got = train_on_threads(job, plan, engine_opener(3, zero_optimization=zero))

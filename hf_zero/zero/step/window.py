@@ -106,15 +106,15 @@ class AccumulationWindow:
         # of the window: number of step() calls, or of backwards if not managed; the counters before
         # its first micro-batch was counted
         self.micro_batches = 0
-        self.before: Counters | None = None
+        self.counters_before: Counters | None = None
         # Backwards since the last step() or zero_grad(): each that leaves the window open, as the
         # script has said, is a micro-batch; those that may close it are one together.
         self.open_backwards, self.closing_backward = 0, False
         # micro-batches and these backwards before the last backward
-        self.counts_before = (0, 0, False)
+        self.before_last_backward = (0, 0, False)
         # since the last step(): a backward was called or a gradient written, even if no hook of the
         # model ran; zero_grad() has dropped one
-        self.asked = self.was_dropped = False
+        self.expects_gradients = self.was_dropped = False
         # of the run: calls of step() that have counted, those that have ended a window, and the
         # forwards with gradients before the last call
         self.steps = self.updates = self.forwards_at_step = 0
@@ -142,7 +142,7 @@ class AccumulationWindow:
     def add_micro_batch(self, counters: Counters) -> None:
         """Count a micro-batch that does not end the window, before ``counters`` do."""
         if not self.micro_batches:
-            self.before = replace(counters)
+            self.counters_before = replace(counters)
         self.micro_batches += 1
         self.zeroed = False
 
@@ -157,7 +157,7 @@ class AccumulationWindow:
     @property
     def awaits_backward(self) -> bool:
         """Return whether no backward has come since the last ``step()`` or ``zero_grad()``."""
-        came = self.open_backwards or self.closing_backward or self.asked
+        came = self.open_backwards or self.closing_backward or self.expects_gradients
         return not (came or (self.micro_batches and not self.managed))
 
     def begin_backward(self, closes: bool) -> None:
@@ -165,7 +165,7 @@ class AccumulationWindow:
         is_first = not (self.open_backwards or self.closing_backward)
         if self.managed and self.micro_batches and is_first:
             self.zeroes_inside = self.zeroed and self.zeroes_inside is not False
-        self.counts_before = self.micro_batches, self.open_backwards, self.closing_backward
+        self.before_last_backward = self.micro_batches, self.open_backwards, self.closing_backward
         if not self.managed:
             self.micro_batches += 1
         elif closes:
@@ -198,7 +198,7 @@ class AccumulationWindow:
         backwards = self.open_backwards + self.closing_backward
         count = max(1, backwards) if self.managed else self.micro_batches
         self.open_backwards, self.closing_backward = 0, False
-        self.asked = False
+        self.expects_gradients = False
         if restart:
             self.micro_batches = 0
         return count
@@ -209,7 +209,7 @@ class AccumulationWindow:
 
     def uncount(self) -> None:
         """Take the last backward out of the counts: an exception has broken it."""
-        self.micro_batches, self.open_backwards, self.closing_backward = self.counts_before
+        self.micro_batches, self.open_backwards, self.closing_backward = self.before_last_backward
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Set whether the next backward ends the window; raises as :meth:`refuse_unmanaged`."""
