@@ -1,10 +1,12 @@
-"""Configuration of what runs in blocks: recomputation, offload, tiled MLPs, compilation."""
+"""Configuration of what runs in blocks: recomputation, offload, tiled MLPs, compilation, layouts of
+sparse attention.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_zero.config.feature_rows import FeatureSection
 from hf_zero.config.value_types import (
@@ -27,6 +29,18 @@ NUMBER = f"{CHECKPOINTING}.number_checkpoints"
 CPU = f"{CHECKPOINTING}.cpu_checkpointing"
 OFFLOAD = "activation_offload"
 ENABLED = f"{OFFLOAD}.enabled"
+
+
+def sparse_layout(section: object) -> dict[str, Any] | None:
+    """Return the layout that the ``section`` sparse_attention describes; None: dense attention."""
+    layout = dict(section) if isinstance(section, Mapping) else {"enabled": False}
+    enabled = layout.pop("enabled", True) and layout.get("mode", "fixed") != "dense"
+    return layout if enabled else None
+
+
+def attends_sparsely(values: Mapping[str, object]) -> bool:
+    """Return whether ``values``, by key, switch sparse attention on."""
+    return sparse_layout(values.get("sparse_attention")) is not None
 
 
 def _blocks(value: object) -> bool | int | str:

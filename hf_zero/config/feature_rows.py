@@ -47,7 +47,7 @@ class FeatureRow:
     keys: tuple[str, ...] = ()
     off: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     always: bool = False
-    content: bool = False
+    decided: str = ""
     trains: bool = False
     make: str = ""
     extends: str = ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 
-from hf_zero.config.feature_rows import FEATURES, FeatureRow
+from hf_zero.config.feature_rows import FEATURES, FeatureRow, loaded
 from hf_zero.config.keys import KEYS
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
@@ -15,6 +15,8 @@ from hf_zero.logging import JsonObject
 
 def is_on(row: FeatureRow, values: Mapping[str, object]) -> bool:
     """Return whether ``values``, by key, switch the feature of ``row`` on."""
+    if row.decided:
+        return bool(loaded(row.decided)(values))
     if any(_value(values, key) in refused for key, refused in row.off.items()):
         return False
     return any(_value(values, key) != _default(key) for key in row.keys)
@@ -70,7 +72,7 @@ def check_combination(on: Collection[str], values: Mapping[str, object]) -> None
 
 def refused_values(values: Mapping[str, object]) -> dict[str, str]:
     """Return, by key, why ``initialize`` refuses ``values``, as far as the keys show it."""
-    on = [name for name in switched_on(values) if not FEATURES[name].content]
+    on = switched_on(values)
     reasons: dict[str, str] = {}
     for at, name in enumerate(on):
         if found := conflicts(name, on[at + 1 :], values):

@@ -98,6 +98,26 @@ class MetricCurricula(FeatureSection):
     curriculum_metrics: JsonObject | None = key(SECTION, None, idle=_METRICS_OFF, hash=False)
 
 
+def curricula(values: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the settings of each metric whose curriculum ``values``, by key, switch on."""
+    switches = (values.get(f"{EFFICIENCY}.enabled"), values.get(f"{SAMPLING}.enabled"))
+    metrics = values.get(f"{CURRICULUM}.curriculum_metrics")
+    on = values.get(f"{CURRICULUM}.enabled") and False not in switches
+    return metrics if on and isinstance(metrics, Mapping) else {}
+
+
+def cuts_sequences(values: Mapping[str, object]) -> bool:
+    """Return whether ``values``, by key, switch on a curriculum that cuts sequences."""
+    return bool(values.get(f"{CURRICULUM_LEARNING}.enabled")) or any(
+        name in LENGTHS for name in curricula(values)
+    )
+
+
+def selects_samples(values: Mapping[str, object]) -> bool:
+    """Return whether ``values``, by key, switch on a curriculum that selects samples."""
+    return any(name not in LENGTHS for name in curricula(values))
+
+
 def _layers(value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
         raise ValueError(value)

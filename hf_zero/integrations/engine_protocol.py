@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.checkpoint.generations import Generations
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import Engine
-from hf_zero.zero.feature import FeatureSet
+from hf_zero.zero.engine_parts import EngineFeatures
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter import HOLDER, holder_of_whole
 from hf_zero.zero.step.window import StepMeasures
@@ -36,7 +36,7 @@ class EngineProtocol(Protocol):
     measures: StepMeasures[Any]
     generations: Generations
     stop_requests: Any
-    feature_set: FeatureSet
+    feature_set: EngineFeatures[Any]
     training: bool
 
     # ---- properties of Engine ----

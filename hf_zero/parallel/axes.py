@@ -5,7 +5,6 @@ cuts that its plan foresees, and what it makes of model, loader and engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -68,7 +67,7 @@ class ParallelAxes(Feature):
         # after both, which regroup the ranks that share a sequence
         self._sequence = sequences.sequence_of(self._settings, self._mpu)
 
-    def follow_loader(self, loader: Any) -> Any:
+    def follow_loader(self, loader: object) -> object:
         if loader is None or self._sequence is None:
             return loader
         return self._sequence.batches(loader)

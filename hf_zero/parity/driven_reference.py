@@ -20,6 +20,7 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations.engine_protocol import HOLDER, EngineProtocol, hold
 from hf_zero.parity.reference import DTYPES, Reference
+from hf_zero.zero.engine_parts import EngineFeatures
 from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.step.window import StepMeasures
 
@@ -44,7 +45,7 @@ class DrivenReference(Reference):
         self._unclipped_norm: torch.Tensor | None = None
         super().__init__(module, optimizer, config)
         self.group_parameters: list[list[nn.Parameter]] = [[*group["params"]] for group in groups]
-        self.feature_set = FeatureSet()
+        self.feature_set: EngineFeatures[Any] = FeatureSet()
         self.data_ranks = self.world_size
         hold(self)
 

@@ -221,7 +221,6 @@ def check_features(resolved: Resolved[Any]) -> None:
     request, settings = resolved.request, resolved.settings
     model = request.model
     features = resolved.features
-    features.check_combination(model, settings, resolved.optimizer)
     check_data(request.training_data, settings)
     features.check_inputs(
         EngineInputs(

@@ -38,7 +38,8 @@ from hf_zero.techniques.difficulty_index import (
 )
 from hf_zero.techniques.schedules import DifficultySchedule, Number
 from hf_zero.techniques.sequence_length import metrics_of
-from hf_zero.zero.feature import EngineInputs, Feature, FeatureSet
+from hf_zero.zero.engine_parts import EngineFeatures
+from hf_zero.zero.feature import EngineInputs, Feature
 from hf_zero.zero.step.window import Counters
 
 if TYPE_CHECKING:
@@ -337,7 +338,7 @@ class DifficultySampling(Feature):
         if hasattr(inputs.data, "__getitem__"):
             self.check_dataset(inputs.data)
 
-    def follow_loader(self, loader: Any) -> Any:
+    def follow_loader(self, loader: object) -> object:
         sampler = getattr(loader, "data_sampler", None)
         if isinstance(sampler, CurriculumSampler):
             self.follow(sampler)
@@ -459,14 +460,14 @@ def from_config(config: ZeroConfig) -> DifficultySampling | None:
     return DifficultySampling(metrics, config.section_of(DataEfficiency).seed) if metrics else None
 
 
-def follow(features: FeatureSet, sampler: object) -> None:
+def follow(features: EngineFeatures[Any], sampler: object) -> None:
     """Make a ``sampler`` by difficulty follow the training of an engine; ignore any other."""
     sampling = features.get(SAMPLING, DifficultySampling)
     if isinstance(sampler, CurriculumSampler) and sampling is not None:
         sampling.follow(sampler)
 
 
-def set_post_process(features: FeatureSet, function: PostProcess) -> None:
+def set_post_process(features: EngineFeatures[Any], function: PostProcess) -> None:
     """Post-process the batches of an engine's own loaders with ``function``. Raises ConfigError
     unless samples are selected by difficulty.
     """

@@ -249,10 +249,6 @@ def from_weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
             f'{path} is empty; write for each group {{"params": {{"start_bits": 16, '
             '"target_bits": 8, "quantization_period": 50}, "modules": ["*"]}'
         )
-    if config.section_of(QuantizeTraining).enabled:
-        raise ConfigError(
-            f"{QUANTIZE} and {COMPRESSION}.weight_quantization both quantize weights; keep one"
-        )
     groups = [
         _group(f"{path}.{name}", group, section.in_forward)
         for name, group in section.different_groups.items()

@@ -25,9 +25,7 @@ from hf_zero.config.techniques import (
     LENGTHS,
     METRICS,
     CurriculumSection,
-    DataEfficiency,
-    DataSampling,
-    MetricCurricula,
+    curricula,
 )
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.schedules import DifficultySchedule
@@ -335,10 +333,7 @@ def metrics_of(config: ZeroConfig) -> dict[str, dict[str, object]]:
     """Return the settings of each active metric; none if a switch is off. Raises ConfigError for a
     metric without settings.
     """
-    switches = (config.section_of(DataEfficiency).enabled, config.section_of(DataSampling).enabled)
-    if not config.section_of(MetricCurricula).enabled or False in switches:
-        return {}
-    metrics = dict(config.section_of(MetricCurricula).curriculum_metrics or {})
+    metrics: dict[str, Any] = dict(curricula(config.written))
     for name, settings in metrics.items():
         if not isinstance(settings, Mapping):
             raise ConfigError(

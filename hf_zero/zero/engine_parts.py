@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from hf_zero.logging import first_line
 from hf_zero.offload.placement import Placement
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.own_step import reopen_fused
-from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.gather.model_patches import Override, refuse_foreign_step
 from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout import planner
@@ -36,6 +35,7 @@ from hf_zero.zero.pass_runner import PassRunner
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, limit_native_threads, retire_flats
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
+from hf_zero.zero.step.hooks_of_features import StepHooks
 from hf_zero.zero.step.optimizer_patch import patch_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep, failed_write
 from hf_zero.zero.step.window import (
@@ -80,6 +80,26 @@ class ModelWrapper(nn.Module):
                 ) from None
 
 
+T = TypeVar("T")
+E_contra = TypeVar("E_contra", contravariant=True)
+
+
+class EngineFeatures(Protocol[E_contra]):
+    """What an engine of class ``E_contra`` calls of its features, which are applied to it."""
+
+    hooks: StepHooks
+    by_name: dict[str, Any]
+
+    def get(self, name: str, kind: type[T]) -> T | None: ...
+    def check(self, plan: EnginePlan) -> None: ...
+    def bind(self, step: OptimizerStep) -> None: ...
+    def apply(self, engine: E_contra) -> None: ...
+    def compile(self, backend: str, **options: object) -> None: ...
+    def state_dict(self) -> dict[str, dict[str, object]]: ...
+    def load_state_dict(self, state: Mapping[str, dict[str, object]]) -> None: ...
+    def remove(self) -> None: ...
+
+
 class EngineParts(ModelWrapper):
     """The parts of the engine that ``plan`` describes, installed by the constructor (collective)
     and removed by :meth:`destroy`.
@@ -94,9 +114,10 @@ class EngineParts(ModelWrapper):
     # names of parameters and buffers that other pipeline stages hold
     elsewhere: frozenset[str] = frozenset()
     measures: StepMeasures[Any] = StepMeasures()
+    feature_set: EngineFeatures[Self]
     generations: Any = None  # of checkpoints, of an engine that has them
 
-    def __init__(self, plan: EnginePlan, features: FeatureSet):
+    def __init__(self, plan: EnginePlan, features: EngineFeatures[Self]):
         super().__init__()
         self.module = plan.model
         self.config = config = plan.settings
@@ -181,7 +202,7 @@ class EngineParts(ModelWrapper):
             shard_only=shard_only,
         )
 
-    def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
+    def _build(self: Self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         """Build ``plan`` and install everything on the model; ``installed`` collects the inverse
         operations, in reverse order.
         """

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.feature_rows import FEATURES, FeatureRow, loaded
-from hf_zero.config.features import check_combination, is_on, switched_on
+from hf_zero.config.feature_rows import FEATURES, loaded
+from hf_zero.config.features import check_combination, switched_on
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -28,6 +28,10 @@ from hf_zero.zero.step.hooks_of_features import StepHooks
 
 if TYPE_CHECKING:
     from hf_zero.zero.step.optimizer_step import OptimizerStep
+    from hf_zero.zero.training_engine import TrainingEngine
+
+E = TypeVar("E", bound="TrainingEngine")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +96,7 @@ class Feature:
         return False
 
     @classmethod
-    def engine_class(cls, model: nn.Module, kind: type[Any]) -> type[Any]:
+    def engine_class(cls, model: nn.Module, kind: type[E]) -> type[E]:
         """Return the class of the engine of ``model``, ``kind`` or a subclass of it."""
         return kind
 
@@ -130,7 +134,7 @@ class Feature:
     def prepare(self, model: nn.Module) -> None:
         """Replace modules of ``model``, or their forwards, before its units are formed."""
 
-    def follow_loader(self, loader: Any) -> Any:
+    def follow_loader(self, loader: object) -> object:
         """Return ``loader``, of the training data, or one that follows the training."""
         return loader
 
@@ -143,9 +147,9 @@ class Feature:
     def bind(self, step: OptimizerStep) -> None:
         """Prepare the feature's part of the steps that ``step`` makes, of an engine under way."""
 
-    def apply(self, engine: Any) -> None:
-        """Install the feature on ``engine``, a TrainingEngine, after the engine's own hooks. What
-        depends on the step reads ``engine.global_steps``, which a load restores.
+    def apply(self, engine: TrainingEngine) -> None:
+        """Install the feature on ``engine``, after the engine's own hooks. What depends on the step
+        reads ``engine.global_steps``, which a load restores.
         """
 
     # ---- in a step; ``StepHooks`` has those that a feature overrides. All but the first two may be
@@ -220,21 +224,18 @@ class Feature:
 
     # ---- for scripts and checkpoints ----
 
-    def compile(self, backend: str, **options: Any) -> None:
+    def compile(self, backend: str, **options: object) -> None:
         """Compile what the feature compiles, because a script has called ``engine.compile``."""
 
     def state_dict(self) -> dict[str, object]:
         """Return the state for checkpoints besides the counters: JSON, equal on all ranks."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Restore the result of :meth:`state_dict`; the counters are restored already."""
 
     def remove(self) -> None:
         """Remove everything that is installed. Idempotent."""
-
-
-F = TypeVar("F", bound=Feature)
 
 
 class FeatureSet:
@@ -264,21 +265,21 @@ class FeatureSet:
         kind: str = "",
     ) -> FeatureSet:
         """Return the features that ``settings`` switch on, and those without a key that ``model``
-        and ``optimizer`` call for; with ``kind`` those of it alone. Raises ConfigError for settings
-        of one that contradict each other.
+        and ``optimizer`` call for; with ``kind`` those of it alone. Raises ConfigError for features
+        of ``model`` that do not go together, before one is made, and for settings of one that
+        contradict each other.
         """
         written = settings.written
-
-        def is_called(row: FeatureRow) -> bool:
-            if row.keys or not row.early or model is None:
-                return is_on(row, written)
-            called: bool = loaded(row.early).is_called(model, settings, optimizer)
-            return called
-
+        on = switched_on(written)
+        if model is not None:
+            classes = early().items()
+            on += [each for each, of in classes if of.is_called(model, settings, optimizer)]
+            trains = optimizer is not None
+            check_combination([each for each in on if trains or not FEATURES[each].trains], written)
         made: dict[str, Feature | None] = {
             name: loaded(row.make)(settings)
             for name, row in FEATURES.items()
-            if row.make and kind in ("", row.kind) and (row.always or is_called(row))
+            if row.make and kind in ("", row.kind) and (row.always or name in on)
         }
         return cls({name: feature for name, feature in made.items() if feature is not None})
 
@@ -288,7 +289,7 @@ class FeatureSet:
     def __contains__(self, name: str) -> bool:
         return name in self.by_name
 
-    def get(self, name: str, kind: type[F]) -> F | None:
+    def get(self, name: str, kind: type[T]) -> T | None:
         """Return the feature ``name``, of the class ``kind``; None if it is off."""
         feature = self.by_name.get(name)
         return feature if isinstance(feature, kind) else None
@@ -299,24 +300,6 @@ class FeatureSet:
         for feature in self:
             by_name |= feature.further(model)
         return FeatureSet(by_name)
-
-    def check_combination(
-        self, model: nn.Module, settings: ZeroConfig, optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        """Raise ConfigError for features that do not go together: those of ``settings``, and those
-        that ``model`` and ``optimizer`` call for without a key.
-        """
-        written = settings.written
-        on = [
-            name
-            for name in switched_on(written)
-            if (not FEATURES[name].content or name in self)
-            and (optimizer is not None or not FEATURES[name].trains)
-        ]
-        called = [
-            name for name, kind in early().items() if kind.is_called(model, settings, optimizer)
-        ]
-        check_combination([*on, *called], written)
 
     def check_inputs(self, inputs: EngineInputs) -> None:
         for feature in self:
@@ -348,7 +331,7 @@ class FeatureSet:
         for feature in self:
             feature.prepare(model)
 
-    def follow_loader(self, loader: Any) -> Any:
+    def follow_loader(self, loader: object) -> object:
         for feature in self:
             loader = feature.follow_loader(loader)
         return loader
@@ -357,20 +340,20 @@ class FeatureSet:
         for feature in self:
             feature.bind(step)
 
-    def apply(self, engine: Any) -> None:
+    def apply(self, engine: TrainingEngine) -> None:
         for feature in self:
             feature.apply(engine)
 
-    def compile(self, backend: str, **options: Any) -> None:
+    def compile(self, backend: str, **options: object) -> None:
         for feature in self:
             feature.compile(backend, **options)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, dict[str, object]]:
         """Return the states of those that have one, by name."""
         states = {name: feature.state_dict() for name, feature in self.by_name.items()}
         return {name: state for name, state in states.items() if state}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, dict[str, object]]) -> None:
         for name, feature in self.by_name.items():
             feature.load_state_dict(state.get(name, {}))
 

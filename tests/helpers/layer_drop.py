@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,16 +142,21 @@ class LayerDropJob(Job):
         """Let the plain ``model`` skip the blocks that ``out`` names, and scale the others."""
         blocks = [block for stack in self.blocks(model) for block in stack]
         for block, gone, each in zip(blocks, out, p):
-            block.forward = _switched(block, gone, each)  # type: ignore[method-assign]
+            plain = partial(type(block).forward, block)
+            block.forward = switched(block, gone, each, plain)  # type: ignore[method-assign]
 
 
-def _switched(block: nn.Module, gone: bool, p: float) -> Callable[..., Any]:
+def switched(
+    block: nn.Module, gone: bool, p: float, plain: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the forward of ``block``, which is ``plain``, left out or scaled."""
+
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if gone and type(block).__name__ == "T5Block":
             return hidden_states, args[1], args[4]  # with the two position biases as they came
         if gone:
             return hidden_states
-        out = type(block).forward(block, hidden_states, *args, **kwargs)
+        out = plain(hidden_states, *args, **kwargs)
         if isinstance(out, tuple):
             return (hidden_states + (out[0] - hidden_states) / p, *out[1:])
         return hidden_states + (out - hidden_states) / p

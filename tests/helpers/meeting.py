@@ -10,6 +10,7 @@ and a meeting of different operations or sizes raises on the spot. An input that
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable
@@ -88,6 +89,32 @@ class Meeting:
         return f"{kind} of {', '.join(sizes)}"
 
 
+class Message:
+    """A tensor between two ranks: it is copied, as it is then, once both of them have come."""
+
+    def __init__(self) -> None:
+        self._sent: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
+        self.over = threading.Event()
+        self.done = False
+
+    def lacks(self, sends: bool) -> bool:
+        return (self._sent if sends else self._buffer) is None
+
+    def join(self, tensor: torch.Tensor, sends: bool) -> Pending:
+        if sends:
+            self._sent = tensor
+        else:
+            self._buffer = tensor
+        if self._sent is not None and self._buffer is not None:
+            with torch.no_grad():
+                self._buffer.copy_(self._sent)
+            self._sent = self._buffer = None
+            self.done = True
+            self.over.set()
+        return Pending(self)
+
+
 class _Seat:
     """The result of ``_start_coll`` on a rank: the meeting, and the collective that this rank
     expects.
@@ -113,6 +140,7 @@ class Meetings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[tuple[str, int], Meeting] = {}
+        self._messages: dict[tuple[Any, ...], list[Message]] = {}
         self._counts: dict[tuple[int, str], int] = {}
         self._before: dict[str, Any] = {}
         self._returned: set[int] = set()  # threads of ranks that have done their work
@@ -128,6 +156,18 @@ class Meetings:
                     group.size(), f"number {number} of group {group.pg_name}"
                 )
             return _Seat(meeting, collective)
+
+    def _transfer(
+        self, group: Any, tensors: list[torch.Tensor], peer: int, tag: int, sends: bool
+    ) -> Pending:
+        ends = (group.rank(), peer) if sends else (peer, group.rank())
+        with self._lock:
+            messages = self._messages.setdefault((group.pg_name, *ends, tag), [])
+            messages[:] = [each for each in messages if not each.done]
+            message = next((each for each in messages if each.lacks(sends)), None)
+            if message is None:
+                messages.append(message := Message())
+            return message.join(tensors[0], sends)
 
     def _shut_down(self, group: Any) -> None:
         group.kept_name = group._world().pg_names[group]
@@ -146,8 +186,9 @@ class Meetings:
     def release_all(self) -> None:
         """Let every rank that waits go: it ends quietly."""
         with self._lock:
-            for meeting in self._open.values():
-                meeting.over.set()
+            messages = itertools.chain.from_iterable(self._messages.values())
+            for each in (*self._open.values(), *messages):
+                each.over.set()
 
     def install(self) -> None:
         group = threaded.ProcessLocalGroup
@@ -160,9 +201,12 @@ class Meetings:
             setattr(group, name, staticmethod(function))
         self._before["pg_name"] = group.__dict__["pg_name"]
         group.pg_name, group.shutdown = property(_name_of_group), lambda pg: self._shut_down(pg)
+        group.send = lambda pg, *given: self._transfer(pg, *given, sends=True)
+        group.recv = lambda pg, *given: self._transfer(pg, *given, sends=False)
 
     def uninstall(self) -> None:
-        del threaded.ProcessLocalGroup.shutdown
+        for name in ("shutdown", "send", "recv"):
+            delattr(threaded.ProcessLocalGroup, name)
         threaded.ProcessLocalGroup.pg_name = self._before.pop("pg_name")
         for name, function in self._before.items():
             setattr(threaded.ProcessLocalGroup, name, function)

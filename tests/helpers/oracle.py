@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,9 +36,7 @@ class _Plain(Driver):
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.module, self.plan, self.dtype, self.memory = model, plan, plan.dtype, {}
         self.scale = plan.scale if plan.precision == "fp16" else 1.0
-        # what a sum over the window and the ranks is divided by
-        self.mean = self.scale * plan.ranks * plan.accumulation
-        self.divisor = self.mean if plan.precision == "fp16" else 1.0
+        self.begin(plan.accumulation)
         self.sums = {
             name: torch.zeros_like(p, dtype=torch.float32)
             for name, p in model.named_parameters()
@@ -49,6 +48,12 @@ class _Plain(Driver):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def begin(self, micros: int) -> None:
+        """Begin a step whose windows have ``micros`` micro-batches."""
+        # what a sum over the window and the ranks is divided by
+        self.mean = self.scale * self.plan.ranks * micros
+        self.divisor = self.mean if self.plan.precision == "fp16" else 1.0
 
     def backward(self, loss: torch.Tensor) -> None:
         # the mean over the window is taken in fp32: by three is no exact division
@@ -107,6 +112,17 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+@contextmanager
+def _rates_times(factor: float, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    groups = optimizer.param_groups if factor != 1.0 else []
+    rates = [group["lr"] for group in groups]
+    for group, rate in zip(groups, rates):
+        group["lr"] = rate * factor
+    yield
+    for group, rate in zip(groups, rates):
+        group["lr"] = rate
+
+
 def run(job: Job, plan: Plan) -> Trace:
     """Train ``job`` by ``plan`` in this process alone."""
     master = job.build()
@@ -118,9 +134,11 @@ def run(job: Job, plan: Plan) -> Trace:
     memories: list[dict[str, Any]] = [{} for _ in range(plan.ranks)]
     for step in range(plan.steps):
         losses: list[float] = []
+        micros = job.micros(plan, step)
+        net.begin(micros)
         for rank in range(plan.ranks):
             net.memory = memories[rank]
-            window = [At(step, micro, rank) for micro in range(plan.accumulation)]
+            window = [At(step, micro, rank) for micro in range(micros)]
             losses += [float(loss.detach()) for loss in job.window(net, window, lambda: None)]
             net.end_rank()
         grads = net.take()
@@ -129,7 +147,8 @@ def run(job: Job, plan: Plan) -> Trace:
         for name in net.used:
             masters[name].grad = grads[name] * factor
         net.used.clear()
-        optimizer.step()
+        with _rates_times(job.rate(step), optimizer):
+            optimizer.step()
         optimizer.zero_grad()
         if mixed:
             with torch.no_grad():

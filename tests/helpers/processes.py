@@ -1,5 +1,4 @@
-"""Real gloo processes on 127.0.0.1, for what threads cannot show: point-to-point messages,
-asynchronous transport, ends.
+"""Real gloo processes on 127.0.0.1, for what threads cannot show: asynchronous transport, ends.
 
 A launch costs seconds (each process imports torch), so one launch runs many cases inside the same
 processes.

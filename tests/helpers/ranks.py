@@ -2,8 +2,8 @@
 can hang a suite.
 
 Threads start in milliseconds and show the logic; processes show the transport. The threaded group
-(asynchronous and strict, see helpers/meeting.py) has no point-to-point messages and waits for ever
-on a missing collective: every run has a deadline, after which the stack of each rank is shown.
+(asynchronous and strict, see helpers/meeting.py) waits for ever on a missing collective: every run
+has a deadline, after which the stack of each rank is shown.
 Build and seed models before the ranks start, because threads share the random generator.
 Class-level state is shared between threads too.
 """

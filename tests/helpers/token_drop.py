@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,25 +76,27 @@ class TokenDropJob(LayerDropJob):
         read = int(tokens_read(made).at(at.step))
         for number in self.chosen:
             place = (at.step, at.micro, at.rank)
-            blocks[number].forward = self.narrowed(blocks[number], number, place, read)  # type: ignore
+            plain = partial(type(blocks[number]).forward, blocks[number])
+            blocks[number].forward = self.narrowed(plain, number, place, read)  # type: ignore
 
-    def narrowed(self, block: nn.Module, number: int, at: Any, read: int) -> Callable[..., Any]:
-        plain = type(block).forward
+    def narrowed(
+        self, plain: Callable[..., Any], number: int, at: Any, read: int
+    ) -> Callable[..., Any]:
+        """Return ``plain``, the forward of block ``number``, over the tokens that it reads."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(plain).bind(block, *args, **kwargs).arguments
+            given = inspect.signature(plain).bind(*args, **kwargs).arguments
             given |= given.pop("kwargs", {})
-            del given["self"]
             x = given.pop("hidden_states")
             size = x.shape[1]
             if read >= size:
-                return plain(block, *args, **kwargs)
+                return plain(*args, **kwargs)
             kept = sample(SEED, at, number, len(x), size, read, x.device)
             self.dropped += size - read
             new = x.clone()
             for row, own in enumerate(kept):
                 named = {name: one_row(name, each, row, own, size) for name, each in given.items()}
-                out = plain(block, hidden_states=x[row : row + 1, own], **named)
+                out = plain(hidden_states=x[row : row + 1, own], **named)
                 new[row, own] = (out[0] if isinstance(out, tuple) else out)[0]
             if isinstance(out, tuple):
                 return new, given["position_bias"], given["encoder_decoder_position_bias"]

@@ -129,6 +129,14 @@ class Job:
     def loss(self, net: Driver, at: At) -> torch.Tensor:
         raise NotImplementedError
 
+    def micros(self, plan: Plan, step: int) -> int:
+        """Return the micro-batches of a rank in ``step``."""
+        return plan.accumulation
+
+    def rate(self, step: int) -> float:
+        """Return what multiplies the learning rates of the plain loop in ``step``."""
+        return 1.0
+
     def micro(self, net: Driver, at: At) -> torch.Tensor:
         """Run one micro-batch to the end of its backward; returns its loss."""
         loss = self.loss(net, at)
@@ -231,13 +239,13 @@ def train(session: Session, job: Job, plan: Plan, rank: int) -> Trace:
     """Train on one rank and record; losses are this rank's own."""
     trace = Trace()
     for step in range(plan.steps):
-        window = [At(step, micro, rank) for micro in range(plan.accumulation)]
-        ended = 0
+        micros, ended = job.micros(plan, step), 0
+        window = [At(step, micro, rank) for micro in range(micros)]
 
-        def end_micro() -> None:
+        def end_micro(micros: int = micros) -> None:
             nonlocal ended
             ended += 1
-            if ended == plan.accumulation:
+            if ended == micros:
                 trace.grads.append(session.grads())
             session.step()
 

@@ -27,8 +27,9 @@ from hf_zero.config.features import (
 from hf_zero.config.keys import KEYS
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
+from hf_zero.zero import feature
 from hf_zero.zero.extensions import extensions_of
-from hf_zero.zero.feature import Feature, FeatureSet
+from hf_zero.zero.feature import Feature, FeatureSet, early
 from hf_zero.zero.step.hooks_of_features import NO_HOOKS, StepHooks
 from tests.helpers.stacks import on_ranks
 
@@ -228,6 +229,37 @@ def test_pairs_that_exclude_each_other_are_named_with_the_reason() -> None:
     assert said.startswith(f"tiled_mlp does not go with pipeline: {reason(one, other)}. ")
     assert f"{one} does not go with pipeline: " in said and "zero_optimization.stage: 3: " in said
     assert said.count("tiled_mlp") == 1, "each pair once"
+
+
+def test_pairs_are_refused_before_a_feature_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ZeroConfig.from_dict(
+        {
+            "quantization_aware_training": {"config": "int8_weight"},
+            "float8_training": {"recipe": "rowwise"},
+        }
+    )
+    model = torch.nn.Linear(2, 2)
+    early()  # their classes are loaded before
+    monkeypatch.setattr(feature, "loaded", lambda name: pytest.fail(f"{name} is made"))
+    with pytest.raises(ConfigError, match="quantization_aware_training does not go with float8_tr"):
+        FeatureSet.of(settings, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+METRICS = {"seqlen_truncate": "curriculum_learning", "hard": "data_efficiency.data_sampling"}
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_what_is_on_follows_from_what_a_section_contains(metric: str) -> None:
+    learning = {"enabled": True, "curriculum_metrics": {metric: {}}}
+    values = {"enabled": True, "data_sampling": {"curriculum_learning": learning}}
+    assert switched_on(ZeroConfig.from_dict({"data_efficiency": values}).written) == [
+        METRICS[metric]
+    ]
+    values["enabled"] = False
+    assert switched_on(ZeroConfig.from_dict({"data_efficiency": values}).written) == []
+    for section in ({"enabled": False}, {"mode": "dense"}):
+        assert "sparse_attention" not in switched_on({"sparse_attention": section})
+    assert "sparse_attention" in switched_on({"sparse_attention": {"mode": "fixed"}})
 
 
 def test_what_keys_alone_show_is_refused_by_key() -> None:

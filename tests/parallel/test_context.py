@@ -19,6 +19,7 @@ import hf_zero
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.fused.sparse_attention import sparsify
 from hf_zero.parallel.sequence import block_kernels
 from hf_zero.parallel.sequence.attention import DistributedAttention
 from hf_zero.parallel.sequence.block_kernels import KERNELS, kernels_on
@@ -169,6 +170,14 @@ dropping = partial(gpt2, attn_pdrop=0.1)
 BOTH_WAYS = partial(tiny, "roberta", pad_token_id=1, is_decoder=False)
 CONTEXT = {"context_parallel_size": 2}
 SPARSE = {"sparse_attention": {"mode": "fixed", "block": 16, "attention": "unidirectional"}}
+
+
+def sparse():
+    model = llama(max_position_embeddings=256)
+    sparsify(model, SPARSE["sparse_attention"])
+    return model
+
+
 REFUSED = {
     "divide": (llama, {"context_parallel_size": 3}, "context_parallel_size = 3 .*divide 2 ranks"),
     "both sizes": (
@@ -178,7 +187,8 @@ REFUSED = {
     ),
     "directions": (BOTH_WAYS, CONTEXT, "in both directions"),
     "sparse": (partial(llama, max_position_embeddings=256), {**CONTEXT, **SPARSE},
-               "cannot split sparse_attention"),
+               "sparse_attention does not go with context_parallel_size: 2: its blocks are of"),
+    "sparse by the script": (sparse, CONTEXT, "cannot split sparse_attention"),
     "blocks left out by each rank": (
         llama,
         {**CONTEXT, "progressive_layer_drop": {"enabled": True, "per_rank": True}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from hf_zero.parallel.sequence import batches
 from hf_zero.parallel.sequence.attention import DistributedAttention
 from hf_zero.parallel.sequence.division import Division
 from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.techniques.layer_drop import draw
 from tests.helpers import oracle
 from tests.helpers.causal_zoo import batch_of, by_model_type, tiny
 from tests.helpers.cells import in_one_item
@@ -147,6 +149,16 @@ def test_sparse_attention():
     job, plan = SequenceJob(sparse, long_rows), Plan(ranks=1, steps=1)
     found, _ = train_on_threads(SequenceJob(make, long_rows), plan, SP2, 1, sparse_attention=SPARSE)
     oracle.compare(found, oracle.run(job, plan), 1e-5)
+
+
+def test_forwards_that_leave_all_blocks_out() -> None:
+    """They attend to nothing, which is no fault of theirs."""
+    steps, seed = 6, 3
+    drop = {"enabled": True, "theta": 1e-6, "gamma": 100.0}  # after a step the last is left out
+    assert any(draw(seed, step, 0, 2)[0] >= 0.5 for step in range(1, steps))
+    job, plan = SequenceJob(llama), Plan(ranks=1, steps=steps)
+    found, _ = train_on_threads(job, plan, SP2, 1, progressive_layer_drop=drop, seed=seed)
+    assert all(map(math.isfinite, found.losses))
 
 
 def test_experts_of_ranks_that_share_sequences():

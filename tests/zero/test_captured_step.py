@@ -56,7 +56,7 @@ def check(
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     settings = ZeroConfig.from_dict({**CAPTURE, **more})
-    FeatureSet.of(settings).check_combination(model, settings, optimizer)
+    FeatureSet.of(settings, model, optimizer)
     check_capture(settings, model, optimizer, torch.device(device))
 
 
@@ -91,7 +91,7 @@ def test_keys_that_no_graph_holds_are_refused(gpu: None, name: str) -> None:
     assert name in str(caught.value) and remedy in str(caught.value)
     model = nn.Linear(2, 2)
     settings = ZeroConfig.from_dict({**CAPTURE, **REFUSED[name]})
-    FeatureSet().check_combination(model, settings, None)  # an engine without an optimizer
+    FeatureSet.of(settings, model)  # of an engine without an optimizer
     check_capture(settings, model, None, torch.device("cpu"))
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from hf_zero.activations.compile import to_be_compiled
 from hf_zero.config import ZeroConfig
-from hf_zero.config.activations import CompileSection
+from hf_zero.config.activations import CompileSection, sparse_layout
 from hf_zero.zero.feature import EngineInputs, Feature
 
 
@@ -17,7 +15,7 @@ class FusedModules(Feature):
 
     def __init__(self, settings: ZeroConfig):
         self._kernels, self._moves_norms = settings.kernels, settings.pre_layer_norm
-        self._sparse = sparse_section(settings)
+        self._sparse = sparse_layout(settings.sparse_attention)
         self._chooses, self._compiles = (
             settings.chooses_kernels,
             settings.section_of(CompileSection).blocks,
@@ -50,10 +48,3 @@ class FusedModules(Feature):
             compiled=blocks if self._compiles else (),
             narrow=() if self._compiles else fused.narrow_blocks(blocks),
         )
-
-
-def sparse_section(settings: ZeroConfig) -> dict[str, Any] | None:
-    """Return the layout that the section ``sparse_attention`` describes; None: dense attention."""
-    section = dict(settings.sparse_attention or {"enabled": False})
-    enabled = section.pop("enabled", True) and section.get("mode", "fixed") != "dense"
-    return section if enabled else None

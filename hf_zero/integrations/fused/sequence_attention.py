@@ -205,6 +205,7 @@ class _Forward:
         ] = []  # configurations that have eager attention for one forward
         self._key = sequence.division.key
         self._depth = threading.local()
+        self._attended = False  # in one forward at least: later ones may leave all blocks out
 
     def begin(
         self, module: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, object]
@@ -281,7 +282,8 @@ class _Forward:
         if self._depth.value or getattr(_under_way, "documents", None) is None:
             return
         _under_way.documents = None
-        if not _under_way.read and output is not None:
+        self._attended |= _under_way.read
+        if not self._attended and output is not None:
             raise ConfigError(
                 f"{type(module).__name__} has attended without {self._name}: each rank saw only "
                 f"its own tokens; set {self._key} to 1 for this model"

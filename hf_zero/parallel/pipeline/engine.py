@@ -472,20 +472,14 @@ def check_uncut(config: ZeroConfig, module: StagedModule) -> None:
 
 
 def check_pipeline(config: ZeroConfig, module: StagedModule) -> None:
-    """Raise ConfigError for saves in the background of several stages, for recomputation of a model
-    that does not offer it, and for a schedule for another number of stages per rank. Raise
-    UnmanagedWindowError if the script is to end accumulation windows itself. What no pipeline goes
-    with is in ``config/features.toml``.
+    """Raise ConfigError for recomputation of a model that does not offer it, and for a schedule for
+    another number of stages per rank. Raise UnmanagedWindowError if the script is to end
+    accumulation windows itself. What no pipeline goes with is in ``config/features.toml``.
     """
     if not config.managed_gradient_accumulation:
         raise UnmanagedWindowError(
             "managed_gradient_accumulation is false, which is not supported with pipeline "
             "parallelism: train_batch runs all micro-batches of a step; remove the key"
-        )
-    if config.checkpoint.async_save and module.num_stages > 1:
-        raise ConfigError(
-            "checkpoint.async_save is true, which is not supported with pipeline parallelism: a "
-            "save joins the shards of several stages; remove the key"
         )
     if config.pipeline.activation_checkpoint_interval and not hasattr(
         module, "set_checkpoint_interval"

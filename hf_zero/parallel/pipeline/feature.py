@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.parallel.pipeline.engine import check_pipeline, check_uncut, pipelined
+from hf_zero.parallel.pipeline.engine import E, check_pipeline, check_uncut, pipelined
 from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
 from hf_zero.zero.feature import EngineInputs, Feature
 
@@ -32,7 +30,7 @@ class Pipeline(Feature):
         return isinstance(model, StagedModule)
 
     @classmethod
-    def engine_class(cls, model: nn.Module, kind: type[Any]) -> type[Any]:
+    def engine_class(cls, model: nn.Module, kind: type[E]) -> type[E]:
         return pipelined(kind) if isinstance(model, StagedModule) else kind
 
     def check_inputs(self, inputs: EngineInputs) -> None:

@@ -481,7 +481,6 @@ def _engine(planned: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Eng
     if isinstance(module, StagedModule):
         check_uncut(settings, module)
         check_pipeline(settings, module)
-    features.check_combination(module, settings, optimizer)
     engine_plan = plan(
         module, settings, planned.dims, optimizer, extensions_of=extensions_of, rank=planned.rank,
         device=META,
