@@ -193,41 +193,34 @@ class Reducer:
         packed: int,
         keeps_buffers: bool,
     ):
-        self._order = ReductionOrder(units)
-        self._mesh = mesh
+        self._mesh, self._schedule = mesh, schedule
+        self._order, self.remaining = ReductionOrder(units), RemainingForwards()
+        flats = [flat for unit in units for flat in unit.flats]
+        trainable = [flat for flat in flats if flat.trainable]
+        self._members = [parameter for flat in flats for parameter in flat.members]
+        self._frozen = [p for flat in flats if not flat.trainable for p in flat.members]
         # sharded gradients cannot stay whole
         self._reduces_every_backward = policy.shards_gradients
-        self._frozen = [
-            p for unit in units for flat in unit.flats if not flat.trainable for p in flat.members
-        ]
-        self._wire_dtype = wire_dtype
-        self._agreement = agreement
-        self._offload = offload
-        self._buffers = wire_buffers(flat for unit in units for flat in unit.trainable_flats)
-        meshes = dict.fromkeys(flat.mesh for unit in units for flat in unit.trainable_flats)
+        self._wire_dtype, self._averaging = wire_dtype, averaging
+        self._agreement, self._offload = agreement, offload
+        self._buffers = wire_buffers(trainable)
+        meshes = dict.fromkeys(flat.mesh for flat in trainable)
         dims = [dim for mesh in meshes for dim in (mesh.shard, mesh.replicate)]
         # freed before the update, which does not need them
         self._freed = [] if keeps_buffers else [self._buffers, *(dim.spare for dim in dims)]
-        self._averaging = averaging
         self._sums = WindowSums(self._buffers, offload)
         self._messages = ReductionMessages(
             mesh, self._sums, self._buffers, offload, kernels, packed, self._issue_gathers
         )
+        self.idle = IdleParameters()
         self._known: set[Hashable] = set()  # kinds of backward whose order is known
         self.progress = BackwardProgress()  # of the backward under way, or of the last one
         # units left out of the backward under way that it uses after all: reduced last
         self._restored: set[Unit] = set()
-        self.idle = IdleParameters()
         self.configure_backward(BackwardSettings())
-        self._members = [
-            parameter for unit in units for flat in unit.flats for parameter in flat.members
-        ]
-        self._schedule = schedule
-        self.remaining = RemainingForwards()
-        # an exception has broken a backward of the window and some of its gradients are lost
-        self.gradients_lost = False
-        # number of backwards with gradients since the last step or ``zero_grad``
-        self.backwards = 0
+        # since the last step or ``zero_grad``: number of backwards with gradients; an exception has
+        # broken one, and some of its gradients are lost
+        self.backwards, self.gradients_lost = 0, False
 
     # ---- a backward, from its first gradient to its last ----
 
