@@ -110,8 +110,9 @@ def load(
     """
     started = time.perf_counter()
     engine.refuse_destroyed("load into")
-    if verify is None and engine.config.checkpoint.verify and not in_memory:
-        level = VerifyLevel.BLOCKS
+    if verify is None:
+        compares = engine.config.checkpoint.verify and not in_memory
+        level = VerifyLevel.BLOCKS if compares else VerifyLevel.NOTHING
     elif verify:
         level = VerifyLevel.BLOCKS if in_memory else VerifyLevel.FILES
     else:

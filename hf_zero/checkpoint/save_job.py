@@ -199,6 +199,9 @@ class SaveJob:
         return ""
 
 
+# ---- exchanges ----
+
+
 class ByCollectives:
     """Exchange of outcomes by collectives."""
 
@@ -211,6 +214,80 @@ class ByCollectives:
 
     def broadcast(self, failure: str) -> str:
         return str(self._mesh.broadcast_object(failure))
+
+
+class _ByMessages:
+    """Exchange of outcomes through the store, without a collective, for save number ``number``."""
+
+    def __init__(self, mail: Any, number: int, job: SaveJob) -> None:
+        self._mail, self._number, self._job = mail, number, job
+        self._lost: Exception | None = None  # the error that cut this rank off the store or rank 0
+
+    def gather(self, own: Outcome) -> list[Outcome]:
+        if self._job.rank > 0:
+            try:
+                self._mail.send("wrote", self._number, json.dumps(asdict(own)))
+            except (RuntimeError, HfZeroError) as error:
+                self._lost = error
+            return []
+        others = range(1, self._job.world)
+        if not others:
+            return [own]
+        try:
+            found = self._mail.receive_all("wrote", self._number, others)
+            # every rank has read the verdict on the save before
+            for topic, number in (("wrote", self._number), ("verdict", self._number - 1)):
+                self._mail.forget(topic, number)
+        except RuntimeError as error:
+            return [own, *(Outcome(None, describe_error(error)) for _ in others)]
+        return [
+            own,
+            *(
+                Outcome(None, str(message))
+                if isinstance(message, HfZeroError)
+                else _outcome(json.loads(message))
+                for message in map(found.__getitem__, others)
+            ),
+        ]
+
+    def broadcast(self, failure: str) -> str:
+        if self._job.rank > 0:
+            if self._lost is None:
+                try:
+                    return str(json.loads(self._mail.receive("verdict", self._number, 0)))
+                except (RuntimeError, HfZeroError) as error:
+                    self._lost = error
+            return self._read_outcome(self._lost)
+        if self._mail is not None:
+            try:
+                self._mail.send("verdict", self._number, json.dumps(failure))
+            except RuntimeError as error:  # the other ranks read the result from the folder
+                logger.warning(
+                    "%s: could not notify the other ranks: the store is unreachable (%s)",
+                    self._job.target.final,
+                    error,
+                )
+        return failure
+
+    def _read_outcome(self, error: Exception) -> str:
+        """Return "" if the folder holds this save's checkpoint, else what to do."""
+        if self._job.is_published():
+            return ""
+        return (
+            f"rank {self._job.rank} does not know what became of {self._job.target.final} "
+            f"({error}); hf-zero verify says whether it is complete"
+        )
+
+
+def _outcome(sent: JsonObject) -> Outcome:
+    """Return the Outcome that ``asdict`` made ``sent`` of."""
+    hashes = sent["hashes"]
+    if hashes is not None:
+        hashes = FileHashes(hashes["file"], BlockHashes(**hashes["blocks"]))
+    return Outcome(hashes, sent["error"])
+
+
+# ---- saves in the background ----
 
 
 class BackgroundSaver:
@@ -431,77 +508,6 @@ def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByMessages
             in_units(job.shared.nbytes),
             staged.stall,
             time.perf_counter() - started,
-        )
-
-
-def _outcome(sent: JsonObject) -> Outcome:
-    """Return the Outcome that ``asdict`` made ``sent`` of."""
-    hashes = sent["hashes"]
-    if hashes is not None:
-        hashes = FileHashes(hashes["file"], BlockHashes(**hashes["blocks"]))
-    return Outcome(hashes, sent["error"])
-
-
-class _ByMessages:
-    """Exchange of outcomes through the store, without a collective, for save number ``number``."""
-
-    def __init__(self, mail: Any, number: int, job: SaveJob) -> None:
-        self._mail, self._number, self._job = mail, number, job
-        self._lost: Exception | None = None  # the error that cut this rank off the store or rank 0
-
-    def gather(self, own: Outcome) -> list[Outcome]:
-        if self._job.rank > 0:
-            try:
-                self._mail.send("wrote", self._number, json.dumps(asdict(own)))
-            except (RuntimeError, HfZeroError) as error:
-                self._lost = error
-            return []
-        others = range(1, self._job.world)
-        if not others:
-            return [own]
-        try:
-            found = self._mail.receive_all("wrote", self._number, others)
-            # every rank has read the verdict on the save before
-            for topic, number in (("wrote", self._number), ("verdict", self._number - 1)):
-                self._mail.forget(topic, number)
-        except RuntimeError as error:
-            return [own, *(Outcome(None, describe_error(error)) for _ in others)]
-        return [
-            own,
-            *(
-                Outcome(None, str(message))
-                if isinstance(message, HfZeroError)
-                else _outcome(json.loads(message))
-                for message in map(found.__getitem__, others)
-            ),
-        ]
-
-    def broadcast(self, failure: str) -> str:
-        if self._job.rank > 0:
-            if self._lost is None:
-                try:
-                    return str(json.loads(self._mail.receive("verdict", self._number, 0)))
-                except (RuntimeError, HfZeroError) as error:
-                    self._lost = error
-            return self._read_outcome(self._lost)
-        if self._mail is not None:
-            try:
-                self._mail.send("verdict", self._number, json.dumps(failure))
-            except RuntimeError as error:  # the other ranks read the result from the folder
-                logger.warning(
-                    "%s: could not notify the other ranks: the store is unreachable (%s)",
-                    self._job.target.final,
-                    error,
-                )
-        return failure
-
-    def _read_outcome(self, error: Exception) -> str:
-        """Return "" if the folder holds this save's checkpoint, else what to do."""
-        if self._job.is_published():
-            return ""
-        return (
-            f"rank {self._job.rank} does not know what became of {self._job.target.final} "
-            f"({error}); hf-zero verify says whether it is complete"
         )
 
 

@@ -1,5 +1,5 @@
-"""The plan of the file of this rank in a save, and the manifest's description of the model (for a
-pipeline, described stage by stage).
+"""The plan of this rank's file in a save, and the report of it to rank 0. The first rank of each
+pipeline stage also reports the manifest's description of the model, or of its part.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
     from hf_zero.zero.training_engine import TrainingEngine
+
+
+# ---- the file of this rank ----
 
 
 def pp_stage_key(flat: FlatBuffer) -> str:
@@ -140,68 +143,107 @@ def buffers_of_other_stages(
     return {name: buffer for held in every for name, buffer in held.items()}
 
 
-def model_order(
-    module: torch.nn.Module, aliases: Mapping[str, str], held: Iterable[str]
-) -> list[str]:
-    """Return the names in ``held`` in the order of the model's parameters."""
-    left = dict.fromkeys(held)
-    names = [aliases.get(name, name) for name, _ in module.named_parameters(remove_duplicate=False)]
-    return [*dict.fromkeys(name for name in (*names, *left) if name in left)]
+@dataclass(frozen=True)
+class RankReport:
+    """Report of one rank to rank 0.
 
-
-def export_of(
-    module: torch.nn.Module, aliases: Mapping[str, str], whole_names: WholeNames
-) -> Export:
-    """Return the names for ``save_pretrained``: the one of several tied names that Hugging Face
-    keeps, and the names it leaves out, read from the model's own lists.
+    file: its rank file. chunks: by flat, (start, stop, tensor names). groups: the scalars (step) of
+    each group's parameters with elements on it. tensor_states: states of whole tensors in its
+    file. layouts: for flats that tensor or expert parallelism cuts, key in the checkpoint -> (key,
+    layout). model: set by the first rank of each pipeline stage.
     """
-    patterns = []
-    ignored: dict[str, Sequence[str]] = {}  # by prefix: as in save_pretrained, of outermost models
-    for prefix, child in module.named_modules():
-        ignores = attribute_of(child, "_keys_to_ignore_on_save")
-        if ignores and not any(f"{prefix}.".startswith(outer) for outer in ignored):
-            ignored[f"{prefix}." if prefix else ""] = tuple(ignores)
-        for pattern in attribute_of(child, "_tied_weights_keys") or ():
-            patterns.append(re.compile(f"{re.escape(prefix)}\\.{pattern}" if prefix else pattern))
-    groups: dict[str, list[str]] = {}
-    for tied, held in aliases.items():
-        groups.setdefault(held, [held]).append(tied)
-    names: dict[str, str] = {}
-    for held, group in groups.items():
-        # A name in `_tied_weights_keys` is tied to another one at load time, so the other one is
-        # saved.
-        sources = [name for name in group if not any(pattern.search(name) for pattern in patterns)]
-        if sources and held not in sources:
-            names[held] = min(sources)
-    skip = tuple(sorted(f"{prefix}{name}" for prefix, names in ignored.items() for name in names))
-    model_class = type(unwrapped(module)).__name__
-    return Export(whole_names.pairs(names), skip, model_class, adapters_of(module, aliases))
+
+    file: FileEntry
+    chunks: dict[str, tuple[int, int, tuple[str, ...]]]
+    groups: list[GroupReport]
+    tensor_states: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
+    layouts: dict[str, tuple[str, FlatLayout]]
+    model: ModelEntries | None
 
 
-def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str, Adapter]:
-    """Return PEFT's description of each adapter, by held parameter names; {} without PEFT."""
-    if not attribute_of(unwrapped(module), "peft_config"):
-        return {}
-    inner = unwrapped(module)
-    described = provided("described_adapters")(inner, set(persistent_buffers(inner)))
-    outer = "_orig_mod." if "_orig_mod" in module._modules else ""
-    return {
-        adapter: Adapter(
-            config,
-            {
-                strip_wrappers(written): aliases.get(outer + name, outer + name)
-                for written, name in tensors.items()
-            },
-        )
-        for adapter, (config, tensors) in described.items()
+@dataclass(frozen=True)
+class SavePlan:
+    """Plan of this rank's file: the place of each tensor, and the tensors by name."""
+
+    file: FilePlan
+    tensors: dict[str, Stored]
+    report: RankReport
+
+
+def plan_save(
+    engine: TrainingEngine,
+    file_name: str,
+    save_id: str,
+    exclude_frozen: bool,
+    names: WholeNames,
+    buffers: Mapping[str, torch.Tensor],
+) -> SavePlan:
+    """Return the plan of this rank's file. ``buffers`` go into the file of rank 0."""
+    bound, rank, engine_state = engine.bound, engine.global_rank, EngineState(engine)
+    pp_stage_flats = [flat for flat in engine.flats if saved_by_this_pp_stage(flat)]
+    tensors: dict[str, Stored] = {}
+    chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
+    layouts: dict[str, tuple[str, FlatLayout]] = {}
+    written: set[str] = set()  # the parameters of the flat buffers that this rank writes
+    for flat in pp_stage_flats:
+        if not flat.saves_shard:
+            continue
+        written |= {slot.name for slot in flat.layout.slots}
+        if exclude_frozen and not flat.trainable:
+            continue
+        arrays, key = stored_arrays(flat, engine_state), saved_key(flat)
+        tensors |= {f"{key}::{name}": array for name, array in arrays.items()}
+        chunks[key] = (*flat.owned, tuple(arrays))
+        if flat.mesh.axes:  # a part of tensors that ranks along these axes share
+            slots = tuple(replace(slot, name=names.own(slot.name)) for slot in flat.layout.slots)
+            layouts[key] = pp_stage_key(flat), replace(flat.layout, slots=slots)
+    if rank == 0:
+        tensors |= {BUFFER + name: buffer for name, buffer in buffers.items()}
+    tensors |= rng_states() | engine.window_start.loader_state(engine)
+    # the state of a whole tensor is written by the rank that has its first element
+    first_elements = {} if bound is None else bound.tensor_state.by_parameter(firsts=True)
+    tensor_states = {name: state for name, state in first_elements.items() if name in written}
+    tensors |= {
+        tensor_state_key(parameter, name): tensor.reshape(-1)
+        for parameter, state in tensor_states.items()
+        for name, tensor in state.items()
     }
+    for name in (*written, *(buffers if rank == 0 else ())):
+        if not is_tensor_name(name):
+            raise CheckpointError(
+                f"{name!r} cannot be the name of a tensor in a checkpoint; rename the parameter or "
+                "buffer, without control characters"
+            )
+    plan = plan_file(
+        [(name, tensor.dtype, [tensor.numel()]) for name, tensor in tensors.items()],
+        {"format": FORMAT, "save_id": save_id, "rank": str(rank)},
+        DATA_ALIGNMENT,
+    )
+    report = RankReport(
+        file=FileEntry(file_name, rank, plan.size, ""),
+        chunks=chunks,
+        groups=[] if bound is None else bound.reports(names.own),
+        tensor_states={
+            parameter: {name: tuple(tensor.shape) for name, tensor in state.items()}
+            for parameter, state in tensor_states.items()
+        },
+        layouts=layouts,
+        model=ModelEntries.of(engine, pp_stage_flats, names, exclude_frozen)
+        if engine.mesh.uncut.is_first
+        else None,
+    )
+    return SavePlan(plan, tensors, report)
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside ``torch.compile``'s wrapper or a pipeline stage; else ``module``."""
-    inner = module._modules.get("_orig_mod") or module
-    cut: torch.nn.Module | None = inner.__dict__.get("hf_model")  # the stages of a pipeline
-    return inner if cut is None else cut
+def stored_width(plan: EnginePlan, flat: FlatPlan) -> int:
+    """Return the bytes that a checkpoint keeps for each element of ``flat``: weight and moments."""
+    if not flat.spec.trainable:
+        return flat.spec.dtype.itemsize
+    moments = sum(state.dtype.itemsize for state in plan.moments_of(flat).values())
+    return flat.spec.master_dtype.itemsize + moments
+
+
+# ---- the description of the model ----
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,101 +332,65 @@ class ModelEntries:
         )
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """Report of one rank to rank 0.
+def model_order(
+    module: torch.nn.Module, aliases: Mapping[str, str], held: Iterable[str]
+) -> list[str]:
+    """Return the names in ``held`` in the order of the model's parameters."""
+    left = dict.fromkeys(held)
+    names = [aliases.get(name, name) for name, _ in module.named_parameters(remove_duplicate=False)]
+    return [*dict.fromkeys(name for name in (*names, *left) if name in left)]
 
-    file: its rank file. chunks: by flat, (start, stop, tensor names). groups: the scalars (step) of
-    each group's parameters with elements on it. tensor_states: states of whole tensors in its
-    file. layouts: for flats that tensor or expert parallelism cuts, key in the checkpoint -> (key,
-    layout). model: set by the first rank of each pipeline stage.
+
+def export_of(
+    module: torch.nn.Module, aliases: Mapping[str, str], whole_names: WholeNames
+) -> Export:
+    """Return the names for ``save_pretrained``: the one of several tied names that Hugging Face
+    keeps, and the names it leaves out, read from the model's own lists.
     """
-
-    file: FileEntry
-    chunks: dict[str, tuple[int, int, tuple[str, ...]]]
-    groups: list[GroupReport]
-    tensor_states: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
-    layouts: dict[str, tuple[str, FlatLayout]]
-    model: ModelEntries | None
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """Plan of this rank's file: the place of each tensor, and the tensors by name."""
-
-    file: FilePlan
-    tensors: dict[str, Stored]
-    report: RankReport
-
-
-def stored_width(plan: EnginePlan, flat: FlatPlan) -> int:
-    """Return the bytes that a checkpoint keeps for each element of ``flat``: weight and moments."""
-    if not flat.spec.trainable:
-        return flat.spec.dtype.itemsize
-    moments = sum(state.dtype.itemsize for state in plan.moments_of(flat).values())
-    return flat.spec.master_dtype.itemsize + moments
+    patterns = []
+    ignored: dict[str, Sequence[str]] = {}  # by prefix: as in save_pretrained, of outermost models
+    for prefix, child in module.named_modules():
+        ignores = attribute_of(child, "_keys_to_ignore_on_save")
+        if ignores and not any(f"{prefix}.".startswith(outer) for outer in ignored):
+            ignored[f"{prefix}." if prefix else ""] = tuple(ignores)
+        for pattern in attribute_of(child, "_tied_weights_keys") or ():
+            patterns.append(re.compile(f"{re.escape(prefix)}\\.{pattern}" if prefix else pattern))
+    groups: dict[str, list[str]] = {}
+    for tied, held in aliases.items():
+        groups.setdefault(held, [held]).append(tied)
+    names: dict[str, str] = {}
+    for held, group in groups.items():
+        # A name in `_tied_weights_keys` is tied to another one at load time, so the other one is
+        # saved.
+        sources = [name for name in group if not any(pattern.search(name) for pattern in patterns)]
+        if sources and held not in sources:
+            names[held] = min(sources)
+    skip = tuple(sorted(f"{prefix}{name}" for prefix, names in ignored.items() for name in names))
+    model_class = type(unwrapped(module)).__name__
+    return Export(whole_names.pairs(names), skip, model_class, adapters_of(module, aliases))
 
 
-def plan_save(
-    engine: TrainingEngine,
-    file_name: str,
-    save_id: str,
-    exclude_frozen: bool,
-    names: WholeNames,
-    buffers: Mapping[str, torch.Tensor],
-) -> SavePlan:
-    """Return the plan of this rank's file. ``buffers`` go into the file of rank 0."""
-    bound, rank, engine_state = engine.bound, engine.global_rank, EngineState(engine)
-    pp_stage_flats = [flat for flat in engine.flats if saved_by_this_pp_stage(flat)]
-    tensors: dict[str, Stored] = {}
-    chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
-    layouts: dict[str, tuple[str, FlatLayout]] = {}
-    written: set[str] = set()  # the parameters of the flat buffers that this rank writes
-    for flat in pp_stage_flats:
-        if not flat.saves_shard:
-            continue
-        written |= {slot.name for slot in flat.layout.slots}
-        if exclude_frozen and not flat.trainable:
-            continue
-        arrays, key = stored_arrays(flat, engine_state), saved_key(flat)
-        tensors |= {f"{key}::{name}": array for name, array in arrays.items()}
-        chunks[key] = (*flat.owned, tuple(arrays))
-        if flat.mesh.axes:  # a part of tensors that ranks along these axes share
-            slots = tuple(replace(slot, name=names.own(slot.name)) for slot in flat.layout.slots)
-            layouts[key] = pp_stage_key(flat), replace(flat.layout, slots=slots)
-    if rank == 0:
-        tensors |= {BUFFER + name: buffer for name, buffer in buffers.items()}
-    tensors |= rng_states() | engine.window_start.loader_state(engine)
-    # the state of a whole tensor is written by the rank that has its first element
-    first_elements = {} if bound is None else bound.tensor_state.by_parameter(firsts=True)
-    tensor_states = {name: state for name, state in first_elements.items() if name in written}
-    tensors |= {
-        tensor_state_key(parameter, name): tensor.reshape(-1)
-        for parameter, state in tensor_states.items()
-        for name, tensor in state.items()
+def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str, Adapter]:
+    """Return PEFT's description of each adapter, by held parameter names; {} without PEFT."""
+    if not attribute_of(unwrapped(module), "peft_config"):
+        return {}
+    inner = unwrapped(module)
+    described = provided("described_adapters")(inner, set(persistent_buffers(inner)))
+    outer = "_orig_mod." if "_orig_mod" in module._modules else ""
+    return {
+        adapter: Adapter(
+            config,
+            {
+                strip_wrappers(written): aliases.get(outer + name, outer + name)
+                for written, name in tensors.items()
+            },
+        )
+        for adapter, (config, tensors) in described.items()
     }
-    for name in (*written, *(buffers if rank == 0 else ())):
-        if not is_tensor_name(name):
-            raise CheckpointError(
-                f"{name!r} cannot be the name of a tensor in a checkpoint; rename the parameter or "
-                "buffer, without control characters"
-            )
-    plan = plan_file(
-        [(name, tensor.dtype, [tensor.numel()]) for name, tensor in tensors.items()],
-        {"format": FORMAT, "save_id": save_id, "rank": str(rank)},
-        DATA_ALIGNMENT,
-    )
-    report = RankReport(
-        file=FileEntry(file_name, rank, plan.size, ""),
-        chunks=chunks,
-        groups=[] if bound is None else bound.reports(names.own),
-        tensor_states={
-            parameter: {name: tuple(tensor.shape) for name, tensor in state.items()}
-            for parameter, state in tensor_states.items()
-        },
-        layouts=layouts,
-        model=ModelEntries.of(engine, pp_stage_flats, names, exclude_frozen)
-        if engine.mesh.uncut.is_first
-        else None,
-    )
-    return SavePlan(plan, tensors, report)
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside ``torch.compile``'s wrapper or a pipeline stage; else ``module``."""
+    inner = module._modules.get("_orig_mod") or module
+    cut: torch.nn.Module | None = inner.__dict__.get("hf_model")  # the stages of a pipeline
+    return inner if cut is None else cut

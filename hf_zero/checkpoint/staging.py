@@ -74,7 +74,8 @@ def deferred_states(engine: TrainingEngine, report: RankReport) -> list[Deferred
     for flat in engine.flats:
         key = saved_key(flat)
         if key in report.chunks and saved_by_this_pp_stage(flat):
-            deferrable = deferrable_kinds(flat, report.chunks[key][2])
+            _, _, kinds_in_file = report.chunks[key]
+            deferrable = deferrable_kinds(flat, kinds_in_file)
             names[flat] = frozenset(f"{key}::{kind}" for kind in deferrable)
     on_device = [f for f in names if f.trainable and not f.optimizer_shard.offloaded]
     groups = [[flat] for flat in names if flat not in on_device]

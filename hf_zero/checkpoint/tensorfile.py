@@ -201,7 +201,7 @@ DTYPES: dict[str, torch.dtype] = {
 CODES = {dtype: code for code, dtype in DTYPES.items() if code != "F8_E8M0"}
 UNREAD = ("F4", "F6_E2M3", "F6_E3M2")  # dtypes of safetensors with parts of bytes
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
-MAX_ELEMENTS = 1 << 63  # of a tensor, also one that is empty along another dimension
+MAX_EXTENT = 1 << 63  # of the product of the sizes of a tensor other than 0
 METADATA_KEY = "__metadata__"  # of safetensors' header, and no name of a tensor
 DATA_ALIGNMENT = 4096  # of the data in a rank file, for direct I/O
 
@@ -358,14 +358,14 @@ class TensorFile(ClosedAtExit):
                 TensorEntry(
                     name,
                     DTYPES[spec["dtype"]],
-                    tuple(map(_natural, spec["shape"])),
-                    *map(_natural, spec["data_offsets"]),
+                    tuple(map(_as_size, spec["shape"])),
+                    *map(_as_size, spec["data_offsets"]),
                 )
                 for name, spec in header.items()
             ]
             for entry in entries:
                 entry.name.encode()  # no lone surrogate, which no other reader takes
-                if math.prod(max(1, size) for size in entry.shape) >= MAX_ELEMENTS:
+                if math.prod(max(1, size) for size in entry.shape) >= MAX_EXTENT:
                     raise ValueError(f"{entry.name!r} has the shape {list(entry.shape)}")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self._damaged(
@@ -479,7 +479,7 @@ class TensorFile(ClosedAtExit):
         self._file.close()
 
 
-def _natural(value: object) -> int:
+def _as_size(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a size")
     return value
