@@ -18,7 +18,6 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.ops.coded_arrays import CodedArray
 from hf_zero.optim import snapshots, state
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, adopt_states, update_base
-from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.group_settings import SharedSettings, load_settings, plain_settings, scaled_rates
 from hf_zero.optim.moment_formats import names_in_8_bits
 from hf_zero.optim.own_step import OwnStep
@@ -33,6 +32,7 @@ from hf_zero.optim.segment_table import (
 )
 from hf_zero.optim.segments import GroupGradients, ParamGroup, Segment, masters
 from hf_zero.optim.state import DeviceState, NarrowStates, SegmentStateAccess
+from hf_zero.optim.step_launch import step_launch
 from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
 from hf_zero.zero.layout.flat_layout import Slot
 
@@ -102,7 +102,7 @@ class BoundOptimizer:
         self._entries = SegmentStateAccess(optimizer, bf16)
         device = DeviceState(self._entries, self._base, self._base in BEGIN_WITH_GRADIENT)
         self._own = OwnStep(optimizer, self._base, bf16, gradients, device)
-        self._fused = FusedStep(optimizer, self._base, self._own.step, kernels, device, bf16)
+        self._fused = step_launch()(optimizer, self._base, self._own.step, kernels, device, bf16)
         # by default those that train
         self._members = members or [
             [(name, None) for name, group in group_of.items() if group == index]

@@ -39,6 +39,7 @@ from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.own_step import is_own
 from hf_zero.optim.segments import ParamGroup, ParamState, Segment, SegmentPart
 from hf_zero.optim.state import DeviceState
+from hf_zero.optim.step_launch import StepLaunch
 
 _MOMENTS = {"flat_adam": ("exp_avg", "exp_avg_sq"), "flat_lion": ("exp_avg",)}
 
@@ -70,7 +71,7 @@ class _Tables:
     selected: Tensor | None = None
 
 
-class FusedStep:
+class FusedStep(StepLaunch):
     """The update of ``optimizer``, whose class updates as ``base``, on segments of one device."""
 
     def __init__(
@@ -92,11 +93,28 @@ class FusedStep:
         self._own_step = is_own(step, optimizer)
         self.reset(None)
 
+    @staticmethod
+    def reads_16_bits(
+        optimizer: torch.optim.Optimizer, kernels: str | tuple[str, ...], device: torch.device
+    ) -> bool:
+        # torch's own update first casts all of them to fp32, and takes more memory at its peak than
+        # with fp32 gradients
+        base = elementwise_base(type(optimizer))
+        kernel = KERNELS.get(base) if base is not None else None
+        if (
+            kernel is None
+            or not dispatch.wanted("optimizer", kernels, device)
+            or kernel.name in dispatch.broken()
+        ):
+            return False
+        # binding switches ``fused`` on for torch's classes unless the group says otherwise
+        plain = [
+            {**group, "fused": group.get("fused") is not False and group.get("foreach") is None}
+            for group in optimizer.param_groups
+        ]
+        return all(is_plain(group, base) for group in plain)
+
     def reset(self, device: torch.device | None) -> None:
-        """Drop all tables and counters, because segments have been cut anew. ``device``: the device
-        of the segments that are stepped; None: there are none.
-        """
-        # whether a launch may take the place of the optimizer's step at all
         self.ready = (
             self._kernel is not None
             and self._own_step
@@ -112,9 +130,6 @@ class FusedStep:
         self._tables: dict[Segment, _Tables] = {}
 
     def divide(self, by_segment: bool = True) -> None:
-        """Count steps per segment from now on: segments are split, with their state, or have made
-        different numbers of steps. Otherwise, count them per group as long as they are equal.
-        """
         # until the next launch, the counters of a group would still be one
         self.separate_counters()
         self._counts_by_segment = by_segment
@@ -123,9 +138,6 @@ class FusedStep:
     # ---- support ----
 
     def takes(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the next step over ``segments`` is a launch. If not, the optimizer's own
-        step can make it.
-        """
         if (
             self._kernel is None
             or not self.ready
@@ -187,11 +199,6 @@ class FusedStep:
         shards: Mapping[str, Tensor],
         hooks: bool = True,
     ) -> set[str]:
-        """Update ``stepped``, some or all of ``segments``, with the optimizer's ``hooks`` around
-        the launch.
-
-        Return the keys of the flat buffers among ``shards`` whose new values were written there.
-        """
         device = segments[0].tensor.device
         if len(stepped) < len(segments) and not self._counts_by_segment:
             self.divide()
@@ -434,7 +441,6 @@ class FusedStep:
         return counter
 
     def separate_counters(self) -> None:
-        """Give each tensor its own step counter: the optimizer's step increments them in turn."""
         if self._kernel is ADAM:
             for segment, slices in self._slices.items():
                 entries = self._optimizer.state.get(segment.tensor, {})
@@ -468,29 +474,6 @@ KERNELS: dict[type, Any] = {
     Lion: LION,
 }
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def reads_16_bits(
-    optimizer: torch.optim.Optimizer, kernels: str | tuple[str, ...], device: torch.device
-) -> bool:
-    """Return whether the update of ``optimizer`` on ``device`` is a launch that reads 16-bit
-    gradients directly. torch's own update first casts all of them to fp32, so it needs more memory
-    at its peak than fp32 gradients take.
-    """
-    base = elementwise_base(type(optimizer))
-    kernel = KERNELS.get(base) if base is not None else None
-    if (
-        kernel is None
-        or not dispatch.wanted("optimizer", kernels, device)
-        or kernel.name in dispatch.broken()
-    ):
-        return False
-    # binding switches ``fused`` on for torch's classes unless the group says otherwise
-    plain = [
-        {**group, "fused": group.get("fused") is not False and group.get("foreach") is None}
-        for group in optimizer.param_groups
-    ]
-    return all(is_plain(group, base) for group in plain)
 
 
 def is_plain(group: ParamGroup, base: type | None) -> bool:

@@ -21,7 +21,6 @@ from hf_zero.config.feature_rows import provided
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import segments as cuts
 from hf_zero.optim import state
-from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.moment_formats import FormattedOptimizer
 from hf_zero.optim.offloaded_segments import OffloadedSegments
 from hf_zero.optim.own_step import choose_fused
@@ -34,6 +33,7 @@ from hf_zero.optim.segments import (
     masters,
 )
 from hf_zero.optim.state import DeviceState, SegmentStateAccess
+from hf_zero.optim.step_launch import StepLaunch
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SegmentTable:
         entries: SegmentStateAccess,
         base: type[torch.optim.Optimizer] | None,
         device: DeviceState,
-        fused: FusedStep,
+        fused: StepLaunch,
         moments: str,
         gradients: GroupGradients,
         copied: Collection[str] = (),

@@ -18,7 +18,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.logging import listed
 from hf_zero.optim.bf16_state import Bf16State
-from hf_zero.optim.fused import reads_16_bits
+from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.own_step import is_own
 from hf_zero.zero.feature import EngineInputs, Feature
 from hf_zero.zero.gather.model_patches import hooks_of
@@ -75,7 +75,7 @@ def _reasons(
         yield f"the device {device.type} (it has no such graphs; train on a GPU)"
         return
     plain = is_own(optimizer.step, optimizer) and Bf16State.of(settings, optimizer) is None
-    if not plain or not reads_16_bits(optimizer, settings.kernels, device):
+    if not plain or not FusedStep.reads_16_bits(optimizer, settings.kernels, device):
         yield (
             f"{type(optimizer).__name__} as it is configured (its update reads its settings on the "
             "host; use Adam, AdamW or Lion with fp32 states and kernels: auto, and leave fused, "

@@ -286,6 +286,7 @@ FILES = {
     "schedules": (),
     "meta_models": (),
     "other_jobs": (),
+    "update_kernels": (),
     "stop_requests": ("zero/step/preemption.py",),
     "launch_options": ("setup/launch_options.py",),
     "offload_files": ("offload/file_tier.py",),

@@ -22,9 +22,9 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.offload.placement import PlacementRules, ShardSpec
 from hf_zero.offload.storage import SubGroup
-from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.moment_formats import names_in_8_bits, updates_in_host_memory
 from hf_zero.optim.segments import sub_groups
+from hf_zero.optim.step_launch import step_launch
 from hf_zero.optim.whole_tensor import moments_by_group
 from hf_zero.zero.layout.engine_plan import (
     CPU,
@@ -419,7 +419,7 @@ def _flat_plans(
     narrow = (
         optimizer is not None
         and not sums_wide
-        and reads_16_bits(optimizer, settings.kernels, device)
+        and step_launch().reads_16_bits(optimizer, settings.kernels, device)
     )
     return tuple(
         FlatPlan(
