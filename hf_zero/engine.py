@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from hf_zero import checkpoint
+from hf_zero.checkpoint.background_saves import BackgroundSaves
 from hf_zero.checkpoint.commit import SavesOfHost
 from hf_zero.checkpoint.generations import Generations, kept_generations
 from hf_zero.checkpoint.load_sharded import load
 from hf_zero.checkpoint.run_state import WindowStart
-from hf_zero.checkpoint.save_job import BackgroundSaves
 from hf_zero.checkpoint.save_sharded import save
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.config.feature_rows import provided

@@ -14,7 +14,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.feature_rows import provided
 
 if TYPE_CHECKING:
-    from hf_zero.checkpoint.save_job import BackgroundSaver
+    from hf_zero.checkpoint.background_saves import BackgroundSaver
     from hf_zero.checkpoint.staging import ReadyFile
     from hf_zero.zero.layout.engine_plan import EnginePlan
 

@@ -170,12 +170,12 @@ def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) 
     the folder, save_id or "" for a checkpoint of another program).
     """
     if len({save_id or folder for folder, save_id in seen}) > 1:
-        told = listed(
+        by_rank = listed(
             f"rank {rank} {folder} ({save_id[:8]})" for rank, (folder, save_id) in enumerate(seen)
         )
         raise CheckpointError(
-            f"the ranks see different checkpoints in {directory}: {told}; pass the same folder and "
-            "tag on every rank, on storage that all ranks share. Nothing was loaded."
+            f"the ranks see different checkpoints in {directory}: {by_rank}; pass the same folder "
+            "and tag on every rank, on storage that all ranks share. Nothing was loaded."
         )
 
 
@@ -353,7 +353,7 @@ class _RankLoad(StateSource):
         Raises CheckpointError for saved values that the model cannot take.
         """
         buffers = persistent_buffers(self.engine.module)
-        changed, kept = dict[str, torch.Tensor](), []
+        changed, refused = dict[str, torch.Tensor](), []
         for name, saved_name in self.match.buffers.items():
             if name not in buffers:
                 continue  # scales that are in a flat buffer now
@@ -362,11 +362,11 @@ class _RankLoad(StateSource):
             if not (saved.is_floating_point() and value.is_floating_point()) and not _same_bits(
                 value.to(saved.dtype), saved
             ):
-                kept.append(name)  # floats into integers
+                refused.append(name)  # floats into integers
             # Write changed values only: an expanded constant cannot be written.
             elif not _same_bits(buffers[name].cpu(), value):
                 changed[name] = value
-        self._refuse_buffers(kept)
+        self._refuse_buffers(refused)
         return changed
 
     def _load_buffers(self) -> None:
@@ -378,10 +378,10 @@ class _RankLoad(StateSource):
         after = persistent_buffers(self.engine.module)  # every state_dict() may compute some
         self._refuse_buffers([n for n, v in changed if not _same_bits(after[n].cpu(), v)])
 
-    def _refuse_buffers(self, kept: Sequence[str]) -> None:
-        if kept:
+    def _refuse_buffers(self, names: Sequence[str]) -> None:
+        if names:
             raise CheckpointError(
-                f"{self.checkpoint.folder} has other values of {listed(kept)}, which the model "
+                f"{self.checkpoint.folder} has other values of {listed(names)}, which the model "
                 "cannot take; build and quantize it as it was at the save"
             )
 

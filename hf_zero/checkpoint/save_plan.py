@@ -132,15 +132,16 @@ def buffers_of_other_stages(
         return {}
     sent = {}
     if mesh.job.rank:
-        held = {
-            names.own(name): buffer
+        sent = {
+            # without attributes, such as the sharding of its module
+            names.own(name): buffer.detach().cpu()
             for name, buffer in model_buffers(engine, exclude_frozen).items()
             if mesh.uncut.is_first or names.own(name) != name
         }
-        # without attributes, such as the sharding of its module
-        sent = {name: buffer.detach().cpu() for name, buffer in held.items()}
-    every: list[dict[str, torch.Tensor]] = mesh.job.all_gather_object(sent, "buffers of the stages")
-    return {name: buffer for held in every for name, buffer in held.items()}
+    by_rank: list[dict[str, torch.Tensor]] = mesh.job.all_gather_object(
+        sent, "buffers of the stages"
+    )
+    return {name: buffer for buffers in by_rank for name, buffer in buffers.items()}
 
 
 @dataclass(frozen=True)
@@ -294,13 +295,13 @@ class ModelEntries:
         every = names.every_of([*order, *left_out, *group_of])
         groups: list[list[str]]
         groups = [] if engine.bound is None else [[] for _ in engine.bound.groups]
-        for name, at in group_of.items():
-            groups[at] += every[name]
+        for name, index in group_of.items():
+            groups[index] += every[name]
         return cls(
             tuple(flats),
-            {each: dtypes[name] for name in order for each in every[name]},
+            {whole: dtypes[name] for name in order for whole in every[name]},
             names.pairs(engine.aliases),
-            tuple(each for name in left_out for each in every[name]),
+            tuple(whole for name in left_out for whole in every[name]),
             export_of(engine.module, engine.aliases, names),
             tuple(tuple(sorted(group)) for group in groups),
         )
@@ -318,11 +319,11 @@ class ModelEntries:
                 "ones too"
             )
         exports = [part.export for part in parts]
-        names = {held: name for export in exports for held, name in export.names.items()}
+        names = {first: name for export in exports for first, name in export.names.items()}
         return cls(
             tuple(flat for part in parts for flat in part.flats),
             {name: dtype for part in parts for name, dtype in part.parameters.items()},
-            {name: held for part in parts for name, held in part.aliases.items()},
+            {tied: first for part in parts for tied, first in part.aliases.items()},
             tuple(name for part in parts for name in part.excluded),
             replace(exports[0], names=names),
             tuple(
@@ -333,10 +334,10 @@ class ModelEntries:
 
 
 def model_order(
-    module: torch.nn.Module, aliases: Mapping[str, str], held: Iterable[str]
+    module: torch.nn.Module, aliases: Mapping[str, str], unordered: Iterable[str]
 ) -> list[str]:
-    """Return the names in ``held`` in the order of the model's parameters."""
-    left = dict.fromkeys(held)
+    """Return the names ``unordered`` in the order of the model's parameters."""
+    left = dict.fromkeys(unordered)
     names = [aliases.get(name, name) for name, _ in module.named_parameters(remove_duplicate=False)]
     return [*dict.fromkeys(name for name in (*names, *left) if name in left)]
 
@@ -356,15 +357,15 @@ def export_of(
         for pattern in attribute_of(child, "_tied_weights_keys") or ():
             patterns.append(re.compile(f"{re.escape(prefix)}\\.{pattern}" if prefix else pattern))
     groups: dict[str, list[str]] = {}
-    for tied, held in aliases.items():
-        groups.setdefault(held, [held]).append(tied)
+    for tied, first in aliases.items():
+        groups.setdefault(first, [first]).append(tied)
     names: dict[str, str] = {}
-    for held, group in groups.items():
+    for first, group in groups.items():
         # A name in `_tied_weights_keys` is tied to another one at load time, so the other one is
         # saved.
         sources = [name for name in group if not any(pattern.search(name) for pattern in patterns)]
-        if sources and held not in sources:
-            names[held] = min(sources)
+        if sources and first not in sources:
+            names[first] = min(sources)
     skip = tuple(sorted(f"{prefix}{name}" for prefix, names in ignored.items() for name in names))
     model_class = type(unwrapped(module)).__name__
     return Export(whole_names.pairs(names), skip, model_class, adapters_of(module, aliases))

@@ -40,7 +40,6 @@ from hf_zero.checkpoint.manifest import (
 from hf_zero.checkpoint.run_state import NonTensorState, non_tensor_state, objects_file
 from hf_zero.checkpoint.save_job import (
     NOTHING_SAVED,
-    BackgroundSaver,
     ByCollectives,
     SaveJob,
     SharedFiles,
@@ -66,6 +65,7 @@ from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.layout.walk import attribute_of, config_of, modules_of
 
 if TYPE_CHECKING:
+    from hf_zero.checkpoint.background_saves import BackgroundSaver
     from hf_zero.zero.training_engine import TrainingEngine
 
 
@@ -322,8 +322,9 @@ def config_files(module: torch.nn.Module) -> dict[str, bytes]:
         # configuration and never saved.
         content["architectures"] = content.get("architectures") or [type(inner).__name__]
         files["config.json"] = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
-    found = (attribute_of(one, "generation_config") for one in modules_of(inner))
-    generation: Any = next((one for one in found if one is not None), None) if files else None
+    configs = (attribute_of(child, "generation_config") for child in modules_of(inner))
+    declared: Any = (config for config in configs if config is not None)
+    generation: Any = next(declared, None) if files else None
     if hasattr(generation, "to_json_string"):
         files["generation_config.json"] = generation.to_json_string().encode()
     return files
@@ -415,7 +416,7 @@ def manifest_of_run(engine: TrainingEngine) -> Manifest:
     sizes = parallel_sizes(engine.config, engine.mesh.dims)
     parallel = {axis for axis, size in sizes.items() if size > 1}
     flats = engine.flats if parallel <= {"sequence"} else ()
-    entries = (FlatEntry(each.key, each.trainable, each.dtype, each.layout, ()) for each in flats)
+    entries = (FlatEntry(flat.key, flat.trainable, flat.dtype, flat.layout, ()) for flat in flats)
     return replace(head, flats=tuple(entries))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.checkpoint import save_job
+from hf_zero.checkpoint import background_saves
 from tests.helpers.engines import start
 from tests.helpers.models import ARCHITECTURES, ROWS
 from tests.helpers.offloads import offload
@@ -139,12 +139,12 @@ def state(engine: Any) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Threads that write a save do it once this is set."""
-    free, write = threading.Event(), save_job.write_image
+    free, write = threading.Event(), background_saves.write_image
 
     def waiting(path: Path, *rest: Any) -> Any:
         assert free.wait(60)
         return write(path, *rest)
 
-    monkeypatch.setattr(save_job, "write_image", waiting)
+    monkeypatch.setattr(background_saves, "write_image", waiting)
     yield free
     free.set()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_zero.checkpoint import (
-    save_job,
+    background_saves,
     storage,
     tensorfile,
     verify_checkpoint,
@@ -38,7 +38,7 @@ __all__ = ["held"]
 
 def failing_on(monkeypatch: pytest.MonkeyPatch, rank: int, number: int) -> None:
     """The thread of ``rank`` cannot write once."""
-    write, left = save_job.write_image, [1]
+    write, left = background_saves.write_image, [1]
 
     def full(path: Path, *rest: Any) -> Any:
         if path.name.startswith(f"rank-{rank:05d}") and left[0]:
@@ -46,7 +46,7 @@ def failing_on(monkeypatch: pytest.MonkeyPatch, rank: int, number: int) -> None:
             raise OSError(number, os.strerror(number), str(path))
         return write(path, *rest)
 
-    monkeypatch.setattr(save_job, "write_image", full)
+    monkeypatch.setattr(background_saves, "write_image", full)
 
 
 def test_a_full_disk_in_the_thread_is_raised_on_all_ranks_after_the_same_step(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import reader, save_job
+from hf_zero.checkpoint import background_saves, reader
 from hf_zero.checkpoint.manifest import Chunk, FlatEntry, GroupEntry, Manifest, dtype_of
 from hf_zero.checkpoint.match import pair_groups, reorder_schedule
 from hf_zero.checkpoint.reader import join, load_objects
@@ -224,43 +224,45 @@ def test_groups_are_paired_by_their_parameters_and_a_schedule_follows() -> None:
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(save_job, "_in_flight", {})
+    monkeypatch.setattr(background_saves, "_in_flight", {})
     return []
 
 
 def test_work_runs_once_after_the_last_save_in_its_folder(tmp_path, done, monkeypatch):
-    save_job.register_save(tmp_path / "other" / "global_step1")
-    save_job.after_commit(tmp_path / "run", lambda: done.append("run"))
-    save_job.after_commit(tmp_path / "other" / "global_step1", lambda: done.append("beside"))
+    background_saves.register_save(tmp_path / "other" / "global_step1")
+    background_saves.after_commit(tmp_path / "run", lambda: done.append("run"))
+    background_saves.after_commit(
+        tmp_path / "other" / "global_step1", lambda: done.append("beside")
+    )
     assert done == ["run", "beside"], "at once where nothing is written"
     done.clear()
     for name in ("model", "model_1"):
-        save_job.register_save(tmp_path / "state" / name)
-    save_job.after_commit(tmp_path / "state", lambda: done.append("state"))
+        background_saves.register_save(tmp_path / "state" / name)
+    background_saves.after_commit(tmp_path / "state", lambda: done.append("state"))
     for name in ("model_1", "model"):
         assert not done
-        save_job.unregister_save(tmp_path / "state" / name, complete=True)
-    save_job.unregister_save(tmp_path / "state" / "model", complete=True)
+        background_saves.unregister_save(tmp_path / "state" / name, complete=True)
+    background_saves.unregister_save(tmp_path / "state" / "model", complete=True)
     assert done == ["state"]
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    save_job.register_save(Path("run") / "step")
-    save_job.after_commit(tmp_path / "link", lambda: done.append("by another way"))
+    background_saves.register_save(Path("run") / "step")
+    background_saves.after_commit(tmp_path / "link", lambda: done.append("by another way"))
     assert done == ["state"]
-    save_job.unregister_save(Path("run") / "step", complete=True)
+    background_saves.unregister_save(Path("run") / "step", complete=True)
     assert done == ["state", "by another way"]
 
 
 def test_work_does_not_run_where_a_save_fails(tmp_path: Path, done: list[str]) -> None:
     for fails in (0, 1):
         for index in range(2):
-            save_job.register_save(tmp_path / str(index))
-        save_job.after_commit(tmp_path, lambda: done.append("run"))
+            background_saves.register_save(tmp_path / str(index))
+        background_saves.after_commit(tmp_path, lambda: done.append("run"))
         for index in range(2):
-            save_job.unregister_save(tmp_path / str(index), complete=index != fails)
+            background_saves.unregister_save(tmp_path / str(index), complete=index != fails)
         assert not done
-    save_job.after_commit(tmp_path, lambda: done.append("next"))
+    background_saves.after_commit(tmp_path, lambda: done.append("next"))
     assert done == ["next"]
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.checkpoint import file_writer, save_job
+from hf_zero.checkpoint import background_saves, file_writer
 from hf_zero.checkpoint import staging as staging_module
 from hf_zero.checkpoint.staging import DeferredState, StagedFile, plan_in_call
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT as PAGE
@@ -58,8 +58,8 @@ class Staging:
         self.waits: list[str] = []  # the names of the threads that have waited for copies
         self.parts: list[int] = []
         copy, write, wait = (
-            save_job.BackgroundSaver.copy_to_host,
-            save_job.write_image,
+            background_saves.BackgroundSaver.copy_to_host,
+            background_saves.write_image,
             StagedFile._wait,
         )
 
@@ -87,8 +87,8 @@ class Staging:
                 self.go.set()
             wait(staged, copied)
 
-        monkeypatch.setattr(save_job.BackgroundSaver, "copy_to_host", small)
-        monkeypatch.setattr(save_job, "write_image", held)
+        monkeypatch.setattr(background_saves.BackgroundSaver, "copy_to_host", small)
+        monkeypatch.setattr(background_saves, "write_image", held)
         monkeypatch.setattr(StagedFile, "_wait", waiting)
 
 
@@ -454,7 +454,7 @@ def test_a_thread_that_cannot_start_holds_no_update(
             with pytest.raises(RuntimeError, match="can't start"):
                 engine.save_checkpoint(tmp_path, blocking=False)
         engine.wait_for_checkpoint()
-        save_job.after_commit(tmp_path, lambda: removed.append("now: no save is under way"))
+        background_saves.after_commit(tmp_path, lambda: removed.append("now: no save is under way"))
         train(engine, rank, range(1, 2))
 
     removed = list[str]()

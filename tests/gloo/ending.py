@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import save_job
+from hf_zero.checkpoint import background_saves
 from hf_zero.zero.layout import wrap
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
@@ -80,7 +80,7 @@ def save(rank, way, folder):
     model = seeded(Stack)
     engine = start(model, adamw(model), config_of(3, timeout=300))
     engine.save_checkpoint(folder, tag="old")
-    write = save_job.write_image
+    write = background_saves.write_image
 
     def slow(*arguments):
         # a rank that is killed has not written before, however late its end comes
@@ -89,7 +89,7 @@ def save(rank, way, folder):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
         return write(*arguments)
 
-    save_job.write_image = slow
+    background_saves.write_image = slow
     run_steps(engine, rank, [0])
     engine.save_checkpoint(folder, tag="new", blocking=False)
     if rank == 1 and way == "kill":

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies import deepspeed as deepspeed_strategy
 
-from hf_zero.checkpoint import find, save_job
+from hf_zero.checkpoint import background_saves, find
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import engine_checkpoint_error, trainer_folder_error
 from hf_zero.integrations.lightning import ZeroStrategy
@@ -48,7 +48,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate, write = Gate(), save_job.write_image
+    gate, write = Gate(), background_saves.write_image
 
     def waiting(path: Path, *rest: Any) -> Any:
         assert gate.open.wait(60)
@@ -57,7 +57,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return write(path, *rest)
 
-    monkeypatch.setattr(save_job, "write_image", waiting)
+    monkeypatch.setattr(background_saves, "write_image", waiting)
     yield gate
     gate.open.set()
 

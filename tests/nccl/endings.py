@@ -58,7 +58,7 @@ ENDINGS = {
 
 def main(way: str, folder: Path) -> None:
     import hf_zero
-    from hf_zero.checkpoint import save_job
+    from hf_zero.checkpoint import background_saves
     from hf_zero.distributed.world_group import get_world_group
     from hf_zero.zero.layout import wrap
     from tests.helpers.engines import config_of, start
@@ -85,7 +85,7 @@ def main(way: str, folder: Path) -> None:
     if way == "ends in a save":
         engine.save_checkpoint(str(folder), tag="old")
         if is_odd:
-            save_job.write_image = lambda *_: time.sleep(3600)
+            background_saves.write_image = lambda *_: time.sleep(3600)
         engine.save_checkpoint(str(folder), tag="new", blocking=False)
     if is_odd:
         time.sleep(1.0)  # the other one waits by now

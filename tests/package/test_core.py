@@ -43,7 +43,7 @@ CORE = {
     "host_memory native",
     "setup": "__init__ plan request steps training_loader",
     "checkpoint": "__init__ commit file_writer find generations load_sharded "
-    "manifest match reader resume run_state save_job save_plan "
+    "background_saves manifest match reader resume run_state save_job save_plan "
     "save_sharded staging storage tensorfile",
 }  # fmt: skip
 

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint import commit, save_job, storage
+from hf_zero.checkpoint import background_saves, commit, save_job, storage
 from hf_zero.checkpoint import find as finding
+from hf_zero.checkpoint.background_saves import BackgroundSaver
 from hf_zero.checkpoint.commit import FolderTarget
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.save_job import BackgroundSaver, SaveJob, SharedFiles
+from hf_zero.checkpoint.save_job import SaveJob, SharedFiles
 from hf_zero.checkpoint.tensorfile import BlockHashes, FileHashes
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.errors import CheckpointError
@@ -245,8 +246,8 @@ def processes() -> Iterator[None]:
 
     with scheduled() as patch:
         patch.setattr(storage, "exchange", exchanged)
-        patch.setattr(save_job, "_in_flight", PerProcess("_in_flight", dict))
-        patch.setattr(save_job, "write_image", write_image)
+        patch.setattr(background_saves, "_in_flight", PerProcess("_in_flight", dict))
+        patch.setattr(background_saves, "write_image", write_image)
         patch.setattr(save_job, "retain", retain)
         for module in (commit, save_job):
             patch.setattr(module, "Manifest", Manifest)

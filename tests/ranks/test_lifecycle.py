@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.checkpoint import save_job
+from hf_zero.checkpoint import background_saves
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed import rank_requests
@@ -476,7 +476,7 @@ def test_writes_that_fail_before_the_change(
 
     train(engine, 0, range(1))
     with monkeypatch.context() as patched:
-        patched.setattr(save_job, "write_image", full)
+        patched.setattr(background_saves, "write_image", full)
         engine.save_checkpoint(str(tmp_path / "run"), blocking=False)
         refuse("disk is full", lambda: engine.replace(model[4]), CheckpointError)
     engine.replace(model[4])

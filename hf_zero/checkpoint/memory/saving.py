@@ -60,7 +60,7 @@ from hf_zero.ops import native
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
-    from hf_zero.checkpoint.save_job import BackgroundSaver
+    from hf_zero.checkpoint.background_saves import BackgroundSaver
     from hf_zero.distributed.world_group import WorldGroup
     from hf_zero.zero.layout.engine_plan import EnginePlan
     from hf_zero.zero.training_engine import TrainingEngine

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint import find
+from hf_zero.checkpoint.background_saves import after_commit
 from hf_zero.checkpoint.commit import excess, remove
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.memory import newest_in_memory
-from hf_zero.checkpoint.save_job import after_commit
 from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, TOTAL

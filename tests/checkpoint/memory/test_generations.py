@@ -745,7 +745,7 @@ import gc, os, signal, sys, time
 from contextlib import suppress
 import torch, torch._dynamo  # which the first optimizer imports
 import hf_zero, hf_zero.engine, hf_zero.launch.hosts
-from hf_zero.checkpoint import save_job
+from hf_zero.checkpoint import background_saves
 from hf_zero.errors import CheckpointError
 
 gc.freeze()  # or else the end of each process goes through all that was imported
@@ -786,7 +786,7 @@ def full(*_):
 
 
 def fails_to_save():
-    save_job.write_image = full
+    background_saves.write_image = full
     engine.save_checkpoint(f"{base}-disk-{number}", blocking=False)
 
 
