@@ -16,7 +16,6 @@ from hf_zero.checkpoint.tensorfile import FileHashes
 from hf_zero.errors import CheckpointError, RankMismatchError
 
 if TYPE_CHECKING:
-    from hf_zero.distributed.mesh import Mesh
     from hf_zero.distributed.world_group import RankGroup
 
 
@@ -164,12 +163,12 @@ class SaveJob:
 class ByCollectives:
     """Exchange of outcomes by collectives."""
 
-    def __init__(self, mesh: Mesh | RankGroup) -> None:
-        self._mesh = mesh
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
 
     def gather(self, outcome: Outcome) -> list[Outcome]:
-        outcomes: list[Outcome] = self._mesh.all_gather_object(outcome)
+        outcomes: list[Outcome] = self._ranks.all_gather_object(outcome)
         return outcomes
 
     def broadcast(self, failure: str) -> str:
-        return str(self._mesh.broadcast_object(failure))
+        return str(self._ranks.broadcast_object(failure))

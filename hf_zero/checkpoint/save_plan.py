@@ -136,7 +136,7 @@ def buffers_of_other_stages(
             # without attributes, such as the sharding of its module
             names.own(name): buffer.detach().cpu()
             for name, buffer in model_buffers(engine, exclude_frozen).items()
-            if mesh.uncut.is_first or names.own(name) != name
+            if mesh.rank == mesh.ranks[0] or names.own(name) != name
         }
     by_rank: list[dict[str, torch.Tensor]] = mesh.job.all_gather_object(
         sent, "buffers of the stages"
@@ -230,7 +230,7 @@ def plan_save(
         },
         layouts=layouts,
         model=ModelEntries.of(engine, pp_stage_flats, names, exclude_frozen)
-        if engine.mesh.uncut.is_first
+        if rank == engine.mesh.ranks[0]
         else None,
     )
     return SavePlan(plan, tensors, report)

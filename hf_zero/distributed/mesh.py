@@ -353,15 +353,6 @@ class Mesh:
         """Return ``value`` of each peer, in the order of :attr:`ranks` (collective)."""
         return [value] if self.peers is None else self.peers.all_gather_object(value, what)
 
-    def gather_bytes(self, value: bytes, take: Callable[[int, bytes], None], what: str) -> None:
-        """Call ``take(place, part)`` on the first peer with consecutive parts of ``value`` of each
-        peer, by its place in :attr:`ranks` (collective).
-        """
-        if self.peers is None:
-            take(0, value)
-        else:
-            self.peers.gather_bytes(value, take, what)
-
     def store_messages(self, topic: str) -> StoreMessages | None:
         """Return the channel on ``topic`` between background threads of the ranks; None for one
         rank, or if ranks share no store.

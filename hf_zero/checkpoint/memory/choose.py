@@ -39,7 +39,6 @@ from hf_zero.logging import counted, listed, log_rank0, logger
 
 if TYPE_CHECKING:
     from hf_zero.distributed.host_transfers import Peer
-    from hf_zero.distributed.mesh import Mesh
     from hf_zero.distributed.world_group import RankGroup
 
 # files compared by `newest_in_memory`, which the load right after it need not hash again
@@ -151,7 +150,7 @@ def choose_checkpoint(
 
 
 def _on_disk(
-    ranks: Mesh | RankGroup,
+    ranks: RankGroup,
     rank: int,
     directory: str | os.PathLike[str] | None,
     tag: str | None = None,
@@ -178,7 +177,7 @@ def _on_disk(
 
 
 def _on_disk_or_damage(
-    ranks: Mesh | RankGroup,
+    ranks: RankGroup,
     rank: int,
     directory: str | os.PathLike[str] | None,
     tag: str | None = None,
@@ -195,7 +194,7 @@ def _on_disk_or_damage(
 
 def _generations(
     where: JobFolders,
-    ranks: Mesh | RankGroup,
+    ranks: RankGroup,
     on_disk: OnDisk | None = None,
     directory: str | os.PathLike[str] | None = None,
     run: str | os.PathLike[str] | None = None,
@@ -223,7 +222,7 @@ class _Taking:
     def __init__(
         self,
         where: JobFolders,
-        ranks: Mesh | RankGroup,
+        ranks: RankGroup,
         generation: Generation,
         local: Mapping[HeldFile, Path],
     ) -> None:

@@ -16,7 +16,6 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units
 
 if TYPE_CHECKING:
-    from hf_zero.distributed.mesh import Mesh
     from hf_zero.distributed.world_group import RankGroup
 
 KEY = "checkpoint.memory"
@@ -30,7 +29,7 @@ class ClaimedFolders(JobFolders):
     def __init__(
         self,
         settings: MemorySection,
-        ranks: Mesh | RankGroup,
+        ranks: RankGroup,
         rank: int,
         host: str,
         others: Iterable[JobFolders],

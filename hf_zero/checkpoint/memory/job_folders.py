@@ -21,7 +21,6 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
 
 if TYPE_CHECKING:
-    from hf_zero.distributed.mesh import Mesh
     from hf_zero.distributed.world_group import RankGroup
 
 
@@ -89,7 +88,7 @@ class JobFolders:
     def __init__(
         self,
         settings: MemorySection,
-        ranks: Mesh | RankGroup,
+        ranks: RankGroup,
         rank: int,
         host: str,
         others: Iterable[JobFolders] = (),
