@@ -518,7 +518,10 @@ class BoundOptimizer:
         ``names``: this rank's names -> names in the whole model. ``gather`` returns its argument of
         every rank (collective).
         """
-        reports = gather({names[name]: own for name, own in self.of_parameters().items()})
+        own_flats = [flat for flat in self._flats if flat.spec.saves_shard]  # not of replicas
+        reported = {slot.name for flat in own_flats for slot in flat.layout.slots}
+        numbers = self.of_parameters().items()
+        reports = gather({names[name]: own for name, own in numbers if name in reported})
         known = dict[str, ParameterScalars](ChainMap(*map(dict, reports)))
         # an empty tensor has no elements on any rank
         own = {name: known[whole] for name, whole in names.items() if whole in known}
