@@ -132,8 +132,9 @@ class FusedStep(StepLaunch):
     def divide(self, by_segment: bool = True) -> None:
         # until the next launch, the counters of a group would still be one
         self.separate_counters()
+        if by_segment or self._counts_by_segment:  # else a captured launch reads its tables there
+            self._rows, self._steps, self._tables = {}, None, {}
         self._counts_by_segment = by_segment
-        self._slices, self._rows, self._steps, self._tables = {}, {}, None, {}
 
     # ---- support ----
 

@@ -294,6 +294,10 @@ def test_a_load_of_equal_counts_lets_a_group_count_once_again(together, forced):
     assert ours.bound.repeats_launch()
     same(ours, theirs)
     assert counts(ours.bound) == counts(theirs.bound) and {*counts(ours.bound).values()} == {8.0}
+    before = ours.bound.prepare_launch({})
+    ours.bound.load_by_parameter({name: {"step": 9.0} for name in GROUP_OF})
+    after = ours.bound.prepare_launch({})
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(after, before, strict=True))
 
 
 OPTIONS = {"amsgrad": {"amsgrad": True}, "foreach": {"foreach": True}, "unfused": {"fused": False}}
