@@ -272,8 +272,8 @@ class SaveLog(SavesOfHost):
             if self._lock is None and not self._failed:
                 name = secrets.token_hex(8)
                 self._lock = lock_in(_folder(), HIDDEN + name, fcntl.LOCK_EX, CLAIM_SECONDS)
-                own = Writer(_job(), socket.gethostname(), os.getpid())
-                self._lock.path.write_text(json.dumps(vars(own)) + "\n")
+                writer = Writer(_job(), socket.gethostname(), os.getpid())
+                self._lock.path.write_text(json.dumps(vars(writer)) + "\n")
                 # Seen once it is locked: others remove a file that nobody has locked.
                 self._lock.path = self._lock.path.rename(self._lock.path.with_name(name))
             if self._lock is not None:

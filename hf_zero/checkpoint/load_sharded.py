@@ -428,15 +428,15 @@ class _RankLoad(StateSource):
         }
         # one without a saved name was frozen or missing at the save
         saved_names = self.match.saved_names
-        found = {name: saved.get(saved_names[name]) for name in parameters if name in saved_names}
-        found |= dict.fromkeys(self._never_stepped & found.keys())
-        saved_by, bound = self.manifest.optimizer, self.engine.bound
-        other = saved_by is not None and saved_by.class_name != class_name(bound.optimizer)
+        scalars = {name: saved.get(saved_names[name]) for name in parameters if name in saved_names}
+        scalars |= dict.fromkeys(self._never_stepped & scalars.keys())
+        optimizer, bound = self.saved_optimizer, self.engine.bound
+        other = optimizer is not None and optimizer.class_name != class_name(bound.optimizer)
         if other and not bound.keeps("step"):
-            # of the same update, the classes with moments in 8 bits may count steps
-            for name, scalars in found.items():
-                found[name] = scalars and {k: n for k, n in scalars.items() if k != "step"}
-        return found
+            # of classes with one update, those with moments in 8 bits may count steps
+            for name, numbers in scalars.items():
+                scalars[name] = numbers and {k: n for k, n in numbers.items() if k != "step"}
+        return scalars
 
     def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorsByParameter:
         saved_names, names = self.match.saved_names, self.engine.bound.tensor_state.names

@@ -305,12 +305,16 @@ def _report_one_sided(
     unexpected = [name for name in (*manifest.parameters, *manifest.buffers) if name not in used]
     if not missing and not unexpected:
         return
-    said = [f"it lacks {listed(missing)}"] if missing else []
+    differences = [f"it lacks {listed(missing)}"] if missing else []
     of_model = [name for name in unexpected if name not in manifest.outside]
-    said += [f"the model lacks {listed(of_model)}"] if of_model else []
+    differences += [f"the model lacks {listed(of_model)}"] if of_model else []
     others = [name for name in unexpected if name in manifest.outside]
-    said += [f"the optimizer lacks {listed(others)}, outside the model there"] if others else []
-    text = f"{where} is of another model ({manifest.export.model_class}): {'; '.join(said)}; "
+    differences += (
+        [f"the optimizer lacks {listed(others)}, outside the model there"] if others else []
+    )
+    text = (
+        f"{where} is of another model ({manifest.export.model_class}): {'; '.join(differences)}; "
+    )
     if strict:
         raise CheckpointError(
             f"{text}build the model it was saved from, "
@@ -358,8 +362,8 @@ def _match_optimizer(
         if saved.class_name
         else sorted({name for flat in manifest.flats for name in flat.states} - {COMPENSATION})
     )
-    kept = set[str]().union(*(kept_states(optimizer, group) for group in groups if states))
-    if unknown := [name for name in states if name not in kept]:
+    known = set[str]().union(*(kept_states(optimizer, group) for group in groups if states))
+    if unknown := [name for name in states if name not in known]:
         raise CheckpointError(
             f"{where} has the optimizer states {listed(states)}, of which {engine_class} keeps no "
             f"{listed(unknown)}; use the optimizer it was saved with, {remedy}"
@@ -482,9 +486,11 @@ def _warn_of_lost_schedule(scheduler: object, manifest: Manifest, where: str) ->
             logging.WARNING,
         )
     elif saved is None and hasattr(scheduler, "load_state_dict"):
-        text = "this engine starts from its first step"
-        text = f"{where} holds no state of an lr scheduler: {type(scheduler).__name__} of {text}"
-        log_rank0(text, logging.WARNING)
+        log_rank0(
+            f"{where} holds no state of an lr scheduler: {type(scheduler).__name__} of this engine "
+            "starts from its first step",
+            logging.WARNING,
+        )
 
 
 def _match_schedule(scheduler: Any, checkpoint: Checkpoint, where: str) -> dict[str, object] | None:

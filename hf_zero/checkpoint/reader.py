@@ -149,9 +149,9 @@ def _ranges_of_pieces(
             yield from _chunk_ranges(flat, slot.offset + piece.start, numel, target)
         else:
             for part in box.runs(piece.start, piece.stop):
-                here = target + part.at - piece.start
+                offset = target + part.at - piece.start
                 end = part.place + part.length
-                yield from parameter_ranges(manifest, name, part.place, end, here)
+                yield from parameter_ranges(manifest, name, part.place, end, offset)
 
 
 class Checkpoint(ClosedAtExit):

@@ -47,10 +47,10 @@ class Resumed:
         """Raise ConfigError if ``config`` and ``dims`` spread the model or its sequences over other
         numbers of ranks than the save.
         """
-        now = parallel_sizes(config, dims)
-        changed = [axis for axis in now if axis in self.world and self.world[axis] != now[axis]]
+        sizes = parallel_sizes(config, dims)
+        changed = [a for a in sizes if a in self.world and self.world[a] != sizes[a]]
         if changed:
-            changes = ", ".join(f"{axis} {self.world[axis]}, now {now[axis]}" for axis in changed)
+            changes = ", ".join(f"{axis} {self.world[axis]}, now {sizes[axis]}" for axis in changed)
             raise ConfigError(
                 f"resume: {self} was saved with other parallel sizes ({changes}); configure those "
                 "of the save, or leave resume out and call engine.load_checkpoint(), which takes "
@@ -193,15 +193,15 @@ def find_resumed(
             raise
         log_rank0(f"resume: {error}; looking in the memory of the hosts", logging.WARNING)
         damage = error
-    found = chosen and place_of(locate(chosen.directory, chosen.tag))
-    if found is None or found != place_of(folder):
+    on_disk = chosen and place_of(locate(chosen.directory, chosen.tag))
+    if on_disk is None or on_disk != place_of(folder):
         directory, tag = (None, None) if chosen is None else (chosen.directory, chosen.tag)
         checkpoint = kept_generations().newest(config, directory, tag, folder or None, skipped)
         if checkpoint is not None and checkpoint.tag is not None:
-            found_there = _resumed(checkpoint.directory, checkpoint.tag)
+            newest = _resumed(checkpoint.directory, checkpoint.tag)
             find_another = partial(find_resumed, resume, config, (*skipped, checkpoint.save_id))
             return replace(
-                found_there, in_memory=True, marks=checkpoint.marks, find_another=find_another
+                newest, in_memory=True, marks=checkpoint.marks, find_another=find_another
             )
     if damage is not None:
         raise damage
