@@ -54,8 +54,9 @@ def explain(
     Example: hf-zero explain recipes/bert-mlm/zero3.yaml --ranks 2
     """
     from hf_zero.config import ZeroConfig
-    from hf_zero.config.explaining import REFUSED, written
+    from hf_zero.config.explaining import REFUSED
     from hf_zero.config.resolving import BATCH
+    from hf_zero.config.summary import written
     from hf_zero.optim.build import refused
 
     rows = ZeroConfig.coerce(file, allow_auto=True, check=refused).explain(ranks, refused)

@@ -19,7 +19,6 @@ from hf_zero.config.feature_rows import provided
 from hf_zero.config.keys import KEYS
 from hf_zero.config.value_types import argument, integer
 from hf_zero.device import kinds
-from hf_zero.distributed.attempts import store_of_attempt, wait_for_store
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
 from hf_zero.distributed.communicators import device_to_bind, name_ranks
@@ -198,7 +197,8 @@ def _group_by_store(rendezvous: Place | None, seconds: float) -> dict[str, Any]:
     if rendezvous is None:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     rank, size, limit = rendezvous.rank, rendezvous.world_size, timedelta(seconds=seconds)
-    store = store_of_attempt(_connect(rendezvous, seconds), rank, size, limit)
+    meet = provided("store_of_attempt", _store_by_restarts)
+    store = meet(_connect(rendezvous, seconds), rank, size, limit)
     return {"store": store, "rank": rank, "world_size": size}
 
 
@@ -246,7 +246,8 @@ def _connect(rendezvous: Place, seconds: float) -> dist.Store:
     limit = timedelta(seconds=seconds + MARGIN_SECONDS)
     hosts = rendezvous.rank == 0 and not has_agent_store()
     if not hosts:
-        wait_for_store(rendezvous.master_addr, rendezvous.master_port, seconds)
+        wait = provided("wait_for_store", _connect_at_once)
+        wait(rendezvous.master_addr, rendezvous.master_port, seconds)
     return connect_to_agent_store(limit) or dist.TCPStore(
         rendezvous.master_addr,
         rendezvous.master_port,
@@ -256,6 +257,17 @@ def _connect(rendezvous: Place, seconds: float) -> dist.Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
+
+
+def _store_by_restarts(store: dist.Store, rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """Return ``store`` under a prefix of this attempt, as this host's launcher counts restarts: one
+    of an agent has the keys of earlier attempts.
+    """
+    return dist.PrefixStore(f"hf_zero/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _connect_at_once(address: str, port: int, seconds: float) -> None:
+    """Wait for no store: torch's client does."""
 
 
 def _join(world_size: int, where: str, join: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.feature_rows import provided
-from hf_zero.device import free_memory, kinds
+from hf_zero.device import kinds
 from hf_zero.offload.storage import (
     MASTER,
     SHARD,
@@ -40,17 +40,6 @@ class ShardSpec:
     dtype: torch.dtype
     trainable: bool
     master_dtype: torch.dtype = torch.float32
-
-
-def free_beside_a_step(device: torch.device) -> int:
-    """Return the bytes of ``device`` left free by the largest step so far, less a tenth for
-    fragmentation. 0 for a CPU: its memory is the host's.
-    """
-    return (
-        0
-        if kinds.is_synchronous(device)
-        else max(0, int(0.9 * free_memory.free_at_the_peak(device)))
-    )
 
 
 class PlacementRules:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.ops import dynamic_map
-from hf_zero.ops.flat_reference import signs
+from hf_zero.ops.updates import signs
 
 BLOCK = 256
 _SMALLEST_SCALE = 2.0**-90

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
-from hf_zero.ops.flat_reference import signs
+from hf_zero.ops.updates import signs
 from hf_zero.optim.segments import ParamGroup, ParamState
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
-from hf_zero.ops.flat_reference import divided
+from hf_zero.ops.updates import divided
 from hf_zero.optim.segments import ParamGroup, ParamState
 
 T = TypeVar("T")

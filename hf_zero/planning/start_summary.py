@@ -6,7 +6,8 @@ import os
 from collections import Counter
 from dataclasses import asdict
 
-from hf_zero.config import ZeroConfig, explaining
+from hf_zero.config import ZeroConfig
+from hf_zero.config.summary import as_summary, written
 from hf_zero.logging import counted, in_units, logger
 from hf_zero.optim.elementwise import updates_in_parts
 from hf_zero.planning.checking import PreflightReport
@@ -155,7 +156,7 @@ def _warn_of_idle_updates(plan: EnginePlan) -> None:
 
 def _shown(config: ZeroConfig) -> str:
     """Return the written values by source, and the keys without effect by reason."""
-    rows = [row for row in explaining.written(config.explain()) if row.key != "$schema"]
-    lines = [f"    {line}" for line in explaining.as_summary(rows)]
+    rows = [row for row in written(config.explain()) if row.key != "$schema"]
+    lines = [f"    {line}" for line in as_summary(rows)]
     head = "  resolved configuration (`hf-zero explain FILE` shows the defaults, too):"
     return "\n".join([head, *lines])

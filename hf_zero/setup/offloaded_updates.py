@@ -7,10 +7,9 @@ from __future__ import annotations
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.device import kinds
+from hf_zero.device import free_memory, kinds
 from hf_zero.logging import logger
 from hf_zero.offload.gradient_offload import GradientOffload
-from hf_zero.offload.placement import free_beside_a_step
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.update import OffloadedUpdater, StagedCopies
 from hf_zero.optim.moment_formats import updates_in_host_memory
@@ -105,3 +104,14 @@ class OffloadedUpdates(Feature):
 
     def remove(self) -> None:
         self._step = None
+
+
+def free_beside_a_step(device: torch.device) -> int:
+    """Return the bytes of ``device`` left free by the largest step so far, less a tenth for
+    fragmentation. 0 for a CPU: its memory is the host's.
+    """
+    return (
+        0
+        if kinds.is_synchronous(device)
+        else max(0, int(0.9 * free_memory.free_at_the_peak(device)))
+    )

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.activations import ActivationOffload
-from hf_zero.config.explaining import WIDTH, as_summary, written
 from hf_zero.config.keys import KEYS
+from hf_zero.config.summary import WIDTH, as_summary, written
 from hf_zero.config.value_types import Status
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.config.samples import drawn

@@ -26,9 +26,10 @@ CORE = {
     "config": "__init__ dialects explaining feature_rows features files kernels keys keywords "
     "offload optimizers reading refusals resolving sections settings spelling value_types "
     "variables zero_config",
-    "device": "*",
-    "distributed": "* - fake_world hang_proofs host_heartbeats host_transfers job_detection "
-    "rank_status recovery stage_messages state_rows store_rate torchrun two_hops watchdog",
+    "device": "* - free_memory",
+    "distributed": "* - attempts fake_world hang_proofs host_heartbeats host_transfers "
+    "job_detection rank_status recovery stage_messages state_rows store_rate torchrun two_hops "
+    "watchdog",
     "zero": "*",
     "zero.access": "* - local weight_stream",
     "zero.gather": "*",
@@ -39,8 +40,7 @@ CORE = {
     "moment_formats offloaded_segments own_step probing segment_table segments snapshots "
     "state step_launch whole_tensor",
     "offload": "__init__ placement storage unit_updates",
-    "ops": "__init__ coded_arrays dispatch flat_reference flat_tiles "
-    "host_memory native",
+    "ops": "__init__ coded_arrays dispatch flat_tiles host_memory native updates",
     "setup": "__init__ plan request steps training_loader",
     "checkpoint": "__init__ commit file_writer find generations load_sharded "
     "background_saves manifest match reader resume run_state save_job save_plan "
@@ -52,7 +52,7 @@ CORE = {
 DOORS = ("hf_zero", "hf_zero.checkpoint", "hf_zero.optim", "hf_zero.config.keywords")
 
 # At most: lines of code of the core, and of the package.
-LINES, ALL_LINES = 30_140, 93_000
+LINES, ALL_LINES = 29_900, 93_000
 
 
 def is_core(module: str) -> bool:

@@ -283,6 +283,7 @@ def test_what_keys_alone_show_is_refused_by_key() -> None:
 # The files that go with a row: all else of the package does without them.
 FILES = {
     "hang_detection": ("distributed/job_detection.py",),
+    "attempts": ("distributed/attempts.py",),
     "schedules": (),
     "meta_models": (),
     "other_jobs": (),

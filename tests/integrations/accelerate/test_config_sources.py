@@ -15,8 +15,8 @@ from accelerate.utils import DeepSpeedPlugin, DummyOptim
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from hf_zero.config import OffloadOptimizer, ZeroConfig
-from hf_zero.config.explaining import written
 from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, check_launch
+from hf_zero.config.summary import written
 from hf_zero.errors import ConfigError
 from tests.helpers.cells import in_turn
 from tests.helpers.plain_process import forget

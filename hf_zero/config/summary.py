@@ -1,0 +1,68 @@
+"""The rows of a configuration in a few lines, for rank 0's log."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+
+from hf_zero.config.explaining import NO_EFFECT, ExplainRow, shown_value
+from hf_zero.config.files import DICT, FILES, is_written
+
+COMPUTED = "computed"
+UNBROKEN = "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"
+WIDTH = 100
+
+
+def written(rows: list[ExplainRow], *keys: str) -> list[ExplainRow]:
+    """Return the rows whose values were written, and those of ``keys``."""
+    return [row for row in rows if is_written(row.source) or row.key in keys]
+
+
+def as_summary(rows: list[ExplainRow]) -> list[str]:
+    """Return ``rows`` as lines of at most :data:`WIDTH` characters, for rank 0's log: values by
+    source, the sections that are off, and keys without effect by reason.
+    """
+    off = [name for row in rows if (name := _section_off(row))]
+    values: dict[str, list[str]] = {}
+    idle: dict[str, list[str]] = {}
+    for row in rows:
+        if any(f"{row.key}.".startswith(f"{name}.") for name in off):
+            continue
+        if row.note.startswith(NO_EFFECT):
+            idle.setdefault(row.note.removeprefix(NO_EFFECT), []).append(row.key)
+        else:
+            source, value = row.source.removesuffix(f": {row.key}"), shown_value(row.value)
+            if source == row.source and source.startswith((*FILES, DICT)):  # under another name
+                source, _, name = source.rpartition(": ")
+                value = f"{value} ({name})"
+            elif source.startswith(COMPUTED):
+                source, value = COMPUTED, f"{value} ({source.removeprefix(f'{COMPUTED}: ')})"
+            values.setdefault(source, []).append(f"{row.key} = {value}")
+    lines = [line for source, texts in values.items() for line in _filled(f"{source}: ", texts)]
+    if off:
+        lines += _filled("off: ", off)
+    if idle:
+        lines.append("without effect in hf-zero:")
+    for why, keys in idle.items():
+        lines += _filled("  ", [*keys[:-1], f"{keys[-1]}: {why}"])
+    return lines
+
+
+def _section_off(row: ExplainRow) -> str:
+    """Return the section that ``row`` switches off, or ""."""
+    if row.value is False and row.key.endswith(".enabled"):
+        return row.key.removesuffix(".enabled")
+    off = isinstance(row.value, Mapping) and row.value.get("enabled") is False
+    return row.key if off else ""
+
+
+def _filled(start: str, parts: Iterable[str]) -> list[str]:
+    """Return ``start`` and ``parts`` with commas, in as few lines as they fit in."""
+    lines = textwrap.wrap(
+        start + ", ".join(part.replace(" = ", UNBROKEN) for part in parts),
+        WIDTH,
+        subsequent_indent="  " if start.strip() else f"{start}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(UNBROKEN, " = ") for line in lines]
