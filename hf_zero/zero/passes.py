@@ -346,10 +346,11 @@ class BackwardTracker:
         # graph tasks under way, outermost first, and their callbacks
         self.tasks: list[tuple[int, weakref.ref[object]]] = []
         self._ended_task = -1  # the last outermost one whose callback was called
-        # number of those since the last backward; None: those that may have run on one rank only
+        # number of forwards since the last backward, by kind; None: of those that may have run on
+        # one rank only
         self._forwards_by_kind: Counter[Hashable] = Counter()
         self._first = False  # until the backward under way reaches its first call
-        # the newest included
+        # forwards with calls whose outputs have hooks, the newest included
         self._with_graph: weakref.WeakSet[OutermostForward] = weakref.WeakSet()
         # forwards reached by the backward under way
         self._roots_reached: set[OutermostForward] = set()

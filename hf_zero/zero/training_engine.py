@@ -48,7 +48,9 @@ class TrainingEngine(EngineParts):
                 (args, kwargs), lambda t: t.to(self._cast_to) if t.is_floating_point() else t
             )
         if not torch.compiler.is_compiling():
-            self._record_batch(args, kwargs)
+            batches, trains = self.optimizer_step.agreement.batches, self.module.training
+            if batches.active and batches.awaits_batch and trains and torch.is_grad_enabled():
+                batches.record((args, kwargs))  # to be compared with other ranks'
         with self.measures.forward(self, args, kwargs):
             try:
                 run: Callable[..., object] = self.sharded_model.module
@@ -69,17 +71,6 @@ class TrainingEngine(EngineParts):
                 for end in self.feature_set.hooks.end_forward:
                     end()
                 raise
-
-    def _record_batch(self, args: object, kwargs: object) -> None:
-        """Record the first batch of each of the first steps, to be compared with other ranks'."""
-        batches = self.optimizer_step.agreement.batches
-        if (
-            batches.active
-            and batches.awaits_batch
-            and self.module.training
-            and torch.is_grad_enabled()
-        ):
-            batches.record((args, kwargs))
 
     def batch_of(self, args: object, kwargs: object) -> object:
         """Return the arguments that hold the batch; None on a pipeline stage without the first."""
