@@ -197,7 +197,7 @@ This page lists the features of hf-zero that a configuration switches on, and wh
 not go with. `hf_zero.initialize` compares a configuration with this table before it changes
 anything. A pair that does not go together is a ConfigError on all ranks, which names both features,
 the reason and what to change. `hf-zero explain` shows it without a model. All other pairs go
-together.
+together: the long suite trains each of them beside plain torch that does what both features do.
 
 Other refusals depend on the model, the optimizer or the values of a key. The page of each feature
 describes them. `scripts/readme.py` generates this page from `hf_zero/config/features.toml`, which

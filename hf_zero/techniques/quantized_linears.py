@@ -37,7 +37,9 @@ class QuantizationAwareLinears(Feature):
         """Raise ConfigError without torchao, for a model without such layers, and for sizes that
         ``group_size`` does not divide.
         """
-        _refuse_sizes(_linears(inputs.model, QAT), inputs.model, self._section)
+        names = _linears(inputs.model, QAT)
+        _torchao("torchao.quantization.qat", QAT)
+        _refuse_sizes(names, inputs.model, self._section)
 
     def prepare(self, model: nn.Module) -> None:
         names, name = _linears(model, QAT), str(self._section.config)
@@ -62,6 +64,7 @@ class Float8Linears(Feature):
         without float8.
         """
         _linears(inputs.model, FLOAT8)
+        _torchao("torchao.float8", FLOAT8)
         if not self._section.emulate and not kinds.has_float8(
             device := process_group.default_device()
         ):
@@ -107,7 +110,7 @@ def float8_gathers(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) 
 
 def _linears(model: nn.Module, key: str) -> set[str]:
     """Return the names of the linear layers of blocks, which ``key`` replaces. Raises ConfigError
-    if there are none, or without torchao.
+    if there are none.
     """
     names = set(linears_of_blocks(model))
     if not names:
@@ -115,7 +118,6 @@ def _linears(model: nn.Module, key: str) -> set[str]:
             f"{key} replaces the linear layers of blocks, and this model has none there (those of "
             "adapters and of other libraries stay as they are); remove it"
         )
-    _torchao("torchao.quantization", key)
     return names
 
 

@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def build(stage: int, capture: bool, **case: Any) -> Any:
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": case.get("micros", 1),
         "gradient_clipping": 0.1,
@@ -66,8 +66,17 @@ def build(stage: int, capture: bool, **case: Any) -> Any:
         "metrics": {"enabled": case.get("metrics", False)},
         "compile": {"capture": "step"} if capture else {},
     }
-    model = Model(case.get("dropout", 0.0))
-    groups = [{"params": model.blocks.parameters()}, {"params": model.head.parameters(), "lr": 0.1}]
+    for name, value in case.get("keys", {}).items():
+        config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
+    if "make" in case:
+        model: Any = case["make"]()
+        groups = [{"params": model.parameters()}]
+    else:
+        model = Model(case.get("dropout", 0.0))
+        groups = [
+            {"params": model.blocks.parameters()},
+            {"params": model.head.parameters(), "lr": 0.1},
+        ]
     optimizer = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     return hf_zero.initialize(

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+from transformers import BertConfig, BertLMHeadModel
 
 import hf_zero  # noqa: F401
 from hf_zero.device import graphs
@@ -133,6 +136,52 @@ def pair(
     if sent != resent:
         differ.append(f"collectives {sent} {resent}")
     return {"differ": differ, **total}
+
+
+FOLDER = f"{tempfile.gettempdir()}/late-capture-{os.environ.get('MASTER_PORT', '')}"
+
+
+def go_back(engine: Any, number: int) -> None:
+    """Save while steps are launched, and go on from what was saved."""
+    if number == 6:
+        engine.save_checkpoint(f"{FOLDER}/saved")
+    if number == 8:
+        engine.load_checkpoint(f"{FOLDER}/saved")
+
+
+class NormsAfterSublayers(BertLMHeadModel):
+    """Reads numbers as tokens."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config = BertConfig(vocab_size=32, intermediate_size=64, use_cache=False, **sizes, **none)
+        super().__init__(config)
+
+    def forward(self, input_ids: Any, weight: float = 1.0, **more: Any) -> Any:
+        if input_ids.is_floating_point():
+            input_ids = input_ids.mul(10).long().abs() % 32
+            return super().forward(input_ids=input_ids, labels=input_ids, use_cache=False)
+        return super().forward(input_ids=input_ids, **more)
+
+
+# Captured steps beside each feature that they go with, by its name.
+BESIDE: dict[str, dict[str, Any]] = {
+    "fused_modules": {},  # the kernel of the optimizer, which each case has
+    "metrics": {"keys": {"metrics": {"enabled": True}}},
+    "replicate_size": {"keys": {"replicate_size": 2}},
+    "compile.blocks": {"keys": {"compile": {"blocks": True, "backend": "eager"}}},
+    "checkpoint.async_save": {"keys": {"checkpoint": {"async_save": True}}},
+    "checkpoint.memory": {
+        "keys": {"checkpoint": {"memory": {"every": 1, "folder": f"{FOLDER}/memory", "job": "job"}}}
+    },
+    "pre_layer_norm": {"keys": {"pre_layer_norm": True}, "make": NormsAfterSublayers},
+    "quantization_aware_training": {
+        "keys": {"quantization_aware_training": {"config": "int8_weight"}}
+    },
+    "float8_training": {"keys": {"float8_training": {"recipe": "tensorwise", "emulate": True}}},
+}
 
 
 def operators(capture: bool) -> Counter[str]:
@@ -327,6 +376,15 @@ def main() -> None:
         uncaptured, captured = operators(False), operators(True)
         del captured["reuse"]  # memory is overwritten where a graph gives it out
         device.tell(total=captured.total(), more=captured - uncaptured, fewer=uncaptured - captured)
+        return
+    if sys.argv[3:4] == ["beside"]:
+        for stage, name in itertools.product(map(int, sys.argv[2]), sys.argv[4:]):
+            device.forget()
+            shutil.rmtree(FOLDER, ignore_errors=True)
+            between = go_back if name.startswith("checkpoint.") else None
+            row = pair(stage, {"bf16": True, **BESIDE[name]}, between)
+            device.tell(stage=stage, case=name, **row, reports=device.reports())
+        shutil.rmtree(FOLDER, ignore_errors=True)
         return
     for stage in map(int, sys.argv[2]):
         for name in sys.argv[3:] or [*jobs.CASES, *jobs.BETWEEN]:

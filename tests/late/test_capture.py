@@ -4,9 +4,13 @@ a wait, a question or an allocation in a launch; and faults show.
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
+from tests.helpers.pairs import OF_TORCHAO
 from tests.late import launch
+from tests.late.capture import BESIDE
 
 FAST = (
     "dropout",
@@ -42,6 +46,20 @@ def test_captured_steps_equal_uncaptured_ones(
         assert not row["differ"] and not row["reports"], row
         assert not any(row[what] for what in CLEAN), row
         assert row["launches"] >= 8, row  # six steps of nine; those after a change in parts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stages", ["0", "12"])
+def test_captured_steps_equal_uncaptured_ones_beside_each_feature(stages: str) -> None:
+    """Of those that go with them."""
+    launch.needs_the_device()
+    has_torchao = importlib.util.find_spec("torchao") is not None
+    names = [name for name in BESIDE if has_torchao or name not in OF_TORCHAO]
+    rows = launch.run_ranks("tests.late.capture", "random:3", stages, "beside", *names, ranks=2)
+    assert len(rows) == 2 * len(stages) * len(names)
+    for row in rows:
+        assert not row["differ"] and not row["reports"] and row["launches"] >= 8, row
+        assert not any(row[what] for what in CLEAN), row
 
 
 def test_a_captured_step_launches_what_an_uncaptured_one_does() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.checkpoint import load_sharded
 from hf_zero.config import ZeroConfig
 from hf_zero.config.feature_rows import FEATURES, TABLE, loaded, provided
 from hf_zero.config.feature_rows import read as read_table
@@ -203,6 +204,44 @@ def test_a_checkpoint_with_state_of_a_feature_that_is_off_says_so(
             assert loading.seen == 7 and said is not bool(features)
 
     on_ranks(1, run, build=lambda: torch.nn.Linear(2, 2))
+
+
+def test_state_of_a_feature_that_is_off_is_named_once_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def run(rank: int, model: torch.nn.Module) -> None:
+        def begun(**features: Feature) -> Engine:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            plan = Engine.plan(model, ZeroConfig(stage=1).resolve(1), optimizer, extensions_of)
+            return Engine(plan, FeatureSet(features))
+
+        saving = Remembering()
+        saving.seen = 7
+        engine = begun(remembering=saving)
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        engine.save_checkpoint(str(tmp_path))
+        engine.destroy(gather=True)
+        with torch.no_grad():
+            model.weight.zero_()
+        engine = begun()
+
+        def tell(text: str, *more: object) -> None:
+            if "has state of" in text:
+                weights = float(model.weight.detach().abs().sum())
+                told.append((text, engine.global_steps, weights))
+
+        monkeypatch.setattr(load_sharded, "log_rank0", tell)
+        engine.load_checkpoint(str(tmp_path))
+        assert engine.global_steps == 1 and model.weight.abs().sum() > 0
+        engine.destroy()
+
+    on_ranks(1, run, build=lambda: torch.nn.Linear(2, 2))
+    ((text, steps, weights),) = told
+    assert "has state of remembering, which this configuration leaves off: it is not" in text
+    assert "switch it on to go on with it" in text and steps == 0 and weights == 0.0
 
 
 def test_state_that_no_feature_updates_is_refused() -> None:

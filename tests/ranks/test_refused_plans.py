@@ -4,6 +4,8 @@ model does not support, models that differ, checkpoints of another model or opti
 
 from __future__ import annotations
 
+import sys
+import types
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -92,6 +94,25 @@ def test_what_a_feature_refuses_is_refused_before_anything_changes(build, keys, 
             model=model,
             optimizer=make(model.parameters(), lr=1e-3),
             config=configuration(Feature(), keys),
+        )
+
+
+@pytest.mark.parametrize("keys, module", [
+    ({"quantization_aware_training": {"config": "int8_weight"}}, "torchao.quantization.qat"),
+    ({"float8_training": {"recipe": "tensorwise", "emulate": True}}, "torchao.float8"),
+])  # fmt: skip
+def test_a_feature_that_lacks_its_library_is_refused_before_anything_changes(
+    keys, module, monkeypatch
+):
+    monkeypatch.setattr(steps, "ORDER", (lambda setup: 1 / 0,))
+    for name in ("torchao", "torchao.quantization"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module, None)
+    model = llama()
+    error = rf"{next(iter(keys))} needs torchao, .*{module}.*`pip install hf-zero\[torchao\]`, or"
+    with pytest.raises(ConfigError, match=error):
+        hf_zero.initialize(
+            model=model, optimizer=adamw(model), config=configuration(Feature(), keys)
         )
 
 
