@@ -34,8 +34,13 @@ from hf_zero.zero.feature import EngineInputs, FeatureSet, early
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
-from hf_zero.zero.layout.staged import StagedModel
-from hf_zero.zero.layout.walk import buffers_of, modules_of, parameters_of, parameters_with
+from hf_zero.zero.layout.walk import (
+    StagedModel,
+    buffers_of,
+    modules_of,
+    parameters_of,
+    parameters_with,
+)
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.sharded_model import check_optimizer

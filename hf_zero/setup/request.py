@@ -28,8 +28,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.optim.build import build_optimizer, refused
 from hf_zero.zero.feature import early
-from hf_zero.zero.layout.staged import StagedModel
-from hf_zero.zero.layout.walk import named_modules_of
+from hf_zero.zero.layout.walk import StagedModel, named_modules_of
 
 E = TypeVar("E", bound=Engine)
 # wrappers of torch, by name, because FSDP takes time to import

@@ -25,8 +25,7 @@ from hf_zero.setup.plan import Planned, plan_of_engine
 from hf_zero.setup.training_loader import data_loader, warn_lost_position
 from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
-from hf_zero.zero.layout.staged import StagedModel
-from hf_zero.zero.layout.walk import parameters_of
+from hf_zero.zero.layout.walk import StagedModel, parameters_of
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.transaction import (
     on_rollback,

@@ -33,7 +33,7 @@ from hf_zero.parallel.pipeline.topology import (
 )
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import set_sharding, sharding_of
-from hf_zero.zero.layout.staged import StagedModel
+from hf_zero.zero.layout.walk import StagedModel
 
 
 class StagedModule(StagedModel):

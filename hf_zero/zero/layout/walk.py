@@ -124,3 +124,9 @@ def text_config_of(model: nn.Module) -> object:
     """Return the part of :func:`config_of` that describes the text model; None without any."""
     config = config_of(model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+class StagedModel(nn.Module):
+    """A model of which each rank holds stages: its parameters differ from those of other ranks, and
+    its plan is collective.
+    """
