@@ -48,7 +48,8 @@ class TrainingEngine(EngineParts):
                 (args, kwargs), lambda t: t.to(self._cast_to) if t.is_floating_point() else t
             )
         if not torch.compiler.is_compiling():
-            batches, trains = self.optimizer_step.agreement.batches, self.module.training
+            batches = self.optimizer_step.agreement.batches
+            trains = self.sharded_model.module.training
             if batches.active and batches.awaits_batch and trains and torch.is_grad_enabled():
                 batches.record((args, kwargs))  # to be compared with other ranks'
         with self.measures.forward(self, args, kwargs):
