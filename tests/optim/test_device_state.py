@@ -181,6 +181,18 @@ def test_a_load_joins_what_it_gives_equal_counts():
     assert len(it.bound._table.segments) == whole
 
 
+def test_a_load_joins_what_has_begun_and_what_has_not():
+    it = Pair(adamw)
+    whole = len(it.bound._table.segments)
+    it.step(unused=("b.weight",))
+    assert len(it.bound._table.segments) > whole
+    for flat in it.flats:
+        it.bound.load_tensor(flat, "exp_avg", torch.full_like(flat.master, 0.5))
+    it.bound.load_by_parameter({key: {"step": 5.0} for key in SHAPES})
+    assert len(it.bound._table.segments) == whole
+    assert all(segment.begun for segment in it.bound._table.segments)
+
+
 def test_a_load_through_a_view_reaches_parameters_that_have_not_begun():
     it = Pair(adamw)
     it.step(unused=("b.weight",))
