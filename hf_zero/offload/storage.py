@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from hf_zero.device import kinds
-from hf_zero.ops.coded_arrays import ArrayCodec, CodedArray, StateArray, decoded
+from hf_zero.ops.coded_arrays import ArrayCodec, CodedArray, StateArray, values_of
 
 SHARD, MASTER = "shard", "master"  # MASTER is also the name in checkpoints (FORMAT.md)
 COMPENSATION = "compensation"  # rounding errors of master weights, where they are kept
@@ -245,14 +245,21 @@ class HostStorage:
         if name in self._whole:
             return self._whole[name]
         out = torch.zeros(self._numel)
-        for (start, stop), array in zip(self.sub_groups, self._coded[name]):
-            out[start:stop] = decoded(array)
+        self.fetch_into(name, 0, out)
         return out
 
     def fetch_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        source = self.fetch(name)[start : start + out.numel()]
-        if source.data_ptr() != out.data_ptr():
-            out.copy_(source, non_blocking=True)
+        stop = start + out.numel()
+        if name in self._whole:
+            source = self._whole[name][start:stop]
+            if source.data_ptr() != out.data_ptr():
+                out.copy_(source, non_blocking=True)
+            return
+        for (begin, end), array in zip(self.sub_groups, self._coded[name]):
+            first, last = max(begin, start), min(end, stop)
+            if first < last:
+                values = values_of(array, first - begin, last - begin)
+                out[first - start : last - start] = values
 
     def store(self, name: str, start: int, values: torch.Tensor) -> None:
         if name in self._whole:

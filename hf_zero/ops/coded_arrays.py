@@ -51,6 +51,10 @@ class CodedArray(ABC):
     def decode(self) -> Tensor:
         """Return the values, fp32 [n], in new memory."""
 
+    def values(self, start: int, stop: int) -> Tensor:
+        """Return the values of elements ``[start, stop)``, fp32, in new memory."""
+        return self.decode()[start:stop]
+
     @abstractmethod
     def put(self, start: int, values: Tensor) -> None:
         """Overwrite the elements from ``start`` on."""
@@ -75,6 +79,13 @@ class CodedArray(ABC):
 
 
 StateArray = Tensor | CodedArray
+
+
+def values_of(array: StateArray, start: int, stop: int) -> Tensor:
+    """Return elements ``[start, stop)`` of ``array``: a view, or decoded if they are codes."""
+    if isinstance(array, CodedArray):
+        return array.values(start, stop)
+    return array[start:stop]
 
 
 def decoded(array: StateArray) -> Tensor:

@@ -183,6 +183,10 @@ class Blocks(CodedArray):
         )
         return out
 
+    def values(self, start: int, stop: int) -> Tensor:
+        first, last = start - start % BLOCK, min(self.numel, stop + -stop % BLOCK)
+        return self.narrow(first, last - first).decode()[start - first : stop - first]
+
     def __getitem__(self, span: slice) -> Blocks:
         """Return :meth:`narrow` of elements ``[span.start, span.stop)``."""
         return self.narrow(span.start, span.stop - span.start)

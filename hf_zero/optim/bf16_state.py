@@ -160,11 +160,11 @@ class Bf16State:
         narrow: dict[Segment, ParamState] = {}
         for segment in segments:
             entries = states.get(segment.tensor, {})
-            arrays = narrow[segment] = {MASTER: segment.data, **entries}
+            arrays = narrow[segment] = {MASTER: segment.tensor.data, **entries}
             entries.pop(COMPENSATION, None)  # before the first step there must be no state
             for name, value in self.widen(arrays).items():
                 if name == MASTER:
-                    segment.data = value
+                    segment.tensor.data = value
                 elif name != COMPENSATION:
                     entries[name] = value
             if self.kahan and self._is_narrow(MASTER, arrays[MASTER]) and segment.parts:
@@ -175,20 +175,20 @@ class Bf16State:
             hooks()
             for (segment, arrays), weights in zip(narrow.items(), before):
                 if not torch.equal(arrays[MASTER], weights):
-                    segment.data.copy_(arrays[MASTER])
+                    segment.tensor.data.copy_(arrays[MASTER])
 
         try:
             yield run
             for segment, arrays in narrow.items():
                 entries = states.get(segment.tensor, {})
-                wide = {MASTER: segment.data, **entries}
+                wide = {MASTER: segment.tensor.data, **entries}
                 for name, value in entries.items():
                     if name not in arrays and self._narrows(name, value, segment.tensor.shape):
                         arrays[name] = torch.zeros_like(value, dtype=torch.bfloat16)
                 self.narrow(segment, arrays, wide, steps_before)
         finally:
             for segment, arrays in narrow.items():
-                segment.data = arrays[MASTER]
+                segment.tensor.data = arrays[MASTER]
                 for name, value in arrays.items():
                     if name == COMPENSATION or (name != MASTER and self._is_narrow(name, value)):
                         states[segment.tensor][name] = value

@@ -6,6 +6,7 @@ from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from hf_zero.ops.coded_arrays import CodedArray
 from hf_zero.optim import snapshots, state
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, adopt_states, update_base
 from hf_zero.optim.group_settings import SharedSettings, load_settings, plain_settings, scaled_rates
+from hf_zero.optim.members import GroupMember, GroupsInStep, HiddenStates
 from hf_zero.optim.moment_formats import names_in_8_bits
 from hf_zero.optim.own_step import OwnStep
 from hf_zero.optim.segment_table import (
@@ -27,10 +29,9 @@ from hf_zero.optim.segment_table import (
     ParameterScalars,
     SegmentTable,
     WholeTensorState,
-    changes_of,
     report_of,
 )
-from hf_zero.optim.segments import GroupGradients, ParamGroup, Segment, masters
+from hf_zero.optim.segments import ParamGroup, Segment, masters
 from hf_zero.optim.state import DeviceState, NarrowStates, SegmentStateAccess
 from hf_zero.optim.step_launch import step_launch
 from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
@@ -40,13 +41,18 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
 
 
+_changes_of = attrgetter("_version")
+
+
 class BoundOptimizer:
     """``optimizer`` over this rank's flat buffers.
 
     The object, its group dicts and their number stay; ``group["params"]`` becomes the list of this
-    rank's segments: leaf tensors over the master weights, or placeholders where the state is
-    offloaded. A group that owns nothing on this rank gets a stand-in of one zero, so that its step
-    counters advance as on the other ranks. Between steps the list has frozen members, too.
+    rank's parts of its parameters, frozen ones too (``members.py``), and ``optimizer.state`` is by
+    these (``member_states.py``). In a step of torch's code the list has the segments, and
+    ``optimizer.state`` is by them: leaf tensors over the master weights, or placeholders where the
+    state is offloaded. A group that owns nothing on this rank has a stand-in of one zero there, so
+    that its step counters advance as on the other ranks.
 
     :meth:`step` updates the state on the device. :meth:`begin` then returns the update of the
     offloaded state, made sub-group by sub-group, usually on another thread.
@@ -98,20 +104,17 @@ class BoundOptimizer:
         self.settings = SharedSettings(optimizer, optimizer.defaults)
         self._base = update_base(type(optimizer))
         self._bf16 = bf16
-        gradients = GroupGradients([flat for flat in flats if flat.trainable])
+        self._groups = GroupsInStep()
         self._entries = SegmentStateAccess(optimizer, bf16)
         device = DeviceState(self._entries, self._base, self._base in BEGIN_WITH_GRADIENT)
-        self._own = OwnStep(optimizer, self._base, bf16, gradients, device)
+        self._own = OwnStep(optimizer, self._base, bf16, self._groups, device)
         self._fused = step_launch()(optimizer, self._base, self._own.step, kernels, device, bf16)
         # by default those that train
         self._members = members or [
             [(name, None) for name, group in group_of.items() if group == index]
             for index in range(len(optimizer.param_groups))
         ]
-        frozen = [[part for _, part in of if part is not None] for of in self._members]
-        self._table = SegmentTable(
-            self._entries, self._base, device, self._fused, moments, gradients, copied, frozen
-        )
+        self._table = SegmentTable(self._entries, self._base, device, self._fused, moments)
         self.group_scalars = GroupScalars(self._entries, self._table)
         self.tensor_state = WholeTensorState(self._entries, self._table)
         self.scalars = self.group_scalars.scalars
@@ -136,8 +139,60 @@ class BoundOptimizer:
         carried = state.collect(optimizer, parameters, slots, group_of)
         groups = {group_of[name] for name in slots if name in group_of}
         self._table.bind(self._flats, self.group_of, groups)
+        self._list_members(parameters, copied)
+        self._table.take_writes = self.take_writes
         if carried.scalars:
             self._load(carried)
+
+    def _list_members(self, parameters: Mapping[str, Tensor], copied: Collection[str]) -> None:
+        """Write the members into the groups, and let ``optimizer.state`` be by them. ``copied``:
+        keys of the flat buffers whose copies of master weights a script's writes would miss.
+        """
+        # members of a flat buffer share a count of changes, which steps leave as it is
+        memory = {flat.key: flat.storage.entry(MASTER).data for flat in self._flats}
+        self._watched = [memory[flat.key] for flat in self._flats if flat.key in copied]
+        self._parts = snapshots.parts_of(self._members, self._flats)
+        self._lists = list[list[Tensor]]()  # kept so that no other list can have its id
+        for parts, members in zip(self._parts, self._members):
+            self._lists.append([])
+            for part, (name, frozen) in zip(parts, members):
+                member: Any = frozen
+                if part.flat is not None:
+                    # without calls of Python, of which a large model would make many
+                    elements = memory[part.flat.key].narrow(0, part.start, part.last - part.first)
+                    member = Tensor._make_subclass(GroupMember, elements.view(part.shape), False)
+                    member.shard, member.groups = part.flat, self._groups
+                if type(member) is GroupMember:
+                    member.parameter = parameters.get(name)
+                self._lists[-1].append(member)
+        self._identities = list[int]()
+        for group, listed in zip(self.groups, self._lists):
+            group["params"] = listed
+            self._identities += id(listed), *map(id, listed)
+        states = provided("member_states", HiddenStates)
+        self.states: Any = states(self._entries, self._table, self._lists, self._parts, self.forget)
+        self._own.run_hooks = self.states.run_hooks
+        self.accept_writes()
+        self.show_states()
+
+    def show_states(self) -> None:
+        """Let ``optimizer.state`` be by member, in place of what torch, or a script, has set."""
+        self.optimizer.state = self.states
+
+    def wait_with(self, wait: Callable[[], object]) -> None:
+        """Let reads of the state call ``wait`` first, which waits for the update of offloaded state
+        unless the engine itself updates it now.
+        """
+        self._entries.wait = wait
+
+    def take_writes(self) -> None:
+        """Store what a script has written to ``optimizer.state``."""
+        now: Any = self.optimizer.state
+        if now is not self.states and now is not self._entries.states:
+            self.show_states()
+            self.states.replace(now)
+        if self.states.open:
+            self.states.take()
 
     def _load(self, carried: state.Carried) -> None:
         """Load the state that parameters had before they were cut."""
@@ -156,20 +211,23 @@ class BoundOptimizer:
 
     def check_groups(self) -> None:
         """Raise PartitionError if the optimizer's groups are others, in another order or with other
-        members than those that have the segments: groups are found by their place; or if a script
+        members than the engine has given them: groups are found by their place; or if a script
         has written to members where other ranks, or copies of the weights, miss that.
         """
+        if self.is_stepping:  # they have the segments
+            return
+        self.take_writes()
         identities: list[int] = []
         for group in self.optimizer.param_groups:
             identities += id(group["params"]), *map(id, group["params"])
-        if identities != self._table.identities:
+        if identities != self._identities:
             raise PartitionError(
                 f"optimizer.param_groups of {type(self.optimizer).__name__} was reordered, or "
                 "groups or members were added, removed or moved, and an engine finds groups by "
                 "their place; undo that, and call optimizer.add_param_group, engine.replace or "
                 "parameter.requires_grad_(False), or change the settings of a group (lr) instead"
             )
-        if sum(map(changes_of, self._table.watched)) != self._table.changes:
+        if sum(map(_changes_of, self._watched)) != self._changes:
             raise PartitionError(
                 f"the members of optimizer.param_groups of {type(self.optimizer).__name__} were "
                 "written to between steps; they are this rank's parts of the master weights, and "
@@ -179,8 +237,8 @@ class BoundOptimizer:
             )
 
     def accept_writes(self) -> None:
-        """Note that all writes to members of groups so far are those of steps, or taken over."""
-        self._table.changes = sum(map(changes_of, self._table.watched))
+        """Note that all writes to members of groups so far are taken over."""
+        self._changes = sum(map(_changes_of, self._watched))
 
     # ---- stepping ----
 
@@ -230,7 +288,7 @@ class BoundOptimizer:
     @property
     def is_stepping(self) -> bool:
         """Return whether a step is under way, whose members have the gradients."""
-        return self._table.gradients.in_step
+        return self._groups.in_step
 
     def run_pre_hooks(self) -> None:
         """Run the optimizer's own pre hooks, as a step of torch does at its beginning."""
@@ -286,6 +344,7 @@ class BoundOptimizer:
         """
         optimizer: Any = self.optimizer
         table = self._table
+        self.take_writes()
 
         def rest() -> list[Segment]:
             return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
@@ -300,7 +359,7 @@ class BoundOptimizer:
         if written is None:
             return set()
         for segment in self._counted_segments():
-            optimizer.state[segment.tensor]["step"] += 1
+            self._entries.states[segment.tensor]["step"] += 1
         # without a gradient scale on the device, unlike the other segments
         if table.offloaded_stand_ins and (found_inf is None or not bool(found_inf.ne(0))):
             self._own.stand_ins(table.offloaded_stand_ins)
@@ -349,6 +408,8 @@ class BoundOptimizer:
         forbids the step. ``run_pre_hooks``: None: without any hooks of the optimizer.
         """
         table, fused, hooks = self._table, self._fused, run_pre_hooks is not None
+        if hooks and self._bf16 is not None and self.optimizer._optimizer_step_pre_hooks:
+            table.separate_members()  # hooks can leave each one out, though all are widened
         segments = table.stepped if of_step is None else of_step()
         left_out = self._counted
         for flat in flats:
@@ -410,6 +471,10 @@ class BoundOptimizer:
             move()
         groups = {segment.group for segment in self._table.segments}
         self._table.bind(self._flats, self.group_of, groups)
+        memory = {flat.key: flat.storage.entry(MASTER).data for flat in self._flats}
+        for member, part in zip(chain(*self._lists), chain(*self._parts)):
+            if isinstance(member, GroupMember) and part.flat is not None:
+                member.move(part.of(memory[part.flat.key]))
         for key, tensors in tensors_by_key.items():
             for name, tensor in tensors.items():
                 self.load_tensor(flats[key], name, tensor)
@@ -426,6 +491,7 @@ class BoundOptimizer:
         ``flat.owned``. On the device these are writable views; offloaded and 8-bit ones may be
         copies, made where they are read, to be changed with :meth:`load_tensor`.
         """
+        self.take_writes()
         table = self._table
         return table.offloaded.arrays(flat) if flat.offloaded else table.device.arrays(flat)
 
@@ -467,7 +533,7 @@ class BoundOptimizer:
         self.group_scalars.writes += 1
         touched = self._table.parts(flat, first, first + tensor.numel())
         for segment, _ in touched:
-            if tensor._base is not None and not dict.get(self.optimizer.state, segment.tensor):
+            if tensor._base is not None and not self._entries.states.get(segment.tensor):
                 tensor = tensor.clone()  # a view of arrays, in which the creation of state writes
             self._table.state_of(segment).create(segment)
         having = {segment for segment, _ in touched if name in self._entries.of(segment)}
@@ -500,9 +566,10 @@ class BoundOptimizer:
 
     def forget(self) -> None:
         """Reset all state to before the first step."""
+        self.states.discard()
         self.group_scalars.note_load([])
         self._table.offloaded.wait()
-        dict.clear(self.optimizer.state)
+        self._entries.states.clear()
         self._table.join({})  # no parameter has been left out of a step
         self.drop_state()
         self._table.offloaded.renew_all()
@@ -570,14 +637,13 @@ class BoundOptimizer:
         were never stepped have no entry, as in torch. Offloaded state is read into memory.
         """
         optimizer, table, entries = self.optimizer, self._table, self._entries
-        parts = snapshots.parts_of(self._members, self._flats)
+        parts = self._parts
         arrays = {
             flat.key: table.offloaded.copies(flat) if flat.offloaded else self.tensors(flat)
             for flat in self._flats
         }
         states: defaultdict[Tensor, state.ParamState] = defaultdict(dict)
-        lists = [[part.member() for part in of_group] for of_group in parts]
-        for part, member in zip(chain(*parts), chain(*lists)):
+        for part, member in zip(chain(*parts), chain(*self._lists)):
             if part.flat is None or part.first == part.last:
                 continue
             segment, _ = table.parts(part.flat, part.start, part.stop)[0]
@@ -590,7 +656,7 @@ class BoundOptimizer:
         kept, between = optimizer.state, [group["params"] for group in self.groups]
         try:
             optimizer.state = states
-            for group, params in zip(self.groups, lists):
+            for group, params in zip(self.groups, self._lists):
                 group["params"] = params
             packed = pack()
         finally:
@@ -607,7 +673,7 @@ class BoundOptimizer:
         self._same_groups(packed["param_groups"], "a state dict")
         if snapshots.KEY in packed:
             return packed
-        parts = snapshots.parts_of(self._members, self._flats)
+        parts = self._parts
         saved, live = [len(group["params"]) for group in packed["param_groups"]], [*map(len, parts)]
         if saved != live:
             raise UnsupportedOptimizerError(
@@ -624,7 +690,10 @@ class BoundOptimizer:
         return snapshots.described(packed | {"state": states}, read, None, self._flats)
 
     def drop_state(self) -> None:
-        """Drop the state on the device, whose entries are gone: a load of torch removes them."""
+        """Drop the state on the device and all entries, as a load of torch does."""
+        self.states.discard()
+        self.show_states()
+        self._entries.states.clear()
         self._fused.separate_counters()
         self._table.device.renew()
 
@@ -641,7 +710,8 @@ class BoundOptimizer:
         """Return a value that changes with every load, in-place write or replacement of optimizer
         state. A step may change it, too.
         """
-        entries = dict.values(self.optimizer.state)  # without the wait for an update under way
+        self.take_writes()
+        entries = self._entries.states.values()
         # a list: an update on another thread may add entries
         values = [value for entry in entries for value in list(entry.values())]
         codes = [value.codes if isinstance(value, CodedArray) else value for value in values]

@@ -89,7 +89,7 @@ class FusedStep(StepLaunch):
         self._kernel = KERNELS.get(base) if base is not None and bf16 is None else None
         self._moments = () if self._kernel is None else _MOMENTS[self._kernel.name]
         self._kernels = kernels
-        self._device = device
+        self._device, self._states = device, device.entries.states
         self._own_step = is_own(step, optimizer)
         self.reset(None)
 
@@ -379,7 +379,7 @@ class FusedStep(StepLaunch):
         return tables
 
     def _is_in_place(self, segments: Sequence[Segment]) -> bool:
-        state = self._optimizer.state
+        state = self._states
         return self._slices.keys() >= set(segments) and all(
             state[segment.tensor].get(name) is slice_
             for segment in segments
@@ -393,7 +393,7 @@ class FusedStep(StepLaunch):
         self._device.begin(stepped)
         for segment in stepped:
             self._device.create(segment)  # a script may have removed it
-        state = self._optimizer.state
+        state = self._states
         begun = [segment for segment in segments if state.get(segment.tensor)]
         self._device.adopt(begun)
         if not self._counts_by_segment and self._counts_differ(begun):
@@ -415,7 +415,7 @@ class FusedStep(StepLaunch):
         """Return whether segments of one group have made different numbers of steps."""
         if self._kernel is not ADAM:
             return False
-        steps = [self._optimizer.state.get(segment.tensor, {}).get("step") for segment in segments]
+        steps = [self._states.get(segment.tensor, {}).get("step") for segment in segments]
         device, kind = segments[0].tensor.device, torch.float32
         known = [torch.as_tensor(s, dtype=kind, device=device) for s in steps if s is not None]
         if not known:
@@ -444,7 +444,7 @@ class FusedStep(StepLaunch):
     def separate_counters(self) -> None:
         if self._kernel is ADAM:
             for segment, slices in self._slices.items():
-                entries = self._optimizer.state.get(segment.tensor, {})
+                entries = self._states.get(segment.tensor, {})
                 if entries.get("step") is slices["step"]:
                     entries["step"] = slices["step"].clone()
         self._slices = {}

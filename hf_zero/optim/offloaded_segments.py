@@ -4,7 +4,7 @@ provides the state and its updates; without one all state is on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -76,9 +76,6 @@ class OffloadedSegments(Regions):
 
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
-
-    def adopt(self, segments: Iterable[Segment]) -> None:
-        """Store the arrays that a script has assigned to entries of ``optimizer.state``."""
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""

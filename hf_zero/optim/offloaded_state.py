@@ -1,6 +1,6 @@
 """Optimizer state of segments whose state is offloaded: one segment for each sub-group of a flat
-buffer's storage, with placeholders for its arrays in ``optimizer.state``; the rules by which host
-kernels update it.
+buffer's storage, with placeholders for its arrays in entries; the rules by which host kernels
+update it.
 
 A rule is chosen by the listed class of an optimizer (see ``elementwise.py``). Its result equals the
 class's own up to rounding; with a setting that the rule does not support, the class makes the
@@ -9,13 +9,13 @@ update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerError
+from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER, StorageFormat
 from hf_zero.offload.sub_group_update import Call, Counted, Rule, SubGroupUpdate
 from hf_zero.ops import native
@@ -155,10 +155,9 @@ class OffloadedState(OffloadedSegments):
         segments = bound.used_segments(flat)
         for segment in segments:
             self.renew_removed(segment)
-        self.adopt(segments)
         first, counted = self.take_unbegun(segments), {}
         for segment in segments:
-            count = self._entries.optimizer.state[segment.tensor].get("step")
+            count = self._entries.states[segment.tensor].get("step")
             if count is not None and rules[segment.group] is not None:
                 count += 1
             step = 0 if count is None else int(count)
@@ -225,7 +224,7 @@ class OffloadedState(OffloadedSegments):
                     for other in self.segments(flat):  # initial values may differ between groups
                         self._write_first(other, first, name)
                 entry = self.view(segment, name)
-            self._entries.optimizer.state[segment.tensor][name] = entry
+            self._entries.states[segment.tensor][name] = entry
         segment.begun = False
 
     def _write_first(self, segment: Segment, first: InitialValues, *names: str) -> None:
@@ -239,7 +238,7 @@ class OffloadedState(OffloadedSegments):
             if name in segment.parts[0].flat.storage.names():
                 self._fill(segment, name, value)
             elif name in entries:
-                self._entries.optimizer.state[segment.tensor][name] = state.copied(value)
+                self._entries.states[segment.tensor][name] = state.copied(value)
 
     def create_missing(self, flat: OptimizerShard) -> bool:
         """Create the missing state of ``flat``, with its values before a first step; return whether
@@ -259,7 +258,7 @@ class OffloadedState(OffloadedSegments):
         """Reset ``segment`` as if it had never been stepped."""
         if self._is_initial(segment):
             return
-        self._entries.optimizer.state.pop(segment.tensor, None)
+        self._entries.states.pop(segment.tensor, None)
         self._renew(segment)
 
     def renew_all(self) -> None:
@@ -269,38 +268,12 @@ class OffloadedState(OffloadedSegments):
 
     def renew_removed(self, segment: Segment) -> None:
         """Reset ``segment`` if a script has removed its entry of ``optimizer.state``."""
-        live = self._entries.optimizer.state
+        live = self._entries.states
         if live.get(segment.tensor) or not segment.begun:
             return
         kept = self.arrays(segment.parts[0].flat).dtypes.keys() - {MASTER}
         if kept or self._entries.of_wholes:
             self._renew(segment)
-
-    def adopt(self, segments: Iterable[Segment]) -> None:
-        """Store the arrays that a script has assigned to entries of ``optimizer.state``. Raises
-        PartitionError for one of another shape.
-        """
-        owned = (
-            (segment, dict.get(self._entries.optimizer.state, segment.tensor) or {}, name)
-            for segment in segments
-            for name in segment.parts[0].flat.storage.names()
-        )
-        for segment, entries, name in owned:
-            value, whole = entries.get(name), segment.parts[0].flat.storage.entry(name)
-            own = whole[segment.start : segment.stop]
-            if not isinstance(value, Tensor) or whole.numel() == 1:
-                continue
-            if value.shape != own.shape:
-                raise PartitionError(
-                    f"optimizer.state[...][{name!r}] was assigned a tensor of shape "
-                    f"{tuple(value.shape)} in place of {tuple(own.shape)}, this rank's part of a "
-                    "group; assign one of that shape"
-                )
-            # what stands in for quantized arrays and files has no memory
-            if value.stride() != (0,) and value.data_ptr() != own.data_ptr():
-                segment.parts[0].flat.writing().store(name, segment.start, value)
-                entries[name] = own
-                segment.begun = True
 
     def _renew(self, segment: Segment) -> None:
         first = self._entries.initial_values(decoded=True)
@@ -344,7 +317,6 @@ class OffloadedState(OffloadedSegments):
         """
         storage = flat.reading()
         segments = self.segments(flat)
-        self.adopt(segments)
         # a momentum that the first step will set holds no values yet
         begun = any(segment.begun for segment in segments)
         begins = self._base in BEGIN_WITH_GRADIENT and not begun
@@ -363,7 +335,7 @@ class OffloadedState(OffloadedSegments):
         storage = segment.parts[0].flat.writing()
         if name not in storage.names():
             storage.add(name, StorageFormat(values.dtype))
-        live = self._entries.optimizer.state[segment.tensor]
+        live = self._entries.states[segment.tensor]
         if name not in live:
             live[name] = self.view(segment, name)
         storage.store(name, segment.start + at, values)

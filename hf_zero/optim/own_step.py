@@ -5,7 +5,7 @@ them, and workarounds for errors of these kernels.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -16,7 +16,8 @@ from torch import Tensor
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT
-from hf_zero.optim.segments import GroupGradients, ParamState, Segment, StateArrays
+from hf_zero.optim.members import GroupsInStep
+from hf_zero.optim.segments import ParamState, Segment, StateArrays
 from hf_zero.optim.state import (
     MADE_BY_CONSTRUCTORS,
     DeviceState,
@@ -44,9 +45,9 @@ def is_own(step: object, optimizer: torch.optim.Optimizer) -> bool:
     return function is type(optimizer).step
 
 
-def choose_fused(base: type | None, group: dict[str, Any]) -> None:
+def choose_fused(base: type | None, group: dict[str, Any], tensors: Iterable[Tensor]) -> None:
     """Switch ``fused`` on in a group of an optimizer of class ``base`` that leaves it open, if
-    there is a kernel for its tensors.
+    there is a kernel for its ``tensors``.
     """
     op = _OPS.get(base) if base is not None else None
     if (
@@ -56,7 +57,7 @@ def choose_fused(base: type | None, group: dict[str, Any]) -> None:
         or group["differentiable"]
     ):
         return
-    stored = {(tensor.dtype, tensor.device.type) for tensor in group["params"]}
+    stored = {(tensor.dtype, tensor.device.type) for tensor in tensors}
     stepped = {(step_dtype(dtype), device) for dtype, device in stored}
     if all(dtype == torch.float32 and _is_fused(base, op, device) for dtype, device in stepped):
         group["fused"] = True
@@ -102,6 +103,12 @@ def _without_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer._optimizer_step_pre_hooks = hooks
 
 
+RunHooks = Callable[
+    [Callable[[], None], Sequence[Segment], list[Tensor]], tuple[list[Segment], list[Tensor]]
+]
+"""Run hooks before a step of segments with their gradients; return those that are stepped."""
+
+
 class OwnStep:
     """Steps of ``optimizer``; ``base``: its class among the classes with a known update; ``bf16``:
     its state in bf16; ``device``: the state of its segments on the device.
@@ -112,18 +119,19 @@ class OwnStep:
         optimizer: torch.optim.Optimizer,
         base: type[torch.optim.Optimizer] | None,
         bf16: NarrowStates | None,
-        gradients: GroupGradients,
+        groups: GroupsInStep,
         device: DeviceState,
     ) -> None:
         self._optimizer = optimizer
         self._base = base
-        self._gradients = gradients
+        self._groups = groups
         self._bf16 = bf16
-        self._device = device
+        self._device, self._states = device, device.entries.states
         # the first step of a segment makes its state: only the user's class knows how that begins
         self._begins_state = base in BEGIN_WITH_GRADIENT or (
             base is None and not isinstance(optimizer, MADE_BY_CONSTRUCTORS)
         )
+        self.run_hooks: RunHooks  # set by the bound optimizer
         self.step = optimizer.step  # with the wrappers LR schedulers have put on the object
 
     def update_rounded(
@@ -150,7 +158,7 @@ class OwnStep:
 
         def run(optimizer: torch.optim.Optimizer) -> None:
             for batch in batches:
-                with bf16.widened(batch, optimizer.state, steps_before) as run_hooks:
+                with bf16.widened(batch, self._states, steps_before) as run_hooks:
                     run_pre = run_pre_hooks and partial(run_hooks, run_pre_hooks)
                     stepped.append(self.update(batch, grad_scale, found_inf, step, run_pre))
 
@@ -159,7 +167,7 @@ class OwnStep:
         else:
             run(optimizer)
         if by_step:
-            self._device.adopt(by_step, by_step=True)
+            self._adopt(by_step)
         return all(stepped)
 
     def update(
@@ -174,14 +182,13 @@ class OwnStep:
         ``step``, the user's by default. Return False if the host has read ``found_inf`` and nothing
         may change.
 
-        ``run_pre_hooks`` runs the optimizer's own hooks before a step, in which the members of
-        groups are those between steps.
+        ``run_pre_hooks`` runs the optimizer's own hooks before a step.
         """
         unfused = self._groups_to_unfuse(segments) if self._base is torch.optim.SGD else ()
         for group in unfused:
             group["fused"] = False
         try:
-            in_kernel = self._takes_scale(found_inf)
+            in_kernel = self._takes_scale(found_inf, segments)
             if not self._optimizer._optimizer_step_pre_hooks:
                 run_pre_hooks = None
             elif grad_scale is not None:
@@ -193,21 +200,26 @@ class OwnStep:
             step = step or self.step
             self._over(segments, gradients, grad_scale, found_inf, in_kernel, step, run_pre_hooks)
             if by_step:
-                self._device.adopt(by_step, by_step=True)
+                self._adopt(by_step)
         finally:
             for group in unfused:
                 group["fused"] = True
         return True
+
+    def _adopt(self, begun: Sequence[Segment]) -> None:
+        """Move the state of ``begun``, which the step has created, into the arrays."""
+        current = [piece for segment in begun for piece in segment.region.within(segment)]
+        self._device.adopt(current, by_step=True)
 
     def stand_ins(self, segments: Sequence[Segment]) -> None:
         """Step ``segments``, which own nothing, with zero gradients."""
         self._device.begin(segments)
         widened: AbstractContextManager[object] = nullcontext()
         if self._bf16 is not None:
-            widened = self._bf16.widened(segments, self._optimizer.state, 0)
+            widened = self._bf16.widened(segments, self._states, 0)
         with widened:
             zeros = [torch.zeros_like(segment.tensor) for segment in segments]
-            self._over(segments, zeros, None, None, self._takes_scale(None), self.bare)
+            self._over(segments, zeros, None, None, self._takes_scale(), self.bare)
 
     def sub_group(
         self,
@@ -218,23 +230,23 @@ class OwnStep:
         is_first_step: bool,
     ) -> None:
         """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
-        entries: ParamState = self._optimizer.state[segment.tensor]
-        placeholder = segment.data
+        entries: ParamState = self._states[segment.tensor]
+        placeholder = segment.tensor.data
         placeholders = {name: entries[name] for name in arrays if name in entries}
-        segment.data = arrays[MASTER]
+        segment.tensor.data = arrays[MASTER]
         if is_first_step and self._begins_state:
             entries.clear()
         else:
             entries.update({name: arrays[name] for name in placeholders})
         gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
         scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
-        self._over([segment], [gradient], scale, None, self._takes_scale(None), self.bare)
+        self._over([segment], [gradient], scale, None, self._takes_scale(), self.bare)
         for name, entry in placeholders.items():
             new = entries.get(name)
             if new is not None and new.data_ptr() != arrays[name].data_ptr():
                 arrays[name].copy_(new)
             entries[name] = entry
-        segment.data = placeholder
+        segment.tensor.data = placeholder
 
     def _over(
         self,
@@ -246,16 +258,18 @@ class OwnStep:
         step: Callable[[], object],
         run_pre_hooks: Callable[[], None] | None = None,
     ) -> None:
-        """Run ``step`` with ``gradients`` of ``segments``; the optimizer skips all others. Their
-        tensors have the class that torch's implementations ask for meanwhile.
+        """Run ``step`` with ``gradients`` of ``segments``. The groups have these as their members
+        meanwhile, and ``optimizer.state`` is by segment.
         """
-        classes = [type(segment.tensor) for segment in segments]
         optimizer: Any = self._optimizer
         if grad_scale is not None and not in_kernel and gradients:
             torch._foreach_div_(
                 gradients, grad_scale.to(dtype=gradients[0].dtype, device=gradients[0].device)
             )
-        self._gradients.in_step = True
+        groups, shown = optimizer.param_groups, optimizer.state
+        members = [group["params"] for group in groups]
+        stepped, grads = [*segments], gradients
+        self._groups.in_step = True
         try:
             if in_kernel:
                 # The kernels skip only if the flag is exactly 1.0, and take fp32.
@@ -267,19 +281,23 @@ class OwnStep:
                 optimizer.found_inf = (
                     None if found_inf is None else found_inf.ne(0).to(torch.float32).reshape(())
                 )
-            for segment, gradient in zip(segments, gradients):
-                segment.tensor.grad = gradient
             if run_pre_hooks is not None:
-                run_pre_hooks()
-            for segment in segments:
-                segment.tensor.__class__ = torch.nn.Parameter
+                stepped, grads = self.run_hooks(run_pre_hooks, segments, gradients)
+            optimizer.state = self._states
+            for group in groups:
+                group["params"] = []
+            for segment, gradient in zip(stepped, grads):
+                segment.tensor.grad = gradient
+                groups[segment.group]["params"].append(segment.tensor)
             with _without_pre_hooks(optimizer) if run_pre_hooks is not None else nullcontext():
                 step()
         finally:
-            for segment, kind in zip(segments, classes):
+            for segment in stepped:
                 segment.tensor.grad = None
-                segment.tensor.__class__ = kind
-            self._gradients.in_step = False
+            optimizer.state = shown
+            for group, params in zip(groups, members):
+                group["params"] = params
+            self._groups.in_step = False
             for name in ("grad_scale", "found_inf") if in_kernel else ():
                 vars(optimizer).pop(name, None)
 
@@ -289,7 +307,9 @@ class OwnStep:
 
     # ---- torch's fused kernels ----
 
-    def _takes_scale(self, found_inf: Tensor | None) -> bool:
+    def _takes_scale(
+        self, found_inf: Tensor | None = None, segments: Sequence[Segment] = ()
+    ) -> bool:
         """Return whether every group runs a fused kernel that takes the scale and the overflow flag
         itself. Without one torch refuses them, also in a group that has no parameters.
         """
@@ -303,11 +323,11 @@ class OwnStep:
             # torch's fused SGD leaves a new momentum buffer uninitialized when its first step
             # overflows. Zeros give the same first step unless there is dampening; then the host
             # checks the flag.
-            members = [(g, p) for g in groups if g["momentum"] for p in g["params"]]
-            unstepped = [(g, p) for g, p in members if p.requires_grad and not self._has_state(p)]
-            if any(group["dampening"] != 0 for group, _ in unstepped):
+            kept = [s for s in segments if groups[s.group]["momentum"]]
+            unstepped = [s for s in kept if not self._has_state(s.tensor)]
+            if any(groups[segment.group]["dampening"] != 0 for segment in unstepped):
                 return False
-            self._begin_with_zeros([p for _, p in unstepped])
+            self._begin_with_zeros([segment.tensor for segment in unstepped])
         return True
 
     def _groups_to_unfuse(self, segments: Sequence[Segment]) -> list[dict[str, Any]]:
@@ -331,10 +351,10 @@ class OwnStep:
         return unfused
 
     def _has_state(self, tensor: Tensor) -> bool:
-        entries: StateArrays = self._optimizer.state.get(tensor, {})
+        entries: StateArrays = self._states.get(tensor, {})
         return bool(without_none(entries))
 
     def _begin_with_zeros(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             zeros = torch.zeros_like(tensor, dtype=step_dtype(tensor.dtype))
-            self._optimizer.state[tensor]["momentum_buffer"] = zeros
+            self._states[tensor]["momentum_buffer"] = zeros

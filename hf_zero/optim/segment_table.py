@@ -9,7 +9,7 @@ the tensor, on every rank that has a part of it, keeps all of it with equal valu
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -25,8 +25,6 @@ from hf_zero.optim.moment_formats import FormattedOptimizer
 from hf_zero.optim.offloaded_segments import OffloadedSegments
 from hf_zero.optim.own_step import choose_fused
 from hf_zero.optim.segments import (
-    GroupGradients,
-    GroupMember,
     MemoryRegion,
     Segment,
     SegmentPart,
@@ -43,13 +41,12 @@ if TYPE_CHECKING:
 Pieces = Callable[[MemoryRegion], Iterable[Segment]]
 """The segments of a region, in order."""
 
-changes_of, _start_of = attrgetter("_version"), attrgetter("start")
+_start_of = attrgetter("start")
 
 
 class SegmentTable:
-    """The segments of one optimizer, with their state on the device and offloaded. ``copied``: keys
-    of the flat buffers with copies of their master weights, which writes of a script would miss;
-    ``frozen``: the frozen members of each group.
+    """The segments of one optimizer, with their state on the device and offloaded. ``take_writes``
+    stores what a script has written to ``optimizer.state``.
     """
 
     def __init__(
@@ -59,14 +56,9 @@ class SegmentTable:
         device: DeviceState,
         fused: StepLaunch,
         moments: str,
-        gradients: GroupGradients,
-        copied: Collection[str] = (),
-        frozen: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         self._optimizer, self._entries = entries.optimizer, entries
-        self._frozen = frozen or [[] for _ in entries.groups]
-        self.gradients = gradients
-        self._copied = copied
+        self.take_writes: Callable[[], object] = state.nothing
         self._base = base
         self.fused = fused
         self._most_widened = None if entries.bf16 is None else entries.bf16.most_widened
@@ -76,14 +68,8 @@ class SegmentTable:
         offloaded_state = provided("offloaded_state", OffloadedSegments)
         self.offloaded: OffloadedSegments = offloaded_state(entries, base, moments)
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
-        self.segments: list[Segment] = []
+        self.current: list[Segment] = []
         self._segment_of: dict[Tensor, Segment] = {}
-        # ``group["params"]`` of each group, kept so that no other list can have its id
-        self._members: list[list[Tensor]] = []
-        self.identities: list[int] = []  # of these lists and their members
-        # members whose values have copies elsewhere, and torch's count of their changes
-        self.watched: list[Tensor] = []
-        self.changes = 0
         self.stepped: list[Segment] = []  # all at once, by the optimizer's step
         # stand-ins in host memory, whatever device the others of their group are on: they are
         # stepped separately
@@ -122,13 +108,19 @@ class SegmentTable:
                 region.spans = [piece for pieces in divided for _, piece in pieces]
         if isinstance(self._optimizer, FormattedOptimizer):
             self._optimizer.segment_format = self._format_of
-        dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
+        self._entries.states.clear()
         self._cut(self._regions, partial(self._pieces, kind_of={}))
         self._list()
-        for live in self._optimizer.param_groups:
-            choose_fused(self._base, live)
+        for index, live in enumerate(self._optimizer.param_groups):
+            choose_fused(self._base, live, [s.tensor for s in self.current if s.group == index])
         self.device.renew()
         self.offloaded.create_all()
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The current segments, with what a script has written."""
+        self.take_writes()
+        return self.current
 
     @property
     def _regions(self) -> list[MemoryRegion]:
@@ -143,12 +135,19 @@ class SegmentTable:
             for segment in segments
             if not (names.isdisjoint(segment.names) or names.issuperset(segment.names))
         ]
+        self._divide(mixed, names.__contains__)
 
+    def separate_members(self) -> None:
+        """Cut the segments on the device such that each is a part of one parameter."""
+        mixed = [s.region for s in self.current if len(s.names) > 1 and not s.offloaded]
+        self._divide(mixed, str)
+
+    def _divide(self, regions: Iterable[MemoryRegion], kind_of: Callable[[str], Hashable]) -> None:
         def pieces(region: MemoryRegion) -> Iterator[Segment]:
             for segment in region.segments:
-                yield from (piece for _, piece in cuts.divide(segment, names.__contains__))
+                yield from (piece for _, piece in cuts.divide(segment, kind_of))
 
-        if self._cut(dict.fromkeys(mixed), pieces):
+        if self._cut(dict.fromkeys(regions), pieces):
             self.fused.divide()
             self._list()
 
@@ -165,12 +164,13 @@ class SegmentTable:
         changed = False
         for region in regions:
             former = region.segments
+            pieces = [*pieces_of(region)]
             by_place = {(segment.start, segment.stop): segment for segment in former}
-            region.segments = [by_place.pop((s.start, s.stop), s) for s in pieces_of(region)]
+            replaced = by_place.keys() - {(piece.start, piece.stop) for piece in pieces}
+            self.device.adopt(by_place[p] for p in replaced if not by_place[p].offloaded)
+            region.segments = [by_place.pop((s.start, s.stop), s) for s in pieces]
             new = set(region.segments).difference(former)
             changed = changed or bool(new)
-            for segment in by_place.values():
-                self.state_of(segment).adopt([segment])
             for segment in region.segments:
                 if segment in new:
                     segment.bind()
@@ -178,7 +178,7 @@ class SegmentTable:
                         at = bisect_right(former, segment.start, key=_start_of) - 1
                         self._entries.carry(former[at], segment, self.state_of(segment).view)
             for segment in by_place.values():
-                dict.pop(self._optimizer.state, segment.tensor, None)
+                self._entries.states.pop(segment.tensor, None)
         return changed
 
     def _pieces(self, region: MemoryRegion, kind_of: Mapping[str, Hashable]) -> Iterator[Segment]:
@@ -201,33 +201,12 @@ class SegmentTable:
         return "fp32" if self.names_in_8_bits.isdisjoint(names) else "dynamic8"
 
     def _list(self) -> None:
-        """Write the current segments into the optimizer's groups and rebuild the lists by kind."""
-        self.segments = self.device.all_segments + self.offloaded.all_segments
-        self.stepped = [segment for segment in self.segments if not segment.offloaded]
+        """Rebuild the lists of the current segments by kind."""
+        self.current = self.device.all_segments + self.offloaded.all_segments
+        self.stepped = [segment for segment in self.current if not segment.offloaded]
         if self.offloaded_stand_ins:
             self.stepped = [segment for segment in self.stepped if segment.parts]
-        self._segment_of = {segment.tensor: segment for segment in self.segments}
-        for live in self._entries.groups:
-            live["params"] = []
-        for tensor, segment in self._segment_of.items():
-            self._entries.groups[segment.group]["params"].append(tensor)
-        for live, frozen in zip(self._entries.groups, self._frozen):
-            live["params"] += frozen
-        self._members = [live["params"] for live in self._entries.groups]
-        self.identities = []
-        for members in self._members:
-            self.identities += id(members), *map(id, members)
-        # a stand-in, too: a script writes to the members of a group on every rank
-        self.watched = [
-            segment.tensor
-            for segment in self.segments
-            if (self._copied and not segment.parts)
-            or any(part.flat.key in self._copied for part in segment.parts)
-        ]
-        for segment in self.segments:
-            segment.tensor.__class__ = GroupMember
-            segment.tensor.gradients = self.gradients  # type: ignore[attr-defined]
-        self.changes = sum(map(changes_of, self.watched))
+        self._segment_of = {segment.tensor: segment for segment in self.current}
 
     def parts(
         self, flat: OptimizerShard, first: int = 0, last: int | None = None
@@ -235,6 +214,7 @@ class SegmentTable:
         """Return the parts of ``flat`` with elements ``[first, last)`` of its owned range, in
         order, each with its segment.
         """
+        self.take_writes()
         store = self.offloaded if flat.offloaded else self.device
         return store.parts(flat, first, last)
 
@@ -246,7 +226,7 @@ class SegmentTable:
         """Return whether ``segment`` was never stepped."""
         if segment.offloaded:
             return not segment.begun
-        return segment.tensor not in self._optimizer.state
+        return segment.tensor not in self._entries.states
 
 
 ParameterScalars = dict[str, float] | None
@@ -349,7 +329,7 @@ class GroupScalars:
                 if isinstance(saved_state[name], Tensor):
                     saved_state[name].fill_(scalar)
                 else:
-                    entries.optimizer.state[segment.tensor][name] = state.scalar_like(
+                    entries.states[segment.tensor][name] = state.scalar_like(
                         saved_state[name], scalar
                     )
 
@@ -384,7 +364,7 @@ class WholeTensorState:
         """
         for segment in self._table.segments if self.known else ():
             if segment.parts and self._entries.of(segment):
-                entries = self._entries.optimizer.state[segment.tensor]
+                entries = self._entries.states[segment.tensor]
                 for name in self.known:
                     entries.pop(name, None)
                 for name, tensor in saved.get(min(segment.names), {}).items():
@@ -396,7 +376,7 @@ class WholeTensorState:
         for segment in self._table.segments:
             if segment.parts and min(segment.names) in values and self._entries.of(segment):
                 value = values[min(segment.names)]
-                entries = self._entries.optimizer.state[segment.tensor]
+                entries = self._entries.states[segment.tensor]
                 if value is None:
                     entries.pop(name, None)
                 else:

@@ -82,84 +82,6 @@ class SegmentPart:
             )
 
 
-_data: Any = Tensor.data
-_grad: Any = Tensor.grad
-
-
-@dataclass(eq=False)
-class GroupGradients:
-    """The gradients of an optimizer's groups, which the engine holds in ``flats`` between a
-    backward and the step. ``in_step``: whether the members have them, in a step of the optimizer.
-    """
-
-    flats: Sequence[OptimizerShard] = ()
-    in_step: bool = False
-
-    def held(self) -> bool:
-        """Return whether the engine holds gradients that the members do not have."""
-        return not self.in_step and any(flat.gradient.holds_gradient for flat in self.flats)
-
-
-class GroupMember(torch.nn.Parameter):
-    """A member of an optimizer's group, over memory of the engine, outside steps. In a step it is
-    an ``nn.Parameter``, since torch updates several tensors in one call only if they have exactly
-    this class. Its count of changes has writes through ``.data``, too.
-    """
-
-    gradients: GroupGradients | None = None
-
-    @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
-        """As of the parameters that it is a part of; autograd sees none."""
-        return self.gradients is not None
-
-    @property  # type: ignore[override]
-    def grad(self) -> Tensor | None:
-        """None. Raises PartitionError while the engine holds gradients."""
-        self._refuse(self.gradients is not None and self.gradients.held())
-        return _grad.__get__(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        gradients = self.gradients
-        self._refuse(
-            gradients is not None
-            and (gradients.held() or (value is not None and not gradients.in_step))
-        )
-        _grad.__set__(self, value)
-
-    def _refuse(self, refused: bool) -> None:
-        if refused:
-            raise PartitionError(
-                "the members of optimizer.param_groups are this rank's parts of the master "
-                "weights, and their gradients are in the engine; use config gradient_clipping "
-                "(accelerator.clip_grad_norm_ under Accelerate) instead of clip_grad_norm_, config "
-                "fp16 instead of torch.amp.GradScaler, "
-                "hf_zero.safe_get_full_grad(parameter) or hf_zero.safe_set_full_grad(parameter, "
-                "value) with a parameter of the model, or engine.zero_grad()"
-            )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
-
-    @property  # type: ignore[override]
-    def data(self) -> Tensor:
-        """The values, whose writes are counted."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        """Copy ``value`` over the values: the member stays in the memory of its flat buffer."""
-        if value.shape != self.shape:
-            raise PartitionError(
-                f"a member of optimizer.param_groups was given data of shape {tuple(value.shape)} "
-                f"and has {tuple(self.shape)}: it is this rank's part of the master weights; write "
-                "to the parameters of the model"
-            )
-        with torch.no_grad():
-            self.copy_(value)
-
-
 @dataclass(eq=False)
 class Segment:
     """One tensor of one group, of parameters that have made the same steps. ``start`` and ``stop``
@@ -175,15 +97,6 @@ class Segment:
     sub_group: int = 0  # index in the sub-groups of a flat buffer with offloaded state
     begun: bool = False
     tensor: Tensor = field(init=False)
-
-    @property
-    def data(self) -> Tensor:
-        """The data of the tensor, with a count of changes of their own."""
-        return _data.__get__(self.tensor)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        _data.__set__(self.tensor, value)
 
     @cached_property
     def offloaded(self) -> bool:
@@ -222,7 +135,6 @@ class Segment:
             view = first.as_strided(
                 (self.stop - self.start,), (1,), first.storage_offset() + self.parts[0].start
             )
-        # .data: steps and scripts alone are in its count of changes
         self.tensor = torch.nn.Parameter(view.data, requires_grad=False)
 
     def gradient(self) -> Tensor:
@@ -240,7 +152,7 @@ class Segment:
             first is not None
             and first.dtype == self.tensor.dtype
             and all(
-                _touch(a.flat.gradient.shard, b.flat.gradient.shard) for a, b in pairwise(parts)
+                adjacent(a.flat.gradient.shard, b.flat.gradient.shard) for a, b in pairwise(parts)
             )
         ):
             return first.detach().as_strided(
@@ -271,6 +183,11 @@ class MemoryRegion:
     spans: list[Segment] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     arrays: dict[str, Any] = field(default_factory=dict)
+
+    def within(self, segment: Segment) -> list[Segment]:
+        """Return the current segments of the elements of ``segment``, which may have been cut."""
+        first = bisect_left(self.segments, segment.start, key=_start_of)
+        return self.segments[first : bisect_left(self.segments, segment.stop, key=_start_of)]
 
     def moments(self, name: str, start: int, stop: int) -> list[tuple[int, Any]]:
         """Return state ``name`` of elements ``[start, stop)`` on the device in pieces, each with
@@ -369,7 +286,7 @@ def masters(flat: OptimizerShard) -> Tensor:
     return flat.master.detach()
 
 
-def _touch(left: Tensor | None, right: Tensor | None) -> bool:
+def adjacent(left: Tensor | None, right: Tensor | None) -> bool:
     """Return whether ``right`` begins in memory where ``left`` ends."""
     return (
         left is not None
@@ -503,8 +420,8 @@ def cut(flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> list[Me
         joined = (
             joined
             and before is not None
-            and _touch(masters(before), masters(flat))
-            and _touch(before.gradient.shard, flat.gradient.shard)
+            and adjacent(masters(before), masters(flat))
+            and adjacent(before.gradient.shard, flat.gradient.shard)
         )
         if not joined:
             regions.append(MemoryRegion([], 0))

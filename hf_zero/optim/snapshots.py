@@ -8,11 +8,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from hf_zero.offload.storage import MASTER
 from hf_zero.optim.segments import ParamState
 
 if TYPE_CHECKING:
@@ -33,6 +31,7 @@ class MemberPart(NamedTuple):
     last: int = 0
     start: int = 0
     whole: tuple[int, ...] = (0,)
+    shape: tuple[int, ...] = (0,)
 
     @property
     def stop(self) -> int:
@@ -41,12 +40,7 @@ class MemberPart(NamedTuple):
 
     def of(self, array: Tensor) -> Tensor:
         """Return this part of ``array`` [owned], in the shape of the parameter if it is whole."""
-        part = array[self.start : self.stop]
-        return part.view(self.whole) if part.numel() == math.prod(self.whole) else part
-
-    def member(self) -> Tensor:
-        """Return this part of the master weights; a placeholder where these have no memory."""
-        return torch.empty(0) if self.flat is None else self.of(self.flat.storage.entry(MASTER))
+        return array.narrow(0, self.start, self.last - self.first).view(self.shape)
 
     def read_as(self, state: ParamState) -> MemberPart:
         """Return the part that has ``state``: the whole parameter, if a tensor has its shape."""
@@ -58,16 +52,23 @@ def parts_of(
     members: Iterable[Iterable[tuple[str, object]]], flats: Sequence[OptimizerShard]
 ) -> list[list[MemberPart]]:
     """Return this rank's part of each of ``members``, the names of each group."""
-    place = {slot.name: (flat, slot) for flat in flats for slot in flat.layout.slots}
-
-    def part(name: str) -> MemberPart:
-        if name not in place:
-            return MemberPart(name)
-        flat, slot = place[name]
-        first, start, stop = flat.spec.own_range(name)
-        return MemberPart(name, flat, first, first + stop - start, start, tuple(slot.shape))
-
-    return [[part(name) for name, _ in of_group] for of_group in members]
+    own = dict[str, MemberPart]()
+    for flat in flats:
+        begin, end = flat.owned
+        for slot in flat.layout.slots:
+            whole, numel, offset = tuple(slot.shape), slot.numel, slot.offset
+            start, stop = max(offset, begin), min(offset + numel, end)
+            first, last, at = (0, 0, 0)
+            if start < stop:
+                first, last, at = start - offset, stop - offset, start - begin
+            shape = whole if last - first == numel else (last - first,)
+            # MemberPart(...) is a call of Python, of which a large model would make many
+            values = (slot.name, flat, first, last, at, whole, shape)
+            own[slot.name] = tuple.__new__(MemberPart, values)
+    return [
+        [own[name] if name in own else MemberPart(name) for name, _ in of_group]
+        for of_group in members
+    ]
 
 
 def layout_of(flats: Iterable[OptimizerShard]) -> Layout:

@@ -1,6 +1,6 @@
 """Optimizer state between steps: per-element tensors and scalars, distinguished, created, carried
-over; ``optimizer.state`` under an engine, its entries by segment; the state of segments on the
-device, slices of arrays in which each state of a flat buffer is one view.
+over; its entries by segment; the state of segments on the device, slices of arrays in which each
+state of a flat buffer is one view.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import wraps
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -26,7 +25,6 @@ from hf_zero.optim.moment_formats import codec_of
 from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.segments import (
     FetchedArrays,
-    GroupMember,
     MemoryRegion,
     ParamGroup,
     ParamState,
@@ -51,6 +49,10 @@ InitialValues = Callable[[int, Tensor], ParamState]
 """Initial state of a parameter of a group, like a tensor."""
 View = Callable[["Segment", str], object]
 """Memory of a state of a segment."""
+
+
+def nothing() -> None:
+    """Wait for nothing: no state is offloaded."""
 
 
 def is_scalar(name: str, value: object, shape: Sequence[int]) -> bool:
@@ -226,12 +228,13 @@ def collect(
             per element nor a scalar.
     """
     kind, known = type(optimizer).__name__, {id(parameter) for parameter in parameters.values()}
-    entries = dict(optimizer.state.items())
+    # that of a live engine, which is built again, is not read: it is by member
+    entries = dict(optimizer.state) if isinstance(optimizer.state, dict) else {}
     for owner, entry in entries.items():
         # A frozen parameter is not stepped, so its state (Adagrad creates it at once) is not
-        # needed. A member is of the engine that is built again.
+        # needed.
         is_tensor = isinstance(owner, Tensor)
-        trains = is_tensor and owner.requires_grad and not isinstance(owner, GroupMember)
+        trains = is_tensor and owner.requires_grad
         if not (is_tensor and (id(owner) in known or not trains or not without_none(entry))):
             what = f"a tensor of shape {tuple(owner.shape)}" if is_tensor else repr(owner)
             raise UnsupportedOptimizerError(
@@ -257,58 +260,6 @@ def collect(
         if state:
             carried.scalars[name], carried.per_element[name] = scalars, per_element
     return carried
-
-
-class SegmentStates(defaultdict[Any, dict[str, Any]]):
-    """``optimizer.state`` under an engine, by segment.
-
-    ``refuse`` raises for keys that never have an entry: parameters of the model. ``wait`` waits for
-    the update of offloaded state, None if none is offloaded; ``restart`` resets all state to that
-    before the first step, or raises.
-    """
-
-    refuse: Callable[[object], None] | None = None
-    wait: Callable[[], None] | None = None
-    restart: Callable[[], None] | None = None
-
-    def _look(self, *keys: object) -> None:
-        """Refuse a parameter among ``keys``, and wait."""
-        if self.refuse is not None:
-            for key in keys:
-                self.refuse(key)
-        if self.wait is not None:
-            self.wait()
-
-    def update(self, *states: Any, **named: Any) -> None:
-        for key, state in dict(*states, **named).items():
-            self[key] = state
-
-    def clear(self) -> None:
-        if self.restart is not None:
-            self.restart()
-        else:
-            super().clear()
-
-
-def _looking(name: str, refuses: bool) -> Callable[..., Any]:
-    """Return the method ``name`` of dictionaries, which looks first, at its key if it ``refuses``
-    some.
-    """
-    method = getattr(defaultdict, name)
-
-    @wraps(method)
-    def look(self: SegmentStates, *args: Any, **named: Any) -> Any:
-        self._look(*args[: int(refuses)])
-        return method(self, *args, **named)
-
-    return look
-
-
-for _name in ("__getitem__", "__iter__", "__len__", "items", "keys", "popitem", "values"):
-    setattr(SegmentStates, _name, _looking(_name, False))
-_OF_KEYS = "__contains__", "__delitem__", "__missing__", "__setitem__", "get", "pop", "setdefault"
-for _name in _OF_KEYS:
-    setattr(SegmentStates, _name, _looking(_name, True))
 
 
 class NarrowStates(Protocol):
@@ -352,11 +303,16 @@ class NarrowStates(Protocol):
 
 
 class SegmentStateAccess:
-    """Access to the entries of ``optimizer.state`` by segment."""
+    """The optimizer's state by segment: ``states``, which ``optimizer.state`` is in a step of its
+    own, with views of the arrays, placeholders and scalars. ``wait`` waits for the update of
+    offloaded state.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, bf16: NarrowStates | None = None) -> None:
         self.optimizer, self.bf16 = optimizer, bf16
         self.of_wholes = tensor_state_names(optimizer)  # state of whole tensors
+        self.states = defaultdict[Tensor, ParamState](dict)
+        self.wait: Callable[[], object] = nothing
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -365,15 +321,15 @@ class SegmentStateAccess:
 
     def of(self, segment: Segment) -> ParamState:
         """Return the state of ``segment`` by name; empty if it has none."""
-        tensor, states = segment.tensor, self.optimizer.state
-        # an engine's states wait for the update under way at each look: one look is enough
-        return without_none(dict.__getitem__(states, tensor)) if tensor in states else {}
+        self.wait()
+        state = self.states.get(segment.tensor)
+        return without_none(state) if state else {}
 
     def of_whole(self, segment: Segment) -> ParamState:
         """Return the live entries of ``segment``, which must have been stepped or be stepped now,
         with the state of its whole tensor; empty if there can be none.
         """
-        return self.optimizer.state[segment.tensor] if self.of_wholes else {}
+        return self.states[segment.tensor] if self.of_wholes else {}
 
     def elementwise(self, segment: Segment) -> dict[str, StateArray]:
         """Return the per-element states of ``segment``."""
@@ -396,7 +352,7 @@ class SegmentStateAccess:
             for name, value in self.of(former).items()
         }
         if entries:
-            self.optimizer.state[segment.tensor] = entries
+            self.states[segment.tensor] = entries
 
     def scalars(self, segment: Segment) -> dict[str, float]:
         """Return the scalar states of ``segment``."""
@@ -446,8 +402,8 @@ class SegmentStateAccess:
 
 class DeviceState(Regions):
     """The state of segments on the device: one array for each region (``segments.py``) and name of
-    state, allocated when the optimizer is bound. ``optimizer.state`` has views of them, from the
-    first step of a segment on. In a region with state in blocks of 8 bits, an array is in pieces,
+    state, allocated when the optimizer is bound. Entries have views of them, from the first step of
+    a segment on. In a region with state in blocks of 8 bits, an array is in pieces,
     one for each span, that are allocated by the first step.
 
     ``base``: the optimizer's class among those with a known update; ``begins_with_gradient``:
@@ -458,7 +414,7 @@ class DeviceState(Regions):
         self, entries: SegmentStateAccess, base: type | None, begins_with_gradient: bool
     ) -> None:
         super().__init__()
-        self._entries = entries
+        self.entries = entries
         # whether state has known values before the first step
         self._by_constructor = isinstance(entries.optimizer, MADE_BY_CONSTRUCTORS)
         self._is_known = base is not None or self._by_constructor
@@ -478,7 +434,7 @@ class DeviceState(Regions):
         """
         for segment in self.all_segments:
             segment.begun = False
-        first = self._entries.initial_values()
+        first = self.entries.initial_values()
         dtypes: dict[str, dict[MemoryRegion, torch.dtype]] = {}
         for region in self.regions:
             region.arrays.clear()
@@ -514,14 +470,14 @@ class DeviceState(Regions):
             for region, place in places.items():
                 array = region.arrays[name] = whole[place : place + region.numel]
                 for segment in region.segments:
-                    if name not in self._entries.of(segment):
+                    if name not in self.entries.of(segment):
                         value = first(segment.group, segment.tensor).get(name)
                         if value is not None and bool(value):
                             array[segment.start : segment.stop] = value
 
     def _pieces(self, region: MemoryRegion, name: str, dtype: torch.dtype) -> list[StateArray]:
         """Return state ``name`` of each span of ``region``, in the format of its moments."""
-        optimizer, device = self._entries.optimizer, region.segments[0].tensor.device
+        optimizer, device = self.entries.optimizer, region.segments[0].tensor.device
         codec = codec_of(optimizer, name)
         return [
             codec.zeros(span.stop - span.start, device)
@@ -540,20 +496,20 @@ class DeviceState(Regions):
         if not new:
             return []
         by_step: list[Segment] = []
-        first, groups = self._entries.initial_values(), self._entries.groups
+        first, groups = self.entries.initial_values(), self.entries.groups
         # a hook before the step may yet change the rate, on which initial values can depend
-        hooked = self._entries.optimizer._optimizer_step_pre_hooks and self._entries.bf16 is None
+        hooked = self.entries.optimizer._optimizer_step_pre_hooks and self.entries.bf16 is None
         known = self._by_constructor or (self._is_known and not hooked)
         if self._begins_with_gradient:
             new = [segment for segment in new if groups[segment.group]["momentum"]]
         for segment in new:
             damps = self._begins_with_gradient and groups[segment.group]["dampening"]
-            if not known or damps or self._entries.of(segment):
+            if not known or damps or self.entries.of(segment):
                 by_step.append(segment)
                 continue
             self.create(segment, first)
             if self._begins_with_gradient:  # -0.0 plus a gradient is that gradient, a -0.0 too
-                for value in self._entries.elementwise(segment).values():
+                for value in self.entries.elementwise(segment).values():
                     if isinstance(value, Tensor):
                         value.fill_(-0.0)
         for segment in new:
@@ -562,12 +518,12 @@ class DeviceState(Regions):
 
     def create(self, segment: Segment, first: InitialValues | None = None) -> None:
         """Create the initial state of ``segment``, if it has none; ``first``: initial values."""
-        if self._entries.of(segment):
+        if self.entries.of(segment):
             return
-        first = first or self._entries.initial_values()
+        first = first or self.entries.initial_values()
         if segment.begun:  # a script has removed it
-            self._move([*segment.region.arrays], first)
-        live = self._entries.optimizer.state[segment.tensor]
+            self.move([*segment.region.arrays], first)
+        live = self.entries.states[segment.tensor]
         for name, value in first(segment.group, segment.tensor).items():
             if is_elementwise(name, value, (1,)):
                 live[name] = self._view(segment, name, value.dtype, first)
@@ -578,7 +534,7 @@ class DeviceState(Regions):
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
         segment.begun = False
-        if self._entries.optimizer.state.pop(segment.tensor, None):
+        if self.entries.states.pop(segment.tensor, None):
             for name in segment.region.arrays:
                 _set(self.view(segment, name), 0.0)
 
@@ -600,18 +556,18 @@ class DeviceState(Regions):
         [(_, moment)] = segment.region.moments(name, segment.start, segment.stop)
         return moment
 
-    def _move(self, names: Iterable[str], first: InitialValues) -> None:
+    def move(self, names: Iterable[str], first: InitialValues | None = None) -> None:
         """Move the states ``names`` into new memory: the former stays as it is, in state dicts that
         a script keeps.
         """
-        live = self._entries.optimizer.state
+        live, first = self.entries.states, first or self.entries.initial_values()
         for name in names:
             former = {r: r.arrays[name] for r in self.regions if name in r.arrays}
             own = [
                 segment
                 for region in former
                 for segment in region.segments
-                for value in [self._entries.of(segment).get(name)]
+                for value in [self.entries.of(segment).get(name)]
                 if value is not None and _address(value) == _address(self.view(segment, name))
             ]
             whole = {r: array.dtype for r, array in former.items() if isinstance(array, Tensor)}
@@ -626,10 +582,10 @@ class DeviceState(Regions):
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
-        live = self._entries.optimizer.state[segment.tensor]
+        live = self.entries.states[segment.tensor]
         if name not in live:
             dtype = step_dtype(segment.tensor.dtype)
-            live[name] = self._view(segment, name, dtype, self._entries.initial_values())
+            live[name] = self._view(segment, name, dtype, self.entries.initial_values())
             _set(live[name], 0.0)
         if isinstance(live[name], CodedArray):
             live[name].put(at, values)
@@ -637,30 +593,30 @@ class DeviceState(Regions):
         live[name][at : at + values.numel()].copy_(values)
 
     def adopt(self, segments: Iterable[Segment], by_step: bool = False) -> None:
-        """Move tensors in ``optimizer.state`` that are not in the arrays there: a script has
-        assigned them, or, ``by_step``, a first step has created them.
+        """Move tensors in entries that are not in the arrays there: a step of the script's class
+        has assigned them, or, ``by_step``, a first step has created them.
 
         Raises UnsupportedOptimizerError for state that is neither per element nor a scalar.
         """
-        first, live = self._entries.initial_values(), self._entries.optimizer.state
+        first, live = self.entries.initial_values(), self.entries.states
         others = list[tuple[Segment, str, StateArray]]()
         for segment in segments:
             shape = segment.tensor.shape
-            for name, value in self._entries.of(segment).items():
+            for name, value in self.entries.of(segment).items():
                 if isinstance(value, CodedArray):
                     dtype = torch.float32
-                elif is_scalar(name, value, shape) or name in self._entries.of_wholes:
+                elif is_scalar(name, value, shape) or name in self.entries.of_wholes:
                     continue
                 elif is_elementwise(name, value, shape):
                     dtype = value.dtype
                 else:
                     key = segment.parts[0].flat.key if segment.parts else "no parameter"
                     what = f"a segment of {key!r}"
-                    refuse_unknown(self._entries.optimizer, name, value, what)
+                    refuse_unknown(self.entries.optimizer, name, value, what)
                 if _address(value) != _address(self._view(segment, name, dtype, first)):
                     others.append((segment, name, value))
         if not by_step:
-            self._move(dict.fromkeys(name for _, name, _ in others), first)
+            self.move(dict.fromkeys(name for _, name, _ in others), first)
         for segment, name, value in others:
             own = live[segment.tensor][name] = self.view(segment, name)
             _set(own, value)
@@ -682,7 +638,7 @@ class DeviceState(Regions):
         if not parts:
             return arrays
         self.adopt(segment for segment, _ in parts)
-        begun = (name for segment, _ in parts for name in self._entries.elementwise(segment))
+        begun = (name for segment, _ in parts for name in self.entries.elementwise(segment))
         # now: a save decodes on a thread of its own
         pieces = {name: self._moments_of(flat, name) for name in dict.fromkeys(begun)}
         views = {
@@ -733,7 +689,7 @@ class DeviceState(Regions):
         :meth:`arrays` may move it.
         """
         for segment, part in self.parts(flat):
-            value = self._entries.of(segment).get(name)
+            value = self.entries.of(segment).get(name)
             if value is not None:
                 return int(value.data_ptr() + (part.offset - part.start) * value.itemsize)
         return 0

@@ -18,9 +18,9 @@ from hf_zero.offload.placement import Placement
 from hf_zero.ops import native
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
+from hf_zero.optim.members import GroupMember
 from hf_zero.optim.moment_formats import refuse_on_device
 from hf_zero.optim.probing import switches_weights
-from hf_zero.optim.segments import GroupMember
 from hf_zero.optim.state import collect
 from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
 from hf_zero.zero.extensions import Extensions
@@ -208,7 +208,7 @@ class ShardedModel:
                     part = GroupMember(flat.member(name), False) if flat.sharded else p
                     members[id(p)] = (name, part)
         groups = optimizer.param_groups
-        return [[members.get(id(p), ("", None)) for p in group["params"]] for group in groups]
+        return [[members.get(id(p), ("", p)) for p in group["params"]] for group in groups]
 
 
 class MeshRanks(ShardRanks):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_zero.offload.storage import MASTER, DeviceStorage
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 
@@ -33,6 +34,10 @@ class ShardFlat:
     trainable: bool = True
     offloaded: bool = False
     tied_pp_stages: tuple[int, ...] = ()
+
+    @property
+    def storage(self) -> DeviceStorage:
+        return DeviceStorage({MASTER: self.master})
 
     def write(self, values: Mapping[str, Tensor], into: Tensor) -> None:
         """Copy this chunk's elements of whole tensors into ``into`` (1-D over ``owned``)."""

@@ -250,10 +250,11 @@ def test_adagrad_is_fused_where_it_accepts_its_own_kernel(monkeypatch, refuses):
         name = "_device_dtype_check_for_fused"
         monkeypatch.setattr(sys.modules["torch.optim.adagrad"], name, refuse)
     optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(3))])
+    group = optimizer.param_groups[0]
     own_step._is_fused.cache_clear()
-    own_step.choose_fused(torch.optim.Adagrad, optimizer.param_groups[0])
+    own_step.choose_fused(torch.optim.Adagrad, group, group["params"])
     own_step._is_fused.cache_clear()
-    assert optimizer.param_groups[0]["fused"] is (None if refuses else True)
+    assert group["fused"] is (None if refuses else True)
 
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-6, 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from tests.helpers.flats import shard
 
@@ -207,7 +207,15 @@ def test_a_load_through_a_view_reaches_parameters_that_have_not_begun():
 def test_a_tensor_of_another_shape_is_refused_by_name():
     it = Pair(adamw)
     it.step()
-    next(iter(it.optimizer.state.values()))["exp_avg"] = torch.zeros(2)
-    said = r"AdamW keeps state 'exp_avg' for a segment of 'unit0.* as a tensor of shape \(2,\)"
-    with pytest.raises(UnsupportedOptimizerError, match=said):
-        it.arrays()
+    entry = next(iter(it.optimizer.state.values()))
+    before = entry["exp_avg_sq"].clone()
+    said = r"\['exp_avg'\] of this rank's part of a.weight was assigned one of torch.float32 and "
+    with pytest.raises(PartitionError, match=said + r"shape \(2,\)"):
+        entry.update(exp_avg_sq=torch.zeros(3, 5), exp_avg=torch.zeros(2))
+    with pytest.raises(PartitionError, match=r"torch\.float64"):
+        entry["exp_avg"] = torch.zeros(3, 5, dtype=torch.float64)
+    with pytest.raises(UnsupportedOptimizerError, match="'other' for this rank's part"):
+        entry["other"] = torch.zeros(2)
+    assert torch.equal(entry["exp_avg_sq"], before) and "other" not in entry
+    it.step()
+    it.assert_equal()

@@ -173,7 +173,7 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
     ours.bound._fused._slices = {}
     ours.step(4)
     assert forced.count("adam_") == 4
-    states = [ours.optimizer.state[s.tensor]["exp_avg"] for s in ours.bound._table.segments]
+    states = [state["exp_avg"] for state in ours.optimizer.state.values()]
     assert len({state.untyped_storage().data_ptr() for state in states}) == 1
     theirs.step(4)
     for each in (ours, theirs):
@@ -196,7 +196,7 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
 
 def counts(bound):
     """The step counts of the parameters that begin segments."""
-    state = bound.optimizer.state
+    state = bound._entries.states
     return {min(s.names): float(state[s.tensor]["step"]) for s in bound._table.segments}
 
 
@@ -249,7 +249,7 @@ def test_what_other_code_updates_is_only_counted(counted, together, forced):
     def kept(bound):
         segments = [s for s in bound._table.segments if names.issuperset(s.names)]
         return [s.tensor.clone() for s in segments] + [
-            bound.optimizer.state[s.tensor]["exp_avg"].clone() for s in segments
+            bound._entries.states[s.tensor]["exp_avg"].clone() for s in segments
         ]
 
     for make in pair(together=together):

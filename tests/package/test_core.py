@@ -36,7 +36,7 @@ CORE = {
     "zero.layout": "* - attributes meta_run",
     "zero.reduce": "*",
     "zero.step": "* - captured_step preemption",
-    "optim": "__init__ adam_lion bound_optimizer build elementwise group_settings "
+    "optim": "__init__ adam_lion bound_optimizer build elementwise group_settings members "
     "moment_formats offloaded_segments own_step probing segment_table segments snapshots "
     "state step_launch whole_tensor",
     "offload": "__init__ placement storage unit_updates",

@@ -165,9 +165,15 @@ def test_state_of_parameters_that_are_frozen_now_is_dropped(stage, plain, tmp_pa
 def of_release_0_2(engine):
     """The state dict of ``engine`` as release 0.2 has written it: by segment."""
     optimizer, table = engine.optimizer, engine.bound._table
+    groups, shown = optimizer.param_groups, optimizer.state
+    members = [group["params"] for group in groups]
+    optimizer.state = engine.bound._entries.states
+    for index, group in enumerate(groups):
+        group["params"] = [s.tensor for s in table.segments if s.group == index]
     packed = copy.deepcopy(type(optimizer).state_dict(optimizer))
-    for group, frozen in zip(packed["param_groups"], table._frozen):
-        group["params"] = group["params"][: len(group["params"]) - len(frozen)]
+    optimizer.state = shown
+    for group, params in zip(groups, members):
+        group["params"] = params
     description = optimizer.state_dict()["segments"]
     places = [
         [

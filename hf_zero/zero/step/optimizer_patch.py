@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from hf_zero.errors import PartitionError
+from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import give_back
-from hf_zero.optim.segments import GroupMember
-from hf_zero.optim.state import SegmentStates
+from hf_zero.optim.members import GroupMember
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter import name_of
@@ -34,8 +34,8 @@ def _refuse_parameter(key: Any) -> None:
     flat = owner_of(key) if isinstance(key, torch.Tensor) else None
     if flat is not None and flat.trainable:
         raise PartitionError(
-            f"optimizer.state[{name_of(key)}]: the optimizer's state is kept in flat buffers, "
-            "sharded over the ranks, and not by parameter; read it with "
+            f"optimizer.state[{name_of(key)}]: the state is sharded over the ranks; the "
+            "members of optimizer.param_groups have entries, of this rank's parts. Read it with "
             "hf_zero.safe_get_full_optimizer_state(parameter, name) and write it with "
             "hf_zero.safe_set_full_optimizer_state(parameter, value, name), on all ranks; "
             "optimizer.state.clear() resets the state of all parameters"
@@ -52,7 +52,7 @@ def patch_optimizer(optimizer: Any, owner: Any, installed: ExitStack) -> None:
     methods = _EngineMethods(optimizer, owner)
     installed.callback(give_back, optimizer)
     installed.callback(_return_parameters, optimizer, owner.group_parameters)
-    methods.watch_state()
+    methods.watch_state(owner.bound)
     attributes = {
         "step": methods.step,
         "zero_grad": methods.zero_grad,
@@ -137,7 +137,6 @@ class _EngineMethods:
         alive = self._engine()
         if alive is None:
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
-            self.watch_state()
             return
         alive.changes.refuse_until_step("optimizer.load_state_dict()")
         alive.bound.check_groups()
@@ -153,7 +152,6 @@ class _EngineMethods:
             source = SavedSegments(state_dict, alive)
             settings = alive.bound.settings_of(state_dict)
             type(self._optimizer).load_state_dict(self._optimizer, settings)
-            self.watch_state()
             alive.bound.drop_state()
             transfer(source, alive, weights=False)
         for hook in after:
@@ -165,14 +163,25 @@ class _EngineMethods:
             alive.updater.finish()
 
     def _restart(self) -> None:
-        alive = self._engine()
-        if alive is not None:
+        if (alive := self._engine()) is not None:
             alive.optimizer_step.forget_state()
 
-    def watch_state(self) -> None:
-        state = self._optimizer.state = SegmentStates(dict, self._optimizer.state)
-        state.refuse, state.restart = _refuse_parameter, self._restart
-        state.wait = self._wait if self._offloads else None
+    def _finish(self) -> None:
+        if (alive := self._engine()) is not None:
+            alive.updater.finish()
+
+    def _refuse_until_step(self) -> None:
+        if (alive := self._engine()) is not None:
+            alive.changes.refuse_until_step("a write to optimizer.state")
+
+    def watch_state(self, bound: BoundOptimizer) -> None:
+        """Let uses of the state of ``bound`` call the engine."""
+        states = bound.states
+        states.refuse, states.restart = _refuse_parameter, self._restart
+        states.before_write = self._refuse_until_step
+        if self._offloads:
+            states.wait = self._finish
+            bound.wait_with(self._wait)
 
 
 @contextmanager
@@ -220,5 +229,5 @@ def _return_parameters(
     for group, members in zip(optimizer.param_groups, parameters):
         for member in group["params"]:
             if isinstance(member, GroupMember):
-                torch.Tensor.data.__set__(member, member.new_empty(0))  # type: ignore[attr-defined]
+                member.move(member.new_empty(0))
         group["params"] = list(members)

@@ -1,0 +1,143 @@
+"""The members of an optimizer's groups under an engine: this rank's part of each parameter, in the
+order of the script. A step of torch's code has segments (``segments.py``) in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import PartitionError
+
+if TYPE_CHECKING:
+    from hf_zero.optim.segments import Segment
+    from hf_zero.zero.layout.training_state import OptimizerShard
+
+_data: Any = Tensor.data
+_grad: Any = Tensor.grad
+
+
+@dataclass(eq=False)
+class GroupsInStep:
+    """Whether a step of the optimizer is under way, in which its hooks may set gradients."""
+
+    in_step: bool = False
+
+
+class GroupMember(torch.nn.Parameter):
+    """This rank's part of ``parameter``, over memory of the engine; without elements if the rank
+    has none of it. Its count of changes has writes through ``.data``, too.
+
+    ``shard``: the flat buffer whose gradient the engine holds between a backward and the step; None
+    for a part of one that was frozen when the engine was built.
+    """
+
+    parameter: Tensor | None = None
+    shard: OptimizerShard | None = None
+    groups = GroupsInStep()
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """As of the parameter that it is a part of; autograd sees none."""
+        return self.parameter is not None and self.parameter.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> GroupMember:
+        """Freeze the parameter, or let it train."""
+        if self.parameter is not None:
+            self.parameter.requires_grad_(requires_grad)
+        return self
+
+    @property  # type: ignore[override]
+    def grad(self) -> Tensor | None:
+        """None; in hooks before the step the gradient of its elements. Raises PartitionError while
+        the engine holds gradients.
+        """
+        self._refuse(self._is_held())
+        return _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        sets = self.shard is not None and value is not None and not self.groups.in_step
+        self._refuse(sets or self._is_held())
+        _grad.__set__(self, value)
+
+    def _is_held(self) -> bool:
+        """Return whether the engine holds a gradient that the member does not have."""
+        shard = None if self.groups.in_step else self.shard
+        return shard is not None and shard.gradient.holds_gradient
+
+    def _refuse(self, refused: bool) -> None:
+        if refused:
+            raise PartitionError(
+                "the members of optimizer.param_groups are this rank's parts of the master "
+                "weights, and their gradients are in the engine; use config gradient_clipping "
+                "(accelerator.clip_grad_norm_ under Accelerate) instead of clip_grad_norm_, config "
+                "fp16 instead of torch.amp.GradScaler, "
+                "hf_zero.safe_get_full_grad(parameter) or hf_zero.safe_set_full_grad(parameter, "
+                "value) with a parameter of the model, or engine.zero_grad()"
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        """The values, whose writes are counted."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copy ``value`` over the values: the member stays in the memory of its flat buffer."""
+        if value.shape != self.shape:
+            raise PartitionError(
+                f"a member of optimizer.param_groups was given data of shape {tuple(value.shape)} "
+                f"and has {tuple(self.shape)}: it is this rank's part of the master weights; write "
+                "to the parameters of the model"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def move(self, memory: Tensor) -> Tensor:
+        """Continue in ``memory``; return the former one, which keeps its values."""
+        former: Tensor = _data.__get__(self)
+        _data.__set__(self, memory)
+        return former
+
+    def lend(self, gradient: Tensor | None) -> None:
+        """Set the gradient that hooks before a step see."""
+        _grad.__set__(self, gradient)
+
+
+class HiddenStates(dict[Any, Any]):
+    """``optimizer.state`` between steps, empty. A feature shows the state of members there, and
+    lends their gradients to hooks before a step.
+    """
+
+    open: Mapping[Any, Any] = {}
+    """Entries that a script may have written to."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    def replace(self, states: Mapping[Any, Any]) -> None:
+        """Let ``states`` be the state of all members."""
+
+    def discard(self) -> None:
+        """Forget the entries."""
+
+    def run_hooks(
+        self, run: Callable[[], None], segments: Sequence[Segment], gradients: list[Tensor]
+    ) -> tuple[list[Segment], list[Tensor]]:
+        """``run`` the hooks before a step of ``segments``; return those that are stepped, with
+        their ``gradients``.
+        """
+        run()
+        return [*segments], gradients
