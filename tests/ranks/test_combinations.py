@@ -5,6 +5,7 @@ that does what both stand for, and goes on from its checkpoint; any other is ref
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from itertools import chain, combinations, product, repeat
@@ -28,7 +29,7 @@ from tests.helpers import oracle, sampled
 from tests.helpers.capability import WithoutGradients, no_compilation
 from tests.helpers.engines import config_of
 from tests.helpers.late_transfers import Late
-from tests.helpers.models import llama, seeded
+from tests.helpers.models import ROWS, llama, seeded
 from tests.helpers.pairs import (
     OF_TORCHAO,
     SAMPLED,
@@ -132,6 +133,8 @@ def run(job: Saving, stage: int, folder: Path) -> tuple[Trace, list[dict[str, to
 
     models = [job.build() for _ in range(job.ranks)]
     trace = joined(run_ranks(job.ranks, train_on, timeout=60.0))
+    if "metrics" in job.names:
+        check_figures(job, trace, folder / "files")  # a resume replaces those of later steps
     saving._claimed.clear()
     models = [job.build() for _ in range(job.ranks)]
     return trace, [*run_ranks(job.ranks, resume_on, timeout=60.0)]
@@ -185,6 +188,24 @@ def check(job: PairJob, trace: Trace, resumed: list[dict[str, torch.Tensor]]) ->
         assert 1e-5 < off < job.near, f"{what}: off by {off:.3g} of the move"
     for got, expected in zip(trace.losses, want.losses):
         assert abs(got - expected) < 0.05 * expected, (trace.losses, want.losses)
+
+
+def check_figures(job: PairJob, trace: Trace, folder: Path) -> None:
+    """Compare the figures of each step in ``folder`` with those of the training."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    rows = [line for line in lines if "loss" in line][:STEPS]
+    assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    samples = 0
+    for step, row in enumerate(rows):
+        samples += ROWS * job.readers * job.micros(job.plan, step)
+        rate = rows[0]["learning_rate"] * job.rate(step) / job.rate(0)
+        expected = {
+            "loss": trace.losses[step],
+            "grad_norm": trace.norms[step],
+            "learning_rate": rate,
+            "samples_seen": samples,
+        }
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5), step
 
 
 # ---- the pairs ----
