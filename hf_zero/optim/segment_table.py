@@ -281,11 +281,11 @@ class GroupScalars:
         """Return the scalars of each parameter with elements on this rank."""
         by_name = dict[str, ParameterScalars]()
         for segment in self._table.segments:
-            unstepped = self._table.is_unstepped(segment)
-            scalars = None if unstepped else self._entries.scalars(segment)
-            # another rank has those of a parameter of which there is only padding here
-            names = {name for part in segment.parts for name, *_ in part.pieces()}
-            by_name |= dict.fromkeys(names, scalars)
+            # other ranks have the parameter of a segment that is only padding
+            if any(True for part in segment.parts for _ in part.pieces()):
+                unstepped = self._table.is_unstepped(segment)
+                scalars = None if unstepped else self._entries.scalars(segment)
+                by_name |= dict.fromkeys(segment.names, scalars)
         return by_name
 
     def load(
