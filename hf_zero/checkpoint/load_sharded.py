@@ -264,13 +264,9 @@ class _RankLoad(StateSource):
     ) -> None:
         self.engine, self.checkpoint, self.options = engine, checkpoint, options
         self.manifest = checkpoint.manifest
+        strict, optimizer, schedule = options.strict, options.optimizer, options.schedule
         self.match = match(
-            target,
-            checkpoint,
-            strict=options.strict,
-            optimizer=options.optimizer,
-            schedule=options.schedule,
-            warns=True,
+            target, checkpoint, strict=strict, optimizer=optimizer, schedule=schedule, warns=True
         )
         # the saved state of the optimizer, if it is loaded
         self.saved_optimizer = self.manifest.optimizer if options.optimizer else None

@@ -64,29 +64,17 @@ class LoadTarget:
     @classmethod
     def of(cls, engine: TrainingEngine) -> LoadTarget:
         """Return the target of a load into ``engine``."""
-        specs = [flat.spec for flat in engine.flats]
-        return cls(
-            engine.module,
-            specs,
-            engine.aliases,
-            engine.elsewhere,
-            engine.optimizer,
-            {} if engine.bound is None else engine.bound.group_of,
-            engine.lr_scheduler,
-        )
+        specs, aliases = [flat.spec for flat in engine.flats], engine.aliases
+        group_of = {} if engine.bound is None else engine.bound.group_of
+        optimizer, scheduler, elsewhere = engine.optimizer, engine.lr_scheduler, engine.elsewhere
+        return cls(engine.module, specs, aliases, elsewhere, optimizer, group_of, scheduler)
 
     @classmethod
     def planned(cls, plan: EnginePlan, scheduler: object) -> LoadTarget:
         """Return the target of ``plan``, whose model has whole tensors."""
-        return cls(
-            plan.model,
-            [flat.spec for flat in plan.flats],
-            plan.aliases,
-            getattr(plan.model, "elsewhere", ()),
-            plan.optimizer,
-            plan.group_of,
-            scheduler,
-        )
+        specs, elsewhere = [f.spec for f in plan.flats], getattr(plan.model, "elsewhere", ())
+        group_of, optimizer = plan.group_of, plan.optimizer
+        return cls(plan.model, specs, plan.aliases, elsewhere, optimizer, group_of, scheduler)
 
     def grouped(self) -> list[list[str]]:
         """Return the parameter names in each optimizer group, in the optimizer's order, in which
@@ -182,9 +170,7 @@ def match_names(
     specs = {slot.name: spec for spec in target.specs for slot in spec.layout.slots}
     names, mismatches = WholeNames(target.module), _Mismatches()
     pairs, of_other_ranks = _pair(
-        (*specs, *target.aliases),
-        names,
-        (*manifest.slots, *manifest.aliases, *manifest.excluded),
+        (*specs, *target.aliases), names, (*manifest.slots, *manifest.aliases, *manifest.excluded)
     )
     saved_names = _match_parameters(specs, target.aliases, manifest, pairs, mismatches)
     buffers, buffers_of_other_ranks = _match_buffers(target, specs, names, manifest, mismatches)

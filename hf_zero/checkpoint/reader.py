@@ -31,12 +31,7 @@ from hf_zero.checkpoint.manifest import (
     tensor_state_key,
 )
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, is_remote, modified_ns, store_errors
-from hf_zero.checkpoint.tensorfile import (
-    TensorFile,
-    TensorReader,
-    algorithm_of,
-    hash_of_file,
-)
+from hf_zero.checkpoint.tensorfile import TensorFile, TensorReader, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot

@@ -277,18 +277,10 @@ class ModelEntries:
             if exclude_frozen and not flat.trainable:
                 left_out += in_flat
                 continue
-            flats.append(
-                FlatEntry(
-                    pp_stage_key(flat),
-                    flat.trainable,
-                    flat.dtype,
-                    flat.layout,
-                    (),
-                    raw=flat.raw,
-                    bf16_masters=flat.trainable and flat.spec.master_dtype == torch.bfloat16,
-                    outside=flat.spec.outside,
-                )
-            )
+            entry = FlatEntry(pp_stage_key(flat), flat.trainable, flat.dtype, flat.layout, ())
+            bf16_masters = flat.trainable and flat.spec.master_dtype == torch.bfloat16
+            outside = flat.spec.outside
+            flats.append(replace(entry, raw=flat.raw, bf16_masters=bf16_masters, outside=outside))
             dtypes |= {name: dtype_of(engine.sharded_model.param_dtypes[name]) for name in in_flat}
         order = model_order(engine.module, engine.aliases, dtypes)
         group_of = {} if engine.bound is None else engine.bound.group_of

@@ -38,12 +38,7 @@ from hf_zero.checkpoint.manifest import (
     class_name,
 )
 from hf_zero.checkpoint.run_state import NonTensorState, non_tensor_state, objects_file
-from hf_zero.checkpoint.save_job import (
-    NOTHING_SAVED,
-    ByCollectives,
-    SaveJob,
-    SharedFiles,
-)
+from hf_zero.checkpoint.save_job import NOTHING_SAVED, ByCollectives, SaveJob, SharedFiles
 from hf_zero.checkpoint.save_plan import (
     ModelEntries,
     RankReport,

@@ -206,11 +206,7 @@ class StagedFile:
     """
 
     def __init__(
-        self,
-        plan: FilePlan,
-        memory: torch.Tensor,
-        device: torch.device,
-        timeout: float = math.inf,
+        self, plan: FilePlan, memory: torch.Tensor, device: torch.device, timeout: float = math.inf
     ) -> None:
         self._plan, self._memory, self._device = plan, memory[: plan.size], device
         self._tensors: dict[str, TensorOrFetch] = {}
