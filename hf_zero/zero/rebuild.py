@@ -27,6 +27,7 @@ from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
 from hf_zero.zero.access.full import join_parts
 from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, flat_of
+from hf_zero.zero.layout.parameter import raw_grad, set_raw_grad
 from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.layout.walk import named_modules_of
@@ -201,6 +202,8 @@ def rebuild(
         state = CarriedState(engine)
         trained = [parameter for parameter in former if state.trains(parameter)]
         values = [_values(engine, parameter) for parameter in lost]
+        set_by_script = [] if broken else [p for p in former if p not in lost]
+        gradients = [*map(raw_grad, set_by_script)]
         before = engine.take_apart()
         change_groups()
         for parameter, value in zip(lost, values):
@@ -214,6 +217,8 @@ def rebuild(
             with transaction():
                 restore_on_rollback(engine.module, engine.optimizer)
                 engine.assemble(plan)
+        for parameter, gradient in zip(set_by_script, gradients):
+            set_raw_grad(parameter, gradient)
     if broken:
         engine.changes.break_off(broken)
     with engine.changes.change(what):

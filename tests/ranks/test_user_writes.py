@@ -387,3 +387,23 @@ def test_a_graph_from_before_a_step_does_not_go_backward_after_it(stage, offload
 
     one, other = on_ranks(RANKS, run)
     compare_tensors("weights", one, other)
+
+
+@in_turn("stage", (0, 2, 3))
+def test_a_gradient_that_a_script_has_set_outlives_an_unfreezing(stage):
+    """As in plain torch, the next backward adds to it."""
+
+    def run(rank, model, given):
+        frozen, weight = model.blocks[0], model.blocks[1].up.weight
+        gradient = torch.ones_like(weight)
+        frozen.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        engine = start(model, optimizer, config_of(stage))
+        frozen.requires_grad_(True)
+        if given:
+            weight.grad = gradient
+        run_steps(engine, rank, range(1))
+        return full_weights(engine)["blocks.1.up.weight"]
+
+    without, given = (on_ranks(2, run, given)[0] for given in (False, True))
+    torch.testing.assert_close(without - given, torch.full_like(given, 0.05))
