@@ -19,7 +19,7 @@ from hf_zero.engine import Engine
 from hf_zero.zero.engine_parts import EngineFeatures
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter import HOLDER, holder_of_whole
-from hf_zero.zero.step.window import StepMeasures
+from hf_zero.zero.step.step_interfaces import StepMeasures
 
 
 class EngineProtocol(Protocol):

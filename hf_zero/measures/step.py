@@ -37,7 +37,7 @@ from hf_zero.measures.stopwatch import StepTimes
 from hf_zero.measures.trace import StepTrace
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.step.window import StepMeasures
+from hf_zero.zero.step.step_interfaces import StepMeasures
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

@@ -22,7 +22,7 @@ from hf_zero.integrations.engine_protocol import HOLDER, EngineProtocol, hold
 from hf_zero.parity.reference import DTYPES, Reference
 from hf_zero.zero.engine_parts import EngineFeatures
 from hf_zero.zero.feature import FeatureSet
-from hf_zero.zero.step.window import StepMeasures
+from hf_zero.zero.step.step_interfaces import StepMeasures
 
 
 class DrivenReference(Reference):

@@ -35,17 +35,11 @@ from hf_zero.zero.pass_runner import PassRunner
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, limit_native_threads, retire_flats
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
-from hf_zero.zero.step.hooks_of_features import StepHooks
 from hf_zero.zero.step.optimizer_patch import patch_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep, failed_write
-from hf_zero.zero.step.window import (
-    AccumulationWindow,
-    Counters,
-    SanityChecks,
-    StateChanges,
-    StepMeasures,
-    StopRequests,
-)
+from hf_zero.zero.step.state_changes import StateChanges
+from hf_zero.zero.step.step_interfaces import StepHooks, StepMeasures, StopRequests
+from hf_zero.zero.step.window import AccumulationWindow, Counters, SanityChecks
 from hf_zero.zero.transaction import on_rollback, transaction
 
 # attributes of an OptimizerStep that a rebuild keeps

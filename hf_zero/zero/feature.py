@@ -24,7 +24,7 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import Sharding
-from hf_zero.zero.step.hooks_of_features import StepHooks
+from hf_zero.zero.step.step_interfaces import StepHooks
 
 if TYPE_CHECKING:
     from hf_zero.zero.step.optimizer_step import OptimizerStep

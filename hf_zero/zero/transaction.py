@@ -1,5 +1,6 @@
 """Transactions: changes of a model, an optimizer and the process that an exception undoes, in a
-set-up or a rebuild. A step or a load that fails is not undone but refused (``step/window.py``).
+set-up or a rebuild. A step or a load that fails is not undone but refused
+(``step/state_changes.py``).
 
 [Note: one undo stack]
 :func:`hf_zero.initialize` runs in one :func:`transaction`. Whoever changes something outside the
@@ -7,7 +8,8 @@ objects that it creates pushes the inverse operation first (:func:`on_rollback`)
 transaction that does nothing. An exception runs the inverse operations from the last to the first.
 What many lines change, modules and optimizers, is not undone line by line but restored from a
 snapshot (:func:`restore_on_rollback`), whichever lines have run, those of other libraries included.
-A step or a load is not undone: ``StateChanges`` (``step/window.py``) refuses a half changed state.
+A step or a load is not undone: ``StateChanges`` (``step/state_changes.py``) refuses a half changed
+state.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.zero import feature
 from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import Feature, FeatureSet, early
-from hf_zero.zero.step.hooks_of_features import NO_HOOKS, StepHooks
+from hf_zero.zero.step.step_interfaces import NO_HOOKS, StepHooks
 from tests.helpers.stacks import on_ranks
 
 DOCS = Path(hf_zero.__file__).parent / "docs"

@@ -14,7 +14,7 @@ from hf_zero.distributed import process_group, rank_requests
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError, RankMismatchError
 from hf_zero.zero.step import preemption
 from hf_zero.zero.step.preemption import _Handler
-from hf_zero.zero.step.window import StopRequests
+from hf_zero.zero.step.step_interfaces import StopRequests
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start

@@ -27,8 +27,9 @@ from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.reduce.norm import squared_norm
 from hf_zero.zero.reduce.step_agreement import StepAgreement
 from hf_zero.zero.sharded_model import ShardedModel
-from hf_zero.zero.step.hooks_of_features import NO_HOOKS, StepHooks
-from hf_zero.zero.step.window import SanityChecks, StateChanges
+from hf_zero.zero.step.state_changes import StateChanges
+from hf_zero.zero.step.step_interfaces import NO_HOOKS, StepHooks
+from hf_zero.zero.step.window import SanityChecks
 
 
 class OptimizerStep:

@@ -25,7 +25,7 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import log_rank0
 from hf_zero.ops import native
 from hf_zero.zero.gather.shared_shards import SharedShards
-from hf_zero.zero.step.window import StopRequests
+from hf_zero.zero.step.step_interfaces import StopRequests
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -1,6 +1,5 @@
-"""What an engine keeps between the calls of its script: the accumulation window with the counters
-of the run, the changes of its state, warnings about calls that fail in silence (non-finite
-gradients, backwards without a step), and the interface of its measures.
+"""The accumulation window of a script with the counters of its run, and warnings about calls of a
+script that fail in silence: non-finite gradients, backwards without a step.
 
 [Note: read one step late]
 Only the device knows whether a norm is finite, and the host does not wait for it. Rank 0 copies the
@@ -13,73 +12,19 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from hf_zero.device import kinds, pinned, spans, streams
-from hf_zero.distributed.collective_log import PassTracker
-from hf_zero.errors import NotBuiltError, PartitionError, UnmanagedWindowError
+from hf_zero.device import kinds, pinned, streams
+from hf_zero.errors import UnmanagedWindowError
 from hf_zero.logging import logger
-from hf_zero.offload.unit_updates import UnitUpdates
-from hf_zero.optim.segments import ParamGroup
-
-if TYPE_CHECKING:
-    from hf_zero.distributed.mesh import Mesh
-    from hf_zero.zero.gather.shared_shards import SharedShards
 
 # number of backwards: a step of one micro-batch may well add up the gradients of several losses
 FORGOTTEN = 8
 RESTARTED = 3  # windows restarted in a row, after which a script restarts all of them
-
-Engine = TypeVar("Engine")
-
-
-class StopRequests:
-    """Requests to stop the job, from this rank and others; see :meth:`hf_zero.Engine.stop_on`.
-    Without a feature that hears them there are none.
-    """
-
-    agreed = False  # all ranks stop
-    asked = False  # this rank was asked
-
-    def __init__(self, mesh: Mesh, shards: SharedShards):
-        self._mesh = mesh
-        self._shards = shards
-
-    @property
-    def received(self) -> list[int]:
-        """Signals that this rank has received, of those it listens for."""
-        return []
-
-    def listen(self, *signals: int) -> None:
-        """Listen for requests from now on; each of ``signals`` triggers one."""
-        if signals:
-            self.request()
-
-    def request(self) -> None:
-        """Ask all ranks to stop after one of the next steps."""
-        raise NotBuiltError(
-            "this package has no feature that stops all ranks after the same step; install hf-zero "
-            "with the row stop_requests of its table of features, or save and end the script on "
-            "all ranks"
-        )
-
-    def move(self, mesh: Mesh, shards: SharedShards) -> None:
-        """Continue with the parts of an engine that was built again."""
-
-    def end_step(self) -> None:
-        """End a step, the same on all ranks: read whether they have agreed to stop."""
-
-    def end_run(self, requests: torch.Tensor) -> None:
-        """End a step of a pipeline. ``requests``: the sum over all ranks of :attr:`asked`."""
-
-    def restore_handlers(self) -> None:
-        """Restore the previous signal handlers."""
 
 
 @dataclass
@@ -234,119 +179,6 @@ class AccumulationWindow:
             self.syncs = before
 
 
-class StateChanges:
-    """The change of an engine's state (a step, a load) under way.
-
-    - An exception that breaks a change off leaves weights, optimizer state and counters that belong
-      to different steps, possibly on this rank alone: whatever would use them is refused, until a
-      load has replaced all of them.
-    - With ``zero_optimization.update_in_backward`` the backward that closes a window makes its
-      update. Inside that backward the model is half updated, and nothing may read or change it.
-      From its end until ``step()`` the state is that after the step: readers have it, and
-      :meth:`refuse_until_step` refuses what would act on this step in a plain loop.
-    """
-
-    def __init__(self, passes: PassTracker) -> None:
-        self._passes = passes
-        self.broken = ""  # the change that was broken off, and why
-        self._under_way = ""
-        self._updater: UnitUpdates | None = None
-        # what ``step()`` has yet to confirm, of an update that a backward has made: the settings of
-        # the optimizer's groups after it, and the error of a post hook of the optimizer
-        self.unconfirmed: tuple[list[ParamGroup], Exception | None] | None = None
-
-    def connect(self, updater: UnitUpdates) -> None:
-        """Set ``updater``, which makes updates in backwards."""
-        self._updater = updater
-
-    @contextmanager
-    def change(self, what: str, replaces: bool = False) -> Iterator[None]:
-        """Context of a change, ``what`` in messages; ``replaces``: it replaces all of the state."""
-        outer, self._under_way = self._under_way, what
-        try:
-            yield
-        except BaseException as error:
-            reason = str(error).partition("\n")[0][:200]
-            cause = type(error).__name__ + (f" ({reason})" if reason else "")
-            self.break_off(f"{what} was broken off by {cause}")
-            raise
-        finally:
-            self._under_way = outer
-        if replaces:
-            self.broken, self._passes.refuse = "", None
-
-    def break_off(self, cause: str) -> None:
-        """Refuse every use of the state from now on, because of the first ``cause``."""
-        self.broken = self.broken or cause
-        self._passes.refuse = self.refuse
-
-    def begin_load(self) -> None:
-        """Drop what a backward has left for ``step()``, before a load. Of a half updated model only
-        a load that replaces all of the state makes it usable again.
-        """
-        if self._updater is not None:
-            if self._updater.backward_update is not None:
-                self.break_off("a backward had updated a part of the model before a load")
-            self._updater.drop_backward_update()
-        self.unconfirmed = None
-
-    def refuse(self, what: str) -> None:
-        """Raise PartitionError for ``what``, which reads the state, if a change was broken off, or
-        the model is half updated.
-        """
-        if self.broken:
-            raise PartitionError(
-                f"{what} would use a state that is half changed: {self.broken}. Load a whole "
-                "checkpoint (engine.load_checkpoint), or destroy() the engine and resume with "
-                "hf_zero.initialize(resume=...), on all ranks"
-            )
-        self.refuse_until_step(what, acts=False)
-
-    def refuse_until_step(self, what: str, acts: bool = True) -> None:
-        """Raise PartitionError for ``what`` if the model is half updated; if it ``acts`` on the
-        update in a plain loop, also until ``step()`` confirms an update in the backward.
-        """
-        if self._updater is not None and self._updater.backward_update is not None:
-            raise PartitionError(
-                f"{what} comes inside a backward that has updated a part of the model already "
-                "(zero_optimization.update_in_backward), or after an exception has broken it. Call "
-                "it after the backward, or switch update_in_backward off; if an exception has "
-                "broken the backward, load a checkpoint"
-            )
-        if acts and self.unconfirmed is not None:
-            self.refuse_unconfirmed(what)
-
-    def refuse_unconfirmed(self, what: str) -> None:
-        """Raise PartitionError for ``what`` between an update in the backward and ``step()``."""
-        if self.unconfirmed is not None:
-            raise PartitionError(
-                f"{what} comes after a backward that has updated the model already "
-                "(zero_optimization.update_in_backward) and before its step(): without that key it "
-                "would precede the update. Call step() first, or switch update_in_backward off; "
-                "backwards before the last one of a step need "
-                "engine.set_gradient_accumulation_boundary(False)"
-            )
-
-    def refuse_gradients(self, what: str) -> None:
-        """Raise PartitionError for ``what`` of whole gradients inside a step, which divides them in
-        place.
-        """
-        if self._under_way:
-            raise PartitionError(
-                f"{what} in a hook of {self._under_way}, which uses the gradients up; do it before "
-                "optimizer.step(), or change the gradients of this rank's parts in a hook before "
-                "the update: member.grad of each member of optimizer.param_groups"
-            )
-
-    def refuse_within(self, what: str) -> None:
-        """Raise PartitionError for ``what`` inside a change."""
-        if self._under_way:
-            raise PartitionError(
-                f"{what} in a hook of {self._under_way}, whose weights are changed and whose "
-                "counters and schedule are not; call it after the step"
-            )
-
-
 class SanityChecks:
     """The checks of one engine; only rank 0 checks and warns, each warning once."""
 
@@ -490,87 +322,3 @@ class SanityChecks:
         if self._warns and kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s", text)
-
-
-class StepMeasures(Generic[Engine]):
-    """Measures of the steps of one engine. Every method does nothing here; an engine whose
-    configuration asks for measures has ``hf_zero.measures.step.EngineMeasures``.
-
-    ``counts_samples``: they add to ``counters.global_samples`` if no batch size is configured.
-    """
-
-    counts_samples = False
-
-    def forward(
-        self, engine: Engine, args: object, kwargs: object
-    ) -> AbstractContextManager[object]:
-        """Return a context for a forward with these arguments."""
-        return spans.NOTHING
-
-    def backward(
-        self, engine: Engine, loss: torch.Tensor, weighed: bool
-    ) -> AbstractContextManager[object]:
-        """Return a context for the backward of ``loss``, which is ``weighed`` if it has its weight
-        in the accumulation window already.
-        """
-        return spans.NOTHING
-
-    def begin_update(self, engine: Engine) -> None:
-        """Note the settings of an update in the backward, before it ends."""
-
-    def step(self, engine: Engine) -> AbstractContextManager[object]:
-        """Return a context for a ``step()`` call. May be collective."""
-        return spans.NOTHING
-
-    def divided_by(self, steps: int | None) -> None:
-        """Note that losses with their weight in them are, from the next one on, divided by
-        ``steps``, the micro-batches of a full window; None: by another number.
-        """
-
-    def zero_grad(self) -> None:
-        """Drop the losses whose gradients are dropped."""
-
-    def trace(self, engine: Engine, steps: int, folder: str) -> None:
-        """Trace the next ``steps`` steps into ``folder`` (collective)."""
-
-    # ---- between steps ----
-
-    @property
-    def figures(self) -> Mapping[str, object]:
-        """The figures of the last step that has been read, for the trackers of a script; empty
-        unless asked for.
-        """
-        return {}
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of ``metrics.jsonl`` on the rank that writes it, once it is known."""
-        return None
-
-    def shown_elsewhere(self) -> None:
-        """Log no line of a step unless a key asks for it: a trainer shows its own."""
-
-    def finish(self, engine: Engine) -> None:
-        """Read the figures of all steps; waits for the device."""
-
-    def keep_in(self, folder: str) -> None:
-        """Write files to ``folder`` unless the configuration, or an earlier call, names one.
-        Collective: an error of rank 0 is raised on all.
-        """
-
-    def plan_steps(self, steps: int) -> None:
-        """Record the number of steps after which the run will end."""
-
-    def note_evaluation(self, engine: Engine, values: Mapping[str, object]) -> None:
-        """Record those of a script's logged ``values`` that are results of an evaluation."""
-
-    def saving(self, engine: Engine, folder: str) -> None:
-        """Write out all figures: a checkpoint is about to be saved in ``folder``."""
-
-    def loaded(self, engine: Engine, continues: bool, folder: str | None) -> None:
-        """Continue from the step of a checkpoint that was loaded, unless it was weights alone.
-        ``folder``: of its run; None if it is not known.
-        """
-
-    def close(self, engine: Engine) -> None:
-        """End all measures."""
