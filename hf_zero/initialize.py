@@ -203,6 +203,6 @@ def join(request: SetupRequest[Any]) -> Resumed | None:
                 on_rollback(os.environ.pop, name, None)
             on_rollback(process_group.destroy_process_group)
     on_rollback(parallel_groups.restorer())
-    for kind in early().values():
-        kind.join(request.model)
+    for feature_class in early().values():
+        feature_class.join(request.model)
     return None if request.resume is None else find_resumed(request.resume, config)

@@ -112,7 +112,7 @@ class ActivationPatches(Feature):
     def remove(self) -> None:
         self._installed.close()
 
-    def end_forward(self) -> None:
+    def abort_forward(self) -> None:
         if self.activations is not None and self.activations.offload is not None:
             self.activations.offload.end()
 

@@ -25,7 +25,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     placed where ``config`` places those of the training. Small parameters are sharded as well.
     """
     tie_shared_memory(model)
-    FeatureSet.of(config, kind="cuts").cut(model, verify=False)
+    FeatureSet.of(config, group="cuts").cut(model, verify=False)
     parameter_classes().register(model)
     away = config.offload_param if stage == 3 else None
     settings = ZeroConfig(

@@ -118,8 +118,8 @@ class Resolved(Generic[E]):
     def engine_class(self) -> type[E]:
         """The class of the engine, with stages for a model in stages."""
         engine_class = self.request.engine_class
-        for kind in early().values():
-            engine_class = kind.engine_class(self.request.model, engine_class)
+        for feature_class in early().values():
+            engine_class = feature_class.engine_class(self.request.model, engine_class)
         return engine_class
 
 
@@ -147,8 +147,8 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
     # the plan is of the model as it will be: its ties and marks are made for the plan alone
     with trial():
         with raise_on_all_ranks("plan its engine"):
-            for kind in early().values():
-                kind.begin(model, request.config)
+            for feature_class in early().values():
+                feature_class.begin(model, request.config)
             # before the snapshots: changes that the script's callable makes to its model stay
             with trial():
                 if request.user_optimizer is None:  # parameters that are one memory are one
@@ -188,8 +188,8 @@ def resolve(
     model, mpu = request.model, request.mpu
     tied = tie_shared_memory(model, logs=False)
     settings, dims = request.config, dims_in_effect()
-    for kind in early().values():
-        settings, dims = kind.resolve(model, settings, dims, mpu)
+    for feature_class in early().values():
+        settings, dims = feature_class.resolve(model, settings, dims, mpu)
     unsplit = settings.ranks_of_a_sequence == 1
     if mpu is not None and unsplit and not isinstance(model, StagedModel):
         check_mpu(mpu, process_group.get_world_size())
@@ -203,8 +203,8 @@ def resolve(
         warning = check(optimizer, settings.elementwise_optimizers, untested)
         if warning:
             log_rank0(warning, logging.WARNING)
-    for kind in early().values():
-        settings = kind.adapt(settings, optimizer)
+    for feature_class in early().values():
+        settings = feature_class.adapt(settings, optimizer)
     # in a pipeline batch sizes are those of one stage, whose tensor-parallel ranks share batches
     ranks = dims.world if dims.pipeline == 1 else dims.world // dims.pipeline // dims.tensor
     if checkpoint is not None:

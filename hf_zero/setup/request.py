@@ -86,8 +86,8 @@ class SetupRequest(Generic[E]):
         request = cls(engine_class, model, settings, model_parameters=groups, **others)
         request._check()
         trains = not (request.optimizer is None and groups is None and settings.optimizer is None)
-        for kind in early().values():
-            kind.check_request(settings, trains)
+        for feature_class in early().values():
+            feature_class.check_request(settings, trains)
         return request
 
     @property

@@ -1,9 +1,27 @@
-"""The one interface of features, and the features of one engine.
+"""The interface of features, and the features of one engine.
 
 A feature is a class outside of the core: a training technique, quantized layers, recomputation.
 Its row in ``hf_zero/config/features.toml`` has its keys, its place in the order, and what it does
 not go with; its class does the rest. The core calls the methods of :class:`Feature`, and knows no
-feature by name.
+feature by name. ``bind`` and ``apply`` may also set these extension points of the engine:
+
+====================================================  ==========================================
+extension point                                       features that set it
+====================================================  ==========================================
+``OptimizerStep.gradient_offload``, ``updater``,      offloaded updates, in ``bind``
+``on_use``, ``bring_state_back``
+``OptimizerStep.lr_scale``, ``engine.set_batches``    training phases
+``engine.schedule.changed_values``: values of units   weights in few bits, momenta in one bit
+other than the shards
+``module_hooks.left_out.sources``: blocks that a      layer drop, token drop
+forward skips
+``pass_runner.step_runner``: what runs a step         captured steps
+``engine.measures``                                   measures of steps
+``engine_class``: a subclass of the engine            pipelines
+modules: forward hooks, ``__class__`` of blocks       techniques, activations, fused modules
+====================================================  ==========================================
+
+The core has a default for each; :meth:`Feature.remove` takes a feature's own away.
 """
 
 from __future__ import annotations
@@ -50,9 +68,11 @@ class EngineInputs:
 
 
 class Feature:
-    """One feature of one engine. A method does nothing unless a feature overrides it. They are
-    called in this order; ``check``, ``bind`` and ``apply`` are called again for an engine that is
-    built anew.
+    """One feature of one engine. A method does nothing unless a feature overrides it.
+
+    ``initialize`` calls those up to ``apply`` in this order. ``check`` is called twice: of the plan
+    that a call of ``initialize`` makes, and, before ``bind``, of the plan of which an engine is
+    built; ``check``, ``bind`` and ``apply`` again for an engine that is built anew.
     """
 
     name = ""  # of its row
@@ -95,11 +115,6 @@ class Feature:
         """Return whether ``model`` or ``optimizer`` switch the feature on, without a key."""
         return False
 
-    @classmethod
-    def engine_class(cls, model: nn.Module, kind: type[E]) -> type[E]:
-        """Return the class of the engine of ``model``, ``kind`` or a subclass of it."""
-        return kind
-
     # ---- before the engine ----
 
     def check_inputs(self, inputs: EngineInputs) -> None:
@@ -110,8 +125,23 @@ class Feature:
     def mark(self, model: nn.Module) -> None:
         """Set the properties of parameters that a plan of ``model`` reads, such as their codecs."""
 
+    def cuts(
+        self, model: nn.Module, dims: ParallelDims, rank: int
+    ) -> Mapping[nn.Parameter, Sharding]:
+        """Return the sharding on ``rank`` of each parameter that :meth:`cut` is going to cut."""
+        return {}
+
+    @classmethod
+    def engine_class(cls, model: nn.Module, base: type[E]) -> type[E]:
+        """Return the class of the engine of ``model``, ``base`` or a subclass of it. Called on
+        the classes that rows name as ``early``, whatever features are on.
+        """
+        return base
+
     def check(self, plan: EnginePlan) -> None:
-        """Raise ConfigError for what the engine of ``plan`` does not support."""
+        """Raise ConfigError for what the engine of ``plan`` does not support. It may store what it
+        reads of ``plan`` for :meth:`apply`; it changes nothing else.
+        """
 
     def admit(self, plan: EnginePlan, freed: tuple[int, int]) -> bool:
         """Raise, on all ranks alike, for a checked plan whose engine has no room. Return whether
@@ -119,12 +149,6 @@ class Feature:
         device and in RAM that engines give back which end before this one begins. Collective.
         """
         return True
-
-    def cuts(
-        self, model: nn.Module, dims: ParallelDims, rank: int
-    ) -> Mapping[nn.Parameter, Sharding]:
-        """Return the sharding on ``rank`` of each parameter that :meth:`cut` is going to cut."""
-        return {}
 
     def cut(self, model: nn.Module, verify: bool) -> None:
         """Cut parameters of ``model`` along axes besides ZeRO (collective). ``verify``: the model
@@ -156,11 +180,15 @@ class Feature:
     # collective; ``engine.gradient_norm()`` may call before_reduction and squares in between ----
 
     def prepare_batch(self, batch: object) -> object:
-        """Return ``batch`` as the model's forward would change it."""
+        """Return ``batch`` as the model's forward would change it. Called by
+        ``engine.prepare_batch`` alone, for scripts that read a batch before its forward.
+        """
         return batch
 
-    def end_forward(self) -> None:
-        """End a forward whose hooks an exception may have bypassed. Idempotent."""
+    def abort_forward(self) -> None:
+        """End a forward that KeyboardInterrupt or SystemExit has left, which bypass forward hooks.
+        Idempotent.
+        """
 
     def begin_backward(self) -> None:
         """Prepare a backward, before it takes gradients in."""
@@ -262,12 +290,12 @@ class FeatureSet:
         settings: ZeroConfig,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        kind: str = "",
+        group: str = "",
     ) -> FeatureSet:
         """Return the features that ``settings`` switch on, and those without a key that ``model``
-        and ``optimizer`` call for; with ``kind`` those of it alone. Raises ConfigError for features
-        of ``model`` that do not go together, before one is made, and for settings of one that
-        contradict each other.
+        and ``optimizer`` call for; with ``group`` those of rows of that ``kind`` alone. Raises
+        ConfigError for features of ``model`` that do not go together, before one is made, and for
+        settings of one that contradict each other.
         """
         written = settings.written
         on = switched_on(written)
@@ -279,7 +307,7 @@ class FeatureSet:
         made: dict[str, Feature | None] = {
             name: loaded(row.make)(settings)
             for name, row in FEATURES.items()
-            if row.make and kind in ("", row.kind) and (row.always or name in on)
+            if row.make and group in ("", row.kind) and (row.always or name in on)
         }
         return cls({name: feature for name, feature in made.items() if feature is not None})
 
@@ -289,10 +317,10 @@ class FeatureSet:
     def __contains__(self, name: str) -> bool:
         return name in self.by_name
 
-    def get(self, name: str, kind: type[T]) -> T | None:
-        """Return the feature ``name``, of the class ``kind``; None if it is off."""
+    def get(self, name: str, of: type[T]) -> T | None:
+        """Return the feature ``name``, of the class ``of``; None if it is off."""
         feature = self.by_name.get(name)
-        return feature if isinstance(feature, kind) else None
+        return feature if isinstance(feature, of) else None
 
     def with_further(self, model: nn.Module) -> FeatureSet:
         """Return these features, and the further ones of each for ``model``."""

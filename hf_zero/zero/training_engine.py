@@ -69,8 +69,8 @@ class TrainingEngine(EngineParts):
                 # They bypass the post-forward hooks, whose graph would keep the engine alive:
                 # Python's garbage collector sees no cycle through a graph.
                 self.pass_runner.module_hooks.abort_broken_pass()
-                for end in self.feature_set.hooks.end_forward:
-                    end()
+                for abort in self.feature_set.hooks.abort_forward:
+                    abort()
                 raise
 
     def batch_of(self, args: object, kwargs: object) -> object:

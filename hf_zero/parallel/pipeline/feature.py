@@ -30,8 +30,8 @@ class Pipeline(Feature):
         return isinstance(model, StagedModule)
 
     @classmethod
-    def engine_class(cls, model: nn.Module, kind: type[E]) -> type[E]:
-        return pipelined(kind) if isinstance(model, StagedModule) else kind
+    def engine_class(cls, model: nn.Module, base: type[E]) -> type[E]:
+        return pipelined(base) if isinstance(model, StagedModule) else base
 
     def check_inputs(self, inputs: EngineInputs) -> None:
         if isinstance(inputs.model, StagedModule):

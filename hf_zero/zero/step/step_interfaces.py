@@ -30,7 +30,7 @@ class StepHooks:
     """
 
     prepare_batch: tuple[Callable[[object], object], ...] = ()
-    end_forward: tuple[Callable[[], None], ...] = ()
+    abort_forward: tuple[Callable[[], None], ...] = ()
     begin_backward: tuple[Callable[[], None], ...] = ()
     before_reduction: tuple[Callable[[float], None], ...] = ()
     begin_step: tuple[Callable[[bool], bool], ...] = ()
