@@ -23,8 +23,8 @@ from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import seeded
 from tests.helpers.offloads import offload
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, stack
-from tests.helpers.training import Plan
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
+from tests.helpers.training import At, Plan
 
 RANKS, STEPS = 2, 5
 WINDOWS = [[(1.0, 0)]] * STEPS
@@ -354,6 +354,31 @@ def test_writes_that_are_refused_change_nothing(rank: int, model: nn.Module) -> 
         del state[object()]
     assert state[first].keys() == kept.keys()
     assert all(torch.equal(state[first][key], value) for key, value in kept.items())
+
+
+@on_each_rank(RANKS)
+def test_writes_between_an_update_in_the_backward_and_its_step_are_refused(
+    rank: int, model: nn.Module
+) -> None:
+    section = {"stage": 2, "update_in_backward": True}
+    engine = start(model, ADAMW(model), config_of(2, zero_optimization=section))
+    run_steps(engine, rank, range(1))
+    engine.backward(squared(engine, At(1, 0, rank)))
+    state = engine.optimizer.state
+    member = next(iter(state))
+    assert float(state[member]["step"]) == 2.0
+    for write in (
+        lambda: state.__delitem__(member),
+        lambda: state.__setitem__(member, {}),
+        lambda: state[member].__delitem__("step"),
+        lambda: state[member].update(step=torch.tensor(0.0)),
+    ):
+        with pytest.raises(PartitionError, match=r"a write to optimizer\.state comes after"):
+            write()
+    engine.step()
+    assert float(state[member]["step"]) == 2.0
+    del state[member]
+    assert member not in state
 
 
 # ---- hooks before the step ----
