@@ -313,7 +313,6 @@ class BoundOptimizer:
     def step(
         self,
         grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
         shards: Mapping[str, Tensor] | None = None,
         steps_before: int = 0,
         without: Collection[OptimizerShard] = (),
@@ -329,9 +328,6 @@ class BoundOptimizer:
         Args:
             grad_scale: 0-dim tensor that the gradients are divided by (loss scale and clipping in
                 one), or None for 1.
-            found_inf: 0-dim tensor; if it is not 0, nothing changes, neither weights nor state nor
-                step counters. Fused groups read it on the device. Others wait for its value on the
-                host.
             shards: key of a flat buffer -> a tensor to write the new values of its ``owned``
                 elements to as well, rounded to its dtype.
             steps_before: number of earlier steps, equal on all ranks: the seed of rounding.
@@ -350,18 +346,14 @@ class BoundOptimizer:
             return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
 
         segments, hooks = rest if without else None, run_pre_hooks or self.run_pre_hooks
-        written = self._step(
-            segments, self._flats, grad_scale, found_inf, shards or {}, steps_before, hooks
-        )
+        written = self._step(segments, self._flats, grad_scale, shards or {}, steps_before, hooks)
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
         optimizer._opt_called = True
-        if written is None:
-            return set()
         for segment in self._counted_segments():
             self._entries.states[segment.tensor]["step"] += 1
         # without a gradient scale on the device, unlike the other segments
-        if table.offloaded_stand_ins and (found_inf is None or not bool(found_inf.ne(0))):
+        if table.offloaded_stand_ins:
             self._own.stand_ins(table.offloaded_stand_ins)
         return written
 
@@ -391,21 +383,20 @@ class BoundOptimizer:
         def segments() -> list[Segment]:
             return [segment for flat in flats for segment, _ in self._table.parts(flat)]
 
-        self._step(segments, flats, None, None, {}, steps_before)
+        self._step(segments, flats, None, {}, steps_before)
 
     def _step(
         self,
         of_step: Callable[[], list[Segment]] | None,
         flats: Collection[OptimizerShard],
         grad_scale: Tensor | None,
-        found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
         steps_before: int,
         run_pre_hooks: Callable[[], None] | None = None,
-    ) -> set[str] | None:
+    ) -> set[str]:
         """Step the segments that ``of_step`` returns, all in ``flats``; None: all segments. Return
-        the keys of ``shards`` that were written; None if the host has read ``found_inf`` and it
-        forbids the step. ``run_pre_hooks``: None: without any hooks of the optimizer.
+        the keys of ``shards`` that were written. ``run_pre_hooks``: None: without any hooks of the
+        optimizer.
         """
         table, fused, hooks = self._table, self._fused, run_pre_hooks is not None
         if hooks and self._bf16 is not None and self.optimizer._optimizer_step_pre_hooks:
@@ -421,17 +412,15 @@ class BoundOptimizer:
         if not segments and not hooks:
             return set()
         if fused.ready and fused.takes(self._not_counted(table.stepped) if hooks else segments):
-            return fused.step(table.stepped, segments, grad_scale, found_inf, shards, hooks)
+            return fused.step(table.stepped, segments, grad_scale, shards, hooks)
         if fused.ready:
             fused.separate_counters()
         if self._bf16 is None:
             step = None if hooks else self._own.bare
-            stepped = self._own.update(segments, grad_scale, found_inf, step, run_pre_hooks)
+            self._own.update(segments, grad_scale, step, run_pre_hooks)
         else:
-            stepped = self._own.update_rounded(
-                segments, grad_scale, found_inf, steps_before, run_pre_hooks
-            )
-        return set() if stepped else None
+            self._own.update_rounded(segments, grad_scale, steps_before, run_pre_hooks)
+        return set()
 
     # ---- the second half of a step: offloaded state ----
 

@@ -196,7 +196,6 @@ class FusedStep(StepLaunch):
         segments: Sequence[Segment],
         stepped: Sequence[Segment],
         grad_scale: Tensor | None,
-        found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
         hooks: bool = True,
     ) -> set[str]:
@@ -210,17 +209,11 @@ class FusedStep(StepLaunch):
             if grad_scale is None
             else grad_scale.detach().to(device, torch.float32).reshape(())
         )
-        skip = (
-            None
-            if found_inf is None
-            else found_inf.detach().to(device).ne(0).to(torch.float32).reshape(())
-        )
-
         tables = self._plan(stepped, shards)
 
         def launch(optimizer: torch.optim.Optimizer) -> None:
             if stepped:
-                self._launch(tables, stepped, divisor, skip, shards)
+                self._launch(tables, stepped, divisor, shards)
 
         (torch.optim.Optimizer.profile_hook_step(launch) if hooks else launch)(self._optimizer)
         return tables.written
@@ -230,11 +223,10 @@ class FusedStep(StepLaunch):
         tables: _Tables,
         segments: Sequence[Segment],
         divisor: Tensor | None,
-        skip: Tensor | None,
         shards: Mapping[str, Tensor],
     ) -> None:
         assert self._steps is not None
-        coefficients = self._advance(tables, self._steps, segments, skip)
+        coefficients = self._advance(tables, self._steps, segments)
         for launch in tables.launches:
             shard, grad = shards.get(launch.part.flat.key), launch.part.flat.gradient.shard
             assert grad is not None
@@ -242,21 +234,19 @@ class FusedStep(StepLaunch):
                 _storage_of(launch.segment.tensor),
                 None if shard is None else _storage_of(shard),
             )
-            shared: dict[str, Any] = {"divisor": divisor, "found_inf": skip, "out": out}
+            shared: dict[str, Any] = {"divisor": divisor, "out": out}
             slices = self._slices[launch.segment]
             moments = [_storage_of(slices[name]) for name in self._moments]
             update: Any = adam_ if self._kernel is ADAM else lion_
             update(master, _storage_of(grad), *moments, launch.tiles, coefficients, **shared)
 
-    def _advance(
-        self, tables: _Tables, steps: Tensor, segments: Sequence[Segment], skip: Tensor | None
-    ) -> Tensor:
+    def _advance(self, tables: _Tables, steps: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Count the step of ``segments``; return the coefficients of each row for the kernel."""
         if not self._counts_by_segment:
             settings = tables.settings  # of :meth:`prepare`, for a launch that is captured
             if settings is None or not graphs.capturing():
                 settings = self._settings_of(tables, segments, steps.device)
-            return advance_(steps, settings, skip)
+            return advance_(steps, settings)
         selected = self._selected(tables, segments, steps.device)
         counted = steps[selected]
         by_group = {
@@ -266,7 +256,6 @@ class FusedStep(StepLaunch):
         advanced = advance_(
             counted,
             self._uploaded(tables, [by_group[segment.group] for segment in segments], steps.device),
-            skip,
         )
         steps[selected] = counted
         coefficients = advanced.new_zeros(steps.numel(), advanced.shape[1])

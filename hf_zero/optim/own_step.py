@@ -27,7 +27,7 @@ from hf_zero.optim.state import (
     without_none,
 )
 
-# Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
+# Classes whose fused step reads ``optimizer.grad_scale``, with its op.
 _OPS: dict[type, str] = {
     Adam: "aten::_fused_adam_",
     torch.optim.Adam: "aten::_fused_adam_",
@@ -138,10 +138,9 @@ class OwnStep:
         self,
         segments: Sequence[Segment],
         grad_scale: Tensor | None,
-        found_inf: Tensor | None,
         steps_before: int,
         run_pre_hooks: Callable[[], None] | None,
-    ) -> bool:
+    ) -> None:
         """Make :meth:`update` in batches of segments, whose state is kept in bf16. ``steps_before``
         seeds the rounding. ``run_pre_hooks``: None: without any hooks of the optimizer.
         """
@@ -153,14 +152,13 @@ class OwnStep:
         hooks = run_pre_hooks is not None
         if hooks and reads_all:
             batches, step = [list(segments)], self.step
-        stepped = []
         by_step = self._device.begin(segments)
 
         def run(optimizer: torch.optim.Optimizer) -> None:
             for batch in batches:
                 with bf16.widened(batch, self._states, steps_before) as run_hooks:
                     run_pre = run_pre_hooks and partial(run_hooks, run_pre_hooks)
-                    stepped.append(self.update(batch, grad_scale, found_inf, step, run_pre))
+                    self.update(batch, grad_scale, step, run_pre)
 
         if hooks and step == self.bare:
             torch.optim.Optimizer.profile_hook_step(run)(optimizer)
@@ -168,43 +166,36 @@ class OwnStep:
             run(optimizer)
         if by_step:
             self._adopt(by_step)
-        return all(stepped)
 
     def update(
         self,
         segments: Sequence[Segment],
         grad_scale: Tensor | None,
-        found_inf: Tensor | None,
         step: Callable[[], object] | None = None,
         run_pre_hooks: Callable[[], None] | None = None,
-    ) -> bool:
+    ) -> None:
         """Step ``segments`` from the gradients of their flat buffers, divided by ``grad_scale``, by
-        ``step``, the user's by default. Return False if the host has read ``found_inf`` and nothing
-        may change.
-
-        ``run_pre_hooks`` runs the optimizer's own hooks before a step.
+        ``step``, the user's by default. ``run_pre_hooks`` runs the optimizer's own hooks before a
+        step.
         """
         unfused = self._groups_to_unfuse(segments) if self._base is torch.optim.SGD else ()
         for group in unfused:
             group["fused"] = False
         try:
-            in_kernel = self._takes_scale(found_inf, segments)
+            in_kernel = self._takes_scale()
             if not self._optimizer._optimizer_step_pre_hooks:
                 run_pre_hooks = None
             elif grad_scale is not None:
                 in_kernel = False  # the hooks read and write gradients that have been divided
-            if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
-                return False
             by_step = self._device.begin(segments)
             gradients = [*map(Segment.gradient, segments)]
             step = step or self.step
-            self._over(segments, gradients, grad_scale, found_inf, in_kernel, step, run_pre_hooks)
+            self._over(segments, gradients, grad_scale, in_kernel, step, run_pre_hooks)
             if by_step:
                 self._adopt(by_step)
         finally:
             for group in unfused:
                 group["fused"] = True
-        return True
 
     def _adopt(self, begun: Sequence[Segment]) -> None:
         """Move the state of ``begun``, which the step has created, into the arrays."""
@@ -219,7 +210,7 @@ class OwnStep:
             widened = self._bf16.widened(segments, self._states, 0)
         with widened:
             zeros = [torch.zeros_like(segment.tensor) for segment in segments]
-            self._over(segments, zeros, None, None, self._takes_scale(), self.bare)
+            self._over(segments, zeros, None, self._takes_scale(), self.bare)
 
     def sub_group(
         self,
@@ -240,7 +231,7 @@ class OwnStep:
             entries.update({name: arrays[name] for name in placeholders})
         gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
         scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
-        self._over([segment], [gradient], scale, None, self._takes_scale(), self.bare)
+        self._over([segment], [gradient], scale, self._takes_scale(), self.bare)
         for name, entry in placeholders.items():
             new = entries.get(name)
             if new is not None and new.data_ptr() != arrays[name].data_ptr():
@@ -253,7 +244,6 @@ class OwnStep:
         segments: Sequence[Segment],
         gradients: list[Tensor],
         grad_scale: Tensor | None,
-        found_inf: Tensor | None,
         in_kernel: bool,
         step: Callable[[], object],
         run_pre_hooks: Callable[[], None] | None = None,
@@ -271,16 +261,8 @@ class OwnStep:
         stepped, grads = [*segments], gradients
         self._groups.in_step = True
         try:
-            if in_kernel:
-                # The kernels skip only if the flag is exactly 1.0, and take fp32.
-                optimizer.grad_scale = (
-                    None
-                    if grad_scale is None
-                    else grad_scale.detach().to(torch.float32).reshape(())
-                )
-                optimizer.found_inf = (
-                    None if found_inf is None else found_inf.ne(0).to(torch.float32).reshape(())
-                )
+            if in_kernel and grad_scale is not None:
+                optimizer.grad_scale = grad_scale.detach().to(torch.float32).reshape(())
             if run_pre_hooks is not None:
                 stepped, grads = self.run_hooks(run_pre_hooks, segments, gradients)
             optimizer.state = self._states
@@ -298,8 +280,8 @@ class OwnStep:
             for group, params in zip(groups, members):
                 group["params"] = params
             self._groups.in_step = False
-            for name in ("grad_scale", "found_inf") if in_kernel else ():
-                vars(optimizer).pop(name, None)
+            if in_kernel:
+                vars(optimizer).pop("grad_scale", None)
 
     def bare(self) -> None:
         """Run the class's own step without hooks, which run once for the whole step."""
@@ -307,28 +289,12 @@ class OwnStep:
 
     # ---- torch's fused kernels ----
 
-    def _takes_scale(
-        self, found_inf: Tensor | None = None, segments: Sequence[Segment] = ()
-    ) -> bool:
-        """Return whether every group runs a fused kernel that takes the scale and the overflow flag
-        itself. Without one torch refuses them, also in a group that has no parameters.
+    def _takes_scale(self) -> bool:
+        """Return whether every group runs a fused kernel that takes the scale itself. Without one
+        torch refuses it, also in a group that has no parameters.
         """
         groups = self._optimizer.param_groups
-        if self._base not in _OPS:
-            return False
-        for group in groups:
-            if not group.get("fused"):
-                return False
-        if self._base is torch.optim.SGD and found_inf is not None:
-            # torch's fused SGD leaves a new momentum buffer uninitialized when its first step
-            # overflows. Zeros give the same first step unless there is dampening; then the host
-            # checks the flag.
-            kept = [s for s in segments if groups[s.group]["momentum"]]
-            unstepped = [s for s in kept if not self._has_state(s.tensor)]
-            if any(groups[segment.group]["dampening"] != 0 for segment in unstepped):
-                return False
-            self._begin_with_zeros([segment.tensor for segment in unstepped])
-        return True
+        return self._base in _OPS and all(group.get("fused") for group in groups)
 
     def _groups_to_unfuse(self, segments: Sequence[Segment]) -> list[dict[str, Any]]:
         """Return the groups that must run unfused because some of their tensors make their first

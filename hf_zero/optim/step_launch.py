@@ -77,7 +77,6 @@ class StepLaunch:
         segments: Sequence[Segment],
         stepped: Sequence[Segment],
         grad_scale: Tensor | None,
-        found_inf: Tensor | None,
         shards: Mapping[str, Tensor],
         hooks: bool = True,
     ) -> set[str]:

@@ -123,7 +123,7 @@ def test_an_optimizer_the_user_vouches_for_runs_with_python_counters():
         {name: 2 * gradient for name, gradient in gradients.items()}, flats[0].gradient.shard
     )
     plain.step()
-    bound.step(torch.tensor(2.0), torch.tensor(0.0))
+    bound.step(torch.tensor(2.0))
     out = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     flats[0].read(bound.tensors(flats[0])["master"], out)
     assert all(torch.equal(out[name], p) for name, p in twins.items())
