@@ -170,7 +170,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "model": llama(num_hidden_layers=1), "params": None, "pipeline_parallel": 4,
     },
     "pipeline does not go with zero_optimization.stage: 3": {"stage": 3},
-    "is 2, and the model is a pipeline, whose stages read whole": {"sequence_parallel": 2},
+    "sequence_parallel does not go with pipeline: stages pass whole": {"sequence_parallel": 2},
     "experts over 2 ranks in a pipeline of 2 stages": {"expert_parallel": 2},
     "stages_per_rank=1": {"config": {"pipeline": {"schedule": "interleaved_1f1b"}}},
     "MixtralForCausalLM": {"model": mixtral(), "params": None},
