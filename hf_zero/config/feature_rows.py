@@ -1,4 +1,5 @@
-"""The rows of the table of features, without a look at the keys that switch them on.
+"""The rows of the table of features. ``keys.py`` imports this module for the sections of features,
+so it imports no key; ``features.py`` has what depends on keys.
 
 ``features.toml`` is the one place that knows all features; the core reads it, and imports none.
 """
@@ -90,8 +91,8 @@ def read(text: str) -> dict[str, FeatureRow]:
             "after": tuple(members(entry.get("after", ()))),
             "excludes": {m: why for other, why in excluded.items() for m in members((other,))},
             **{
-                name: {key: tuple(of) for key, of in entry.get(name, {}).items()}
-                for name in ("off", "kernels")
+                column: {key: tuple(of) for key, of in entry.get(column, {}).items()}
+                for column in ("off", "kernels")
             },
             "refuses": tuple(
                 RefusedValue(

@@ -5,7 +5,7 @@ what they do not go with.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from hf_zero.config.feature_rows import FEATURES, FeatureRow, loaded
 from hf_zero.config.keys import KEYS
@@ -17,7 +17,7 @@ def is_on(row: FeatureRow, values: Mapping[str, object]) -> bool:
     """Return whether ``values``, by key, switch the feature of ``row`` on."""
     if row.decided:
         return bool(loaded(row.decided)(values))
-    if any(_value(values, key) in refused for key, refused in row.off.items()):
+    if any(_value(values, key) in values_off for key, values_off in row.off.items()):
         return False
     return any(_value(values, key) != _default(key) for key in row.keys)
 
@@ -56,30 +56,31 @@ def conflicts(name: str, on: Collection[str], values: Mapping[str, object]) -> l
     return found
 
 
-def check_combination(on: Collection[str], values: Mapping[str, object]) -> None:
+def conflicts_of_each(on: Sequence[str], values: Mapping[str, object]) -> dict[str, str]:
+    """Return, by feature of ``on``, a sentence with its conflicts: with later ones of ``on``, and
+    with ``values`` by key.
+    """
+    return {
+        name: f"{name} does not go with {'; nor with '.join(found)}"
+        for position, name in enumerate(on)
+        if (found := conflicts(name, on[position + 1 :], values))
+    }
+
+
+def check_combination(on: Sequence[str], values: Mapping[str, object]) -> None:
     """Raise ConfigError for features ``on`` that do not go together, or with ``values`` by key: one
     error, which names all conflicts.
     """
-    sentences, named = [], set[str]()
-    for name in on:
-        others = [other for other in on if other not in named]
-        if found := conflicts(name, others, values):
-            sentences.append(f"{name} does not go with {'; nor with '.join(found)}")
-        named.add(name)
-    if sentences:
+    if sentences := [*conflicts_of_each(on, values).values()]:
         raise ConfigError(". ".join(sentences))
 
 
 def refused_values(values: Mapping[str, object]) -> dict[str, str]:
     """Return, by key, why ``initialize`` refuses ``values``, as far as the keys show it."""
-    on = switched_on(values)
-    reasons: dict[str, str] = {}
-    for at, name in enumerate(on):
-        if found := conflicts(name, on[at + 1 :], values):
-            row = FEATURES[name]
-            written = next((key for key in row.keys if key in values), name)
-            reasons[written] = f"{name} does not go with {'; nor with '.join(found)}"
-    return reasons
+    return {
+        next((key for key in FEATURES[name].keys if key in values), name): sentence
+        for name, sentence in conflicts_of_each(switched_on(values), values).items()
+    }
 
 
 def _value(values: Mapping[str, object], key: str) -> object:

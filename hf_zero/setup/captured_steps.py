@@ -41,9 +41,8 @@ class CapturedSteps(Feature):
         finder.install_hooks()  # a forward of Transformers then takes the same way in each step
 
     def apply(self, engine: TrainingEngine) -> None:
-        if engine.optimizer is not None:
-            runner = CapturedStep(engine.pass_runner, engine.optimizer_step, engine.accumulation)
-            engine.pass_runner.step_runner = runner
+        runner = CapturedStep(engine.pass_runner, engine.optimizer_step, engine.accumulation)
+        engine.pass_runner.step_runner = runner
 
 
 def check_capture(

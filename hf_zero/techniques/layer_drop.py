@@ -103,10 +103,9 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
         self._training: list[int] = []
 
     @classmethod
-    def from_config(cls, config: ZeroConfig) -> LayerDrop | None:
-        """Return the technique configured in ``config``, or None."""
-        section = config.section_of(LayerDropSection)
-        return cls(section, config.seed or 0) if section.enabled else None
+    def from_config(cls, config: ZeroConfig) -> LayerDrop:
+        """Return the technique as ``config`` has it."""
+        return cls(config.section_of(LayerDropSection), config.seed or 0)
 
     @property
     def theta(self) -> float:

@@ -20,7 +20,6 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import (
     COMPRESSION,
-    EIGENVALUE,
     QUANTIZE,
     EigenvalueSection,
     QuantizeTraining,
@@ -210,16 +209,9 @@ def _rounded(
     }
 
 
-def from_quantize_training(config: ZeroConfig) -> WeightsInBits | None:
-    """Return MoQ for the weights of blocks if ``config`` enables it, else None."""
+def from_quantize_training(config: ZeroConfig) -> WeightsInBits:
+    """Return MoQ for the weights of blocks as ``config`` has it."""
     section = config.section_of(QuantizeTraining)
-    if not section.enabled:
-        if config.section_of(EigenvalueSection).enabled:
-            raise ConfigError(
-                f"{EIGENVALUE}.enabled asks for the eigenvalues that set the pace of {QUANTIZE}, "
-                f"which is off; write {QUANTIZE}.enabled: true, or remove the section"
-            )
-        return None
     schedule = BitSchedule(QUANTIZE, section.start_bits, section.target_bits, section.period)
     _check(schedule)
     stretched = None
@@ -238,11 +230,11 @@ def from_quantize_training(config: ZeroConfig) -> WeightsInBits | None:
     )
 
 
-def from_weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
-    """Return ``compression_training.weight_quantization`` if ``config`` enables it, else None."""
+def from_weight_quantization(config: ZeroConfig) -> WeightsInBits:
+    """Return the quantization of groups of weights as ``config`` has it. Raises ConfigError if it
+    has no group.
+    """
     section = config.section_of(WeightQuantization)
-    if not section.enabled:
-        return None
     path = f"{COMPRESSION}.weight_quantization.different_groups"
     if not section.different_groups:
         raise ConfigError(

@@ -29,7 +29,6 @@ from hf_zero.config.techniques import (
     SCHEDULE,
     TOKEN_DROP,
     DataEfficiency,
-    DataRouting,
     TokenDropSection,
 )
 from hf_zero.errors import ConfigError
@@ -115,14 +114,11 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
         self._watching: Any = None
 
     @classmethod
-    def from_config(cls, config: ZeroConfig) -> TokenDrop | None:
-        """Return the technique configured in ``config``, or None. Raises ConfigError for missing or
+    def from_config(cls, config: ZeroConfig) -> TokenDrop:
+        """Return the technique as ``config`` has it. Raises ConfigError for missing or
         contradictory keys.
         """
         section = config.section_of(TokenDropSection)
-        outer = (config.section_of(DataEfficiency).enabled, config.section_of(DataRouting).enabled)
-        if not section.enabled or False in outer:
-            return None
         for name in ("min_value", "max_value", "require_steps", "seq_per_step"):
             if getattr(section, name) is None:
                 inner = "schedule_config." if name.endswith(("steps", "step")) else ""

@@ -302,8 +302,10 @@ class FeatureSet:
         if model is not None:
             classes = early().items()
             on += [each for each, of in classes if of.is_called(model, settings, optimizer)]
-            trains = optimizer is not None
-            check_combination([each for each in on if trains or not FEATURES[each].trains], written)
+        if optimizer is None:
+            on = [name for name in on if not FEATURES[name].trains]
+        if model is not None:
+            check_combination(on, written)
         made: dict[str, Feature | None] = {
             name: loaded(row.make)(settings)
             for name, row in FEATURES.items()

@@ -91,7 +91,8 @@ def test_keys_that_no_graph_holds_are_refused(gpu: None, name: str) -> None:
     assert name in str(caught.value) and remedy in str(caught.value)
     model = nn.Linear(2, 2)
     settings = ZeroConfig.from_dict({**CAPTURE, **REFUSED[name]})
-    FeatureSet.of(settings, model)  # of an engine without an optimizer
+    # of an engine without an optimizer
+    assert KEY not in FeatureSet.of(settings, model) and KEY not in FeatureSet.of(settings)
     check_capture(settings, model, None, torch.device("cpu"))
 
 

@@ -41,10 +41,9 @@ class TiledMlps(Feature):
         self._undo: list[tuple[nn.Module, Override, object] | RemovableHandle] = []
 
     @classmethod
-    def from_config(cls, config: ZeroConfig) -> TiledMlps | None:
-        """Return the technique if ``config`` enables it, else None."""
-        section = config.section_of(TiledMlpSection)
-        return cls(section) if section.enabled else None
+    def from_config(cls, config: ZeroConfig) -> TiledMlps:
+        """Return the feature as ``config`` has it."""
+        return cls(config.section_of(TiledMlpSection))
 
     def check(self, plan: EnginePlan) -> None:
         """Raise ConfigError for a model without MLPs in its blocks."""
