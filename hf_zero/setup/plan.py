@@ -6,13 +6,10 @@ changes; what the plan can know refuses a call here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Generic
 
 import torch
-from torch import nn
 
 from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.resume import Resumed
@@ -27,6 +24,7 @@ from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import twin_of
 from hf_zero.optim.elementwise import adopt, check
+from hf_zero.setup.plan_inputs import PlanInputs
 from hf_zero.setup.request import E, SetupRequest
 from hf_zero.setup.training_loader import check_data
 from hf_zero.zero.extensions import extensions_of
@@ -36,69 +34,18 @@ from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
 from hf_zero.zero.layout.walk import (
     StagedModel,
-    buffers_of,
-    modules_of,
     parameters_of,
-    parameters_with,
 )
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes
 from hf_zero.zero.transaction import (
-    config_of_module,
     on_rollback,
     snapshot_of,
     snapshot_of_parameters,
     trial,
 )
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-
-
-class PlanInputs:
-    """Modules, tensors and groups as a plan of an engine has read them.
-
-    All attributes count, whether a plan reads them or not. Objects are compared by identity. The
-    record keeps them alive, so that none of them can be mistaken for a later one at its address.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
-        self._objects: list[object] = [optimizer]
-        self._values: list[object] = []
-        configs: dict[int, Any] = {}
-        for module in modules_of(model):
-            attributes = module.__dict__
-            self._add(module, attributes)
-            for table in _TABLES:
-                if attributes[table]:
-                    self._add(None, attributes[table])
-            if "config" in attributes:
-                config = config_of_module(module)
-                configs.setdefault(id(config), config)
-        for config in filter(None, configs.values()):
-            self._add(config, vars(config))
-        for tensor in (*parameters_with(model, optimizer), *buffers_of(model)):
-            self._add(tensor, vars(tensor))
-            self._values.append((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device))
-        if optimizer is not None:
-            self._add(optimizer, vars(optimizer))
-            self._objects += optimizer.state
-            for group in optimizer.param_groups:
-                self._add(group, {**group, "params": None})
-                self._objects += group["params"]
-
-    def _add(self, owner: object, attributes: Mapping[str, object]) -> None:
-        self._objects += (owner, type(owner), *attributes.values())
-        self._values += attributes
-
-    def same(self, other: PlanInputs) -> bool:
-        """Return whether nothing has changed between both."""
-        return (
-            len(self._objects) == len(other._objects)
-            and all(map(is_, self._objects, other._objects))
-            and self._values == other._values
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +90,18 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
     under way is undone, model and optimizer are restored, and their tensors if there is memory for
     that. Collective: an error on one rank is raised on all.
     """
+    planned, fitting = _plan_once(request, checkpoint)
+    while planned is None:
+        planned, fitting = _plan_once(request, fitting)
+    return planned
+
+
+def _plan_once(
+    request: SetupRequest[E], checkpoint: Resumed | None
+) -> tuple[Planned[E] | None, Resumed | None]:
+    """Return the plan to resume from ``checkpoint``, and ``checkpoint``. If that does not fit the
+    plan, return None and the checkpoint with which to plan again.
+    """
     model = request.model
     # the plan is of the model as it will be: its ties and marks are made for the plan alone
     with trial():
@@ -150,35 +109,39 @@ def plan(request: SetupRequest[E], checkpoint: Resumed | None) -> Planned[E]:
             for feature_class in early().values():
                 feature_class.begin(model, request.config)
             # before the snapshots: changes that the script's callable makes to its model stay
-            with trial():
-                if request.user_optimizer is None:  # parameters that are one memory are one
-                    tie_shared_memory(model, logs=False, on_rollback=on_rollback)
-                optimizer = request.make_optimizer()
+            optimizer = _make_optimizer(request)
             before = snapshot_of(model, request.user_optimizer)
             values = snapshot_of_parameters(model, optimizer)
             on_rollback(before)
             on_rollback(values)
             resolved = resolve(request, optimizer, checkpoint)
-            check_features(resolved)
+            check_inputs(resolved)
             scheduler = _trial_scheduler(resolved)
         # apart: the plan of a model in stages is collective, which a refusal before must not meet
         with raise_on_all_ranks("plan its engine"):
-            engine_plan, is_final, ending = _plan_engine(resolved)
+            engine_plan, is_final, ending = _checked_plan(resolved)
             inputs = PlanInputs(model, resolved.optimizer)
         check_alike(engine_plan)
-        fitting = checkpoint
         if checkpoint is not None:
-            cuts = engine_plan.cuts  # still to be made
-            uncut = _plan_of_model(resolved, resolved.optimizer) if cuts else engine_plan
+            # a checkpoint has whole parameters: cuts are still to be made
+            uncut = _fresh_plan(resolved, optimizer) if engine_plan.cuts else engine_plan
             fitting = checkpoint.fitting(LoadTarget.planned(uncut, scheduler))
-        if fitting is checkpoint:
-            spare = resolved.features.admit(engine_plan, _freed(ending))
-    if fitting is not checkpoint:
-        return plan(request, fitting)
+            if fitting is not checkpoint:
+                return None, fitting
+        spare = resolved.features.admit(engine_plan, _freed(ending))
+    # the trial has undone its own: what follows is undone by the transaction around it
     on_rollback(before)
     if spare:
         on_rollback(values)
-    return Planned(resolved, engine_plan, spare, is_final, inputs)
+    return Planned(resolved, engine_plan, spare, is_final, inputs), checkpoint
+
+
+def _make_optimizer(request: SetupRequest[Any]) -> torch.optim.Optimizer | None:
+    """Return the optimizer of ``request``, made while parameters that are one memory are one."""
+    with trial():
+        if request.user_optimizer is None:
+            tie_shared_memory(request.model, logs=False, on_rollback=on_rollback)
+        return request.make_optimizer()
 
 
 def resolve(
@@ -221,8 +184,8 @@ def resolve(
     return Resolved(request, settings, dims, optimizer, checkpoint, features)
 
 
-def check_features(resolved: Resolved[Any]) -> None:
-    """Raise for features that the model, the data or the optimizer do not support."""
+def check_inputs(resolved: Resolved[Any]) -> None:
+    """Raise for data, and for a model or an optimizer, that features do not support."""
     request, settings = resolved.request, resolved.settings
     model = request.model
     features = resolved.features
@@ -239,7 +202,7 @@ def check_features(resolved: Resolved[Any]) -> None:
     )
 
 
-def _plan_engine(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine]]:
+def _checked_plan(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine]]:
     """Return the plan of the engine, checked against model and optimizer; whether the parameters
     have their final shapes and values; and the engines of the model that end when this one begins.
     Collective for a model in stages.
@@ -288,7 +251,7 @@ def _freed(ending: list[Engine]) -> tuple[int, int]:
     return device, ram
 
 
-def plan_of_engine(planned: Planned[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
+def plan_to_build(planned: Planned[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
     """Return the plan of the engine of the model as it is now: the one that was checked, if no step
     has changed its inputs.
     """
@@ -301,9 +264,9 @@ def plan_of_engine(planned: Planned[Any], optimizer: torch.optim.Optimizer | Non
         and planned.inputs.same(PlanInputs(resolved.request.model, optimizer))
     ):
         return checked
-    return _plan_of_model(resolved, optimizer)
+    return _fresh_plan(resolved, optimizer)
 
 
-def _plan_of_model(resolved: Resolved[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
+def _fresh_plan(resolved: Resolved[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
     settings, model = resolved.settings, resolved.request.model
     return resolved.engine_class.plan(model, settings, optimizer, extensions_of)

@@ -21,7 +21,7 @@ from hf_zero.config.feature_rows import provided
 from hf_zero.engine import release_holders
 from hf_zero.logging import counted, log_rank0
 from hf_zero.optim.elementwise import adopt
-from hf_zero.setup.plan import Planned, plan_of_engine
+from hf_zero.setup.plan import Planned, plan_to_build
 from hf_zero.setup.training_loader import data_loader, warn_lost_position
 from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
@@ -123,7 +123,7 @@ def build_engine(setup: Setup) -> None:
     release_holders(model, setup.optimizer)
     parameter_classes().register(model, on_rollback if setup.planned.spare else None)
     features = resolved.features.with_further(model)
-    engine_plan = plan_of_engine(setup.planned, setup.optimizer)
+    engine_plan = plan_to_build(setup.planned, setup.optimizer)
     setup.engine = resolved.engine_class(engine_plan, features)
     on_rollback(setup.engine.destroy)
     setup.engine.training_dataloader = setup.loader

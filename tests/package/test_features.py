@@ -339,7 +339,7 @@ FILES = {
     "quantize_training": (),
     "fused_modules": ("integrations/fused/feature.py",),
     "engine_seams": ("integrations/engine_seams.py",),
-    "compile.capture": ("setup/captured_steps.py", "zero/step/captured_step.py"),
+    "compile.capture": ("setup/step_capture.py", "zero/step/captured_step.py"),
     "progressive_layer_drop": ("techniques/layer_drop.py",),
     "data_efficiency.data_routing.random_ltd": ("techniques/token_drop.py",),
     "tiled_mlp": ("parallel/sequence/tiled_mlp.py",),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.setup import steps
-from hf_zero.setup.plan import PlanInputs
+from hf_zero.setup.plan_inputs import PlanInputs
 from hf_zero.zero.layout import planner
 from hf_zero.zero.layout.sharding import Sharding, set_sharding
 from tests.helpers.cells import in_turn

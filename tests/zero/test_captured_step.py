@@ -18,7 +18,7 @@ from hf_zero.config.features import check_combination, reason
 from hf_zero.device import graphs
 from hf_zero.errors import ConfigError
 from hf_zero.ops import dispatch
-from hf_zero.setup.captured_steps import check_capture
+from hf_zero.setup.step_capture import check_capture
 from hf_zero.zero.feature import FeatureSet
 from hf_zero.zero.layout.tree import form_of
 

@@ -31,32 +31,29 @@ def few_bits(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dic
     """
     if one_bit_of(config, optimizer) is not None:
         return {}
-    zero, both, loco = (
-        config.zero,
-        config.section_of(CompressedCommunication),
-        config.section_of(LocoSection),
-    )
+    zero, loco = config.zero, config.section_of(LocoSection)
+    section = config.section_of(CompressedCommunication)
     four, eight = (
-        BlockCodec(SymmetricBlocks(bits, both.block_size or DEFAULT_BLOCKS[bits]))
+        BlockCodec(SymmetricBlocks(bits, section.block_size or DEFAULT_BLOCKS[bits]))
         for bits in (4, 8)
     )
     gradients = None
     if sends_few_bits(config):
         gradients = partial(ErrorCodec, four, loco.beta) if loco.on else lambda: four
     # an offloaded update sends its new values uncompressed
-    differences = both.bits is not None and not config.offload_optimizer.on
+    differences = section.bits is not None and not config.offload_optimizer.on
     keys = {
         f"{_ZERO}quantized_gradients": zero.quantized_gradients,
         f"{_ZERO}quantized_weights": zero.quantized_weights,
         f"{_ZERO}quantized_nontrainable_weights": zero.quantized_nontrainable_weights,
-        "compressed_communication.bits": both.bits is not None,
+        "compressed_communication.bits": section.bits is not None,
     }
     codec = BlockwiseCodec(
         gradients,
         eight if zero.quantized_weights else None,
         eight if zero.quantized_weights or zero.quantized_nontrainable_weights else None,
         BlockCodec(four.blocks, differences=True) if differences else None,
-        block=both.block_size or SMALLEST_TENSOR,
+        block=section.block_size or SMALLEST_TENSOR,
     )
     return {"codecs": (codec,), "needs_one_mesh": _in_use(keys)}
 

@@ -1,5 +1,5 @@
-"""Captured steps (``compile.capture``) as a feature, and what they refuse: what the host decides or
-reads anew in each step cannot be in a graph of the device that is captured once.
+"""The capture of steps (``compile.capture``) as a feature, and what it refuses: what the host
+decides or reads anew in each step cannot be in a graph of the device that is captured once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_zero.zero.step.captured_step import CapturedStep
 from hf_zero.zero.training_engine import TrainingEngine
 
 
-class CapturedSteps(Feature):
+class StepCapture(Feature):
     """Steps of one engine as graphs of its device."""
 
     def __init__(self, settings: ZeroConfig):
