@@ -45,6 +45,7 @@ from hf_zero.distributed.process_group import (
     abort,
     backend_serving,
     destroy_group,
+    is_initialized,
 )
 
 DEFAULT_TIMEOUT = 1800.0
@@ -149,7 +150,8 @@ class MeshDim:
         self._reduce_group = groups.reduce
         self._point_to_point = backend == "gloo"
         self._copies_input = backend == "threaded"
-        self._is_storeless = backend in STORELESS
+        # not of ``backend``: a simulation announces that of the ranks it stands for
+        self._is_storeless = is_initialized() and dist.get_backend() in STORELESS
         self._device = device
         self._follows = None if backend in BLOCKING or kinds.is_synchronous(device) else device
         self.stats = stats

@@ -65,7 +65,9 @@ def test_the_environment_as_a_meeting_place_is_the_launcher_s(
         dist, "init_process_group", lambda *args, **kwargs: joined.append((args, sorted(kwargs)))
     )
     monkeypatch.setattr(dist, "get_world_size", lambda *args: 1)
-    monkeypatch.setattr(init, "store_of_attempt", lambda *args: dist.HashStore())
+    provided = init.provided
+    kept = {"store_of_attempt": lambda *args: dist.HashStore()}
+    monkeypatch.setattr(init, "provided", lambda name, *of: kept.get(name) or provided(name, *of))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that monkeypatch takes them back
     init.init_distributed("gloo", 30, init_method="env://")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from inspect import getclosurevars
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,8 +185,8 @@ class Lost:
 def test_a_lost_gather_is_an_error_of_every_read_and_of_destroy(rank, model, overlapped, tmp_path):
     engine = opened(model, {"stage": 2})
     train(engine, rank, range(1))
-    gather = owner_of(weight(engine)).optimizer_shard.finish_update.__self__
-    gather._handle._works = [Lost()]
+    finish = owner_of(weight(engine)).optimizer_shard.finish_update
+    getclosurevars(finish).nonlocals["handle"]._works = [Lost()]
     for read in (weight, weight, lambda engine: engine(features(0, 0, rank))):
         with pytest.raises(RankMismatchError, match=LOST):
             read(engine) + 0
