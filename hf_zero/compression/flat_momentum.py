@@ -288,7 +288,7 @@ class FlatMomentum:
             flat.full.copy_(weights)
             master.copy_(weights[flat.owned[0] : flat.owned[1]])
 
-    def unused(self, names: frozenset[str]) -> Callable[[], None]:
+    def snapshot_unused(self, names: frozenset[str]) -> Callable[[], None]:
         """Snapshot weights, error and average of the parameters ``names``; return a function that
         restores them after a step, which must not change unused parameters.
         """

@@ -114,7 +114,7 @@ class LocalMomentum:
         self._own = self._moved = None
         self._sums, self.used = {}, 0
 
-    def move(self, views: Mapping[str, Tensor]) -> None:
+    def write_local_weights(self, views: Mapping[str, Tensor]) -> None:
         """Write this rank's weights for forwards and backwards into ``views``, by name."""
         momentum = self.momentum
         if not self.pending or momentum.weights is None or momentum.exponents is None:
@@ -162,7 +162,7 @@ class LocalSteps:
                     )
             self.others = [FlatDense(flat, bound) for flat in dense]
         self._of = {m: LocalMomentum(m, bound) for m in (*momenta, *self.others)}
-        self._moves = False  # modules compute with the result of :meth:`LocalMomentum.move`
+        self._moves = False  # modules compute with what write_local_weights writes
 
     @property
     def on(self) -> bool:
@@ -186,7 +186,7 @@ class LocalSteps:
             self._moves = True
             for momentum, local in self._of.items():
                 self._changed_values.change(
-                    [momentum.flat], local.move, "weights of this rank alone"
+                    [momentum.flat], local.write_local_weights, "weights of this rank alone"
                 )
 
     def unused(self, mesh: Mesh) -> dict[FlatMomentum, frozenset[str]]:

@@ -367,7 +367,7 @@ class OneBitSteps(Feature):
         past, limit = (beta, LIMIT) if unused is None else (0.0, LIMIT_OF_MEANS)
         sent = []
         for m, gradient in messages:
-            restore = m.unused(m.flat.gradient.unused if unused is None else unused[m])
+            restore = m.snapshot_unused(m.flat.gradient.unused if unused is None else unused[m])
             rows = m.compress(gradient, past, factor)
             sizes = [rows.shape[1]] * dim.size
             key = f"momentum of {m.flat.key}"

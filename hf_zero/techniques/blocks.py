@@ -123,16 +123,16 @@ class BlockCalls:
     """Route the calls of ``blocks`` to ``take_over`` until :meth:`remove`."""
 
     def __init__(self, blocks: Sequence[nn.Module], take_over: TakesOver):
-        self._before = {block: type(block) for block in blocks}
-        subclasses = {kind: _subclass(kind, take_over) for kind in set(self._before.values())}
-        for block, kind in self._before.items():
+        self._classes = {block: type(block) for block in blocks}
+        subclasses = {kind: _subclass(kind, take_over) for kind in set(self._classes.values())}
+        for block, kind in self._classes.items():
             block.__class__ = subclasses[kind]
 
     def remove(self) -> None:
         """Restore the classes of the blocks. Idempotent."""
-        for block, kind in self._before.items():
+        for block, kind in self._classes.items():
             block.__class__ = kind
-        self._before = {}
+        self._classes = {}
 
 
 def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
@@ -232,7 +232,7 @@ class AwaitedCalls:
         uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
         self._hooks = {
             block: [
-                part.register_forward_pre_hook(Attached(self._before, block))
+                part.register_forward_pre_hook(Attached(self._on_layer, block))
                 for part in block.modules()
                 # others may call layers that the block shares with them
                 if part is not block and uses[id(part)] == 1 and [*part.parameters(False)]
@@ -240,7 +240,7 @@ class AwaitedCalls:
             for block in blocks
         }
 
-    def _before(self, block: nn.Module, *_: object) -> None:
+    def _on_layer(self, block: nn.Module, *_: object) -> None:
         self._ran(block, self._paths[block])
 
     def arrived(self, block: nn.Module) -> None:
@@ -261,7 +261,7 @@ class DrawsForBlocks(Feature, ABC, Generic[Drawn]):
     key: str  # the section, for messages
 
     def __init__(self) -> None:
-        self._before = ReturnedBefore()
+        self._returned = ReturnedBefore()
         self._calls: BlockCalls | None = None
         self._awaited: AwaitedCalls | None = None
         self._engine: Any = None

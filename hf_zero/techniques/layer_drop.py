@@ -169,7 +169,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
         forward.drawn[self] = {
             block: 0.0 if out else keep for block, out, keep in zip(blocks, dropped, p)
         }
-        self._before.clear()
+        self._returned.clear()
         return {block for block, outs in zip(blocks, zip(*left_out)) if all(outs)}
 
     def _change(
@@ -182,9 +182,9 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
     ) -> object:
         hidden = hidden_state(block, args, kwargs)
         p, layer = drawn[block], self._of[block]
-        before = self._before.take(layer)
+        before = self._returned.take(layer)
         if p == 0.0 and hidden is not None:
-            self._before.note(layer, before)
+            self._returned.note(layer, before)
             return _passed(block, args, kwargs, with_first(before, hidden[1]))
         output = run(*args, **kwargs)
         state = first_of(output)
@@ -195,7 +195,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
             )
         if p < 1.0:
             output = with_first(output, torch.lerp(hidden[1].to(state.dtype), state, 1.0 / p))
-        return self._before.note(layer, output)
+        return self._returned.note(layer, output)
 
     def remove(self) -> None:
         super().remove()

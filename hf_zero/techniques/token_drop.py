@@ -236,7 +236,7 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
         self._rows = set()
         step = self._engine.global_steps
         forward.drawn[self] = (step, self._count.next(step), self._engine.data_rank)
-        self._before.clear()
+        self._returned.clear()
         return ()
 
     def _change(
@@ -248,9 +248,9 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
         kwargs: dict[str, object],
     ) -> object:
         number, layer = self._layers[block]
-        before = self._before.take(layer)
+        before = self._returned.take(layer)
         if block not in self._chosen:
-            return self._before.note(layer, run(*args, **kwargs))
+            return self._returned.note(layer, run(*args, **kwargs))
         index, state = hidden_state(block, args, kwargs) or (None, None)
         first = self._rows_first
         if state is not None and state.dim() > 1 and not first:
@@ -259,7 +259,7 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
         rows, tokens = states.shape[:2]
         read = int(self._tokens_read.at(drawn[0]))
         if read >= tokens:
-            return self._before.note(layer, run(*args, **kwargs))
+            return self._returned.note(layer, run(*args, **kwargs))
         sampled = sample(self._seed, drawn, number, rows, tokens, read, states.device)
         places = sampled[..., None].expand(-1, -1, states.shape[2])
         part = states.gather(1, places)
@@ -276,7 +276,7 @@ class TokenDrop(DrawsForBlocks[tuple[int, int, int]]):
         new = states.to(new.dtype).scatter(1, places, new if first else new.transpose(0, 1))
         beside = output if before is None else before
         whole = with_first(beside, new if first else new.transpose(0, 1))
-        return self._before.note(layer, whole)
+        return self._returned.note(layer, whole)
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Restart the count of forwards; no state is saved."""
