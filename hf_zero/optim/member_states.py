@@ -6,10 +6,12 @@ state next.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from hf_zero.errors import PartitionError
 from hf_zero.ops.coded_arrays import CodedArray
 from hf_zero.optim.segment_table import SegmentTable
-from hf_zero.optim.segments import ParamState, Segment, adjacent
+from hf_zero.optim.segments import MemoryRegion, ParamState, Segment, adjacent
 from hf_zero.optim.snapshots import MemberPart
 from hf_zero.optim.state import (
     SegmentStateAccess,
@@ -30,6 +32,7 @@ from hf_zero.optim.state import (
     scalar_like,
 )
 
+_start_of = attrgetter("start")
 Piece = tuple[Segment, int, int]
 """Elements ``[first, last)`` of a segment."""
 
@@ -470,17 +473,35 @@ class MemberStates(MutableMapping[Any, Any]):
                 if former is not None:
                     member.move(former)
         self.take()
-        if dropped:
-            self._table.separate(segments, frozenset(dropped))
-        # what hooks have written may have cut the segments
-        stepped, of_stepped = list[Segment](), list[Tensor]()
-        for segment, gradient in gradient_of.items():
-            for piece in segment.region.within(segment):
-                if not piece.names or not dropped.issuperset(piece.names):
-                    first, last = piece.start - segment.start, piece.stop - segment.start
+        updated = frozenset[str]().union(*(segment.names for segment in segments)) - dropped
+        self._table.separate(self._table.current, updated)
+        return self._in_current(gradient_of, dropped)
+
+    @staticmethod
+    def _in_current(
+        gradient_of: Mapping[Segment, Tensor], dropped: Set[str]
+    ) -> tuple[list[Segment], list[Tensor]]:
+        """Return the current segments of those in ``gradient_of``, which hooks may have cut or
+        joined, without those of ``dropped`` parameters, and their gradients.
+        """
+        of_region = defaultdict[MemoryRegion, list[Segment]](list)
+        for segment in gradient_of:
+            of_region[segment.region].append(segment)
+        stepped, gradients = list[Segment](), list[Tensor]()
+        for region, former in of_region.items():
+            former.sort(key=_start_of)
+            for piece in region.segments:
+                at = max(0, bisect_right(former, piece.start, key=_start_of) - 1)
+                grads = list[Tensor]()
+                for segment in former[at : bisect_left(former, piece.stop, key=_start_of)]:
+                    first = max(0, piece.start - segment.start)
+                    last = min(segment.stop, piece.stop) - segment.start
+                    if first < last:
+                        grads.append(gradient_of[segment][first:last])
+                if grads and not (piece.names and dropped.issuperset(piece.names)):
                     stepped.append(piece)
-                    of_stepped.append(gradient[first:last])
-        return stepped, of_stepped
+                    gradients.append(join(grads))
+        return stepped, gradients
 
     # ---- the end of entries ----
 

@@ -49,6 +49,14 @@ RMSPROP = two_groups(torch.optim.RMSprop, lr=1e-3, eps=1e-4)
 RPROP = two_groups(torch.optim.Rprop, lr=1e-3)
 
 
+def sgd_of_all(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw_of_all(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
 def members(optimizer: Any) -> list[Any]:
     return [member for group in optimizer.param_groups for member in group["params"]]
 
@@ -442,6 +450,50 @@ def test_hooks_before_a_step_see_the_members(name: str, stage: int, keys: dict[s
     want, _ = by_hand(hooked, WINDOWS, RANKS, keys.get("gradient_clipping", 0.0))
     for weights in on_ranks(RANKS, run):
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+
+
+class _Unused(nn.Sequential):
+    """Two layers, of which a forward calls the first."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x)  # type: ignore[no-any-return]
+
+
+@in_turn("stage, make", [(0, sgd_of_all), (2, sgd_of_all), (3, adamw_of_all)])
+def test_a_hook_before_a_step_clears_state_beside_unused_parameters(stage: int, make: Any) -> None:
+    """The step has left them out of the segments that the hook joins again."""
+
+    def hooked(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer, calls = make(model), []
+
+        def clear(optimizer: Any, *_: Any) -> None:
+            calls.append(optimizer)
+            if len(calls) == 2:
+                optimizer.state.clear()
+
+        optimizer.register_step_pre_hook(clear)
+        return optimizer  # type: ignore[no-any-return]
+
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    plain = seeded(_Unused)
+    optimizer = hooked(plain)
+    for _ in range(STEPS):
+        plain(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def run(rank: int, model: nn.Module) -> Any:
+        engine = start(model, hooked(model), config_of(stage))
+        for _ in range(STEPS):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run, build=lambda: seeded(_Unused)):
+        oracle.compare_tensors("weights", weights, plain.state_dict(), floor=oracle.ADAM_ROUNDING)
 
 
 @on_each_rank(RANKS)
