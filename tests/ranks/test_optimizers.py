@@ -563,6 +563,25 @@ def test_writes_to_frozen_members_and_to_what_is_gathered_are_refused(rank, mode
 
 
 @on_each_rank(RANKS, build=partly_frozen)
+def test_no_part_of_a_refused_write_is_kept(rank, model, tmp_path):
+    engine = engine_with(3, "device", "fp32", tmp_path, model, frozen_apart)
+    trained_first = sorted(model.parameters(), key=lambda p: not p.requires_grad)
+    before = full_weights(engine)
+    with (
+        pytest.raises(PartitionError, match=r"members of optimizer\.param_groups, this rank's"),
+        torch.no_grad(),
+        hf_zero.GatheredParameters(trained_first, modifier_rank=0),
+    ):
+        for parameter in trained_first:
+            parameter.mul_(2.0)
+        for member in engine.optimizer.param_groups[1]["params"]:
+            member.mul_(0.5)
+    after = full_weights(engine)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(after[name], before[name]) or not parameter.requires_grad
+
+
+@on_each_rank(RANKS, build=partly_frozen)
 def test_frozen_parameters_are_gathered_and_written_to_after_their_members(rank, model, tmp_path):
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     engine = engine_with(3, "device", "fp32", tmp_path, model, frozen_apart)

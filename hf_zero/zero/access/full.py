@@ -182,8 +182,11 @@ class GatheredParameters:
     @torch.no_grad()
     def keep(self) -> None:
         """Copy writes into the shards and the master weights: the modifier rank's values, or
-        without one each rank's own part.
+        without one each rank's own part. Raises PartitionError before any is kept.
         """
+        for parameter in self._params:
+            if (flat := owner_of(parameter)) is not None:
+                flat.refuse_to_store(name_of(parameter))
         for parameter in self._params:
             self._keep(parameter, self._modifier)
 

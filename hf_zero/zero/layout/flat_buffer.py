@@ -352,9 +352,9 @@ class FlatBuffer:
                 "write to it between steps, inside GatheredParameters"
             )
 
-    def store_gathered(self, name: str) -> None:
-        """Copy the gathered values of parameter ``name`` into this rank's shard and master weights.
-        Master weights that already round to these values stay.
+    def refuse_to_store(self, name: str) -> None:
+        """Raise PartitionError if the gathered values of parameter ``name`` cannot replace this
+        rank's part: as :meth:`refuse_changed`, or since members were written to after the gather.
         """
         self.refuse_changed(name)
         if self._member is not None and self._member._version != self._gathered_at:
@@ -363,6 +363,12 @@ class FlatBuffer:
                 "this rank's parts of frozen parameters, were written to meanwhile; write to these "
                 "members without GatheredParameters, or to the gathered parameters alone"
             )
+
+    def store_gathered(self, name: str) -> None:
+        """Copy the gathered values of parameter ``name`` into this rank's shard and master weights.
+        Master weights that already round to these values stay.
+        """
+        self.refuse_to_store(name)
         self.count_change()
         first, start, stop = self.spec.own_range(name)
         values = self.views[name].reshape(-1)[first : first + stop - start]
