@@ -67,7 +67,7 @@ def check_tag(tag: object) -> str:
 
 def is_checkpoint(folder: AnyPath) -> bool:
     """Return whether ``folder`` is a checkpoint that hf-zero wrote."""
-    return (folder / MANIFEST_NAME).is_file()
+    return bool((folder / MANIFEST_NAME).is_file())
 
 
 def can_be_read(folder: AnyPath) -> bool:

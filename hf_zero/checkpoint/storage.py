@@ -128,7 +128,7 @@ def local_path(where: object, what: str) -> Path:
             f"{path}: {what} must be a folder of a file system; write it there and "
             "copy it to the store"
         )
-    return path
+    return Path(path)
 
 
 def modified_ns(where: AnyPath) -> int:
@@ -497,7 +497,7 @@ def progress_bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]
         return
     from tqdm import tqdm
 
-    class ByteBar(tqdm):  # type: ignore[type-arg]
+    class ByteBar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
         monitor_interval = 0  # no thread that redraws it
 
     lock, delay = threading.Lock(), 0.0 if progress else SHOWN_AFTER

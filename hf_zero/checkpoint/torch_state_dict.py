@@ -453,7 +453,8 @@ def _replacements(torch_module: ModuleType) -> dict[str, Callable[..., object]]:
         takes_part = info.broadcast_from_rank0 or info.handle_optim
         states = _states_of(model, info, optimizers, True) if takes_part else None
         if states is None:
-            return put_optim(model, optimizers, state_dict, info)
+            put_optim(model, optimizers, state_dict, info)
+            return
         if info.broadcast_from_rank0:
             state_dict = states.from_rank0(state_dict)
         if state_dict:

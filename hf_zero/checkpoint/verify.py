@@ -291,5 +291,5 @@ def _note(problems: list[str], check: Callable[[], object]) -> None:
 
 def _there(folder: AnyPath, entry: FileEntry) -> int:
     with suppress(OSError):
-        return min((folder / entry.name).stat().st_size, entry.size)
+        return min(int((folder / entry.name).stat().st_size), entry.size)
     return 0

@@ -19,6 +19,7 @@ from hf_zero.compression.flat_momentum import (
 )
 from hf_zero.device.pinned import upload
 from hf_zero.ops.sign_blocks_reference import powers
+from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.group_settings import FROZEN_AT
 from hf_zero.optim.one_bit_lamb import FACTOR, FACTOR_SETTINGS, FRESH, RATIO, next_factor
 from hf_zero.optim.segments import ParamGroup
@@ -33,7 +34,7 @@ class FlatLamb(FlatMomentum):
 
     VARIANCES = (VARIANCE, FRESH)
 
-    def __init__(self, flat: FlatBuffer, bound: object) -> None:
+    def __init__(self, flat: FlatBuffer, bound: BoundOptimizer) -> None:
         super().__init__(flat, bound)
         self._slots = [slot for slot in flat.layout.slots if slot.numel]
         self.runs = [(index, slot.offset, slot.end) for index, slot in enumerate(self._slots)]

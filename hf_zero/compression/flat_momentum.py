@@ -33,6 +33,7 @@ from torch import Tensor
 from hf_zero.device.pinned import upload
 from hf_zero.ops.sign_blocks import BlockTable, SignBlocks
 from hf_zero.ops.sign_blocks_reference import exponents_of
+from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.segments import ParamGroup, group_runs
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.reduce.norm import sums_of_squares
@@ -52,7 +53,7 @@ class FlatMomentum:
 
     VARIANCES: tuple[str, ...] = (VARIANCE,)
 
-    def __init__(self, flat: FlatBuffer, bound: Any) -> None:
+    def __init__(self, flat: FlatBuffer, bound: BoundOptimizer) -> None:
         self.flat = flat
         layout, sent = flat.layout, flat.spec.momentum_blocks
         form = SignBlocks() if sent is None else SignBlocks(sent.block)

@@ -30,7 +30,6 @@ for blocks take part in fp32 (:class:`FlatDense`), their variance frozen with th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +39,7 @@ from hf_zero.compression.flat_momentum import AVERAGE, LIMIT, FlatMomentum
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops.sign_blocks_reference import powers
+from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.one_bit import OneBit
 from hf_zero.zero.layout.compute_copy import ChangedValues
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -50,7 +50,7 @@ LIMIT_OF_MEANS = 1.0
 class LocalMomentum:
     """This rank's changes to the flat buffer of ``momentum`` since the last synchronization."""
 
-    def __init__(self, momentum: FlatMomentum, bound: Any) -> None:
+    def __init__(self, momentum: FlatMomentum, bound: BoundOptimizer) -> None:
         self.momentum = momentum
         self.used = 0  # bit mask of the parameters that had gradients on this rank
         self._bound = bound
@@ -144,7 +144,7 @@ class LocalSteps:
         self,
         momenta: Sequence[FlatMomentum],
         flats: Sequence[FlatBuffer],
-        bound: object,
+        bound: BoundOptimizer,
         one_bit: OneBit,
         changed_values: ChangedValues,
     ) -> None:

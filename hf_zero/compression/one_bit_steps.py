@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import logger
+from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.group_settings import ALL_FROZEN_AT, FROZEN_AT, NORM_RATIO
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.zero.feature import Feature
@@ -501,7 +502,7 @@ class OneBitSteps(Feature):
 class RankNorm:
     """The sum of squares of this rank's own gradients, if taken in this step."""
 
-    def __init__(self, mesh: Mesh, bound: Any, kernels: str | tuple[str, ...]) -> None:
+    def __init__(self, mesh: Mesh, bound: BoundOptimizer, kernels: str | tuple[str, ...]) -> None:
         self._mesh, self._bound, self._kernels = mesh, bound, kernels
         self._squares: Tensor | None = None
         self.scale = 1.0  # factor that makes the gradients summands of a mean
@@ -544,7 +545,7 @@ class RankNorm:
         return torch.stack(sums_of_squares(tensors, self._kernels)).sum().to(self._mesh.device)
 
 
-def note(bound: Any, key: str, value: float | Tensor) -> None:
+def note(bound: BoundOptimizer, key: str, value: float | Tensor) -> None:
     """Store ``value`` in all groups of the optimizer ``bound``, and so in checkpoints."""
     for group in bound.groups:
         group[key] = value

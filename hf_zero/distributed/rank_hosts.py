@@ -136,7 +136,7 @@ def _source(address: str) -> str | None:
             probe.connect((address, 9))  # a datagram socket: nothing is sent
         except OSError:
             return None
-        return probe.getsockname()[0]
+        return str(probe.getsockname()[0])
 
 
 def _check(names: str, where: str) -> None:

@@ -100,7 +100,7 @@ def start_ranks_whole() -> None:
     """
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-    start = SubprocessContext._start
+    start: Any = SubprocessContext._start
 
     def start_all(self: SubprocessContext) -> None:
         if threading.current_thread() is not threading.main_thread():  # has no handlers

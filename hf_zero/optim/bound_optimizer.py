@@ -31,7 +31,7 @@ from hf_zero.optim.segment_table import (
     WholeTensorState,
     report_of,
 )
-from hf_zero.optim.segments import ParamGroup, Segment, masters
+from hf_zero.optim.segments import ParamGroup, ParamState, Segment, masters
 from hf_zero.optim.state import DeviceState, NarrowStates, SegmentStateAccess
 from hf_zero.optim.step_launch import step_launch
 from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
@@ -631,7 +631,7 @@ class BoundOptimizer:
             flat.key: table.offloaded.copies(flat) if flat.offloaded else self.tensors(flat)
             for flat in self._flats
         }
-        states: defaultdict[Tensor, state.ParamState] = defaultdict(dict)
+        states: defaultdict[Tensor, ParamState] = defaultdict(dict)
         for part, member in zip(chain(*parts), chain(*self._lists)):
             if part.flat is None or part.first == part.last:
                 continue

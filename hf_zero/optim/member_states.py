@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
@@ -479,7 +479,7 @@ class MemberStates(MutableMapping[Any, Any]):
 
     @staticmethod
     def _in_current(
-        gradient_of: Mapping[Segment, Tensor], dropped: Set[str]
+        gradient_of: Mapping[Segment, Tensor], dropped: set[str]
     ) -> tuple[list[Segment], list[Tensor]]:
         """Return the current segments of those in ``gradient_of``, which hooks may have cut or
         joined, without those of ``dropped`` parameters, and their gradients.
