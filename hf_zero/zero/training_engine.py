@@ -113,6 +113,7 @@ class TrainingEngine(EngineParts):
         Stages 2 and 3 keep no whole gradient and reduce in every backward even so; the result is
         equal.
         """
+        self.rebuild_if_unfrozen()  # gradients that a script has set belong to what trains now
         self.pass_runner.reduce_stray_gradients()
         with self.accumulation.no_sync():
             yield

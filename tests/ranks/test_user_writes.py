@@ -8,6 +8,7 @@ weights after each write.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -389,21 +390,28 @@ def test_a_graph_from_before_a_step_does_not_go_backward_after_it(stage, offload
     compare_tensors("weights", one, other)
 
 
-@in_turn("stage", (0, 2, 3))
-def test_a_gradient_that_a_script_has_set_outlives_an_unfreezing(stage):
+@in_turn(
+    "stage, unfrozen_has_it, no_sync",
+    ((0, 0, 0), (2, 0, 0), (3, 0, 0), (0, 1, 1), (0, 0, 1), (3, 0, 1)),
+)
+def test_a_gradient_that_a_script_has_set_outlives_an_unfreezing(stage, unfrozen_has_it, no_sync):
     """As in plain torch, the next backward adds to it."""
 
     def run(rank, model, given):
-        frozen, weight = model.blocks[0], model.blocks[1].up.weight
+        frozen, name = model.blocks[0], f"blocks.{1 - unfrozen_has_it}.up.weight"
+        weight = model.get_parameter(name)
         gradient = torch.ones_like(weight)
         frozen.requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        engine = start(model, optimizer, config_of(stage))
+        engine = start(model, optimizer, config_of(stage, gradient_accumulation_steps=1 + no_sync))
         frozen.requires_grad_(True)
         if given:
             weight.grad = gradient
-        run_steps(engine, rank, range(1))
-        return full_weights(engine)["blocks.1.up.weight"]
+        for micro in range(1 + no_sync):
+            with engine.no_sync() if micro < no_sync else nullcontext():
+                engine.backward(squared(engine, At(0, micro, rank), torch.float32))
+            engine.step()
+        return full_weights(engine)[name]
 
     without, given = (on_ranks(2, run, given)[0] for given in (False, True))
-    torch.testing.assert_close(without - given, torch.full_like(given, 0.05))
+    torch.testing.assert_close(without - given, torch.full_like(given, 0.05 / (1 + no_sync)))
