@@ -133,8 +133,15 @@ class SharedSettings:
         ]
 
 
+def compared_settings(group: ParamGroup) -> dict[str, object]:
+    """Return the settings of ``group`` that the host can compare without waiting for a device:
+    None for tensors on one.
+    """
+    return {name: _compared(value) for name, value in group.items() if name not in NOT_KEPT}
+
+
 def _compared(value: object) -> object:
-    """Return ``value`` as ranks compare it, None if they do not."""
+    """Return ``value`` as it is compared, None if it is not."""
     if value is None or type(value) in _NUMBERS or isinstance(value, str):
         return value
     if isinstance(value, (tuple, list)):

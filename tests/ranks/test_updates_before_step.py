@@ -199,6 +199,19 @@ def test_a_load_before_step_drops_its_gradients(tmp_path):
     on_ranks(RANKS, run)
 
 
+def test_settings_on_a_device_are_not_read():
+    """A tensor on the meta device has no value: ``item()`` of it raises."""
+
+    def run(rank: int, model: nn.Module) -> None:
+        engine = opened(model, 2)
+        engine.optimizer.param_groups[0]["scale"] = torch.ones((), device="meta")
+        train(engine, rank, range(2))
+        assert engine.global_steps == 2
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+
+
 # ---- hooks, schedules, forwards ----
 
 

@@ -18,7 +18,7 @@ from hf_zero.errors import ConfigError, OffloadError
 from hf_zero.logging import counted, listed, log_rank0
 from hf_zero.offload.unit_updates import GradientCopies, UnitUpdates
 from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.optim.group_settings import plain_settings
+from hf_zero.optim.group_settings import compared_settings
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -422,17 +422,18 @@ class OptimizerStep:
         self._updated_on = current
 
     def settings(self) -> list[ParamGroup]:
-        """Return the settings of the optimizer's groups, with which an update is made now."""
+        """Return the settings of the optimizer's groups with which an update is made now, as
+        :func:`compared_settings` does.
+        """
         with self.bound.scaled_rates(self.lr_scale):
-            settings: list[ParamGroup] = self.bound.hyperparameters()
-        return settings
+            return [compared_settings(group) for group in self.bound.groups]
 
     def refuse_changed(self) -> None:
         """Raise PartitionError if the optimizer's groups have changed since the update of a part of
         the model in the backward.
         """
         update = self.updater.backward_update
-        if update is not None and self.settings() != [plain_settings(g) for g in update.groups]:
+        if update is not None and self.settings() != [*map(compared_settings, update.groups)]:
             self.changes.refuse_until_step("a change of the optimizer's settings")
 
     def refuse_writes(self) -> None:
