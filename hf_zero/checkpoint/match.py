@@ -17,7 +17,7 @@ from hf_zero.config.optimizers import STATE_OF
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, listed, log_rank0
 from hf_zero.offload.storage import COMPENSATION
-from hf_zero.optim.state import kept_states
+from hf_zero.optim.initial_state import kept_states
 from hf_zero.optim.whole_tensor import tensor_state_names
 from hf_zero.zero.layout.sharding import WholeNames, belongs, persistent_buffers
 

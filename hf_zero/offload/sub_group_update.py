@@ -18,9 +18,9 @@ from hf_zero.ops.moment_blocks import Blocks, Moment
 
 if TYPE_CHECKING:
     from hf_zero.optim.offloaded_segments import SubGroupOptimizer
+    from hf_zero.optim.segment_entries import NarrowStates
     from hf_zero.optim.segments import Segment
     from hf_zero.optim.sharded_tensors import ShardedTensors
-    from hf_zero.optim.state import NarrowStates
     from hf_zero.optim.whole_tensor import TensorPlace
     from hf_zero.zero.layout.training_state import OptimizerShard
 

@@ -32,8 +32,8 @@ from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import COMPENSATION, MASTER
 from hf_zero.ops.stochastic_rounding import round_stochastically
 from hf_zero.optim.elementwise import adopted_class, update_base
+from hf_zero.optim.segment_entries import is_elementwise
 from hf_zero.optim.segments import ParamState, Segment, StateArrays
-from hf_zero.optim.state import is_elementwise
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 
 WIDENED = 1 << 24  # elements; a multiple of the blocks of 8-bit moments

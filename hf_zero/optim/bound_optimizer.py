@@ -17,12 +17,16 @@ from hf_zero.config.feature_rows import provided
 from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
 from hf_zero.ops.coded_arrays import CodedArray
-from hf_zero.optim import snapshots, state
+from hf_zero.optim import snapshots
+from hf_zero.optim.device_state import DeviceState
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, adopt_states, update_base
+from hf_zero.optim.existing_state import Carried, collect
 from hf_zero.optim.group_settings import SharedSettings, load_settings, plain_settings, scaled_rates
+from hf_zero.optim.initial_state import InitialStates
 from hf_zero.optim.members import GroupMember, GroupsInStep, HiddenStates
 from hf_zero.optim.moment_formats import names_in_8_bits
 from hf_zero.optim.own_step import OwnStep
+from hf_zero.optim.segment_entries import NarrowStates, SegmentStateAccess, copy_of
 from hf_zero.optim.segment_table import (
     GroupReport,
     GroupScalars,
@@ -32,7 +36,6 @@ from hf_zero.optim.segment_table import (
     report_of,
 )
 from hf_zero.optim.segments import ParamGroup, ParamState, Segment, masters
-from hf_zero.optim.state import DeviceState, NarrowStates, SegmentStateAccess
 from hf_zero.optim.step_launch import step_launch
 from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
 from hf_zero.zero.layout.flat_layout import Slot
@@ -54,8 +57,8 @@ class BoundOptimizer:
     state is offloaded. A group that owns nothing on this rank has a stand-in of one zero there, so
     that its step counters advance as on the other ranks.
 
-    :meth:`step` updates the state on the device. :meth:`begin` then returns the update of the
-    offloaded state, made sub-group by sub-group, usually on another thread.
+    :meth:`step` updates the state on the device. :meth:`offloaded_update` then returns the update
+    of the offloaded state, made sub-group by sub-group, usually on another thread.
 
     Where a group leaves both ``fused`` and ``foreach`` at None, torch has a fused kernel of the
     class for the device and the masters are fp32, ``fused`` is switched on: one pass over memory,
@@ -120,7 +123,8 @@ class BoundOptimizer:
         self.scalars = self.group_scalars.scalars
         self.of_parameters = self.group_scalars.of_parameters
         self.memory, self.address = device.memory, device.address
-        self.initial, self.is_switched_off = self._entries.initial, self._entries.is_switched_off
+        self._initial = InitialStates(self._entries)
+        self.initial, self.is_switched_off = self._initial.of_group, self._initial.is_switched_off
         self.offloaded_segments = self._table.offloaded.segments
         self._counted = frozenset[str]()  # parameters that other code updates
         self.step_sub_group = self._own.sub_group
@@ -136,7 +140,7 @@ class BoundOptimizer:
         # parameters with moments in 8 bits
         self.names_in_8_bits = names_in_8_bits(optimizer, parameters, slots, group_of)
         self._table.names_in_8_bits = self.names_in_8_bits
-        carried = state.collect(optimizer, parameters, slots, group_of)
+        carried = collect(optimizer, parameters, slots, group_of)
         groups = {group_of[name] for name in slots if name in group_of}
         self._table.bind(self._flats, self.group_of, groups)
         self._list_members(parameters, copied)
@@ -194,7 +198,7 @@ class BoundOptimizer:
         if self.states.open:
             self.states.take()
 
-    def _load(self, carried: state.Carried) -> None:
+    def _load(self, carried: Carried) -> None:
         """Load the state that parameters had before they were cut."""
         for flat in self._flats:
             for piece in list(flat.layout.pieces(*flat.owned)):
@@ -424,13 +428,13 @@ class BoundOptimizer:
 
     # ---- the second half of a step: offloaded state ----
 
-    def begin(self, divisor: float, steps_before: int) -> Any:
+    def offloaded_update(self, divisor: float, steps_before: int) -> Any:
         """Return the update of all offloaded state, with the group settings of this moment; step
         counters advance as flat buffers are announced.
 
         ``steps_before``, the number of earlier steps, is equal on all ranks: it seeds rounding.
         """
-        return self._table.offloaded.begin(self, divisor, steps_before)
+        return self._table.offloaded.offloaded_update(self, divisor, steps_before)
 
     def used_segments(self, flat: OptimizerShard) -> list[Segment]:
         """Return the segments of ``flat``, whose state is offloaded, without those of unused
@@ -449,7 +453,7 @@ class BoundOptimizer:
         flats = {flat.key: flat for flat in self._flats}
         scalars, shared = self.of_parameters(), self.scalars()
         tensor_state, segments = self.tensor_state.by_parameter(), self._table.segments
-        unbegun = {name for s in segments if not s.begun for name in s.names}
+        not_begun = {name for s in segments if not s.begun for name in s.names}
         # states already on the device are cut anew together with those that move there
         tensors_by_key = {
             flat.key: self.tensors(flat)
@@ -470,7 +474,7 @@ class BoundOptimizer:
         self.group_scalars.load(scalars, shared)
         for segment in self._table.segments:
             exists = segment.offloaded or bool(self._entries.of(segment))
-            segment.begun = exists and unbegun.isdisjoint(segment.names)
+            segment.begun = exists and not_begun.isdisjoint(segment.names)
         self.tensor_state.load(tensor_state)
 
     # ---- state, per flat and per group ----
@@ -529,7 +533,7 @@ class BoundOptimizer:
         if flat.offloaded and touched and len(having) == len(touched):
             self._table.offloaded.load_tensor(flat, name, tensor, first)
             return
-        if touched and not (having or self._entries.some_group_keeps(name, masters(flat))):
+        if touched and not (having or self._initial.some_group_keeps(name, masters(flat))):
             have = sorted(
                 {key for segment, _ in touched for key in self._entries.elementwise(segment)}
             )
@@ -541,8 +545,8 @@ class BoundOptimizer:
         for segment, part in touched:
             start, group = max(part.start, first), segment.group
             values, at = tensor[start - first : part.stop - first], part.offset + start - part.start
-            keeps = segment in having or name in self._entries.initial(group, masters(flat))
-            if keeps or (self._entries.is_switched_off(group, name) and bool(values.any())):
+            keeps = segment in having or name in self.initial(group, masters(flat))
+            if keeps or (self.is_switched_off(group, name) and bool(values.any())):
                 self._table.state_of(segment).put(segment, name, at, values)
 
     def create_offloaded(self, flat: OptimizerShard) -> bool:
@@ -561,7 +565,7 @@ class BoundOptimizer:
         self._entries.states.clear()
         self._table.join({})  # no parameter has been left out of a step
         self.drop_state()
-        self._table.offloaded.renew_all()
+        self._table.offloaded.reset_all()
 
     def by_parameter(
         self,
@@ -639,7 +643,7 @@ class BoundOptimizer:
             entry, own = entries.of(segment).items(), arrays[part.flat.key]
             if entry and (segment.begun or not segment.offloaded):
                 states[member] = {
-                    name: part.of(own[name]) if name in own else state.copied(value)
+                    name: part.of(own[name]) if name in own else copy_of(value)
                     for name, value in entry
                 }
         kept, between = optimizer.state, [group["params"] for group in self.groups]
@@ -684,7 +688,7 @@ class BoundOptimizer:
         self.show_states()
         self._entries.states.clear()
         self._fused.separate_counters()
-        self._table.device.renew()
+        self._table.device.reset_all()
 
     def settings_of(self, packed: StateDict) -> StateDict:
         """Return ``packed`` without its entries, for the optimizer's own ``load_state_dict``."""
@@ -720,7 +724,7 @@ class BoundOptimizer:
         """
         narrow = self._bf16 is not None and self._bf16.masters
         like = torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
-        return self._entries.some_group_keeps(name, like)
+        return self._initial.some_group_keeps(name, like)
 
     def _same_groups(self, saved: Sequence[object], what: str) -> None:
         if len(saved) != len(self.groups):

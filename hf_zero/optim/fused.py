@@ -35,10 +35,10 @@ from hf_zero.ops.flat_optimizers import (
 )
 from hf_zero.ops.flat_tiles import FlatRun, Tiles
 from hf_zero.optim.adam_lion import Adam, Lion
+from hf_zero.optim.device_state import DeviceState
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.own_step import is_own
 from hf_zero.optim.segments import ParamGroup, ParamState, Segment, SegmentPart
-from hf_zero.optim.state import DeviceState
 from hf_zero.optim.step_launch import StepLaunch
 
 _MOMENTS = {"flat_adam": ("exp_avg", "exp_avg_sq"), "flat_lion": ("exp_avg",)}
@@ -379,12 +379,12 @@ class FusedStep(StepLaunch):
         """Move the state of those of ``segments`` that have some into its arrays, and their step
         counters into one tensor. Create that of ``stepped``.
         """
-        self._device.begin(stepped)
+        self._device.create_for_first_step(stepped)
         for segment in stepped:
             self._device.create(segment)  # a script may have removed it
         state = self._states
         begun = [segment for segment in segments if state.get(segment.tensor)]
-        self._device.adopt(begun)
+        self._device.move_into_arrays(begun)
         if not self._counts_by_segment and self._counts_differ(begun):
             self.divide()
         if self._counts_by_segment and not self._rows:

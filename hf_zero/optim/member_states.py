@@ -1,7 +1,7 @@
 """``optimizer.state`` under an engine, by member of the optimizer's groups, as a script of torch
-expects it. The state itself is in arrays and in entries by segment (``state.py``): an entry here is
-made of them where it is read, and what a script writes to it is stored before the engine uses the
-state next.
+expects it. The state itself is in arrays and in entries by segment
+(``segment_entries.py``): an entry here is made of them where it is read, and what a script writes
+to it is stored before the engine uses the state next.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from torch import Tensor
 
 from hf_zero.errors import PartitionError
 from hf_zero.ops.coded_arrays import CodedArray
-from hf_zero.optim.segment_table import SegmentTable
-from hf_zero.optim.segments import MemoryRegion, ParamState, Segment, adjacent
-from hf_zero.optim.snapshots import MemberPart
-from hf_zero.optim.state import (
+from hf_zero.optim.initial_state import InitialStates
+from hf_zero.optim.segment_entries import (
     SegmentStateAccess,
-    copied,
+    copy_of,
     is_elementwise,
     is_scalar,
     nothing,
     refuse_unknown,
     scalar_like,
 )
+from hf_zero.optim.segment_table import SegmentTable
+from hf_zero.optim.segments import MemoryRegion, ParamState, Segment, adjacent
+from hf_zero.optim.snapshots import MemberPart
 
 _start_of = attrgetter("start")
 Piece = tuple[Segment, int, int]
@@ -299,7 +300,7 @@ class MemberStates(MutableMapping[Any, Any]):
                 array, is_copy = self._array(part, pieces, name, value)
                 shown[name] = _Shown(array, array._version if is_copy else None, array.dtype)
             elif pieces or name not in self._access.of_wholes:
-                number = copied(value)
+                number = copy_of(value)
                 version = number._version if isinstance(number, Tensor) else None
                 shown[name] = _Shown(number, version, None)
         return shown
@@ -345,7 +346,9 @@ class MemberStates(MutableMapping[Any, Any]):
             dtype = None if known is None else known.dtype
             if known is None and isinstance(value, Tensor):
                 if initial is None:
-                    initial = self._access.initial(group, entry.member.new_zeros(1), decoded=True)
+                    initial = InitialStates(self._access).of_group(
+                        group, entry.member.new_zeros(1), decoded=True
+                    )
                 first = initial.get(name)
                 dtype = first.dtype if isinstance(first, Tensor) and first.dim() else None
             if dtype is not None:
@@ -394,7 +397,7 @@ class MemberStates(MutableMapping[Any, Any]):
                 changes[member] = changed, apart
         for names in alone.values():
             self._table.separate(self._table.current, frozenset(names))
-        self._table.device.move(assigned)
+        self._table.device.reallocate(assigned)
         for member, (changed, apart) in changes.items():
             self._write(member, entries[member].values_by_name, changed, apart)
 
@@ -427,7 +430,7 @@ class MemberStates(MutableMapping[Any, Any]):
                 elif isinstance(live.get(name), Tensor) and is_scalar(name, value, (0,)):
                     live[name] = scalar_like(live[name], float(value))
                 else:
-                    live[name] = copied(value)
+                    live[name] = copy_of(value)
             at += last - first
 
     # ---- hooks before a step ----

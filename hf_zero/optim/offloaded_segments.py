@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from hf_zero.optim.segment_entries import SegmentStateAccess
 from hf_zero.optim.segments import Regions, Segment, StateArrays
-from hf_zero.optim.state import SegmentStateAccess
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
@@ -51,7 +51,7 @@ class OffloadedSegments(Regions):
     def wait(self) -> None:
         """Wait until no update is running."""
 
-    def begin(self, bound: SubGroupOptimizer, divisor: float, steps_before: int) -> Any:
+    def offloaded_update(self, bound: SubGroupOptimizer, divisor: float, steps_before: int) -> Any:
         """Return the update of all state by ``bound`` in one step, with the group settings of this
         moment, and gradients divided by ``divisor``; ``steps_before``: number of earlier steps.
         """
@@ -60,8 +60,8 @@ class OffloadedSegments(Regions):
     def create_all(self) -> None:
         """Create the state of every segment, see :meth:`create`."""
 
-    def renew_all(self) -> None:
-        """Reset all segments, whose entries are gone, to before the first step."""
+    def reset_all(self) -> None:
+        """Reset all segments to before the first step; entries must have been removed."""
 
     # ---- one segment ----
 
@@ -74,7 +74,7 @@ class OffloadedSegments(Regions):
         do not exist yet.
         """
 
-    def unstep(self, segment: Segment) -> None:
+    def reset(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:

@@ -20,12 +20,13 @@ from hf_zero.offload.storage import MASTER, StorageFormat
 from hf_zero.offload.sub_group_update import Call, Counted, Rule, SubGroupUpdate
 from hf_zero.ops import native
 from hf_zero.ops.moment_blocks import BlocksFormat
-from hf_zero.optim import state
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, adam, lion, sgd
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
+from hf_zero.optim.initial_state import InitialStates, InitialValues, counted_elsewhere
 from hf_zero.optim.moment_formats import codec_of
 from hf_zero.optim.offloaded_segments import OffloadedSegments, SubGroupOptimizer
+from hf_zero.optim.segment_entries import SegmentStateAccess, copy_of, is_elementwise
 from hf_zero.optim.segments import (
     FetchedArrays,
     ParamGroup,
@@ -34,7 +35,6 @@ from hf_zero.optim.segments import (
     current_settings,
     offloaded_region,
 )
-from hf_zero.optim.state import InitialValues, SegmentStateAccess
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
     if update_base(type(optimizer)) is not None:
         return
     counted = [
-        name
-        for group in optimizer.param_groups
-        for name in state.counted_elsewhere(optimizer, group)
+        name for group in optimizer.param_groups for name in counted_elsewhere(optimizer, group)
     ]
     if counted:
         raise UnsupportedOptimizerError(
@@ -111,7 +109,7 @@ class OffloadedState(OffloadedSegments):
 
     def __init__(self, entries: SegmentStateAccess, base: type | None, moments: str) -> None:
         super().__init__(entries, base, moments)
-        self._entries = entries
+        self._entries, self._initial = entries, InitialStates(entries)
         self._base = base
         self._moments = moments
 
@@ -131,10 +129,12 @@ class OffloadedState(OffloadedSegments):
 
     # ---- steps ----
 
-    def begin(self, bound: SubGroupOptimizer, divisor: float, steps_before: int) -> SubGroupUpdate:
+    def offloaded_update(
+        self, bound: SubGroupOptimizer, divisor: float, steps_before: int
+    ) -> SubGroupUpdate:
         """Return the update of all state in one step, with the group settings of this moment."""
-        self.start_momentum()
-        self.begin_first_steps()
+        self.create_momenta()
+        self.rewrite_initial_values()
         groups, narrow = self._entries.groups, self._entries.bf16
         rules = [self.rule(index) for index in range(len(groups))]
 
@@ -154,8 +154,8 @@ class OffloadedState(OffloadedSegments):
         """
         segments = bound.used_segments(flat)
         for segment in segments:
-            self.renew_removed(segment)
-        first, counted = self.take_unbegun(segments), {}
+            self.reset_removed(segment)
+        first, counted = self.mark_first_steps(segments), {}
         for segment in segments:
             count = self._entries.states[segment.tensor].get("step")
             if count is not None and rules[segment.group] is not None:
@@ -164,7 +164,7 @@ class OffloadedState(OffloadedSegments):
             counted[segment] = Counted(step, segment in first, self._entries.of_whole(segment))
         return counted
 
-    def take_unbegun(self, segments: Sequence[Segment]) -> set[Segment]:
+    def mark_first_steps(self, segments: Sequence[Segment]) -> set[Segment]:
         """Return those of ``segments`` that make their first step now, and note that they have
         begun. SGD with momentum 0 and an existing buffer has not: its first step with momentum
         sets the buffer to the gradient.
@@ -205,7 +205,7 @@ class OffloadedState(OffloadedSegments):
 
     def create_all(self) -> None:
         """Create the state of every segment, see :meth:`create`."""
-        first = self._entries.initial_values(decoded=True)
+        first = self._initial.cached(decoded=True)
         for segment in self.all_segments:
             self.create(segment, first)
 
@@ -215,10 +215,10 @@ class OffloadedState(OffloadedSegments):
         """
         if self._entries.of(segment):
             return
-        flat, first = segment.parts[0].flat, first or self._entries.initial_values(decoded=True)
+        flat, first = segment.parts[0].flat, first or self._initial.cached(decoded=True)
         for name, value in first(segment.group, _like(segment)).items():
-            entry: object = state.copied(value)
-            if state.is_elementwise(name, value, (1,)):
+            entry: object = copy_of(value)
+            if is_elementwise(name, value, (1,)):
                 if name not in flat.storage.names():
                     flat.storage.add(name, self._format(name, value.dtype, segment))
                     for other in self.segments(flat):  # initial values may differ between groups
@@ -238,7 +238,7 @@ class OffloadedState(OffloadedSegments):
             if name in segment.parts[0].flat.storage.names():
                 self._fill(segment, name, value)
             elif name in entries:
-                self._entries.states[segment.tensor][name] = state.copied(value)
+                self._entries.states[segment.tensor][name] = copy_of(value)
 
     def create_missing(self, flat: OptimizerShard) -> bool:
         """Create the missing state of ``flat``, with its values before a first step; return whether
@@ -254,29 +254,32 @@ class OffloadedState(OffloadedSegments):
         """Return whether ``segment`` has its initial state: it was not stepped yet."""
         return not segment.begun and bool(self._entries.of(segment))
 
-    def unstep(self, segment: Segment) -> None:
+    def reset(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
         if self._is_initial(segment):
             return
         self._entries.states.pop(segment.tensor, None)
-        self._renew(segment)
+        self._write_and_create(segment)
 
-    def renew_all(self) -> None:
-        """Reset all segments, whose entries are gone, to before the first step."""
+    def reset_all(self) -> None:
+        """Reset all segments to before the first step; entries must have been removed."""
         for segment in self.all_segments:
-            self._renew(segment)
+            self._write_and_create(segment)
 
-    def renew_removed(self, segment: Segment) -> None:
+    def reset_removed(self, segment: Segment) -> None:
         """Reset ``segment`` if a script has removed its entry of ``optimizer.state``."""
         live = self._entries.states
         if live.get(segment.tensor) or not segment.begun:
             return
         kept = self.arrays(segment.parts[0].flat).dtypes.keys() - {MASTER}
         if kept or self._entries.of_wholes:
-            self._renew(segment)
+            self._write_and_create(segment)
 
-    def _renew(self, segment: Segment) -> None:
-        first = self._entries.initial_values(decoded=True)
+    def _write_and_create(self, segment: Segment) -> None:
+        """Write the initial values of ``segment``, 0 too, and create its entries, which must have
+        been removed.
+        """
+        first = self._initial.cached(decoded=True)
         for name, value in first(segment.group, _like(segment)).items():
             if name in segment.parts[0].flat.storage.names():
                 self._fill(segment, name, value)
@@ -288,16 +291,16 @@ class OffloadedState(OffloadedSegments):
         values = value.expand(segment.stop - segment.start)
         segment.parts[0].flat.writing().store(name, segment.start, values)
 
-    def begin_first_steps(self) -> None:
-        """Renew the initial state of segments that were not stepped yet: ASGD's and Rprop's
+    def rewrite_initial_values(self) -> None:
+        """Write the initial values of segments that were not stepped yet: ASGD's and Rprop's
         contains the learning rate, which a schedule or a load may have changed since.
         """
-        first = self._entries.initial_values(decoded=True)
+        first = self._initial.cached(decoded=True)
         for segment in self.all_segments:
             if not segment.begun:
                 self._write_first(segment, first)
 
-    def start_momentum(self) -> None:
+    def create_momenta(self) -> None:
         """Create momenta as torch's SGD does in the step after momentum was switched on."""
         new = [
             segment

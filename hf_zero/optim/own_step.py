@@ -15,17 +15,13 @@ from torch import Tensor
 
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.adam_lion import Adam
+from hf_zero.optim.device_state import DeviceState
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT
+from hf_zero.optim.initial_state import MADE_BY_CONSTRUCTORS
 from hf_zero.optim.members import GroupsInStep
-from hf_zero.optim.segments import ParamState, Segment, StateArrays
-from hf_zero.optim.state import (
-    MADE_BY_CONSTRUCTORS,
-    DeviceState,
-    NarrowStates,
-    bare_step,
-    step_dtype,
-    without_none,
-)
+from hf_zero.optim.probing import bare_step
+from hf_zero.optim.segment_entries import NarrowStates, without_none
+from hf_zero.optim.segments import ParamState, Segment, StateArrays, step_dtype
 
 # Classes whose fused step reads ``optimizer.grad_scale``, with its op.
 _OPS: dict[type, str] = {
@@ -127,8 +123,8 @@ class OwnStep:
         self._groups = groups
         self._bf16 = bf16
         self._device, self._states = device, device.entries.states
-        # the first step of a segment makes its state: only the user's class knows how that begins
-        self._begins_state = base in BEGIN_WITH_GRADIENT or (
+        # the first step of a segment creates its state: only the class knows the initial values
+        self._step_creates_state = base in BEGIN_WITH_GRADIENT or (
             base is None and not isinstance(optimizer, MADE_BY_CONSTRUCTORS)
         )
         self.run_hooks: RunHooks  # set by the bound optimizer
@@ -152,7 +148,7 @@ class OwnStep:
         hooks = run_pre_hooks is not None
         if hooks and reads_all:
             batches, step = [list(segments)], self.step
-        by_step = self._device.begin(segments)
+        created_by_step = self._device.create_for_first_step(segments)
 
         def run(optimizer: torch.optim.Optimizer) -> None:
             for batch in batches:
@@ -164,8 +160,8 @@ class OwnStep:
             torch.optim.Optimizer.profile_hook_step(run)(optimizer)
         else:
             run(optimizer)
-        if by_step:
-            self._adopt(by_step)
+        if created_by_step:
+            self._move_created(created_by_step)
 
     def update(
         self,
@@ -182,29 +178,29 @@ class OwnStep:
         for group in unfused:
             group["fused"] = False
         try:
-            in_kernel = self._takes_scale()
+            in_kernel = grad_scale is not None and self._takes_scale()
             if not self._optimizer._optimizer_step_pre_hooks:
                 run_pre_hooks = None
             elif grad_scale is not None:
                 in_kernel = False  # the hooks read and write gradients that have been divided
-            by_step = self._device.begin(segments)
+            created_by_step = self._device.create_for_first_step(segments)
             gradients = [*map(Segment.gradient, segments)]
             step = step or self.step
             self._over(segments, gradients, grad_scale, in_kernel, step, run_pre_hooks)
-            if by_step:
-                self._adopt(by_step)
+            if created_by_step:
+                self._move_created(created_by_step)
         finally:
             for group in unfused:
                 group["fused"] = True
 
-    def _adopt(self, begun: Sequence[Segment]) -> None:
-        """Move the state of ``begun``, which the step has created, into the arrays."""
+    def _move_created(self, begun: Sequence[Segment]) -> None:
+        """Move the state of ``begun``, which the step has created, into arrays on the device."""
         current = [piece for segment in begun for piece in segment.region.within(segment)]
-        self._device.adopt(current, by_step=True)
+        self._device.move_into_arrays(current, created_by_step=True)
 
     def stand_ins(self, segments: Sequence[Segment]) -> None:
         """Step ``segments``, which own nothing, with zero gradients."""
-        self._device.begin(segments)
+        self._device.create_for_first_step(segments)
         widened: AbstractContextManager[object] = nullcontext()
         if self._bf16 is not None:
             widened = self._bf16.widened(segments, self._states, 0)
@@ -225,7 +221,7 @@ class OwnStep:
         placeholder = segment.tensor.data
         placeholders = {name: entries[name] for name in arrays if name in entries}
         segment.tensor.data = arrays[MASTER]
-        if is_first_step and self._begins_state:
+        if is_first_step and self._step_creates_state:
             entries.clear()
         else:
             entries.update({name: arrays[name] for name in placeholders})
@@ -313,14 +309,14 @@ class OwnStep:
                 if group["dampening"]:
                     unfused.append(group)
                 else:
-                    self._begin_with_zeros(unstepped)
+                    self._create_zero_momenta(unstepped)
         return unfused
 
     def _has_state(self, tensor: Tensor) -> bool:
         entries: StateArrays = self._states.get(tensor, {})
         return bool(without_none(entries))
 
-    def _begin_with_zeros(self, tensors: Sequence[Tensor]) -> None:
+    def _create_zero_momenta(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             zeros = torch.zeros_like(tensor, dtype=step_dtype(tensor.dtype))
             self._states[tensor]["momentum_buffer"] = zeros

@@ -45,6 +45,12 @@ def bare_twin(
     return twin
 
 
+def bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """Run the step of the class of ``optimizer`` without hooks, torch's global ones included."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
 def switches_weights(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer has weights for training and others for evaluation, between
     which its own ``train`` and ``eval`` switch; it steps the former alone (schedule-free ones,

@@ -20,17 +20,17 @@ from torch import Tensor
 from hf_zero.config.feature_rows import provided
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import segments as cuts
-from hf_zero.optim import state
+from hf_zero.optim.device_state import DeviceState
 from hf_zero.optim.moment_formats import FormattedOptimizer
 from hf_zero.optim.offloaded_segments import OffloadedSegments
 from hf_zero.optim.own_step import choose_fused
+from hf_zero.optim.segment_entries import SegmentStateAccess, nothing, scalar_like
 from hf_zero.optim.segments import (
     MemoryRegion,
     Segment,
     SegmentPart,
     masters,
 )
-from hf_zero.optim.state import DeviceState, SegmentStateAccess
 from hf_zero.optim.step_launch import StepLaunch
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 
@@ -58,7 +58,7 @@ class SegmentTable:
         moments: str,
     ) -> None:
         self._optimizer, self._entries = entries.optimizer, entries
-        self.take_writes: Callable[[], object] = state.nothing
+        self.take_writes: Callable[[], object] = nothing
         self._base = base
         self.fused = fused
         self._most_widened = None if entries.bf16 is None else entries.bf16.most_widened
@@ -113,7 +113,7 @@ class SegmentTable:
         self._list()
         for index, live in enumerate(self._optimizer.param_groups):
             choose_fused(self._base, live, [s.tensor for s in self.current if s.group == index])
-        self.device.renew()
+        self.device.reset_all()
         self.offloaded.create_all()
 
     @property
@@ -167,7 +167,7 @@ class SegmentTable:
             pieces = [*pieces_of(region)]
             by_place = {(segment.start, segment.stop): segment for segment in former}
             replaced = by_place.keys() - {(piece.start, piece.stop) for piece in pieces}
-            self.device.adopt(by_place[p] for p in replaced if not by_place[p].offloaded)
+            self.device.move_into_arrays(by_place[p] for p in replaced if not by_place[p].offloaded)
             region.segments = [by_place.pop((s.start, s.stop), s) for s in pieces]
             new = set(region.segments).difference(former)
             changed = changed or bool(new)
@@ -223,7 +223,12 @@ class SegmentTable:
         return self.offloaded if segment.offloaded else self.device
 
     def is_unstepped(self, segment: Segment) -> bool:
-        """Return whether ``segment`` was never stepped."""
+        """Return whether ``segment`` was never stepped: torch would have no entry for it.
+
+        ``not segment.begun`` says less: that the next step is a first one. On the device a load of
+        a state at step 0 creates entries and does not begin them; a script may remove the entries
+        of a segment that has begun. Offloaded, entries exist from the bind on.
+        """
         if segment.offloaded:
             return not segment.begun
         return segment.tensor not in self._entries.states
@@ -312,7 +317,7 @@ class GroupScalars:
             store = table.state_of(segment)
             values = scalars.get(min(segment.names)) if segment.parts else shared[segment.group]
             if values is None or not (values or segment.parts):
-                store.unstep(segment)
+                store.reset(segment)
                 continue
             if not values:
                 continue
@@ -329,9 +334,7 @@ class GroupScalars:
                 if isinstance(saved_state[name], Tensor):
                     saved_state[name].fill_(scalar)
                 else:
-                    entries.states[segment.tensor][name] = state.scalar_like(
-                        saved_state[name], scalar
-                    )
+                    entries.states[segment.tensor][name] = scalar_like(saved_state[name], scalar)
 
 
 # tensors by parameter and by name of state

@@ -86,7 +86,8 @@ class SegmentPart:
 class Segment:
     """One tensor of one group, of parameters that have made the same steps. ``start`` and ``stop``
     are its place in ``region``. ``begun``: whether it has state after a step, written or loaded; if
-    not, its next step is the first, or the first with a momentum.
+    not, its next step is the first, or the first with a momentum (see the note of
+    ``device_state.py``).
     """
 
     region: MemoryRegion
@@ -284,6 +285,11 @@ def masters(flat: OptimizerShard) -> Tensor:
             "binding the optimizer"
         )
     return flat.master.detach()
+
+
+def step_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which master weights of ``dtype`` are stepped: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def adjacent(left: Tensor | None, right: Tensor | None) -> bool:

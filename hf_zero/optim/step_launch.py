@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.config.feature_rows import provided
+from hf_zero.optim.device_state import DeviceState
 from hf_zero.optim.segments import Segment
-from hf_zero.optim.state import DeviceState
 
 
 class StepLaunch:

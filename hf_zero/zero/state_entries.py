@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from hf_zero.offload.storage import COMPENSATION, MASTER
+from hf_zero.optim.segment_entries import is_elementwise
 from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
-from hf_zero.optim.segments import FetchedArrays, ParamState
-from hf_zero.optim.state import is_elementwise, step_dtype
+from hf_zero.optim.segments import FetchedArrays, ParamState, step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import CPUSGD, Adam, CPUAdagrad, CPUAdam, CPULion, Lion, own_step
 from hf_zero.optim.elementwise import check, elementwise_base
-from hf_zero.optim.state import initial_state
+from hf_zero.optim.initial_state import initial_state
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, full_weights, start

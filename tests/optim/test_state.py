@@ -13,7 +13,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.optim.state import counted_elsewhere, initial_state, is_elementwise, is_scalar
+from hf_zero.optim.initial_state import counted_elsewhere, initial_state
+from hf_zero.optim.segment_entries import is_elementwise, is_scalar
 from tests.helpers.cells import in_one_item
 from tests.helpers.flats import shard
 

@@ -18,7 +18,7 @@ from hf_zero.distributed import process_group, world_group
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.logging import listed, logger
-from hf_zero.optim.state import step_dtype
+from hf_zero.optim.segments import step_dtype
 from hf_zero.zero.engine_parts import EngineParts
 from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, flat_of, owner_of

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from hf_zero.errors import PartitionError
-from hf_zero.optim.state import step_dtype
+from hf_zero.optim.segments import step_dtype
 from hf_zero.zero.access.full import (
     _engine_of,
     _gradient_to_replace,

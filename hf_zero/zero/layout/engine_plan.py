@@ -23,9 +23,10 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.offload.placement import PlacementRules, ShardSpec
 from hf_zero.offload.storage import StorageFormat, SubGroup, paged, size_in_file, size_in_memory
 from hf_zero.optim.elementwise import updates_in_parts
+from hf_zero.optim.initial_state import InitialStates
 from hf_zero.optim.moment_formats import codec_of
+from hf_zero.optim.segment_entries import SegmentStateAccess, is_elementwise
 from hf_zero.optim.segments import ParamGroup, group_runs
-from hf_zero.optim.state import SegmentStateAccess, is_elementwise
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.parameter_codec import ParameterCodec
 from hf_zero.zero.layout.precision import COMPUTE
@@ -347,10 +348,11 @@ class EnginePlan:
         """
         if (group, dtype) not in self._kept_by_group:
             like = torch.zeros(1, dtype=dtype)
-            numbers = self._entries.initial(group, like, decoded=True)
+            initial = InitialStates(self._entries)
+            numbers = initial.of_group(group, like, decoded=True)
             # on the device, 8-bit moments are counted by optimizer_bytes
             blocks = self._entries.groups[group].get("moments") in ("int8", "dynamic8")
-            on_device = numbers if blocks else self._entries.initial(group, like)
+            on_device = numbers if blocks else initial.of_group(group, like)
             self._kept_by_group[group, dtype] = {
                 name: KeptState(group, on_device[name].dtype, value.dtype)
                 for name, value in numbers.items()

@@ -492,7 +492,7 @@ class CopyGate:
 
 class OptimizerShard(CopyGate):
     """The optimizer's view of the elements ``owned`` of one flat buffer: its master weights and its
-    offloaded moments. Moments on the device are in ``optim/state.py``.
+    offloaded moments. Moments on the device are in ``optim/device_state.py``.
 
     Offloaded state is updated on another thread: call :meth:`wait_for_update` before using a
     parameter shard, a master weight, a moment or a whole parameter.
@@ -503,7 +503,7 @@ class OptimizerShard(CopyGate):
         self.key, self.layout, self.owned = spec.key, spec.layout, spec.owned
         self.trainable, self.tied_pp_stages = spec.trainable, spec.sharding.pp_stages
         self.gradient = gradient
-        # storage of master weights, and of offloaded moments (on the device: optim/state.py)
+        # storage of master weights, and of offloaded moments (on the device: optim/device_state.py)
         self.storage: Storage = DeviceStorage({})
         self.offloaded = False  # master weights and moments are
         # whether the master weights are separate from the parameter shard

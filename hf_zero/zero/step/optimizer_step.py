@@ -155,7 +155,7 @@ class OptimizerStep:
             for update_flats in self.feature_hooks.update:
                 skip_refresh.update(update_flats(divisor))
             if self.updater.units or self.updater.backward_update is not None:
-                update = self.updater.backward_update or self.bound.begin(
+                update = self.updater.backward_update or self.bound.offloaded_update(
                     1.0 if divisor is None else float(divisor), steps_before
                 )
                 self.updater.start(update)
@@ -400,7 +400,7 @@ class OptimizerStep:
             self._follow_updates(unit.streams.device)
         unit.take_user_writes()
         with self._updating_state(), self.bound.scaled_rates(self.lr_scale):
-            update = updater.backward_update or self.bound.begin(1.0, steps_before)
+            update = updater.backward_update or self.bound.offloaded_update(1.0, steps_before)
             if flats[0].optimizer_shard.offloaded:
                 updater.start_in_backward(update, unit)
                 for flat in flats:

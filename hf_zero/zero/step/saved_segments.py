@@ -19,9 +19,9 @@ from torch import nn
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.logging import listed, log_rank0
+from hf_zero.optim.segment_entries import is_elementwise, is_scalar
 from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
 from hf_zero.optim.snapshots import KEY, layout_of
-from hf_zero.optim.state import is_elementwise, is_scalar
 from hf_zero.optim.whole_tensor import ShardRanks, tensor_state_names
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import WholeNames
