@@ -15,14 +15,21 @@ from torch.optim.optimizer import StateDict
 
 from hf_zero.config.feature_rows import provided
 from hf_zero.errors import PartitionError, UnsupportedOptimizerError
-from hf_zero.offload.storage import MASTER
+from hf_zero.logging import listed
+from hf_zero.offload.storage import COMPENSATION, MASTER
 from hf_zero.ops.coded_arrays import CodedArray
 from hf_zero.optim import snapshots
 from hf_zero.optim.device_state import DeviceState
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, adopt_states, update_base
 from hf_zero.optim.existing_state import Carried, collect
-from hf_zero.optim.group_settings import SharedSettings, load_settings, plain_settings, scaled_rates
-from hf_zero.optim.initial_state import InitialStates
+from hf_zero.optim.group_settings import (
+    NOT_KEPT,
+    SharedSettings,
+    load_settings,
+    plain_settings,
+    scaled_rates,
+)
+from hf_zero.optim.initial_state import InitialStates, initial_state, kept_states
 from hf_zero.optim.members import GroupMember, GroupsInStep, HiddenStates
 from hf_zero.optim.moment_formats import names_in_8_bits
 from hf_zero.optim.own_step import OwnStep
@@ -170,9 +177,9 @@ class BoundOptimizer:
                     member.parameter = parameters.get(name)
                 self._lists[-1].append(member)
         self._identities = list[int]()
-        for group, listed in zip(self.groups, self._lists):
-            group["params"] = listed
-            self._identities += id(listed), *map(id, listed)
+        for group, members in zip(self.groups, self._lists):
+            group["params"] = members
+            self._identities += id(members), *map(id, members)
         states = provided("member_states", HiddenStates)
         self.states: Any = states(self._entries, self._table, self._lists, self._parts, self.forget)
         self._own.run_hooks = self.states.run_hooks
@@ -682,6 +689,35 @@ class BoundOptimizer:
         ]
         return snapshots.described(packed | {"state": states}, read, None, self._flats)
 
+    def refuse_unkept(
+        self,
+        kinds: Collection[str],
+        numbers: Sequence[Collection[str]],
+        settings: Sequence[ParamGroup],
+    ) -> None:
+        """Raise UnsupportedOptimizerError if, with the ``settings`` of its groups in a state dict,
+        no group keeps a state of one of the ``kinds``, or a group not one of its ``numbers``.
+        """
+        segments = self._table.segments
+        present = {MASTER, COMPENSATION}.union(*(self._entries.of(s).keys() for s in segments))
+        if present.issuperset(chain(kinds, *numbers)):
+            return
+        like = self._probe()
+        kept = list[set[str]]()
+        for group, saved in zip(self.groups, settings):
+            new = {**group, **{k: v for k, v in saved.items() if k not in NOT_KEPT}}
+            first = initial_state(self.optimizer, new, like)
+            kept.append(present | first.keys() | kept_states(self.optimizer, new))
+        unknown = set(kinds).difference(*kept)
+        unknown = unknown.union(*(set(own) - names for own, names in zip(numbers, kept)))
+        if unknown:
+            keeps = sorted(set().union(*kept) - {MASTER, COMPENSATION})
+            raise UnsupportedOptimizerError(
+                f"a state dict has state {listed(sorted(unknown), 6)}, and optimizer "
+                f"{type(self.optimizer).__name__} keeps {', '.join(keeps)}: remove it from the "
+                "dict, or load into the optimizer that saved it; nothing was loaded"
+            )
+
     def drop_state(self) -> None:
         """Drop the state on the device and all entries, as a load of torch does."""
         self.states.discard()
@@ -722,9 +758,12 @@ class BoundOptimizer:
         """Return whether a group of this optimizer keeps a state ``name``, or would with a
         momentum, as far as its class shows without a step.
         """
+        return self._initial.some_group_keeps(name, self._probe())
+
+    def _probe(self) -> Tensor:
+        """Return an element like the master weights, from which initial states are read."""
         narrow = self._bf16 is not None and self._bf16.masters
-        like = torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
-        return self._initial.some_group_keeps(name, like)
+        return torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
 
     def _same_groups(self, saved: Sequence[object], what: str) -> None:
         if len(saved) != len(self.groups):

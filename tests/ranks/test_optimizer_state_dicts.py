@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import transformers
 
+import hf_zero
+from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim import Adafactor
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
@@ -238,3 +241,37 @@ def test_ranks_without_a_part_of_a_group_count_its_steps():
     found = on_ranks(RANKS, run, build=partly_frozen)
     assert {own for own, _ in found} == {True, False}
     assert [steps for _, steps in found] == [[BEFORE] * 2] * RANKS
+
+
+REFUSED = {
+    "an array": (lambda state: torch.zeros_like(state["exp_avg"]), "mine", "has state mine, and"),
+    "a number": (lambda state: 1.0, "mine", "has state mine, and .* keeps exp_avg, exp_avg_sq, s"),
+    "a shape": (lambda state: torch.ones(3), "exp_avg", r"'exp_avg' of shape \(3,\) for enter"),
+    "no number": (lambda state: torch.ones(3), "step", r"'step' of shape \(3,\) .* or one number"),
+}
+
+
+@in_turn("stage, what", [(0, "an array"), (2, "a number"), (2, "a shape"), (3, "no number")])
+def test_a_refused_dict_changes_nothing(stage, what):
+    value, name, message = REFUSED[what]
+
+    def run(rank, model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine = start(model, optimizer, config_of(stage))
+        run_steps(engine, rank, range(BEFORE))
+        given = copy.deepcopy(optimizer.state_dict())
+        given["param_groups"][0]["lr"] = 0.5
+        for state in given["state"].values():
+            state["exp_avg"].zero_()
+        given["state"][0][name] = value(given["state"][0])
+        with pytest.raises(UnsupportedOptimizerError, match=message):
+            optimizer.load_state_dict(given)
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        means = [hf_zero.safe_get_full_optimizer_state(p, "exp_avg") for p in model.parameters()]
+        assert all(mean.any() for mean in means)
+        run_steps(engine, rank, range(BEFORE, STEPS))
+        return full_weights(engine)
+
+    want, _ = by_hand(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3), WINDOWS, RANKS)
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)

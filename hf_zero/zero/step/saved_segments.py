@@ -65,7 +65,7 @@ class SavedSegments(StateSource):
     def __init__(self, packed: Mapping[str, Any], engine: ShardedEngine):
         bound, flats = engine.bound, engine.sharded_model.trainable
         self._kind = type(engine.optimizer).__name__
-        self._of_wholes = tensor_state_names(engine.optimizer)
+        self._of_wholes, self._keeps = tensor_state_names(engine.optimizer), bound.keeps
         self._shapes = {slot.name: tuple(slot.shape) for f in flats for slot in f.layout.slots}
         self._state = dict[Any, Any](packed["state"])
         self._drop_frozen(packed[KEY])
@@ -90,6 +90,12 @@ class SavedSegments(StateSource):
         for saved in self._saved:
             if saved.refusal:
                 raise UnsupportedOptimizerError(saved.refusal)
+        kinds, numbers = set[str](), [set[str]() for _ in bound.groups]
+        for saved in self._saved:
+            kinds.update(*saved.kinds.values())
+            for name, of_name in saved.scalars.items():
+                numbers[saved.group_of[name]].update(of_name or ())
+        bound.refuse_unkept(kinds, numbers, packed["param_groups"])
         groups = {self._own[name]: group for name, group in bound.group_of.items()}
         for target, ranges in enumerate(self._wanted):
             for name in ranges:
@@ -135,11 +141,17 @@ class SavedSegments(StateSource):
                 elif is_scalar(key, value, shape):
                     scalars[key] = float(value)
                 elif value is not None:
-                    other = tuple(getattr(value, "shape", ()))
+                    other = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
+                    name = runs[0][0] if runs else f"entry {entry}"
+                    remedy = (
+                        f"give it the shape {shape} that this rank has of it, or one number"
+                        if self._keeps(key)
+                        else f"{key!r} is of whole tensors, which ranks do not exchange; use "
+                        "load_checkpoint"
+                    )
                     saved.refusal = (
                         f"a state dict of optimizer {self._kind} has state {key!r} of shape "
-                        f"{other} for one of {shape}: {key!r} is of whole tensors, which ranks "
-                        "do not exchange; use load_checkpoint"
+                        f"{other} for {name}: {remedy}"
                     )
             if state or group not in stepped:
                 saved.shared[group][tuple(sorted(scalars.items()))] += 1
