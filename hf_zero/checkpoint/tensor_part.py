@@ -42,7 +42,7 @@ class TensorPart(torch.Tensor):
     def __new__(cls, local: torch.Tensor, layout: Place) -> TensorPart:
         shape, _, box = layout
         whole = shape if box is None else box.whole
-        part: TensorPart = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        part: TensorPart = torch.Tensor._make_wrapper_subclass(
             cls, whole, dtype=local.dtype, device=local.device
         )
         return part

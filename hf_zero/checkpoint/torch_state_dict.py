@@ -544,7 +544,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                     sys.meta_path.remove(self)
                 _patch(module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module
         return spec
 
 

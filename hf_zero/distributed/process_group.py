@@ -61,7 +61,7 @@ def get_local_rank(rank: int | None = None) -> int:
 
 def default_store() -> dist.Store:
     """Return the store of the default process group."""
-    return dist.distributed_c10d._get_default_store()  # type: ignore[no-any-return]
+    return dist.distributed_c10d._get_default_store()
 
 
 def all_reduce(tensor: torch.Tensor) -> None:

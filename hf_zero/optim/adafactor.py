@@ -153,7 +153,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
         return [[next(sums) for _ in of] for of in parts]
 
     @classmethod
-    def apply(cls, group: ParamGroup, parts: Parts) -> None:  # type: ignore[override]
+    def apply(cls, group: ParamGroup, parts: Parts) -> None:
         sums, clipping = parts.results
         updates = cls._updates(group, parts, parts.gradients())
         averages = zip(*parts.moments) if parts.moments else [() for _ in parts.weights]

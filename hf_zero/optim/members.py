@@ -41,7 +41,7 @@ class GroupMember(torch.nn.Parameter):
     groups = GroupsInStep()
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """As of the parameter that it is a part of; autograd sees none."""
         return self.parameter is not None and self.parameter.requires_grad
 
@@ -55,13 +55,14 @@ class GroupMember(torch.nn.Parameter):
             self.parameter.requires_grad_(requires_grad)
         return self
 
-    @property  # type: ignore[override]
+    @property
     def grad(self) -> Tensor | None:
         """None; in hooks before the step the gradient of its elements. Raises PartitionError while
         the engine holds gradients.
         """
         self._refuse(self._is_held())
-        return _grad.__get__(self)
+        gradient: Tensor | None = _grad.__get__(self)
+        return gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -88,7 +89,7 @@ class GroupMember(torch.nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
         """The values, whose writes are counted."""
         return self.detach()

@@ -74,7 +74,7 @@ class LRSchedule(LRScheduler, ABC):
         """Return the learning rates that were written last, as numbers."""
         return self._last_lr
 
-    def step(self, last_batch_iteration: int | None = None) -> None:  # type: ignore[override]
+    def step(self, last_batch_iteration: int | None = None) -> None:
         """Advance to the next iteration, or to ``last_batch_iteration``, and write its values into
         the optimizer's groups.
         """
@@ -339,7 +339,7 @@ class LRRangeTest(LRSchedule):
         self.staircase = bool(lr_range_test_staircase)
         self._start(last_batch_iteration)
 
-    def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
+    def step(self, batch_iteration: int | None = None) -> None:
         super().step(batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:
@@ -433,7 +433,7 @@ class OneCycle(LRSchedule):
             self.cycle_momentum = False
         self._start(last_batch_iteration)
 
-    def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
+    def step(self, batch_iteration: int | None = None) -> None:
         super().step(batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:

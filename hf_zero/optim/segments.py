@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hf_zero.errors import PartitionError
 from hf_zero.offload.storage import MASTER
+from hf_zero.ops.coded_arrays import StateArray
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class MemoryRegion:
         first = bisect_left(self.segments, segment.start, key=_start_of)
         return self.segments[first : bisect_left(self.segments, segment.stop, key=_start_of)]
 
-    def moments(self, name: str, start: int, stop: int) -> list[tuple[int, Any]]:
+    def moments(self, name: str, start: int, stop: int) -> list[tuple[int, StateArray]]:
         """Return state ``name`` of elements ``[start, stop)`` on the device in pieces, each with
         its place.
         """

@@ -269,4 +269,5 @@ def plan_to_build(planned: Planned[Any], optimizer: torch.optim.Optimizer | None
 
 def _fresh_plan(resolved: Resolved[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
     settings, model = resolved.settings, resolved.request.model
-    return resolved.engine_class.plan(model, settings, optimizer, extensions_of)
+    plan: EnginePlan = resolved.engine_class.plan(model, settings, optimizer, extensions_of)
+    return plan

@@ -86,7 +86,7 @@ def _reasons(
             "parameters of the optimizer outside the model (their gradients are in no graph; make "
             "the module that has them a part of the model)"
         )
-    if optimizer._optimizer_step_pre_hooks:  # type: ignore[attr-defined]
+    if optimizer._optimizer_step_pre_hooks:
         yield "hooks before the optimizer's step (a graph calls none; remove them)"
     hooked = [name or "the model" for name, module in model.named_modules() if hooks_of(module)]
     if hooked:

@@ -96,10 +96,10 @@ class _NumpyDtype:
         self.dtype = self.dtype.newbyteorder(order)
 
 
-class _NumpyArray(np.ndarray):  # type: ignore[type-arg]  # numpy's parameters are of no use here
+class _NumpyArray(np.ndarray):  # numpy's parameters are of no use here
     """An array of numbers whose bytes are those of its shape and dtype."""
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:  # type: ignore[override]
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, kind, is_fortran, values = state
         sizes = [type(size) is int and size >= 0 for size in shape]
         if not isinstance(kind, _NumpyDtype) or not isinstance(values, bytes) or not all(sizes):
