@@ -73,6 +73,8 @@ class DeviceState(Regions):
         # whether a throw-away twin shows the values before the first step
         self._initial_is_known = base is not None or self._constructor_creates_state
         self._momentum_is_first_gradient = momentum_is_first_gradient
+        # whether the first step sets state to what only the class knows
+        self.step_creates_state = momentum_is_first_gradient or not self._initial_is_known
         self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
         self.allocations = 0  # number of arrays allocated so far: they are then at other places
 
@@ -154,14 +156,12 @@ class DeviceState(Regions):
         first, groups = self._initial.cached(), self.entries.groups
         # a hook before the step may yet change the rate, on which initial values can depend
         hooked = self.entries.optimizer._optimizer_step_pre_hooks and self.entries.bf16 is None
-        initial_is_known = self._constructor_creates_state or (
-            self._initial_is_known and not hooked
-        )
+        may_change = hooked and not self._constructor_creates_state
         if self._momentum_is_first_gradient:
             new = [segment for segment in new if groups[segment.group]["momentum"]]
         for segment in new:
             damps = self._momentum_is_first_gradient and groups[segment.group]["dampening"]
-            if not initial_is_known or damps or self.entries.of(segment):
+            if not self._initial_is_known or may_change or damps or self.entries.of(segment):
                 created_by_step.append(segment)
                 continue
             self.create(segment, first)

@@ -6,12 +6,9 @@ to it is stored before the engine uses the state next.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from itertools import pairwise
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +17,7 @@ from torch import Tensor
 from hf_zero.errors import PartitionError
 from hf_zero.ops.coded_arrays import CodedArray
 from hf_zero.optim.initial_state import InitialStates
+from hf_zero.optim.pre_step_hooks import PreStepHooks
 from hf_zero.optim.segment_entries import (
     SegmentStateAccess,
     copy_of,
@@ -30,10 +28,9 @@ from hf_zero.optim.segment_entries import (
     scalar_like,
 )
 from hf_zero.optim.segment_table import SegmentTable
-from hf_zero.optim.segments import MemoryRegion, ParamState, Segment, adjacent
+from hf_zero.optim.segments import ParamState, Segment, concatenate, shares_memory
 from hf_zero.optim.snapshots import MemberPart
 
-_start_of = attrgetter("start")
 Piece = tuple[Segment, int, int]
 """Elements ``[first, last)`` of a segment."""
 
@@ -128,6 +125,7 @@ class MemberStates(MutableMapping[Any, Any]):
         restart: Callable[[], None],
     ) -> None:
         self._access, self._table, self._groups = entries, table, (members, parts)
+        self.run_hooks = PreStepHooks(self, entries, table).run
         self.restart = restart
         self.wait: Callable[[], object] = nothing
         self.refuse: Callable[[object], None] = _allow
@@ -325,9 +323,9 @@ class MemberStates(MutableMapping[Any, Any]):
         if not pieces:
             coded = isinstance(value, CodedArray)
             arrays = [torch.zeros(0) if coded else value.new_zeros(0)]
-        joined = join(arrays)
+        joined = concatenate(arrays)
         return joined.view(part.shape), copies or (
-            len(arrays) > 1 and not shares(joined, arrays[0])
+            len(arrays) > 1 and not shares_memory(joined, arrays[0])
         )
 
     # ---- writes ----
@@ -433,79 +431,6 @@ class MemberStates(MutableMapping[Any, Any]):
                     live[name] = copy_of(value)
             at += last - first
 
-    # ---- hooks before a step ----
-
-    def run_hooks(
-        self,
-        run: Callable[[], None],
-        segments: Sequence[Segment],
-        gradients: list[Tensor],
-    ) -> tuple[list[Segment], list[Tensor]]:
-        """``run`` the optimizer's own pre hooks before a step of ``segments``, whose members have
-        the ``gradients`` meanwhile, and the weights that are stepped. Return the segments with
-        their gradients without those of members whose gradient a hook has removed.
-        """
-        gradient_of, lent = dict(zip(segments, gradients)), list[Any]()
-        member: Any
-        for member, (part, _) in self.parts.items():
-            pieces, flat = self.pieces(part), member.shard
-            if not all(segment in gradient_of for segment, *_ in pieces):
-                continue
-            if not pieces and (flat.offloaded or part.name in flat.gradient.unused):
-                continue
-            weights = [segment.tensor.data[first:last] for segment, first, last in pieces]
-            grads = [gradient_of[segment][first:last] for segment, first, last in pieces]
-            former = None
-            if self._access.bf16 is not None and pieces:
-                former = member.move(join(weights).view(part.shape))
-            lent.append((member, part, former, weights, grads))
-            member.lend(join(grads).view(part.shape) if grads else torch.zeros_like(member))
-        dropped = set[str]()
-        try:
-            run()
-            for member, part, former, weights, grads in lent:
-                if member.grad is None and grads:
-                    dropped.add(part.name)
-                elif grads:
-                    _copy_pieces(grads, member.grad)
-                if former is not None:
-                    _copy_pieces(weights, member.detach())
-        finally:
-            for member, _, former, *_ in lent:
-                member.lend(None)
-                if former is not None:
-                    member.move(former)
-        self.take()
-        updated = frozenset[str]().union(*(segment.names for segment in segments)) - dropped
-        self._table.separate(self._table.current, updated)
-        return self._in_current(gradient_of, dropped)
-
-    @staticmethod
-    def _in_current(
-        gradient_of: Mapping[Segment, Tensor], dropped: set[str]
-    ) -> tuple[list[Segment], list[Tensor]]:
-        """Return the current segments of those in ``gradient_of``, which hooks may have cut or
-        joined, without those of ``dropped`` parameters, and their gradients.
-        """
-        of_region = defaultdict[MemoryRegion, list[Segment]](list)
-        for segment in gradient_of:
-            of_region[segment.region].append(segment)
-        stepped, gradients = list[Segment](), list[Tensor]()
-        for region, former in of_region.items():
-            former.sort(key=_start_of)
-            for piece in region.segments:
-                at = max(0, bisect_right(former, piece.start, key=_start_of) - 1)
-                grads = list[Tensor]()
-                for segment in former[at : bisect_left(former, piece.stop, key=_start_of)]:
-                    first = max(0, piece.start - segment.start)
-                    last = min(segment.stop, piece.stop) - segment.start
-                    if first < last:
-                        grads.append(gradient_of[segment][first:last])
-                if grads and not (piece.names and dropped.issuperset(piece.names)):
-                    stepped.append(piece)
-                    gradients.append(join(grads))
-        return stepped, gradients
-
     # ---- the end of entries ----
 
     def discard(self) -> None:
@@ -530,28 +455,3 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"one of {value.dtype} and shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
-
-
-def join(arrays: Sequence[Tensor]) -> Tensor:
-    """Return ``arrays``, 1-D, as one: a view if they are adjacent in memory, else a copy."""
-    first = arrays[0]
-    if len(arrays) == 1:
-        return first
-    if all(adjacent(a, b) for a, b in pairwise(arrays)):
-        return first.as_strided((sum(map(torch.numel, arrays)),), (1,), first.storage_offset())
-    return torch.cat([*arrays])
-
-
-def _copy_pieces(pieces: Sequence[Tensor], whole: Tensor) -> None:
-    """Copy ``whole`` into ``pieces`` of it, unless it is in their memory."""
-    at = 0
-    for piece in pieces:
-        elements = whole.reshape(-1)[at : at + piece.numel()]
-        if not shares(piece, elements):
-            piece.copy_(elements)
-        at += piece.numel()
-
-
-def shares(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors begin at the same place in memory."""
-    return left.data_ptr() == right.data_ptr()

@@ -16,8 +16,6 @@ from torch import Tensor
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.device_state import DeviceState
-from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT
-from hf_zero.optim.initial_state import MADE_BY_CONSTRUCTORS
 from hf_zero.optim.members import GroupsInStep
 from hf_zero.optim.probing import bare_step
 from hf_zero.optim.segment_entries import NarrowStates, without_none
@@ -123,10 +121,6 @@ class OwnStep:
         self._groups = groups
         self._bf16 = bf16
         self._device, self._states = device, device.entries.states
-        # the first step of a segment creates its state: only the class knows the initial values
-        self._step_creates_state = base in BEGIN_WITH_GRADIENT or (
-            base is None and not isinstance(optimizer, MADE_BY_CONSTRUCTORS)
-        )
         self.run_hooks: RunHooks  # set by the bound optimizer
         self.step = optimizer.step  # with the wrappers LR schedulers have put on the object
 
@@ -221,7 +215,7 @@ class OwnStep:
         placeholder = segment.tensor.data
         placeholders = {name: entries[name] for name in arrays if name in entries}
         segment.tensor.data = arrays[MASTER]
-        if is_first_step and self._step_creates_state:
+        if is_first_step and self._device.step_creates_state:
             entries.clear()
         else:
             entries.update({name: arrays[name] for name in placeholders})

@@ -303,6 +303,21 @@ def adjacent(left: Tensor | None, right: Tensor | None) -> bool:
     )
 
 
+def concatenate(arrays: Sequence[Tensor]) -> Tensor:
+    """Return ``arrays``, 1-D, as one: a view if they are adjacent in memory, else a copy."""
+    first = arrays[0]
+    if len(arrays) == 1:
+        return first
+    if all(adjacent(a, b) for a, b in pairwise(arrays)):
+        return first.as_strided((sum(map(torch.numel, arrays)),), (1,), first.storage_offset())
+    return torch.cat([*arrays])
+
+
+def shares_memory(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors begin at the same place in memory."""
+    return left.data_ptr() == right.data_ptr()
+
+
 def group_runs(
     layout: FlatLayout, owned: tuple[int, int], group_of: Mapping[str, Group]
 ) -> list[Run[Group]]:

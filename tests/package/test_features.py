@@ -323,7 +323,7 @@ def test_what_keys_alone_show_is_refused_by_key() -> None:
 FILES = {
     "hang_detection": ("distributed/job_detection.py",),
     "attempts": ("distributed/attempts.py",),
-    "member_states": ("optim/member_states.py",),
+    "member_states": ("optim/member_states.py", "optim/pre_step_hooks.py"),
     "schedules": (),
     "meta_models": (),
     "other_jobs": (),
