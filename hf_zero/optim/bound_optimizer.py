@@ -30,7 +30,7 @@ from hf_zero.optim.group_settings import (
     scaled_rates,
 )
 from hf_zero.optim.initial_state import InitialStates, initial_state, kept_states
-from hf_zero.optim.members import GroupMember, GroupsInStep, HiddenStates
+from hf_zero.optim.members import GroupMember, GroupsInStep, HiddenStates, member_class
 from hf_zero.optim.moment_formats import names_in_8_bits
 from hf_zero.optim.own_step import OwnStep
 from hf_zero.optim.segment_entries import NarrowStates, SegmentStateAccess, copy_of
@@ -162,6 +162,7 @@ class BoundOptimizer:
         # members of a flat buffer share a count of changes, which steps leave as it is
         memory = {flat.key: flat.storage.entry(MASTER).data for flat in self._flats}
         self._watched = [memory[flat.key] for flat in self._flats if flat.key in copied]
+        kinds = {key: member_class(values) for key, values in memory.items()}
         self._parts = snapshots.parts_of(self._members, self._flats)
         self._lists = list[list[Tensor]]()  # kept so that no other list can have its id
         for parts, members in zip(self._parts, self._members):
@@ -171,15 +172,16 @@ class BoundOptimizer:
                 if part.flat is not None:
                     # without calls of Python, of which a large model would make many
                     elements = memory[part.flat.key].narrow(0, part.start, part.last - part.first)
-                    member = Tensor._make_subclass(GroupMember, elements.view(part.shape), False)
+                    kind = kinds[part.flat.key]
+                    member = Tensor._make_subclass(kind, elements.view(part.shape), False)
                     member.shard, member.groups = part.flat, self._groups
-                if type(member) is GroupMember:
+                if isinstance(member, GroupMember):
                     member.parameter = parameters.get(name)
                 self._lists[-1].append(member)
         self._identities = list[int]()
-        for group, members in zip(self.groups, self._lists):
-            group["params"] = members
-            self._identities += id(members), *map(id, members)
+        for group, stand_ins in zip(self.groups, self._lists):
+            group["params"] = stand_ins
+            self._identities += id(stand_ins), *map(id, stand_ins)
         states = provided("member_states", HiddenStates)
         self.states: Any = states(self._entries, self._table, self._lists, self._parts, self.forget)
         self._own.run_hooks = self.states.run_hooks
@@ -308,18 +310,8 @@ class BoundOptimizer:
 
     def run_post_hooks(self) -> None:
         """Run the optimizer's own post hooks, as a step of torch does at its end."""
-        optimizer = self.optimizer
-        try:
-            for hook in [*optimizer._optimizer_step_post_hooks.values()]:
-                hook(optimizer, (optimizer,), {})
-        except RuntimeError as error:
-            if "more than one element of the written-to tensor" not in str(error):
-                raise
-            raise PartitionError(
-                'a hook after the step writes to group["params"], and the master weights of this '
-                "rank are in files, where it cannot; write to the model's parameters, or set "
-                "zero_optimization.offload_optimizer.device to cpu"
-            ) from error
+        for hook in [*self.optimizer._optimizer_step_post_hooks.values()]:
+            hook(self.optimizer, (self.optimizer,), {})
 
     def step(
         self,

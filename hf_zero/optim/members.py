@@ -117,6 +117,49 @@ class GroupMember(torch.nn.Parameter):
         _grad.__set__(self, gradient)
 
 
+class FileMember(GroupMember):
+    """A member whose elements are in files, with a stand-in of one element as its memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func``. Raises PartitionError where it writes to the stand-in, which torch refuses
+        in part.
+        """
+        first, failure = args[0] if args else None, None
+        with torch._C.DisableTorchFunctionSubclass():
+            given = first if isinstance(first, (list, tuple)) else [first]
+            own = [tensor for tensor in given if isinstance(tensor, cls)]
+            versions = [tensor._version for tensor in own]
+            try:
+                result = func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                if "more than one element of the written-to tensor" not in str(error):
+                    raise
+                failure = error
+            if failure is None and versions == [tensor._version for tensor in own]:
+                return result
+        raise PartitionError(
+            'a script writes to a member of group["params"], and its values are in files, where '
+            "it cannot; write to the model's parameters, or set "
+            "zero_optimization.offload_optimizer.device (offload_param.device for frozen "
+            "parameters) to cpu"
+        ) from failure
+
+    @property
+    def data(self) -> Tensor:
+        """The values; writes are refused, too."""
+        return self.detach().as_subclass(FileMember)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        GroupMember.data.fset(self, value)  # type: ignore[attr-defined]
+
+
+def member_class(memory: Tensor) -> type[GroupMember]:
+    """Return the class of members over ``memory`` [owned] of a flat buffer."""
+    return FileMember if memory.numel() > 1 and not any(memory.stride()) else GroupMember
+
+
 class HiddenStates(dict[Any, Any]):
     """``optimizer.state`` between steps, empty. A feature shows the state of members there, and
     lends their gradients to hooks before a step.

@@ -19,7 +19,7 @@ from hf_zero.ops import native
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.existing_state import collect
-from hf_zero.optim.members import GroupMember
+from hf_zero.optim.members import member_class
 from hf_zero.optim.moment_formats import refuse_on_device
 from hf_zero.optim.probing import switches_weights
 from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
@@ -205,7 +205,10 @@ class ShardedModel:
             for name, p in flat.parameters.items():
                 members[id(p)] = (name, None)
                 if not flat.trainable:
-                    part = GroupMember(flat.member(name), False) if flat.sharded else p
+                    part = p
+                    if flat.sharded:
+                        values = flat.member(name)
+                        part = member_class(values)(values, False)
                     members[id(p)] = (name, part)
         groups = optimizer.param_groups
         return [[members.get(id(p), ("", p)) for p in group["params"]] for group in groups]

@@ -226,6 +226,37 @@ def test_what_a_script_does_between_steps(name: str, stage: int, way: str, tmp_p
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
 
 
+def _assign(member: Any) -> None:
+    member.data = torch.ones(member.shape)
+
+
+WRITES_TO_FILES: dict[str, Any] = {
+    "in place": lambda member: member.mul_(0.5),
+    "foreach": lambda member: torch._foreach_mul_([member], 0.5),
+    "through .data": lambda member: member.data.fill_(0.5),
+    "to .data": _assign,
+}
+
+
+@in_turn("stage, write", [*zip((0, 1, 2, 3), WRITES_TO_FILES)])
+def test_members_in_files_refuse_writes(stage: int, write: str, tmp_path: Any) -> None:
+    write_to, message = WRITES_TO_FILES[write], "values are in files.* write to the model's param"
+
+    def run(rank: int, model: nn.Module) -> None:
+        engine = start(
+            model, ADAMW(model), config_of(stage, zero_optimization=offload(FILES, stage, tmp_path))
+        )
+        run_steps(engine, rank, range(1))
+        member = max(members(engine.optimizer), key=torch.Tensor.numel)
+        engine.optimizer.register_step_post_hook(torch.no_grad()(lambda *_: write_to(member)))
+        with pytest.raises(PartitionError, match=message):
+            run_steps(engine, rank, range(1, 2))
+        with torch.no_grad(), pytest.raises(PartitionError, match=message):
+            write_to(member)
+
+    on_ranks(1, run)
+
+
 @in_turn("stage, ranks, way", [(0, 2, DEVICE), (1, 1, CPU), (2, 2, DEVICE), (3, 2, FILES)])
 def test_what_a_script_sees(stage: int, ranks: int, way: str, tmp_path: Any) -> None:
     """Of whole parameters exactly what torch shows; of parts their elements, in the order of the
