@@ -22,13 +22,7 @@ from hf_zero.optim import snapshots
 from hf_zero.optim.device_state import DeviceState
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, adopt_states, update_base
 from hf_zero.optim.existing_state import Carried, collect
-from hf_zero.optim.group_settings import (
-    NOT_KEPT,
-    SharedSettings,
-    load_settings,
-    plain_settings,
-    scaled_rates,
-)
+from hf_zero.optim.group_settings import SharedSettings, load_settings, plain_settings, scaled_rates
 from hf_zero.optim.initial_state import InitialStates, initial_state, kept_states
 from hf_zero.optim.members import GroupMember, GroupsInStep, HiddenStates, member_class
 from hf_zero.optim.moment_formats import names_in_8_bits
@@ -694,11 +688,10 @@ class BoundOptimizer:
         present = {MASTER, COMPENSATION}.union(*(self._entries.of(s).keys() for s in segments))
         if present.issuperset(chain(kinds, *numbers)):
             return
-        like = self._probe()
         kept = list[set[str]]()
         for group, saved in zip(self.groups, settings):
-            new = {**group, **{k: v for k, v in saved.items() if k not in NOT_KEPT}}
-            first = initial_state(self.optimizer, new, like)
+            new = {**group, **plain_settings(saved)}
+            first = initial_state(self.optimizer, new, torch.zeros(1))
             kept.append(present | first.keys() | kept_states(self.optimizer, new))
         unknown = set(kinds).difference(*kept)
         unknown = unknown.union(*(set(own) - names for own, names in zip(numbers, kept)))
@@ -750,12 +743,9 @@ class BoundOptimizer:
         """Return whether a group of this optimizer keeps a state ``name``, or would with a
         momentum, as far as its class shows without a step.
         """
-        return self._initial.some_group_keeps(name, self._probe())
-
-    def _probe(self) -> Tensor:
-        """Return an element like the master weights, from which initial states are read."""
         narrow = self._bf16 is not None and self._bf16.masters
-        return torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
+        like = torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
+        return self._initial.some_group_keeps(name, like)
 
     def _same_groups(self, saved: Sequence[object], what: str) -> None:
         if len(saved) != len(self.groups):

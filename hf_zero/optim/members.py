@@ -122,9 +122,7 @@ class FileMember(GroupMember):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call ``func``. Raises PartitionError where it writes to the stand-in, which torch refuses
-        in part.
-        """
+        """Call ``func``. Raises PartitionError where it writes to the stand-in."""
         first, failure = args[0] if args else None, None
         with torch._C.DisableTorchFunctionSubclass():
             given = first if isinstance(first, (list, tuple)) else [first]

@@ -205,10 +205,8 @@ class ShardedModel:
             for name, p in flat.parameters.items():
                 members[id(p)] = (name, None)
                 if not flat.trainable:
-                    part = p
-                    if flat.sharded:
-                        values = flat.member(name)
-                        part = member_class(values)(values, False)
+                    values = flat.member(name) if flat.sharded else p
+                    part = member_class(values)(values, False) if flat.sharded else p
                     members[id(p)] = (name, part)
         groups = optimizer.param_groups
         return [[members.get(id(p), ("", p)) for p in group["params"]] for group in groups]

@@ -142,7 +142,6 @@ class SavedSegments(StateSource):
                     scalars[key] = float(value)
                 elif value is not None:
                     other = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
-                    name = runs[0][0] if runs else f"entry {entry}"
                     remedy = (
                         f"give it the shape {shape} that this rank has of it, or one number"
                         if self._keeps(key)
@@ -151,7 +150,7 @@ class SavedSegments(StateSource):
                     )
                     saved.refusal = (
                         f"a state dict of optimizer {self._kind} has state {key!r} of shape "
-                        f"{other} for {name}: {remedy}"
+                        f"{other} for {runs[0][0] if runs else entry}: {remedy}"
                     )
             if state or group not in stepped:
                 saved.shared[group][tuple(sorted(scalars.items()))] += 1
