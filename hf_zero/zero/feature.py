@@ -5,21 +5,15 @@ Its row in ``hf_zero/config/features.toml`` has its keys, its place in the order
 not go with; its class does the rest. The core calls the methods of :class:`Feature`, and knows no
 feature by name. ``bind`` and ``apply`` may also set these extension points of the engine:
 
-====================================================  ==========================================
-extension point                                       features that set it
-====================================================  ==========================================
-``OptimizerStep.gradient_offload``, ``updater``,      offloaded updates, in ``bind``
-``on_use``, ``bring_state_back``
-``OptimizerStep.lr_scale``, ``engine.set_batches``    training phases
-``engine.schedule.changed_values``: values of units   weights in few bits, momenta in one bit
-other than the shards
-``module_hooks.left_out.sources``: blocks that a      layer drop, token drop
-forward skips
-``pass_runner.step_runner``: what runs a step         captured steps
-``engine.measures``                                   measures of steps
-``engine_class``: a subclass of the engine            pipelines
-modules: forward hooks, ``__class__`` of blocks       techniques, activations, fused modules
-====================================================  ==========================================
+- ``OptimizerStep.gradient_offload``, ``updater``, ``on_use``, ``bring_state_back``: the update of
+  state that is not on the device, in ``bind``
+- ``OptimizerStep.lr_scale``, ``engine.set_batches``: phases of a training
+- ``engine.schedule.changed_values``: values of units other than the shards
+- ``module_hooks.left_out.sources``: blocks that a forward skips
+- ``pass_runner.step_runner``: what runs a step
+- ``engine.measures``
+- ``engine_class``: a subclass of the engine
+- modules: forward hooks, ``__class__`` of blocks
 
 The core has a default for each; :meth:`Feature.remove` takes a feature's own away.
 """

@@ -21,8 +21,8 @@ from tests.parity.loops import FEATURES, ROWS, answer, config, stack
 
 
 def factor(patch: pytest.MonkeyPatch) -> None:
-    squares = OptimizerStep._squares
-    patch.setattr(OptimizerStep, "_squares", lambda self, *args: squares(self, *args) * 1.001)
+    squares = OptimizerStep._own_squares
+    patch.setattr(OptimizerStep, "_own_squares", lambda self, *args: squares(self, *args) * 1.001)
 
 
 def stale_weights(patch: pytest.MonkeyPatch) -> None:

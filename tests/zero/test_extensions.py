@@ -8,9 +8,9 @@ import ast
 import re
 from pathlib import Path
 
-from hf_zero.compression import registry
+from hf_zero.compression import plan_extensions
 
-PACKAGE = Path(registry.__file__).resolve().parents[1]
+PACKAGE = Path(plan_extensions.__file__).resolve().parents[1]
 ENGINE = PACKAGE / "zero"
 TECHNIQUES = re.compile(
     r"hpz|\bloco\b|zeropp|qgz|qwz|one.?bit|\b1.?bit|zero.?one|\blamb\b|\bmoq\b|quantize_training"
