@@ -249,14 +249,14 @@ def a_read_of_the_host() -> Any:
     """The update reads the norm."""
     from hf_zero.zero.step.optimizer_step import OptimizerStep
 
-    own = OptimizerStep._squares
+    own = OptimizerStep._own_squares
 
     def reads(self: Any, local: bool = False) -> Any:
         total = own(self, local)
         float(total)
         return total
 
-    return mock.patch.object(OptimizerStep, "_squares", reads)
+    return mock.patch.object(OptimizerStep, "_own_squares", reads)
 
 
 @fault
@@ -264,7 +264,7 @@ def a_question_for_an_event() -> Any:
     """The update asks whether the norm of the last one has arrived."""
     from hf_zero.zero.step.optimizer_step import OptimizerStep
 
-    own = OptimizerStep._squares
+    own = OptimizerStep._own_squares
 
     def asks(self: Any, local: bool = False) -> Any:
         event = torch.cuda.Event()
@@ -272,7 +272,7 @@ def a_question_for_an_event() -> Any:
         event.query()
         return own(self, local)
 
-    return mock.patch.object(OptimizerStep, "_squares", asks)
+    return mock.patch.object(OptimizerStep, "_own_squares", asks)
 
 
 @fault

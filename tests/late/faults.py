@@ -281,7 +281,7 @@ FAULTS: dict[str, Fault] = {
             "stage 3, branches on two streams in a unit",
             left_out("wait", "unit_streams.py record_compute"), COPIES),
         "the forward does not wait for parameters of other ranks": (
-            "stage 2", left_out("wait", "shared_shards.py _finish"), COPIES),
+            "stage 2", left_out("wait", "shared_shards.py finish"), COPIES),
         "a message is sent while another stream fills it": (
             "stage 2, branches on two streams that share messages",
             left_out("wait", "reductions.py flush"), COPIES),
