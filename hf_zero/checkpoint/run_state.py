@@ -134,18 +134,14 @@ def _past_the_end(loader: Any, position: dict[str, int]) -> bool:
 
 
 def _serialized(loader: Any) -> bytes:
-    buffer = io.BytesIO()
     try:
-        torch.save(loader.state_dict(), buffer)
-        buffer.seek(0)
-        torch.load(buffer, map_location="cpu", weights_only=True)
+        return _as_saved(loader.state_dict())[0]
     except Exception as error:  # pickling runs code of the value, which may raise anything
         raise CheckpointError(
             f"the state of the loader ({type(loader).__name__}) cannot be saved without a pickle "
             f"that runs code when it is loaded ({error}); its state_dict() may hold numbers, "
             "strings, tensors, lists and dicts"
         ) from error
-    return buffer.getvalue()
 
 
 def restore(engine: TrainingEngine, manifest: Manifest, file: TensorReader | None) -> None:
@@ -375,10 +371,18 @@ def split(what: str, state: Mapping[str, object]) -> tuple[dict[str, object], di
 
 def copy_as_saved(value: T) -> T:
     """Return a copy of ``value``, which a checkpoint can hold, as a load would return it."""
+    return _as_saved(value)[1]
+
+
+def _as_saved(value: T) -> tuple[bytes, T]:
+    """Return the bytes of ``value`` in a checkpoint, and what a load returns for them. Raises any
+    exception for a value that a checkpoint cannot hold.
+    """
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
-    return cast(T, torch.load(buffer, map_location="cpu", weights_only=True))
+    copy = torch.load(buffer, map_location="cpu", weights_only=True)
+    return buffer.getvalue(), cast(T, copy)
 
 
 def _check_loadable(what: str, value: object) -> None:

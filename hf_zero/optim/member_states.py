@@ -378,7 +378,7 @@ class MemberStates(MutableMapping[Any, Any]):
             }
             apart = values.keys() != shown.keys()
             for name, value in changed.items():
-                if is_elementwise(name, value, shape) and name not in self._access.of_wholes:
+                if self._is_array(name, value, shape):
                     if name in shown and value is not shown[name].value:
                         assigned[name] = None
                 else:
@@ -398,6 +398,10 @@ class MemberStates(MutableMapping[Any, Any]):
         self._table.device.reallocate(assigned)
         for member, (changed, apart) in changes.items():
             self._write(member, entries[member].values_by_name, changed, apart)
+
+    def _is_array(self, name: str, value: object, shape: Sequence[int]) -> bool:
+        """Return whether state ``name`` of a member of ``shape`` has one value per element."""
+        return name not in self._access.of_wholes and is_elementwise(name, value, shape)
 
     def _write(self, member: Any, values: ParamState, changed: ParamState, apart: bool) -> None:
         """Store the ``changed`` ones of ``values``, the state of ``member``; if it is ``apart``,
@@ -422,7 +426,7 @@ class MemberStates(MutableMapping[Any, Any]):
                     del live[name]
             segment.begun = segment.begun or apart
             for name, value in changed.items():
-                if is_elementwise(name, value, member.shape) and name not in self._access.of_wholes:
+                if self._is_array(name, value, member.shape):
                     if first < last:
                         store.put(segment, name, first, value.reshape(-1)[at : at + last - first])
                 elif isinstance(live.get(name), Tensor) and is_scalar(name, value, (0,)):

@@ -7,7 +7,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +14,8 @@ from torch import Tensor
 
 from hf_zero.optim.segment_entries import SegmentStateAccess
 from hf_zero.optim.segment_table import SegmentTable
-from hf_zero.optim.segments import MemoryRegion, Segment, concatenate, shares_memory
+from hf_zero.optim.segments import MemoryRegion, Segment, concatenate, shares_memory, start_of
 from hf_zero.optim.snapshots import MemberPart
-
-_start_of = attrgetter("start")
 
 
 class Members(Protocol):
@@ -98,11 +95,11 @@ class PreStepHooks:
             of_region[segment.region].append(segment)
         stepped, gradients = list[Segment](), list[Tensor]()
         for region, former in of_region.items():
-            former.sort(key=_start_of)
+            former.sort(key=start_of)
             for piece in region.segments:
-                at = max(0, bisect_right(former, piece.start, key=_start_of) - 1)
+                at = max(0, bisect_right(former, piece.start, key=start_of) - 1)
                 grads = list[Tensor]()
-                for segment in former[at : bisect_left(former, piece.stop, key=_start_of)]:
+                for segment in former[at : bisect_left(former, piece.stop, key=start_of)]:
                     first = max(0, piece.start - segment.start)
                     last = min(segment.stop, piece.stop) - segment.start
                     if first < last:

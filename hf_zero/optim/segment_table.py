@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +29,7 @@ from hf_zero.optim.segments import (
     Segment,
     SegmentPart,
     masters,
+    start_of,
 )
 from hf_zero.optim.step_launch import StepLaunch
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 Pieces = Callable[[MemoryRegion], Iterable[Segment]]
 """The segments of a region, in order."""
-
-_start_of = attrgetter("start")
 
 
 class SegmentTable:
@@ -175,7 +173,7 @@ class SegmentTable:
                 if segment in new:
                     segment.bind()
                     if former:
-                        at = bisect_right(former, segment.start, key=_start_of) - 1
+                        at = bisect_right(former, segment.start, key=start_of) - 1
                         self._entries.carry(former[at], segment, self.state_of(segment).view)
             for segment in by_place.values():
                 self._entries.states.pop(segment.tensor, None)

@@ -188,8 +188,8 @@ class MemoryRegion:
 
     def within(self, segment: Segment) -> list[Segment]:
         """Return the current segments of the elements of ``segment``, which may have been cut."""
-        first = bisect_left(self.segments, segment.start, key=_start_of)
-        return self.segments[first : bisect_left(self.segments, segment.stop, key=_start_of)]
+        first = bisect_left(self.segments, segment.start, key=start_of)
+        return self.segments[first : bisect_left(self.segments, segment.stop, key=start_of)]
 
     def moments(self, name: str, start: int, stop: int) -> list[tuple[int, StateArray]]:
         """Return state ``name`` of elements ``[start, stop)`` on the device in pieces, each with
@@ -198,7 +198,7 @@ class MemoryRegion:
         array = self.arrays[name]
         if isinstance(array, Tensor):
             return [(0, array[start:stop])]
-        at = max(0, bisect_right(self.spans, start, key=_start_of) - 1)
+        at = max(0, bisect_right(self.spans, start, key=start_of) - 1)
         pieces = []
         for span, moment in zip(self.spans[at:], array[at:]):
             first, last = max(span.start, start), min(span.stop, stop)
@@ -237,7 +237,7 @@ class Regions:
         region, base = self._region_of[flat.key]
         last = flat.owned[1] - flat.owned[0] if last is None else last
         begin = bisect_right(region.segments, base + first, key=_stop_of)
-        end = bisect_left(region.segments, base + last, key=_start_of)
+        end = bisect_left(region.segments, base + last, key=start_of)
         return [(segment, segment.part_of[flat.key]) for segment in region.segments[begin:end]]
 
     def segments(self, flat: OptimizerShard) -> list[Segment]:
@@ -245,7 +245,7 @@ class Regions:
         return [segment for segment, _ in self.parts(flat)]
 
 
-_start_of, _stop_of = attrgetter("start"), attrgetter("stop")
+start_of, _stop_of = attrgetter("start"), attrgetter("stop")
 
 
 class FetchedArrays(Mapping[str, Tensor]):
