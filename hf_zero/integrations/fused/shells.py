@@ -205,6 +205,7 @@ def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
         inputs = inputs_on_meta(base, rows=2, tokens=min(6, positions or 6))
         copied = shell(model, _on_meta, _on_meta)
         copied.train()
+        _without_caches(copied)
         for module in copied.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.__dict__["gradient_checkpointing"] = False
@@ -217,6 +218,21 @@ def calls_of_model(model: nn.Module) -> list[ModuleCall] | str:
     except Exception as error:  # code of other people, on a device it was not written for
         return f"its forward does not run without values: {type(error).__name__}: {error}"[:200]
     return records
+
+
+def _without_caches(copied: nn.Module) -> None:
+    """Give the modules of a copy configurations without caches of keys and values, which a block
+    of the run would leave to a later call of it. Forwards without the argument ``use_cache`` read
+    it there.
+    """
+    configs: dict[int, object] = {}
+    for module in copied.modules():
+        config = module.__dict__.get("config")
+        if getattr(config, "use_cache", False):
+            if id(config) not in configs:
+                configs[id(config)] = changed = copy.copy(config)
+                changed.use_cache = False  # type: ignore[union-attr]
+            module.__dict__["config"] = configs[id(config)]
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

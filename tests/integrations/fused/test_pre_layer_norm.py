@@ -103,3 +103,15 @@ def test_a_model_of_few_positions() -> None:
     )  # fmt: skip
     model = pre(BertForMaskedLM(config))
     assert {line.kernels for line in report(model).replaced} == {("pre_layer_norm",)}
+
+
+def test_a_decoder_that_keeps_keys_and_values() -> None:
+    """A forward without the argument ``use_cache`` makes a cache of its own: the run that finds
+    sublayers leaves none to their proof, and the configuration stays as it is.
+    """
+    model = pre(build("bert", is_decoder=True))
+    assert model.config.use_cache and model.bert.config is model.config
+    assert {line.kernels for line in report(model).replaced} == {("pre_layer_norm",)}
+    loss, _ = step(model, inputs("bert"))
+    without, _ = step(pre(build("bert", is_decoder=True, use_cache=False)), inputs("bert"))
+    assert torch.equal(loss, without)
