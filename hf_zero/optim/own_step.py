@@ -168,9 +168,10 @@ class OwnStep:
         ``step``, the user's by default. ``run_pre_hooks`` runs the optimizer's own hooks before a
         step.
         """
+        groups = self._optimizer.param_groups
         unfused = self._groups_to_unfuse(segments) if self._base is torch.optim.SGD else ()
-        for group in unfused:
-            group["fused"] = False
+        for index in unfused:
+            groups[index]["fused"] = False
         try:
             in_kernel = grad_scale is not None and self._takes_scale()
             if not self._optimizer._optimizer_step_pre_hooks:
@@ -184,8 +185,8 @@ class OwnStep:
             if created_by_step:
                 self._move_created(created_by_step)
         finally:
-            for group in unfused:
-                group["fused"] = True
+            for index in unfused:
+                self._optimizer.param_groups[index]["fused"] = True
 
     def _move_created(self, begun: Sequence[Segment]) -> None:
         """Move the state of ``begun``, which the step has created, into arrays on the device."""
@@ -246,8 +247,7 @@ class OwnStep:
             torch._foreach_div_(
                 gradients, grad_scale.to(dtype=gradients[0].dtype, device=gradients[0].device)
             )
-        groups, shown = optimizer.param_groups, optimizer.state
-        members = [group["params"] for group in groups]
+        members, shown = list[Any](), optimizer.state
         stepped, grads = [*segments], gradients
         self._groups.in_step = True
         try:
@@ -255,6 +255,8 @@ class OwnStep:
                 optimizer.grad_scale = grad_scale.detach().to(torch.float32).reshape(())
             if run_pre_hooks is not None:
                 stepped, grads = self.run_hooks(run_pre_hooks, segments, gradients)
+            groups = optimizer.param_groups  # a hook that loads a state dict has replaced them
+            members = [group["params"] for group in groups]
             optimizer.state = self._states
             for group in groups:
                 group["params"] = []
@@ -267,7 +269,7 @@ class OwnStep:
             for segment in stepped:
                 segment.tensor.grad = None
             optimizer.state = shown
-            for group, params in zip(groups, members):
+            for group, params in zip(optimizer.param_groups, members):
                 group["params"] = params
             self._groups.in_step = False
             if in_kernel:
@@ -286,9 +288,9 @@ class OwnStep:
         groups = self._optimizer.param_groups
         return self._base in _OPS and all(group.get("fused") for group in groups)
 
-    def _groups_to_unfuse(self, segments: Sequence[Segment]) -> list[dict[str, Any]]:
-        """Return the groups that must run unfused because some of their tensors make their first
-        step and others do not; without dampening, begin those with zeros instead.
+    def _groups_to_unfuse(self, segments: Sequence[Segment]) -> list[int]:
+        """Return the indices of groups that must run unfused because some of their tensors make
+        their first step and others do not; without dampening, begin those with zeros instead.
 
         torch's fused SGD raises then: it initializes the momentum of all tensors of a group or of
         none.
@@ -301,7 +303,7 @@ class OwnStep:
             unstepped = [tensor for tensor in tensors if not self._has_state(tensor)]
             if 0 < len(unstepped) < len(tensors):
                 if group["dampening"]:
-                    unfused.append(group)
+                    unfused.append(index)
                 else:
                     self._create_zero_momenta(unstepped)
         return unfused

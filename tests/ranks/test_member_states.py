@@ -453,15 +453,27 @@ def change_states_and_weights(optimizer: Any, *_: Any) -> None:
                 state["step"].fill_(float(step))
 
 
-HOOKS = {f.__name__: f for f in (drop_some_gradients, new_gradients, change_states_and_weights)}
+def go_back(optimizer: Any, *_: Any) -> None:
+    """The dicts of the groups are others after a load."""
+    seen = optimizer.__dict__.setdefault("seen", [])
+    seen.append(copy.deepcopy(optimizer.state_dict()))
+    if len(seen) == 4:
+        optimizer.load_state_dict(seen[1])
+
+
+HOOKS = {
+    f.__name__: f for f in (drop_some_gradients, new_gradients, change_states_and_weights, go_back)
+}
+IN_BACKWARD = {"zero_optimization": {"update_in_backward": True}}
 
 
 @in_turn(
     "name, stage, keys",
     [
-        *((name, stage, {}) for at, name in enumerate(HOOKS) for stage in (at, 3)),
+        *((name, stage, {}) for at, name in enumerate(HOOKS) for stage in (min(at, 2), 3)),
         ("unit_gradients", 0, {}),
         ("drop_some_gradients", 2, {"gradient_clipping": 0.5}),
+        *((name, stage, IN_BACKWARD) for stage, name in enumerate(HOOKS)),
     ],
 )
 def test_hooks_before_a_step_see_the_members(name: str, stage: int, keys: dict[str, Any]) -> None:
@@ -473,7 +485,10 @@ def test_hooks_before_a_step_see_the_members(name: str, stage: int, keys: dict[s
         return optimizer
 
     def run(rank: int, model: nn.Module) -> Any:
-        engine = start(model, hooked(model), config_of(stage, **keys))
+        zero = {"stage": stage, **keys.get("zero_optimization", {})}
+        engine = start(
+            model, hooked(model), config_of(stage, **{**keys, "zero_optimization": zero})
+        )
         run_steps(engine, rank, range(STEPS))
         assert all(member.grad is None for member in members(engine.optimizer))
         return full_weights(engine)
