@@ -202,6 +202,7 @@ class PassRunner:
         )
         if updates:
             self._engine().refuse_update()  # collective: the conditions are equal on all ranks
+            updates = not step.waits_for_hooks()
         window.begin_backward(closes)
         alone = not any(window.before_last_backward)
         weight, unscale = self.losses.begin(1.0 / window.accumulation_steps)

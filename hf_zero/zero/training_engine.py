@@ -296,7 +296,9 @@ class TrainingEngine(EngineParts):
         requests, consensus = self.stop_requests, self.mesh.consensus
         if requests.asked or (consensus is not None and consensus.steps.stopped):
             requests.end_step()
-        if not in_backward:
+        if in_backward:
+            self.pass_runner.reducer.drop_stray_gradients()  # that a hook after the step has set
+        else:
             self._drop_gradients(overflow)
         scaler = losses.update_scale(overflow)
         self._end_update(overflow, scaler)
@@ -418,9 +420,9 @@ class TrainingEngine(EngineParts):
             before = window.micro_batches
             self._count_micro_batches(window.take_count(restart=True))
             failure = self._update(in_backward=True)
-            settings = step.settings()
+            settings, hooks = step.settings(), step.hook_ids()
             window.micro_batches, window.closing_backward = before, True  # until step() confirms
-        self.changes.unconfirmed = settings, failure
+        self.changes.unconfirmed = settings, hooks, failure
 
     def _confirm_update(self) -> Exception | None:
         """Begin another window after an update in the backward, and return the error of a post hook
@@ -428,9 +430,11 @@ class TrainingEngine(EngineParts):
         """
         step, changes = self.optimizer_step, self.changes
         assert changes.unconfirmed is not None
-        settings, failure = changes.unconfirmed
+        settings, hooks, failure = changes.unconfirmed
         if step.max_norm:
             changes.refuse_unconfirmed("gradient clipping that was switched on after the backward")
+        if step.hook_ids() != hooks:
+            changes.refuse_unconfirmed("a hook registered or removed after the backward")
         if step.settings() != settings:
             changes.refuse_unconfirmed("a change of the optimizer's settings")
         step.refuse_writes()

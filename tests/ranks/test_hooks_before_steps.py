@@ -35,10 +35,17 @@ def halves(model, gather=False):
 
 
 @in_turn(
-    "stage, way",
-    [(0, "device"), (1, "optimizer on cpu"), (2, "half on cpu"), (2, "optimizer in files")],
+    "stage, way, in_backward",
+    [
+        (0, "device", False),
+        (1, "optimizer on cpu", False),
+        (2, "half on cpu", False),
+        (2, "optimizer in files", False),
+        (1, "device", True),
+        (2, "half on cpu", True),
+    ],
 )
-def test_writes_to_the_model_act_on_this_step(stage, way, tmp_path):
+def test_writes_to_the_model_act_on_this_step(stage, way, in_backward, tmp_path):
     def plain(model):
         optimizer = adamw(model)
         optimizer.register_step_pre_hook(torch.no_grad()(lambda *_: halves(model)))
@@ -48,7 +55,7 @@ def test_writes_to_the_model_act_on_this_step(stage, way, tmp_path):
 
     def run(rank, model):
         optimizer = adamw(model)
-        section = offload(way, stage, tmp_path)
+        section = {**offload(way, stage, tmp_path), "update_in_backward": in_backward}
         engine = start(model, optimizer, config_of(stage, zero_optimization=section))
         optimizer.register_step_pre_hook(torch.no_grad()(lambda *_: halves(model)))
         run_steps(engine, rank, range(STEPS))

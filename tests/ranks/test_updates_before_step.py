@@ -217,14 +217,15 @@ def test_settings_on_a_device_are_not_read():
 
 @in_turn("stage, offload", [*product((0, 2, 3), OFFLOADS)])
 def test_hooks_of_the_optimizer_run_once_in_the_backward(stage, offload):
-    def hooked(calls: list[str], optimizer: Any) -> None:
-        optimizer.register_step_pre_hook(lambda *given: calls.append("pre"))
-        optimizer.register_step_post_hook(lambda *given: calls.append("post"))
+    """In the step, from when one before it is there."""
 
     def run(rank: int, model: nn.Module) -> list[str]:
         engine, calls = opened(model, stage, zero=offload), list[str]()
-        hooked(calls, engine.optimizer)
+        optimizer = engine.optimizer
+        optimizer.register_step_post_hook(lambda *given: calls.append("post"))
         for step in range(STEPS):
+            if step == STEPS - 1:
+                optimizer.register_step_pre_hook(lambda *given: calls.append("pre"))
             backward(engine, rank, step)
             calls.append("before step")
             engine.step()
@@ -233,7 +234,8 @@ def test_hooks_of_the_optimizer_run_once_in_the_backward(stage, offload):
         return calls
 
     plain = plain_run()
-    assert on_ranks(RANKS, run) == [["pre", "post", "before step"] * STEPS] * RANKS
+    in_backward = ["post", "before step"] * (STEPS - 1)
+    assert on_ranks(RANKS, run) == [[*in_backward, "before step", "pre", "post"]] * RANKS
 
 
 def test_an_error_of_a_post_hook_comes_from_step():

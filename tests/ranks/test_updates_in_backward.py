@@ -26,6 +26,7 @@ from hf_zero.optim import AdamW8bit, Lamb
 from hf_zero.planning.needs import device_gradients, needs
 from hf_zero.zero.access import full, local
 from hf_zero.zero.layout.training_state import GradientMemory
+from tests.helpers import offloads
 from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import config_of, start
@@ -384,15 +385,15 @@ def hooks_warned_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in caplog.messages if "find no gradients of the parameters" in text]
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("offloaded", [False, True])
 def test_hooks_of_the_optimizer_run_once_a_step(
-    early: bool, caplog: pytest.LogCaptureFixture
+    offloaded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without an update in the backward it is the offload that takes their gradients."""
-    zero = {} if early else {"offload_optimizer": {"device": "cpu"}}
+    """With one before the step its gradients are there, unless their state is offloaded."""
+    zero = {"offload_optimizer": {"device": "cpu"}} if offloaded else {}
 
     def run(rank: int, model: nn.Module) -> list[int]:
-        engine, calls = opened(model, 2, early, zero=zero), [0, 0]
+        engine, calls = opened(model, 2, True, zero=zero), [0, 0]
 
         def count(at: int) -> Any:
             def hook(*args: Any) -> None:
@@ -403,13 +404,55 @@ def test_hooks_of_the_optimizer_run_once_a_step(
         engine.optimizer.register_step_post_hook(count(1))
         train(engine, rank, range(2))
         assert not hooks_warned_of(caplog)
-        engine.optimizer.register_step_pre_hook(count(0))
+        handle = engine.optimizer.register_step_pre_hook(count(0))
         train(engine, rank, range(2, 4))
+        handle.remove()
+        train(engine, rank, range(4, 5))
         engine.destroy()
         return calls
 
-    assert on_ranks(2, run, build=build) == [[2, 4]] * 2
-    assert len(hooks_warned_of(caplog)) == 2  # once an engine
+    assert on_ranks(2, run, build=build) == [[2, 5]] * 2
+    assert len(hooks_warned_of(caplog)) == 2 * offloaded  # once an engine
+
+
+@in_turn("way", ["device", "optimizer on cpu", "optimizer in files"])
+def test_a_rank_with_a_hook_before_the_step_updates_in_it(way: str, tmp_path: Any) -> None:
+    """The others update in the backward, unless state is offloaded."""
+
+    def run(rank: int, model: nn.Module, hooked: int) -> Any:
+        engine = opened(model, 2, True, zero=offloads.offload(way, 2, tmp_path))
+        train(engine, rank, range(1))
+        if rank < hooked:
+            engine.optimizer.register_step_pre_hook(lambda *_: None)
+        engine.backward(loss_of(engine, At(1, 0, rank)))
+        waits = rank < hooked if way == "device" else hooked > 0
+        assert (engine.changes.unconfirmed is None) is waits
+        engine.step()
+        train(engine, rank, range(2, 4))
+        return ended(engine)
+
+    (want, _), *runs = (on_ranks(2, run, hooked, build=build) for hooked in range(3))
+    for got in (weights for each in runs for weights in each):
+        same(got, want, exact=True)
+
+
+@in_turn("stage", [0, 2])
+def test_gradients_that_a_hook_after_the_step_sets_have_no_effect(stage: int) -> None:
+    def run(rank: int, model: nn.Module, early: bool) -> Any:
+        engine = opened(model, stage, early)
+
+        def set_gradients(*_: Any) -> None:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+        engine.optimizer.register_step_post_hook(set_gradients)
+        norms = train(engine, rank, range(3))
+        return norms, ended(engine)
+
+    want, got = (on_ranks(2, run, early, build=build) for early in (False, True))
+    for one, other in zip(got, want):
+        assert one[0] == other[0]
+        same(one[1], other[1], exact=True)
 
 
 # ---- between the backward and its step ----
@@ -435,6 +478,11 @@ def written(engine: Any, folder: str) -> None:
 
 def another_rate(engine: Any, folder: str) -> None:
     engine.optimizer.param_groups[0]["lr"] *= 0.5
+    engine.step()
+
+
+def hooked(engine: Any, folder: str) -> None:
+    engine.optimizer.register_step_pre_hook(lambda *_: None)
     engine.step()
 
 
@@ -476,6 +524,7 @@ REFUSED: dict[str, Callable[[Any, str], None]] = {
     "optimizer.state.clear": lambda engine, folder: engine.optimizer.state.clear(),
     "writing head.weight.grad": written,
     "a change of the optimizer's settings": another_rate,
+    "a hook registered or removed": hooked,
     **{
         f"safe_set_{form}_{what}": partial(stored, form, what, names)
         for form in ("full", "local")

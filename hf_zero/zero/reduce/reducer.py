@@ -69,7 +69,7 @@ class BackwardSettings:
     weight: float = 1.0
     unscale: float = 1.0
     ends_window: bool = True
-    on_reduced: Callable[[Sequence[FlatBuffer]], None] | None = None
+    on_reduced: Callable[[Sequence[FlatBuffer]], bool] | None = None
     alone: bool = False
     on_finished: Callable[[], None] | None = None
 
@@ -373,8 +373,8 @@ class Reducer:
             self._settings.alone and self._agreement.has_all(unit)
         ):
             return
-        progress.updated.add(unit)
-        self._settings.on_reduced(together)
+        if self._settings.on_reduced(together):
+            progress.updated.add(unit)
 
     def _issue_gathers(self) -> None:
         """Issue the gathers that other ranks may wait for before they launch a reduction that this
@@ -611,6 +611,10 @@ class Reducer:
         """Drop gradients on parameters and reductions on the wire."""
         self._messages.drop()
         self._agreement.drop()
+        self.drop_stray_gradients()
+
+    def drop_stray_gradients(self) -> None:
+        """Drop gradients on parameters, which nothing has taken in."""
         if any_raw_grad(self._members):
             drop_raw_grads(self._members)
 

@@ -253,25 +253,20 @@ class OptimizerStep:
         if self._warned_of_hooks:
             return
         self._warned_of_hooks = True
-        if self.model.updates_in_backward:
-            key, does = "update_in_backward", "has updated"
-        elif self.updater.units:
-            key, does = "offload_optimizer", "updates"
-        else:
-            if self.model.policy.shards_optimizer and self.model.mesh.shard.size > 1:
-                log_rank0(
-                    "hooks before the optimizer's step find in optimizer.param_groups this rank's "
-                    "parts of the gradients: a norm of them is not that of the whole gradient; "
-                    "clip with gradient_clipping, or before optimizer.step()",
-                    logging.WARNING,
-                )
-            return
-        log_rank0(
-            "hooks before the optimizer's step find no gradients of the parameters that "
-            f"zero_optimization.{key} {does}, and change nothing of their update; if they "
-            f"change gradients, switch {key} off",
-            logging.WARNING,
-        )
+        if self.updater.units:
+            log_rank0(
+                "hooks before the optimizer's step find no gradients of the parameters that "
+                "zero_optimization.offload_optimizer updates, and change nothing of their update; "
+                "if they change gradients, switch offload_optimizer off",
+                logging.WARNING,
+            )
+        elif self.model.policy.shards_optimizer and self.model.mesh.shard.size > 1:
+            log_rank0(
+                "hooks before the optimizer's step find in optimizer.param_groups this rank's "
+                "parts of the gradients: a norm of them is not that of the whole gradient; clip "
+                "with gradient_clipping, or before optimizer.step()",
+                logging.WARNING,
+            )
 
     # ---- norm and clipping ----
 
@@ -385,12 +380,25 @@ class OptimizerStep:
 
     # ---- an update in the backward ----
 
+    def waits_for_hooks(self) -> bool:
+        """Return whether no rank updates in the backward, because one has hooks before the step:
+        gathers of offloaded state follow the order of its updates (collective if anything is
+        offloaded). Otherwise each rank looks at its own hooks.
+        """
+        if not self.model.placement.offloads_anything:
+            return False
+        hooked = bool(self.bound.optimizer._optimizer_step_pre_hooks)
+        return bool(self.model.schedule.agree("hooks before the step", int(hooked)))
+
     @torch.no_grad()
-    def begin_update_in_backward(self, flats: Sequence[FlatBuffer], steps_before: int) -> None:
+    def begin_update_in_backward(self, flats: Sequence[FlatBuffer], steps_before: int) -> bool:
         """Update ``flats``, of one unit and all offloaded or none, within the backward, after
         ``steps_before`` steps; ``TrainingEngine.finish_update_in_backward`` makes the rest of the
-        update. Their gradients must be complete, and nothing may prevent the step any more.
+        update. Their gradients must be complete, and nothing may prevent the step any more. Return
+        False if hooks before the step await them.
         """
+        if self.bound.optimizer._optimizer_step_pre_hooks:
+            return False
         unit, updater = unit_of(flats[0]), self.updater
         if updater.backward_update is None:
             self.bound.check_groups()
@@ -412,6 +420,7 @@ class OptimizerStep:
         for flat in flats:
             if flat.follows_updates and not flat.sharded and not flat.gradient.all_unused:
                 flat.user_writes.mark_updated()  # the rest of the backward must not read it
+        return True
 
     def _follow_updates(self, device: torch.device) -> None:
         """Let the current stream of ``device`` wait for the last update, which another branch of
@@ -427,6 +436,11 @@ class OptimizerStep:
         """
         with self.bound.scaled_rates(self.lr_scale):
             return [compared_settings(group) for group in self.bound.groups]
+
+    def hook_ids(self) -> list[int]:
+        """Return the ids of the optimizer's own hooks of its steps."""
+        optimizer = self.bound.optimizer
+        return [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
 
     def refuse_changed(self) -> None:
         """Raise PartitionError if the optimizer's groups have changed since the update of a part of
