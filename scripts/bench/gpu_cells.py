@@ -5,8 +5,8 @@ process of its own.
     python scripts/bench/gpu_cells.py --list
     python scripts/bench/gpu_cells.py --tiny NAME   # on the CPU and tiny: does it run?
 
-NAME is such as "llama-1b,4,4096 hfz1+all". With PROFILE=1 in the environment a training cell prints
-a profile of one more step.
+NAME is such as "llama-1b,4,4096 hfz1+all". With PROFILE=1 in the environment a training cell says
+where the milliseconds of further steps go (step_breakdown.py).
 
 A row names its ``work`` and whose it is (``of``), the figures, the versions, the device, the Triton
 kernels of hf-zero that were launched, and those that their references have replaced. hf-zero's name
@@ -237,6 +237,7 @@ CELLS = (
     train(LLAMA, "fsdp2", 30),
     train(LLAMA, "fsdp2-liger", 30),
     train(LLAMA, "fsdp2-compile", 45),
+    train(LLAMA, "fsdp2-liger-compile", 50),
     train(LLAMA, "hfz1+all+8bit", 40),
     train(LLAMA, "hfz1+all+16bit", 40),
     train(LLAMA, "hfz1+all+selective", 40),

@@ -3,7 +3,7 @@ question useful: four parts, each a call of at most nine minutes on one card.
 
     scripts/gpu --first-hour 1          # right: stages beside plain torch, two ranks, tests/gpu
     scripts/gpu --first-hour 2          # memory accesses, and a graph captured beside training
-    scripts/gpu --first-hour 3          # a step in a trace; kernels beside torch.compile and Liger
+    scripts/gpu --first-hour 3          # steps in traces; kernels beside torch.compile and Liger
     scripts/gpu --first-hour 4          # the goals (gpu_run.py --minutes 9)
     python scripts/bench/gpu_first_hour.py 1 --tiny     # on the CPU: does it run?
 
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_cells import VERSIONS, Cell, Rows, about
+from gpu_cells import BERT, LLAMA, VERSIONS, Cell, Rows, about, train
 from gpu_run import Run, parser_of_parts, part_run, refuse_part
 from gpu_run import main as goals
 
@@ -215,6 +215,22 @@ def trace(tiny: bool) -> Rows:
         engine.destroy()
 
 
+def broken_down(work: str, seconds: int) -> Cell:
+    """Where each millisecond of a step goes that is neither a product, attention nor the optimizer:
+    a row for each kind of kernel, then for each of the longest other kernels.
+    """
+    title = f"where a step of {work} goes"
+
+    def run(tiny: bool) -> Rows:
+        os.environ["PROFILE"] = "1"
+        for row in train(work, "hfz1+all", seconds).run(tiny):
+            for part in row.pop("breakdown"):
+                yield {"work": title, **part}
+            yield {**row, "work": title}
+
+    return Cell(title, "", seconds, run)
+
+
 def kernels(tiny: bool) -> Rows:
     """Each fused operation beside eager torch, torch.compile and Liger (kernels.py)."""
     with tempfile.TemporaryDirectory() as folder:
@@ -246,7 +262,11 @@ PARTS: dict[int, tuple[Cell, ...]] = {
         *(accesses("racecheck", stage, 90) for stage in STAGES[:2]),
         Cell("capture beside training", "", 40, capture),
     ),
-    3: (Cell("a step in a trace", "", 60, trace), Cell("kernels", "", 300, kernels)),
+    3: (
+        Cell("a step in a trace", "", 60, trace),
+        *(broken_down(work, 55) for work in (LLAMA, BERT)),
+        Cell("kernels", "", 300, kernels),
+    ),
 }
 # checks without which no later answer counts, in any part
 DECISIVE = {

@@ -20,6 +20,7 @@ from typing import Any
 
 from gpu_cells import Cell, Rows, about, kernels, launched
 from gpu_first_hour import MINUTES, page
+from gpu_goals import RUNS, Goal, table
 from gpu_run import build_native_core, parser_of_parts, part_run, refuse_part
 from large_models import Work, measure
 
@@ -47,6 +48,16 @@ def cell(title: str, work: Work, kind: str, seconds: int, needs: str = "") -> Ce
 
 
 LORA_8B = Work("llama-8b", 4, 4096, RECOMPUTED)
+ALL = ["norms", "activations", "rotary", "loss", "qkv", "residual", "optimizer"]
+KERNELS: dict[str, tuple[dict[str, Any], int]] = {
+    "off": ({"kernels": "off"}, 25),
+    "auto": ({}, 30),
+    "all": ({"kernels": ALL}, 30),
+    "captured": (CAPTURED, 40),
+    "compiled": (COMPILED, 45),
+}
+MOE, NARROW = "Qwen3-MoE 10B, 4 x 2048", "narrow, 8 x 512"
+LORA, LORA_OF_32B = "LoRA of 8B, 4 x 4096", "LoRA of 32B, 1 x 4096"
 PARTS: dict[int, tuple[Cell, ...]] = {
     1: (
         cell("Llama 20B, 1 x 2048", Work("llama-20b", 1, 2048), "full", 150),
@@ -56,39 +67,62 @@ PARTS: dict[int, tuple[Cell, ...]] = {
         cell("Qwen3 32B, 1 x 1024", Work("qwen3-32b", 1, 1024), "full", 160),
     ),
     2: (
-        cell("LoRA of 8B, 4 x 4096", LORA_8B, "lora", 45),
-        cell("LoRA of 8B, 4 x 4096", LORA_8B, "peft-liger", 45, "liger_kernel"),
-        cell("LoRA of 8B, 4 x 4096", LORA_8B, "lora+nf4", 55, "bitsandbytes"),
-        cell("LoRA of 8B, 4 x 4096", LORA_8B, "peft-liger+nf4", 55, "bitsandbytes"),
-        cell("LoRA of 8B, 4 x 4096", LORA_8B, "lora+int8", 55, "torchao"),
-        cell("LoRA of 8B, 4 x 4096", LORA_8B, "lora+float8", 55, "torchao"),
+        cell(LORA, LORA_8B, "lora", 45),
+        cell(LORA, LORA_8B, "peft-liger", 45, "liger_kernel"),
+        cell(LORA, LORA_8B, "lora+nf4", 55, "bitsandbytes"),
+        cell(LORA, LORA_8B, "peft-liger+nf4", 55, "bitsandbytes"),
+        cell(LORA, LORA_8B, "lora+int8", 55, "torchao"),
+        cell(LORA, LORA_8B, "lora+float8", 55, "torchao"),
         cell(
-            "LoRA of 32B, 1 x 4096", Work("qwen3-32b", 1, 4096, RECOMPUTED), "lora", 80
+            LORA_OF_32B, Work("qwen3-32b", 1, 4096, RECOMPUTED), "lora", 80
         ),
         cell(
-            "LoRA of 32B, 1 x 4096", Work("qwen3-32b", 1, 4096, RECOMPUTED), "peft-liger", 80,
+            LORA_OF_32B, Work("qwen3-32b", 1, 4096, RECOMPUTED), "peft-liger", 80,
             "liger_kernel",
         ),
         cell(
-            "LoRA of 32B, 1 x 4096", Work("qwen3-32b", 1, 4096, RECOMPUTED), "lora+nf4", 90,
+            LORA_OF_32B, Work("qwen3-32b", 1, 4096, RECOMPUTED), "lora+nf4", 90,
+            "bitsandbytes",
+        ),
+        cell(
+            "LoRA of 70B, 1 x 4096", Work("llama-70b", 1, 4096, RECOMPUTED), "lora+nf4", 120,
             "bitsandbytes",
         ),
     ),
     3: (
-        cell("Qwen3-MoE 10B, 4 x 2048", Work("qwen3-moe-10b", 4, 2048, RECOMPUTED), "full", 90),
-        cell("Qwen3-MoE 10B, 4 x 2048", Work("qwen3-moe-10b", 4, 2048), "fsdp2", 80),
+        cell(MOE, Work("qwen3-moe-10b", 4, 2048, RECOMPUTED), "full", 90),
+        cell(MOE, Work("qwen3-moe-10b", 4, 2048), "fsdp2", 80),
         cell("LoRA of 8B, 131,072 tokens", Work("llama-8b", 1, 131072, LONG), "lora", 110),
-        cell("narrow, 8 x 512", Work("narrow", 8, 512, {"kernels": "off"}), "here", 25),
-        cell("narrow, kernels by size, 8 x 512", Work("narrow", 8, 512), "here", 30),
-        cell(
-            "narrow, all kernels, 8 x 512",
-            Work("narrow", 8, 512, {"kernels": ["norms", "activations", "rotary", "loss", "qkv",
-            "residual", "optimizer"]}), "here", 30,
-        ),
-        cell("narrow, captured, 8 x 512", Work("narrow", 8, 512, CAPTURED), "here", 40),
-        cell("narrow, compiled, 8 x 512", Work("narrow", 8, 512, COMPILED), "here", 45),
+        *(cell(NARROW, Work("narrow", 8, 512, keys), f"here+{how}", seconds)
+          for how, (keys, seconds) in KERNELS.items()),
     ),
 }  # fmt: skip
+
+
+def per_token(work: str, ours: str, peer: str, bar: float) -> Goal:
+    """A goal: times the tokens a second of ``peer``, at least."""
+    return Goal(work, f"{work}, {ours}, tokens/s", "tokens_s", ours, bar, least=True, over=peer)
+
+
+def no_larger(work: str, ours: str, peer: str) -> Goal:
+    return Goal(work, "the same, GiB at most", "gib", ours, 1.0, over=peer)
+
+
+COMPARED = ((LORA, "lora"), (LORA, "lora+nf4"), (LORA_OF_32B, "lora"))
+GOALS: dict[int, tuple[Goal, ...]] = {
+    1: (Goal("Llama 20B, 1 x 2048", "Llama 20B, s a step", "step_s", "full", RUNS),),
+    2: tuple(
+        goal
+        for work, ours in COMPARED
+        for peer in (ours.replace("lora", "peft-liger"),)
+        for goal in (per_token(work, ours, peer, 1.1), no_larger(work, ours, peer))
+    ),
+    3: (
+        per_token(MOE, "full", "fsdp2", 1.0),
+        Goal(NARROW, f"{NARROW}, s a step", "step_s", "here+auto", 1.0, over="here+off"),
+        Goal(NARROW, "the same, captured", "step_s", "here+captured", 1.0, over="here+off"),
+    ),
+}
 
 
 def main() -> None:
@@ -115,7 +149,8 @@ def main() -> None:
         run.build = build_native_core
     run.cells(each for each in PARTS[int(chosen.part)] if chosen.only in each.name)
     title = f"Large models on {'the CPU, tiny' if chosen.cpu else 'one card'}, part {chosen.part}"
-    text = page(title, run.rows, "")
+    goals = table(run.rows, GOALS[int(chosen.part)])
+    text = f"{page(title, run.rows, '')}\n{goals}\n"
     (chosen.out / f"{name}.md").write_text(text)
     print(f"{text}\nrows in {run.path}", flush=True)
 

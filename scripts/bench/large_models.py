@@ -8,7 +8,8 @@ Weights are random and in bf16 from the start, tokens random too. A training is 
     lora        LoRA of rank 16 on all linear layers; ``+nf4``, ``+int8``, ``+float8``: the base in
                 those formats, which bitsandbytes and torchao quantize
     fsdp2       torch's FSDP2 with AdamW, the peer of a mixture of experts
-    peft        PEFT with Liger's kernels in a plain loop, as TRL trains LoRA; unsloth: its own
+    peft-liger  PEFT with Liger's kernels in a plain loop, as TRL trains LoRA
+    here        all weights and states on the card, with the keys of the work, which its extras name
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_si
 @dataclass(frozen=True)
 class Work:
     """Sequences of ``length`` tokens, ``rows`` in a step; ``tiny``: a shape of the same kind that
-    the CPU trains.
+    the CPU trains. ``blocks``: fewer than the shape has.
     """
 
     shape: str
@@ -79,6 +80,7 @@ class Work:
     length: int
     keys: dict[str, Any] = field(default_factory=dict)
     tiny: bool = False
+    blocks: int | None = None
 
     def small(self) -> Work:
         return replace(self, rows=1, length=32, tiny=True)
@@ -99,6 +101,8 @@ def configuration(work: Work) -> Any:
     if work.tiny:
         experts = TINY_EXPERTS if "num_experts" in settings else {}
         settings = {**settings, **TINY, **experts}
+    if work.blocks is not None:
+        settings = {**settings, "num_hidden_layers": work.blocks}
     made = getattr(transformers, f"{family}Config")(**settings, tie_word_embeddings=False)
     made._attn_implementation = "sdpa"
     made.architectures = [f"{family}ForCausalLM"]
@@ -228,33 +232,53 @@ def here(work: Work, extras: set[str]) -> tuple[Step, dict[str, Any]]:
     return engine_step(build(work), config, work), foreseen(configuration(work), work, config)
 
 
-def quantized(model: Any, work: Work, extras: set[str]) -> Any:
-    """Quantize the linear layers of the blocks of ``model``, one after another, in place."""
+def quantize(block: Any, extras: set[str]) -> None:
+    """Quantize the linear layers of ``block`` in place."""
     import torch
     from torch import nn
 
-    blocks = model.model.layers
     if {"int8", "float8"} & extras:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
-        form = Int8WeightOnlyConfig() if "int8" in extras else Float8WeightOnlyConfig()
-        for block in blocks:
-            quantize_(block, form)
+        quantize_(block, Int8WeightOnlyConfig() if "int8" in extras else Float8WeightOnlyConfig())
     elif "nf4" in extras:
         import bitsandbytes as bnb
 
-        for block in blocks:
-            for name, layer in list(block.named_modules()):
-                if not isinstance(layer, nn.Linear):
-                    continue
-                parent, _, own = name.rpartition(".")
-                four = bnb.nn.Linear4bit(
-                    layer.in_features, layer.out_features, layer.bias is not None,
-                    compute_dtype=torch.bfloat16, quant_type="nf4", device="meta",
-                )  # fmt: skip
-                weight = bnb.nn.Params4bit(layer.weight.data, False, quant_type="nf4")
-                four.weight = weight.to(layer.weight.device)
-                setattr(block.get_submodule(parent), own, four)
+        for name, layer in list(block.named_modules()):
+            if not isinstance(layer, nn.Linear):
+                continue
+            parent, _, own = name.rpartition(".")
+            four = bnb.nn.Linear4bit(
+                layer.in_features, layer.out_features, layer.bias is not None,
+                compute_dtype=torch.bfloat16, quant_type="nf4", device="meta",
+            )  # fmt: skip
+            weight = bnb.nn.Params4bit(layer.weight.data, False, quant_type="nf4")
+            four.weight = weight.to(layer.weight.device)
+            setattr(block.get_submodule(parent), own, four)
+
+
+def frozen_base(work: Work, extras: set[str]) -> Any:
+    """Return the model with its blocks quantized one after another as they are made: that of 70B
+    does not fit in bf16.
+    """
+    import torch
+
+    chosen, few = configuration(work), configuration(replace(work, blocks=1))
+    model = build(replace(work, blocks=1))
+    blocks = model.model.layers
+    quantize(blocks[0], extras)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for number in range(1, chosen.num_hidden_layers):
+            with torch.device(work.device):
+                block = type(blocks[0])(chosen, number).apply(model._init_weights).train()
+            quantize(block, extras)
+            blocks.append(block)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for module in (model, model.model):
+        assert module.config.num_hidden_layers == few.num_hidden_layers
+        module.config = chosen
     return model
 
 
@@ -266,7 +290,7 @@ def with_lora(model: Any) -> Any:
 
 
 def lora(work: Work, extras: set[str]) -> tuple[Step, dict[str, Any]]:
-    model = with_lora(quantized(build(work), work, extras))
+    model = with_lora(frozen_base(work, extras))
     config = joined(base_config(work), {"zero_optimization": {"stage": 1}})
     facts = {} if extras - {"long"} else foreseen(model, work, config)
     return engine_step(model, config, work), facts
@@ -296,7 +320,7 @@ def peft_liger(work: Work, extras: set[str]) -> tuple[Step, dict[str, Any]]:
 
     family = SHAPES[work.shape][0].lower()
     getattr(liger, f"apply_liger_kernel_to_{family}")()
-    model = with_lora(quantized(build(work), work, extras))
+    model = with_lora(frozen_base(work, extras))
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return plain_step(model, work), {}
@@ -372,4 +396,5 @@ def measure(work: Work, kind: str) -> dict[str, Any]:
         row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
         if "foreseen_gib" in row:
             row["of_foreseen"] = row["gib"] / row["foreseen_gib"]
+            row["foreseen"] = "right" if abs(row["of_foreseen"] - 1) <= MARGIN else "wrong"
     return row

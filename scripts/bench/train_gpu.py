@@ -8,10 +8,12 @@ hf-zero, each in a process of its own.
 A contender's figure is the median of STEPS steps after WARM_UP, best of the rounds; rounds are
 interleaved. Weights are random, tokens too; bf16, AdamW, clipping 1.0. `hf` trains fp32 weights
 under autocast, as the Trainer does; `-compile` compiles the model, of FSDP2 each layer, `hf-float8`
-has torchao's float8 in layers that are compiled one by one, and `fsdp2-liger` the kernels of Liger.
-`hfzN` is stage N; `+all` asks for `kernels: auto` and `compile: blocks`, `+kernels` and `+compile`
-for one of them; what else stands behind a `+` is in EXTRAS. Liger is taken if it is installed,
-DeepSpeed from the folder that is given. Rows go to OUT as JSON lines, with versions.
+has torchao's float8 in layers that are compiled one by one, and `fsdp2-liger` the kernels of Liger,
+`fsdp2-liger-compile` both. `hfzN` is stage N; `+all` asks for `kernels: auto` and `compile:
+blocks`, `+kernels` and `+compile` for one of them; what else stands behind a `+` is in EXTRAS.
+Liger is taken if it is installed, DeepSpeed from the folder that is given. `first_step_s` is from
+the built model, before `initialize`, to the end of its first step. With `--profile` a row says
+where further steps go (step_breakdown.py). Rows go to OUT as JSON lines, with versions.
 """
 
 from __future__ import annotations
@@ -23,15 +25,19 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from step_breakdown import Breakdown, break_down, read, table
 from versions import versions
 
 WARM_UP, STEPS, MASKED, LEARNING_RATE = 5, 10, 0.15, 1e-5
 OFFLOADED_WARM_UP, OFFLOADED_STEPS = 2, 5
+PROFILED = 3  # steps in a trace
 EIGHT_BITS = {"type": "AdamW8bit", "params": {"lr": LEARNING_RATE}}
 ON_CPU = {"device": "cpu", "pin_memory": True}
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -232,7 +238,8 @@ def asked_by(kind: str) -> dict[str, Any]:
 
 def contender(
     kind: str, shape: str, rows: int, length: int, device: str
-) -> tuple[Any, Callable[[], Any]]:
+) -> tuple[Any, Callable[[], Callable[[], Any]]]:
+    """Return the model of ``kind``, and the call that prepares its training and returns a step."""
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -247,20 +254,34 @@ def contender(
         torch.set_default_dtype(torch.bfloat16)
         model = build(shape, device)
         torch.set_default_dtype(torch.float32)
-        return model, engine_of(
-            deepspeed, model, batch_of(model, rows, length, device), int(kind[2]), asked_by(kind)
-        )
+        batch = batch_of(model, rows, length, device)
+        return model, partial(engine_of, deepspeed, model, batch, int(kind[2]), asked_by(kind))
     model = build(shape, device)
     batch = batch_of(model, rows, length, device)
     if kind.startswith("hfz"):
         import hf_zero
 
-        return model, engine_of(hf_zero, model, batch, int(kind[3]), asked_by(kind))
+        return model, partial(engine_of, hf_zero, model, batch, int(kind[3]), asked_by(kind))
     if kind.startswith("fsdp2"):
-        return model, sharded(model, batch, device, compiled="compile" in kind)
+        return model, partial(sharded, model, batch, device, compiled="compile" in kind)
     if "float8" in kind:
         in_float8(model, device)
-    return model, plain(model, batch, device, compiled="compile" in kind)
+    return model, partial(plain, model, batch, device, compiled="compile" in kind)
+
+
+def profiled(step: Callable[[], Any], wait: Callable[[], None], on_gpu: bool) -> Breakdown:
+    """Return where the time of some steps goes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    chosen = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=chosen) as seen:
+        for _ in range(PROFILED):
+            step()
+        wait()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(file))
+        return break_down(read(file), PROFILED)
 
 
 def measure(
@@ -278,12 +299,17 @@ def measure(
     on_gpu = device == "cuda"
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     begun = time.perf_counter()
-    model, step = contender(kind, shape, rows, length, device)
+    model, start = contender(kind, shape, rows, length, device)
     flops = flops_per_token(model, length)
+    built = time.perf_counter()
+    step = start()
     started = time.perf_counter() - begun
     offloaded = bool({"offload", "most"} & {*kind.split("+")})
     warm_up, steps = (OFFLOADED_WARM_UP, OFFLOADED_STEPS) if offloaded else (WARM_UP, STEPS)
-    for _ in range(warm_up):
+    loss = step()
+    wait()
+    first = time.perf_counter() - built
+    for _ in range(warm_up - 1):
         loss = step()
     wait()
     warm = time.perf_counter() - begun - started
@@ -303,24 +329,14 @@ def measure(
         "least_s": min(times), "most_s": max(times), "host_s": statistics.median(host),
         "tokens_s": rows * length / taken, "tflops": rows * length * flops / taken / 1e12,
         "steps": warm_up + steps, "loss": float(loss.detach()), "cpu_s": cpu,
-        "start_s": started, "warm_up_s": warm,
+        "start_s": started, "first_step_s": first, "warm_up_s": warm,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
     }  # fmt: skip
     if profile:
-        from torch.profiler import ProfilerActivity
-        from torch.profiler import profile as profiler
-
-        with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-            step()
-            wait()
-        print(
-            seen.key_averages().table(
-                sort_by="self_cuda_time_total" if on_gpu else "self_cpu_time_total",
-                row_limit=40,
-                max_name_column_width=80,
-            )
-        )
+        found = profiled(step, wait, on_gpu)
+        print(table(found, names=40))
+        row["breakdown"] = [*found.rows(), *found.rest(15)]
     return row
 
 
