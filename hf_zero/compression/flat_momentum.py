@@ -227,10 +227,11 @@ class FlatMomentum:
         return self._own_blocks.combine(came, self.state(AVERAGE), own_row, beta)
 
     def apply(
-        self, number: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
+        self, step: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
     ) -> None:
-        """Update the weights by the received momentum in step ``number``. ``settings`` of a group:
-        the factor that weights are multiplied by, and the step size; ``limit``: see the note.
+        """Update the weights by the received momentum in step number ``step``. ``settings`` of a
+        group: the factor that weights are multiplied by, and the step size; ``limit``: see the
+        note.
         """
         assert self.momentum is not None and self.weights is not None
         assert self.exponents is not None
@@ -238,8 +239,8 @@ class FlatMomentum:
             numbers = self.blocks.numbers([start for _, start, _ in self.runs])
             self._run_of = upload(numbers, self.weights.device)
         of_runs = self.rates(settings).float().index_select(1, self._run_of)
-        keep, step = of_runs.view(2, *self.blocks.shape).unbind()
-        self.blocks.apply(self.weights, self._bounded(number, limit), self.exponents, keep, step)
+        decay, size = of_runs.view(2, *self.blocks.shape).unbind()
+        self.blocks.apply(self.weights, self._bounded(step, limit), self.exponents, decay, size)
 
     def rates(self, settings: Callable[[int], tuple[float, float]]) -> Tensor:
         """Return ``settings`` of each run: fp64 [2, runs]."""
@@ -277,8 +278,8 @@ class FlatMomentum:
         """Return the factor of group ``index``'s weights (decay), and the step size."""
         group = self._bound.groups[index]
         lr = float(group["lr"])
-        keep = 1.0 - lr * float(group["weight_decay"])
-        return keep, lr / (grown(group, 0, step) if corrects(group) else 1.0)
+        decay = 1.0 - lr * float(group["weight_decay"])
+        return decay, lr / (grown(group, 0, step) if corrects(group) else 1.0)
 
     def publish(self) -> None:
         """Copy the weights into the whole parameters, the shard and the master weights."""

@@ -24,12 +24,14 @@ move no weight too far; that of m is bounded by LIMIT_OF_MEANS, because one rank
 larger than a mean.
 
 A parameter that no rank has used since the last synchronization stays unchanged. Tensors too small
-for blocks take part in fp32 (:class:`FlatDense`), their variance frozen with the first local step.
+for blocks take part in fp32 (:class:`UncodedMomentum`), their variance frozen with the first local
+step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,92 +49,138 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 LIMIT_OF_MEANS = 1.0
 
 
-class LocalMomentum:
-    """This rank's changes to the flat buffer of ``momentum`` since the last synchronization."""
+class Totals(NamedTuple):
+    """K and L of a parameter group over the local steps since the last synchronization."""
 
-    def __init__(self, momentum: FlatMomentum, bound: BoundOptimizer) -> None:
-        self.momentum = momentum
+    decay: float = 1.0  # K, the product of the steps' weight decays
+    length: float = 0.0  # L, the sum of step sizes, decayed
+
+
+class LocalMomentum:
+    """This rank's changes to the flat buffer of ``synchronized``, which holds the momentum and the
+    weights of the last synchronization.
+    """
+
+    def __init__(self, synchronized: FlatMomentum, bound: BoundOptimizer) -> None:
+        self.synchronized = synchronized
         self.used = 0  # bit mask of the parameters that had gradients on this rank
         self._bound = bound
         self._loads = -1  # load count of the optimizer's state at the first local step
-        self._own: Tensor | None = None  # m_i, fp32 [padded]
-        self._moved: Tensor | None = None  # u_i, fp32 [padded]
-        self._sums: dict[int, tuple[float, float]] = {}  # K and L by group; empty: no step yet
+        self._momentum: Tensor | None = None  # m_i, fp32 [padded]
+        self._displacement: Tensor | None = None  # u_i, fp32 [padded]
+        self._totals: dict[int, Totals] = {}  # by group; empty: no step yet
 
     @property
     def pending(self) -> bool:
         """Return whether there are local steps that have not been synchronized."""
-        return bool(self._sums) and self._loads == self._bound.group_scalars.loads
+        return bool(self._totals) and self._loads == self._bound.group_scalars.loads
 
-    def add(self, gradient: Tensor | None, beta: float, factor: Tensor, step: int) -> None:
-        """Make step number ``step`` by ``factor`` times ``gradient`` [padded]; None: zeros."""
-        flat, momentum = self.momentum.flat, self.momentum
+    def add(self, gradient: Tensor, beta: float, factor: Tensor, step: int) -> None:
+        """Make step number ``step`` by ``factor`` times ``gradient`` [padded]."""
+        flat, synchronized = self.synchronized.flat, self.synchronized
         if not self.pending:
             self.forget()
             self._loads = self._bound.group_scalars.loads
-            self._own = momentum.values().clone()
-            self._moved = torch.zeros_like(self._own)
-        assert self._own is not None and self._moved is not None
-        self._own.mul_(beta)
-        if gradient is not None:
-            self._own.add_(gradient.float() * factor)
+            self._momentum = synchronized.values().clone()
+            self._displacement = torch.zeros_like(self._momentum)
+        assert self._momentum is not None and self._displacement is not None
+        self._momentum.mul_(beta).add_(gradient.float() * factor)
         self.used |= flat.gradient.used
-        settings = {index: momentum.settings(index, step, step) for index, *_ in momentum.runs}
-        counted = self._bounded(step)
-        for index, start, stop in momentum.runs:
-            keep, size = settings[index]
-            self._moved[start:stop].mul_(keep).add_(counted[start:stop], alpha=size)
-        for index, (keep, size) in settings.items():
-            factor_so_far, moved = self._sums.get(index, (1.0, 0.0))
-            self._sums[index] = keep * factor_so_far, keep * moved + size
+        bounded = self._bounded(self._momentum, step)
+        sizes = {index: synchronized.settings(index, step, step) for index, *_ in synchronized.runs}
+        for index, start, stop in synchronized.runs:
+            decay, size = sizes[index]
+            self._displacement[start:stop].mul_(decay).add_(bounded[start:stop], alpha=size)
+        for index, (decay, size) in sizes.items():
+            before = self._totals.get(index, Totals())
+            self._totals[index] = Totals(decay * before.decay, decay * before.length + size)
 
-    def _bounded(self, step: int) -> Tensor:
-        """Return m_i with its blocks bounded by LIMIT, as added to u_i: [padded]."""
-        assert self._own is not None
-        momentum_sum, blocks = self._own, self.momentum.blocks
-        means = blocks.means(lambda start, stop: momentum_sum[start:stop].abs())
-        factors = (self.momentum.largest(step) / means.clamp_(min=1e-38)).clamp_(max=1.0)
-        return momentum_sum * blocks.spread(factors)
-
-    def mean(self) -> Tensor:
-        """Return u_i / L, [padded], in the memory of u_i."""
-        assert self._own is not None and self._moved is not None
-        for index, start, stop in self.momentum.runs:
-            size, part = self._sums[index][1], self._moved[start:stop]
-            if size > 0.0:
-                part.div_(size)
-            else:  # all learning rates were zero
-                part.copy_(self._own[start:stop])
-        return self._moved
-
-    def settings(self, index: int) -> tuple[float, float]:
-        """Return K and L of group ``index``."""
-        return self._sums[index]
-
-    def forget(self) -> None:
-        """Drop the local steps, after a synchronization or because the state was replaced."""
-        self._own = self._moved = None
-        self._sums, self.used = {}, 0
+    def _bounded(self, momentum: Tensor, step: int) -> Tensor:
+        """Return ``momentum`` with its blocks bounded by LIMIT, as added to u_i: [padded]."""
+        blocks = self.synchronized.blocks
+        means = blocks.means(lambda start, stop: momentum[start:stop].abs())
+        factors = (self.synchronized.largest(step) / means.clamp_(min=1e-38)).clamp_(max=1.0)
+        return momentum * blocks.spread(factors)
 
     def write_local_weights(self, views: Mapping[str, Tensor]) -> None:
         """Write this rank's weights for forwards and backwards into ``views``, by name."""
-        momentum = self.momentum
-        if not self.pending or momentum.weights is None or momentum.exponents is None:
+        synchronized = self.synchronized
+        if not self.pending or synchronized.weights is None or synchronized.exponents is None:
             return
-        assert self._moved is not None
+        assert self._displacement is not None
         for name, view in views.items():
-            slot, index = momentum.flat.layout.by_name[name], self._bound.group_of[name]
+            slot, index = synchronized.flat.layout.by_name[name], self._bound.group_of[name]
             if not slot.numel:  # an empty tensor is in no run
                 continue
             part, flat = slice(slot.offset, slot.end), view.view(-1)
-            weights = momentum.weights[part]
-            if momentum.has_copy:  # a script may have written to the 16-bit parameters
+            weights = synchronized.weights[part]
+            if synchronized.has_copy:  # a script may have written to the 16-bit parameters
                 weights = torch.where(weights.to(flat.dtype) == flat, weights, flat.float())
-            moved = self._moved[part] * powers(momentum.exponents[part])
-            flat.copy_(weights * self._sums[index][0] - moved)
+            change = self._displacement[part] * powers(synchronized.exponents[part])
+            flat.copy_(weights * self._totals[index].decay - change)
+
+    def take_mean(self) -> tuple[Tensor, dict[int, Totals]]:
+        """Return u_i / L, [padded], with K and L by group; none are pending then."""
+        assert self._momentum is not None and self._displacement is not None
+        momentum, mean, totals = self._momentum, self._displacement, self._totals
+        for index, start, stop in self.synchronized.runs:
+            if totals[index].length > 0.0:
+                mean[start:stop].div_(totals[index].length)
+            else:  # all learning rates were zero
+                mean[start:stop].copy_(momentum[start:stop])
+        self.forget()
+        return mean, totals
+
+    def forget(self) -> None:
+        """Drop the local steps, after a synchronization or because the state was replaced."""
+        self._momentum = self._displacement = None
+        self._totals, self.used = {}, 0
 
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self._own, self._moved) if tensor is not None)
+        kept = (self._momentum, self._displacement)
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+
+class UncodedMomentum(FlatMomentum):
+    """A :class:`FlatMomentum` whose messages are not compressed: they and ``momentum`` are fp32
+    [ranks, chunk], and errors stay zero.
+    """
+
+    def renew(self) -> tuple[Tensor, Tensor]:
+        layout = self.flat.layout
+        if self.momentum is None:
+            self.momentum = torch.empty(
+                layout.num_shards,
+                layout.shard_numel,
+                dtype=torch.float32,
+                device=self.flat.full.device,
+            )
+        return self.momentum.view(-1), self.state(AVERAGE).clone()
+
+    def values(self) -> Tensor:
+        assert self.momentum is not None
+        return self.momentum.view(-1)
+
+    def compress(self, gradient: Tensor, beta: float, factor: Tensor) -> Tensor:
+        rows = torch.add(self.values() * beta, gradient * factor)
+        return rows.view(self.flat.layout.num_shards, -1)
+
+    def combine(self, came: Tensor, beta: float) -> Tensor:
+        """Return the mean of all ranks' messages, which is the average: it lacks nothing."""
+        average = self.state(AVERAGE)
+        torch.sum(came, 0, out=average)
+        return average.div_(came.shape[0]).clone()
+
+    def apply(
+        self, step: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
+    ) -> None:
+        """Update the weights; nothing is held to ``limit``, as in an update without messages."""
+        assert self.weights is not None and self.exponents is not None
+        values = self.values()
+        for index, start, stop in self.runs:
+            decay, size = settings(index)
+            update = values[start:stop] * powers(self.exponents[start:stop])
+            self.weights[start:stop].mul_(decay).sub_(update, alpha=size)
 
 
 class LocalSteps:
@@ -149,23 +197,23 @@ class LocalSteps:
         changed_values: ChangedValues,
     ) -> None:
         self.interval = 1
-        self.others: list[FlatMomentum] = []  # never compressed to bits
+        self.uncoded: list[UncodedMomentum] = []
         self._changed_values = changed_values
         if momenta and one_bit.local:
             chosen = {momentum.flat for momentum in momenta}
-            dense = [flat for flat in flats if flat.trainable and flat not in chosen]
-            for flat in dense:
+            uncoded = [flat for flat in flats if flat.trainable and flat not in chosen]
+            for flat in uncoded:
                 if flat.dtype not in FLOATS:
                     raise UnsupportedOptimizerError(
                         f"{next(iter(flat.parameters))} is {flat.dtype}, of which ZeroOneAdam "
                         "makes no local steps; set local_step_clipper: 1, or train it in 32 bits"
                     )
-            self.others = [FlatDense(flat, bound) for flat in dense]
-        self._of = {m: LocalMomentum(m, bound) for m in (*momenta, *self.others)}
-        self._moves = False  # modules compute with what write_local_weights writes
+            self.uncoded = [UncodedMomentum(flat, bound) for flat in uncoded]
+        self._of = {m: LocalMomentum(m, bound) for m in (*momenta, *self.uncoded)}
+        self._computes_apart = False  # modules compute with what write_local_weights writes
 
     @property
-    def on(self) -> bool:
+    def active(self) -> bool:
         """Return whether the next step is in a phase in which some steps send nothing."""
         return self.interval > 1
 
@@ -182,8 +230,8 @@ class LocalSteps:
 
     def compute_apart(self) -> None:
         """Make modules compute with this rank's weights; called between passes."""
-        if self.on and not self._moves:
-            self._moves = True
+        if self.active and not self._computes_apart:
+            self._computes_apart = True
             for momentum, local in self._of.items():
                 self._changed_values.change(
                     [momentum.flat], local.write_local_weights, "weights of this rank alone"
@@ -197,11 +245,13 @@ class LocalSteps:
             for index in range(len(momentum.flat.layout.slots))
         ]
         what = "parameters used since the last synchronization"
-        at, used_by_none = iter(mesh.shard.maximum_on_hosts(used, what)), {}
-        for momentum in self._of:
-            slots = momentum.flat.layout.slots
-            used_by_none[momentum] = frozenset(slot.name for slot in slots if not next(at))
-        return used_by_none
+        used_anywhere = iter(mesh.shard.maximum_on_hosts(used, what))
+        return {
+            momentum: frozenset(
+                slot.name for slot in momentum.flat.layout.slots if not next(used_anywhere)
+            )
+            for momentum in self._of
+        }
 
     def forget(self) -> None:
         for local in self._of.values():
@@ -210,45 +260,4 @@ class LocalSteps:
     def nbytes(self) -> int:
         """Return the bytes that this rank keeps for local steps."""
         total = sum(local.nbytes() for local in self._of.values())
-        return total + sum(momentum.nbytes() for momentum in self.others)
-
-
-class FlatDense(FlatMomentum):
-    """A :class:`FlatMomentum` without compression; ``momentum`` and the messages are fp32 [ranks,
-    chunk], and errors stay zero.
-    """
-
-    def renew(self) -> tuple[Tensor, Tensor]:
-        layout = self.flat.layout
-        if self.momentum is None:
-            self.momentum = torch.empty(
-                layout.num_shards,
-                layout.shard_numel,
-                dtype=torch.float32,
-                device=self.flat.full.device,
-            )
-        return self.momentum.view(-1), self.state(AVERAGE).clone()
-
-    def compress(self, gradient: Tensor, beta: float, factor: Tensor) -> Tensor:
-        return torch.add(self.values() * beta, gradient * factor).view(
-            self.flat.layout.num_shards, -1
-        )
-
-    def combine(self, came: Tensor, beta: float) -> Tensor:
-        average = self.state(AVERAGE)
-        torch.sum(came, 0, out=average)
-        return average.div_(came.shape[0]).clone()
-
-    def apply(
-        self, step: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
-    ) -> None:
-        assert self.weights is not None and self.exponents is not None
-        values = self.values()
-        for index, start, stop in self.runs:
-            keep, size = settings(index)
-            update = values[start:stop] * powers(self.exponents[start:stop])
-            self.weights[start:stop].mul_(keep).sub_(update, alpha=size)
-
-    def values(self) -> Tensor:
-        assert self.momentum is not None
-        return self.momentum.view(-1)
+        return total + sum(momentum.nbytes() for momentum in self.uncoded)

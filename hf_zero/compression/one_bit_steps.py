@@ -11,10 +11,10 @@ stores it as a number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,15 @@ if TYPE_CHECKING:
 
 OUTGROWN_EVERY = 10  # steps between checks, because the host waits for the device
 MEASURED = 16  # number of last dense steps that measure the ratio of gradient norms
+
+
+class Message(NamedTuple):
+    """What this rank sends of one momentum."""
+
+    momentum: FlatMomentum
+    gradient: Tensor  # or a mean of local steps: [padded]
+    settings: Callable[[int], tuple[float, float]]  # factor of the weights and step size, by group
+    unused: frozenset[str]  # parameters that stay unchanged
 
 
 class OneBitSteps(Feature):
@@ -96,12 +105,12 @@ class OneBitSteps(Feature):
     @property
     def is_local(self) -> bool:
         """Return whether the next step sends nothing."""
-        return self._local.on and not self._local.synchronizes(self._made + 1)
+        return self._local.active and not self._local.synchronizes(self._made + 1)
 
     @property
     def _momenta(self) -> list[FlatMomentum]:
         """The flat buffers that :meth:`update` changes."""
-        return [*self._chosen, *self._local.others] if self._local.on else [*self._chosen]
+        return [*self._chosen, *self._local.uncoded] if self._local.active else [*self._chosen]
 
     def begin_backward(self) -> None:
         """Keep gradients that the next step takes unreduced on their rank."""
@@ -111,7 +120,7 @@ class OneBitSteps(Feature):
             self._loads = self._bound.group_scalars.loads
             self._made = self._bound.group_scalars.loaded_steps
             self._compressing = False
-            for momentum in (*self._chosen, *self._local.others):
+            for momentum in (*self._chosen, *self._local.uncoded):
                 momentum.forget()
             self._local.forget()
         self._begin_phase()
@@ -122,11 +131,11 @@ class OneBitSteps(Feature):
         local, interval = self._local, self._one_bit.interval(self._made + 1)
         if interval == local.interval:
             return
-        if self._compressing and not local.on:
+        if self._compressing and not local.active:
             self._count_variance()
             self._compressing = False  # the momenta that join now must be frozen, too
         local.interval = interval
-        for momentum in local.others:
+        for momentum in local.uncoded:
             momentum.flat.gradient.keep_local(False)
         if self._mesh.rank == 0:
             message = "step %d: ranks synchronize every %d steps from now on"
@@ -198,12 +207,12 @@ class OneBitSteps(Feature):
         momenta, local = self._momenta, self._local
         with span("update", "momenta in 1 bit"):
             factor = self._factor(divisor)
-            if local.on:
+            if local.active:
                 for momentum in momenta:
                     local.of(momentum).add(self._gradient(momentum), self._beta, factor, self._made)
                 local.compute_apart()
-            if not local.on:
-                self._update([(momentum, self._gradient(momentum)) for momentum in momenta], factor)
+            if not local.active:
+                self._update([self._message(m) for m in momenta], self._beta, factor, LIMIT)
             elif local.synchronizes(self._made):
                 self._synchronize()
         return [momentum.flat for momentum in momenta]
@@ -229,8 +238,8 @@ class OneBitSteps(Feature):
         resumed = group.get(FROZEN_AT)
         frozen = resumed is not None and self._is_still_frozen(int(resumed))
         fresh = [] if frozen else [*self._chosen]
-        if self._local.on and not (frozen and group.get(ALL_FROZEN_AT) == self._made):
-            fresh += self._local.others
+        if self._local.active and not (frozen and group.get(ALL_FROZEN_AT) == self._made):
+            fresh += self._local.uncoded
         if self._rescales or not frozen:
             self._note_frozen()
         if not fresh:
@@ -283,7 +292,7 @@ class OneBitSteps(Feature):
     def _note_frozen(self) -> None:
         """Record that the variance is that of the last step made."""
         note(self._bound, FROZEN_AT, self._made)
-        if self._local.on:
+        if self._local.active:
             note(self._bound, ALL_FROZEN_AT, self._made)
 
     def _gather_all(self) -> None:
@@ -353,43 +362,41 @@ class OneBitSteps(Feature):
         assert gradient is not None
         return gradient if buffer.has_unreduced else torch.zeros_like(gradient)
 
+    def _message(self, momentum: FlatMomentum) -> Message:
+        """Return the message of a step that all ranks make together."""
+        settings = partial(momentum.settings, step=self._made, frozen=self._frozen_at)
+        return Message(momentum, self._gradient(momentum), settings, momentum.flat.gradient.unused)
+
     def _update(
-        self,
-        messages: Sequence[tuple[FlatMomentum, Tensor]],
-        factor: Tensor,
-        unused: Mapping[FlatMomentum, frozenset[str]] | None = None,
+        self, messages: Sequence[Message], beta: float, factor: Tensor, limit: float
     ) -> None:
-        """Update all weights by ``factor`` times a gradient of each momentum (collective). With
-        ``unused``, the parameters unused by local steps, the messages are means of local steps
-        instead.
+        """Update all weights: each momentum becomes ``beta`` times itself and ``factor`` times the
+        gradient of its message; updates are held to ``limit`` (collective).
         """
-        dim, beta = self._mesh.shard, self._beta
-        # means of local steps include the momentum already
-        past, limit = (beta, LIMIT) if unused is None else (0.0, LIMIT_OF_MEANS)
+        dim = self._mesh.shard
         sent = []
-        for m, gradient in messages:
-            restore = m.snapshot_unused(m.flat.gradient.unused if unused is None else unused[m])
-            rows = m.compress(gradient, past, factor)
+        for message in messages:
+            m, restore = message.momentum, message.momentum.snapshot_unused(message.unused)
+            rows = m.compress(message.gradient, beta, factor)
             sizes = [rows.shape[1]] * dim.size
             key = f"momentum of {m.flat.key}"
-            sent.append((m, restore, *dim.all_to_all(rows.view(-1), sizes, sizes, key)))
+            sent.append((message, restore, *dim.all_to_all(rows.view(-1), sizes, sizes, key)))
         gathers = []
-        for m, restore, handle, came in sent:
+        for message, restore, handle, came in sent:
             handle.wait()
-            row = m.combine(came.view(dim.size, -1), beta)
+            m = message.momentum
+            row = m.combine(came.view(dim.size, -1), self._beta)
             assert m.momentum is not None
             pair = (m.momentum.view(-1), row.view(-1))
-            gathers.append((m, restore, dim.all_gather([pair], f"momentum of {m.flat.key}")))
+            gathers.append((message, restore, dim.all_gather([pair], f"momentum of {m.flat.key}")))
         for _, _, gather in gathers:
             gather.wait()
         if self._lamb:
             self._scale_updates()
-        for m, restore, _ in gathers:
-            one_step = partial(m.settings, step=self._made, frozen=self._frozen_at)
-            settings = one_step if unused is None else self._local.of(m).settings
-            m.apply(self._made, settings, limit)
+        for message, restore, _ in gathers:
+            message.momentum.apply(self._made, message.settings, limit)
             restore()
-            m.publish()
+            message.momentum.publish()
         for m in self._momenta:
             m.note_master()
         self._warn_of_outgrown(limit)
@@ -404,10 +411,13 @@ class OneBitSteps(Feature):
             self._synchronize()
 
     def _synchronize(self) -> None:
-        local, unused = self._local, self._local.unused(self._mesh)
+        unused, messages = self._local.unused(self._mesh), []
+        for momentum in self._momenta:
+            mean, totals = self._local.of(momentum).take_mean()
+            messages.append(Message(momentum, mean, totals.__getitem__, unused[momentum]))
         one = torch.ones((), dtype=torch.float32, device=self._mesh.device)
-        self._update([(m, local.of(m).mean()) for m in self._momenta], one, unused)
-        local.forget()
+        # means of local steps include the momentum already
+        self._update(messages, 0.0, one, LIMIT_OF_MEANS)
 
     def _warn_of_outgrown(self, limit: float) -> None:
         """Warn once, on rank 0 alone, because all ranks have the same messages."""

@@ -347,7 +347,7 @@ def local_state(engine: Any) -> dict[str, Any]:
     """Return this rank's state of each flat buffer that takes part in local steps."""
     one_bit = one_bit_steps(engine)
     found = {}
-    for each in (*one_bit._chosen, *one_bit._local.others):
+    for each in (*one_bit._chosen, *one_bit._local.uncoded):
         tensors = engine.bound.tensors(each.flat.optimizer_shard)
         found[each.flat.key] = {
             "layout": each.flat.layout,

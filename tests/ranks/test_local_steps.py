@@ -127,7 +127,7 @@ def test_bytes_of_a_step(monkeypatch):
                 continue
             one_bit = one_bit_steps(engine)
             size = sum(3 * each.blocks.nbytes for each in one_bit._chosen)
-            size += sum(4 * each.flat.layout.padded for each in one_bit._local.others)
+            size += sum(4 * each.flat.layout.padded for each in one_bit._local.uncoded)
             moved = Counter()
             for name, nbytes in sent[rank]:
                 moved["all_to_all" if "all_to_all" in name else name[:10]] += nbytes

@@ -160,13 +160,13 @@ def test_an_overflow_on_one_rank_leaves_what_is_yet_to_be_sent(kind):
         run_steps(engine, rank, range(9))
         one_bit, before = one_bit_steps(engine), state_of(engine)
         local = list(one_bit._local._of.values()) if kind == "local steps" else []
-        moved = [each._moved.clone() for each in local]
+        moved = [each._displacement.clone() for each in local]
         assert bool(moved) == (kind == "local steps") and (not moved or one_bit._local.pending)
         loss = squared(engine, At(9, 0, rank), plan.dtype)
         engine.backward(loss * (1e9 if rank == 1 else 1.0))
         engine.step()
         assert not engine.was_step_applied()
-        assert all(torch.equal(each._moved, was) for each, was in zip(local, moved))
+        assert all(torch.equal(each._displacement, was) for each, was in zip(local, moved))
         for key, state in state_of(engine).items():
             for name, value in state.items():
                 if name != "layout" and value is not None:
