@@ -16,7 +16,7 @@ from hf_zero.optim.moment_formats import updates_in_host_memory
 from hf_zero.optim.offloaded_state import compressible, refuse_offload, stored_format
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.engine_plan import OffloadedMoments, shard_spec
-from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
+from hf_zero.zero.layout.flat_memory import keeps_master, moves_to_device
 from hf_zero.zero.step.optimizer_step import OptimizerStep
 
 
@@ -86,7 +86,7 @@ class OffloadedUpdates(Feature):
         with_master = {flat.key for flat in model.trainable if keeps_master(flat)}
         chosen = model.placement.fitting(specs, len(names), free, with_master)
         step.bound.move_to_device(
-            ways_back(
+            moves_to_device(
                 [flat for flat in model.trainable if flat.key in chosen],
                 model.mesh.device,
                 self._keeps_buffers,

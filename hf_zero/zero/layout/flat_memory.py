@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 
@@ -13,14 +13,15 @@ from hf_zero.offload.storage import MASTER, CastStorage, DeviceStorage
 from hf_zero.zero.layout.engine_plan import EnginePlan, shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import MATRIX_ALIGNMENT
-from hf_zero.zero.layout.training_state import gradient_memories
+from hf_zero.zero.layout.training_state import GradientPart, gradient_memories
 
 
 class FlatAllocator:
     """Allocates the memory of ``flats``, the flat buffers of ``plan``, which own it afterwards.
-    Each must take its parts once and in this order: neighbors of one dtype are adjacent, whole
-    buffers up to their alignment. If files hold some of it, the constructor reserves disk space
-    (collective) and raises DiskSpaceError if there is not enough.
+    Neighbors of one dtype are adjacent, whole buffers up to their alignment: one block, allocated
+    when the first of them needs it, and by then a model that moves in has freed a part of its own.
+    If files hold some of it, the constructor reserves disk space (collective) and raises
+    DiskSpaceError if there is not enough.
     """
 
     def __init__(
@@ -35,43 +36,48 @@ class FlatAllocator:
         if placement.files is not None:
             with raise_on_all_ranks("take the room on its disk that offloading needs"):
                 placement.files.reserve(plan.file_bytes())
-        training = [flat for flat in plan.flats if flat.spec.trainable]
-        self._full = _arena(
-            [(f.layout.padded, f.dtype) for f in flats if not f.sharded], device, MATRIX_ALIGNMENT
+        training = {flat: p for flat, p in self._plans.items() if p.spec.trainable}
+        self._full = _adjacent(
+            {flat: (flat.layout.padded, flat.dtype) for flat in flats if not flat.sharded},
+            device,
+            MATRIX_ALIGNMENT,
         )
         self._shard_of = placement.shards(
             [shard_spec(f.spec) for f in plan.flats if f.spec.sharded and not f.casts_master],
             {flat.spec.key: flat.shard_tier for flat in plan.flats},
         )
-        separate_masters = [f for f in training if f.sub_groups is None and f.spec.needs_master]
-        self._masters = _arena(
-            [(f.spec.owned_numel, torch.float32) for f in separate_masters], device
+        self._masters = _adjacent(
+            {
+                flat: (p.spec.owned_numel, torch.float32)
+                for flat, p in training.items()
+                if p.sub_groups is None and p.spec.needs_master
+            },
+            device,
         )
-        separate_gradients = plan.updates_in_backward
         self._gradients = gradient_memories(
-            [
-                (
-                    f.device_gradient_numel,
-                    f.gradient_dtype,
-                    f.spec.key if separate_gradients else None,
+            {
+                flat: GradientPart(
+                    p.device_gradient_numel,
+                    p.gradient_dtype,
+                    p.spec.key if plan.updates_in_backward else None,
                 )
-                for f in training
-                if f.sums_whole or f.sub_groups is None
-            ],
+                for flat, p in training.items()
+                if p.sums_whole or p.sub_groups is None
+            },
             device,
             plan.settings.zero.keep_step_buffers,
         )
 
     def full(self, flat: FlatBuffer) -> torch.Tensor:
-        """Return memory for the whole buffer of ``flat``, [padded], uninitialized."""
+        """Return memory for the whole buffer of ``flat``, [padded], to be filled by the caller."""
         if flat.sharded:
             return torch.empty(flat.layout.padded, dtype=flat.dtype, device=self._device)
-        return next(self._full)
+        return self._full[flat]()
 
     def place_shard(self, flat: FlatBuffer) -> None:
         """Set the storage of the parameter shard of ``flat``, if separate from the whole buffer."""
         if self._plans[flat].casts_master:
-            flat.keep_shard_in(CastStorage(next(self._masters), flat.dtype))
+            flat.keep_shard_in(CastStorage(self._masters[flat](), flat.dtype))
         elif flat.sharded:
             flat.keep_shard_in(self._shard_of(shard_spec(flat.spec)))
 
@@ -79,61 +85,58 @@ class FlatAllocator:
         """Allocate the gradient and the master weights of a trainable ``flat``, the latter with the
         values ``local_shard`` [owned].
         """
-        planned = self._plans[flat]
-        pieces, dtype = planned.sub_groups, planned.gradient_dtype
-        needs_master = flat.spec.needs_master
-        memory = next(self._gradients) if planned.sums_whole or pieces is None else None
-        host: torch.Tensor | None = None
-        if pieces is not None:
-            state = self._placement.optimizer_state(shard_spec(flat.spec), pieces)
-            flat.optimizer_shard.keep_in(state, separate_master=True)
-            flat.optimizer_shard.store_master(local_shard)
+        planned, optimizer_shard = self._plans[flat], flat.optimizer_shard
+        dtype, host = planned.gradient_dtype, None
+        if planned.sub_groups is not None:
+            state = self._placement.optimizer_state(shard_spec(flat.spec), planned.sub_groups)
+            optimizer_shard.keep_in(state, separate_master=True)
+            optimizer_shard.store_master(local_shard)
             host = self._placement.take_pinned(flat.spec.owned_numel, dtype)
         else:
-            if flat.cast_master is not None:
-                master = flat.cast_master.copy_(local_shard)
-            else:  # an offloaded shard is copied by ``flat.shard``
-                master = next(self._masters).copy_(local_shard) if needs_master else flat.shard
-            flat.optimizer_shard.keep_in(
-                DeviceStorage({MASTER: master}), needs_master or flat.shard_offloaded
-            )
+            master = flat.cast_master
+            if master is None and flat in self._masters:
+                master = self._masters[flat]()
+            # flat.shard has the values already, and copies an offloaded shard
+            master = flat.shard if master is None else master.copy_(local_shard)
+            optimizer_shard.keep_in(DeviceStorage({MASTER: master}), keeps_master(flat))
+        memory = self._gradients[flat]() if flat in self._gradients else None
         # 16-bit gradients are upcast once something is added
         upcasts = self._upcasts and dtype.itemsize < flat.spec.master_dtype.itemsize
         flat.gradient.set_memory(memory, planned.sums_whole, host, upcasts)
 
 
-def ways_back(
+def moves_to_device(
     flats: Sequence[FlatBuffer],
     device: torch.device,
-    keeps_gradients: bool,
-    separate_gradients: bool,
+    keep_step_buffers: bool,
+    updates_in_backward: bool,
 ) -> dict[str, Callable[[], None]]:
-    """Return, by key, functions that move master weights and gradient memory of ``flats`` to
-    ``device``; the caller moves the moments first. Master weights are adjacent;
-    ``separate_gradients``: each gradient has memory of its own.
+    """Return, by key, functions that move master weights and gradients of offloaded ``flats`` to
+    ``device``, into memory that is allocated here; the caller moves the moments first. Memory of
+    gradients stays between steps (``keep_step_buffers``), and is freed for each flat buffer alone
+    (``updates_in_backward``).
     """
-    masters = _arena(
-        [(flat.spec.owned_numel, flat.spec.master_dtype) for flat in flats if keeps_master(flat)],
-        device,
+    masters = _adjacent(
+        {f: (f.spec.owned_numel, f.spec.master_dtype) for f in flats if keeps_master(f)}, device
     )
-    alone = [flat for flat in flats if flat.gradient.accumulated_grad is None]
-    grads = gradient_memories(
-        [
-            (
+    gradients = gradient_memories(
+        {
+            flat: GradientPart(
                 flat.spec.owned_numel,
                 flat.spec.master_dtype,
-                flat.key if separate_gradients else None,
+                flat.key if updates_in_backward else None,
             )
-            for flat in alone
-        ],
+            for flat in flats
+            if flat.gradient.accumulated_grad is None
+        },
         device,
-        keeps_gradients,
+        keep_step_buffers,
     )
     return {
         flat.key: partial(
             flat.move_states_to_device,
-            next(masters) if keeps_master(flat) else None,
-            next(grads) if flat.gradient.accumulated_grad is None else None,
+            masters[flat]() if flat in masters else None,
+            gradients[flat]() if flat in gradients else None,
         )
         for flat in flats
     }
@@ -144,17 +147,25 @@ def keeps_master(flat: FlatBuffer) -> bool:
     return flat.spec.needs_master or flat.shard_offloaded
 
 
-def _arena(
-    pieces: Sequence[tuple[int, torch.dtype]], device: torch.device, alignment: int = 1
-) -> Iterator[torch.Tensor]:
-    """Allocate one block per dtype and yield its pieces in order, each at a multiple of
-    ``alignment`` bytes from its begin: adjacent ones can be processed as one.
+def _adjacent(
+    sizes: Mapping[FlatBuffer, tuple[int, torch.dtype]], device: torch.device, alignment: int = 1
+) -> dict[FlatBuffer, Callable[[], torch.Tensor]]:
+    """Return functions that return memory of ``sizes`` elements, zeros at first: parts of one block
+    per dtype, each at a multiple of ``alignment`` bytes from its begin, so that neighbors can be
+    processed as one. A block is allocated at the first call for one of its parts.
     """
-    begins, sizes = [], dict.fromkeys((dtype for _, dtype in pieces), 0)
-    for numel, dtype in pieces:
+    begins, ends = dict[FlatBuffer, int](), dict[torch.dtype, int]()
+    for flat, (numel, dtype) in sizes.items():
         step = max(alignment // dtype.itemsize, 1)
-        begins.append(-(-sizes[dtype] // step) * step)
-        sizes[dtype] = begins[-1] + numel
-    arenas = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in sizes.items()}
-    for begin, (numel, dtype) in zip(begins, pieces):
-        yield arenas[dtype][begin : begin + numel]
+        begins[flat] = -(-ends.get(dtype, 0) // step) * step
+        ends[dtype] = begins[flat] + numel
+
+    @cache
+    def block(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(ends[dtype], dtype=dtype, device=device)
+
+    def part(flat: FlatBuffer) -> torch.Tensor:
+        numel, dtype = sizes[flat]
+        return block(dtype)[begins[flat] : begins[flat] + numel]
+
+    return {flat: partial(part, flat) for flat in sizes}

@@ -14,9 +14,11 @@ activations finds room for the next one more easily.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import Enum
+from functools import cache, partial
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +26,8 @@ from hf_zero.device import kinds, streams
 from hf_zero.offload.storage import MASTER, DeviceStorage, Storage
 from hf_zero.ops.host_memory import MAPPED_ALONE, advise_huge_pages
 from hf_zero.zero.layout.flat_spec import FlatSpec
+
+Key = TypeVar("Key", bound=Hashable)
 
 _NONE: frozenset[str] = frozenset()
 LARGEST = 1 << 28  # bytes of an allocation with several gradients
@@ -429,39 +433,36 @@ class GradientMemory:
         self.set_allocated(allocated)
 
 
-# elements and dtype of a gradient, and what frees it: None if that is the step, for all of them
-Piece = tuple[int, torch.dtype, Hashable]
+class GradientPart(NamedTuple):
+    """The part of a memory of gradients that one of them has. freed_by: what frees it; None: the
+    step, as all others.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    freed_by: Hashable
 
 
 def gradient_memories(
-    pieces: Sequence[Piece], device: torch.device, keeps: bool
-) -> Iterator[GradientMemory]:
-    """Yield the memory of each of ``pieces``: consecutive ones of a dtype that are freed together
-    share one, up to :data:`LARGEST` bytes.
+    parts: Mapping[Key, GradientPart], device: torch.device, keeps: bool
+) -> dict[Key, Callable[[], GradientMemory]]:
+    """Return functions that return the memory of each of ``parts``, which are taken in this order:
+    consecutive ones of a dtype that are freed together share one, up to :data:`LARGEST` bytes. It
+    is allocated at the first call for one of them.
     """
-    dtypes = dict.fromkeys(dtype for _, dtype, _ in pieces)
-    memories = {dtype: _memories(pieces, dtype, device, keeps) for dtype in dtypes}
-    for _, dtype, _ in pieces:
-        yield next(memories[dtype])
-
-
-def _memories(
-    pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device, keeps: bool
-) -> Iterator[GradientMemory]:
-    """Yield the memory of each piece of ``dtype``."""
-    together: list[list[int]] = []
-    former: Hashable = None
-    for numel, kind, freed_by in pieces:
-        if kind == dtype:
-            fits = together and (sum(together[-1]) + numel) * dtype.itemsize <= LARGEST
-            if not fits or freed_by != former:
-                together.append([])
-            together[-1].append(numel)
-            former = freed_by
-    for sizes in together:
-        memory = GradientMemory(sizes, dtype, device, keeps)
-        for _ in sizes:
-            yield memory
+    memories: dict[Key, Callable[[], GradientMemory]] = {}
+    sizes: dict[torch.dtype, list[int]] = {}  # of the last memory
+    last: dict[torch.dtype, Key] = {}
+    for key, (numel, dtype, freed_by) in parts.items():
+        fits = dtype in last and (sum(sizes[dtype]) + numel) * dtype.itemsize <= LARGEST
+        if fits and parts[last[dtype]].freed_by == freed_by:
+            sizes[dtype].append(numel)
+            memories[key] = memories[last[dtype]]
+        else:
+            sizes[dtype] = [numel]
+            memories[key] = cache(partial(GradientMemory, sizes[dtype], dtype, device, keeps))
+        last[dtype] = key
+    return memories
 
 
 # ---- optimizer state ----
