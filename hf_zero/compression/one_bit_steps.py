@@ -40,7 +40,7 @@ OUTGROWN_EVERY = 10  # steps between checks, because the host waits for the devi
 MEASURED = 16  # number of last dense steps that measure the ratio of gradient norms
 
 
-class Message(NamedTuple):
+class MomentumMessage(NamedTuple):
     """What this rank sends of one momentum."""
 
     momentum: FlatMomentum
@@ -362,13 +362,15 @@ class OneBitSteps(Feature):
         assert gradient is not None
         return gradient if buffer.has_unreduced else torch.zeros_like(gradient)
 
-    def _message(self, momentum: FlatMomentum) -> Message:
+    def _message(self, momentum: FlatMomentum) -> MomentumMessage:
         """Return the message of a step that all ranks make together."""
         settings = partial(momentum.settings, step=self._made, frozen=self._frozen_at)
-        return Message(momentum, self._gradient(momentum), settings, momentum.flat.gradient.unused)
+        return MomentumMessage(
+            momentum, self._gradient(momentum), settings, momentum.flat.gradient.unused
+        )
 
     def _update(
-        self, messages: Sequence[Message], beta: float, factor: Tensor, limit: float
+        self, messages: Sequence[MomentumMessage], beta: float, factor: Tensor, limit: float
     ) -> None:
         """Update all weights: each momentum becomes ``beta`` times itself and ``factor`` times the
         gradient of its message; updates are held to ``limit`` (collective).
@@ -414,7 +416,7 @@ class OneBitSteps(Feature):
         unused, messages = self._local.unused(self._mesh), []
         for momentum in self._momenta:
             mean, totals = self._local.of(momentum).take_mean()
-            messages.append(Message(momentum, mean, totals.__getitem__, unused[momentum]))
+            messages.append(MomentumMessage(momentum, mean, totals.__getitem__, unused[momentum]))
         one = torch.ones((), dtype=torch.float32, device=self._mesh.device)
         # means of local steps include the momentum already
         self._update(messages, 0.0, one, LIMIT_OF_MEANS)

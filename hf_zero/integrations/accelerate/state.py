@@ -9,8 +9,8 @@ they start with FSDP. Under ZeRO the state therefore counts all ranks that share
 ``sp_size``, whether they exchange heads or form a ring, and keeps the division for the adapters
 that Accelerate asks for. The keys of the ZeRO configuration count like its own sizes.
 
-Imported while ``import accelerate`` runs: everything of
-Accelerate is imported inside the functions.
+Imported while ``import accelerate`` runs: everything of Accelerate is imported inside the
+functions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from hf_zero.config.reading import AUTO
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from accelerate.utils import DeepSpeedPlugin
 
 _DIVISION = "_hf_zero_division"  # attribute of a ParallelismConfig
+USE_CPU = "ACCELERATE_USE_CPU"
 
 
 class GroupOptions(TypedDict, total=False):
@@ -64,7 +67,7 @@ def answer_gloo(
     return answer, distributed_type
 
 
-def shard_on_cpu(
+def start_state(
     original: Original,
     self: AcceleratorState,
     mixed_precision: str | None = None,
@@ -78,8 +81,8 @@ def shard_on_cpu(
     _from_accelerator: bool = False,
     **kwargs: Unpack[GroupOptions],
 ) -> None:
-    """Wraps ``AcceleratorState.__init__``: ``cpu=True`` keeps ZeRO, and every ZeRO process gets a
-    process group.
+    """Wraps ``AcceleratorState.__init__``: the first state under ZeRO counts shared sequences,
+    refuses other parallelism, keeps ZeRO with ``cpu=True``, and has a process group.
     """
     from accelerate.state import PartialState
 
@@ -105,58 +108,9 @@ def shard_on_cpu(
     on_cpu = cpu or cpu_forced()
     if on_cpu and PartialState._shared_state == {}:
         _start_on_cpu(**kwargs)
-    forced = os.environ.pop("ACCELERATE_USE_CPU", None)
-    try:
+    with _use_cpu(None):  # which would make Accelerate drop ZeRO
         original(self, mixed_precision, False, *plugins, _from_accelerator, **kwargs)
-    finally:
-        if forced is not None:
-            os.environ["ACCELERATE_USE_CPU"] = forced
     _join_group(self, kwargs.get("timeout"))
-
-
-def gather_without_deprecation(original: Original, tensor: object) -> object:
-    """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of its collective."""
-    with warnings.catch_warnings():
-        if finder.chosen():
-            message = "`torch.distributed.all_gather_into_tensor` is deprecated"
-            warnings.filterwarnings("ignore", message, FutureWarning)
-        return original(tensor)
-
-
-def _start_on_cpu(**kwargs: Unpack[GroupOptions]) -> None:
-    from accelerate.state import PartialState
-
-    from hf_zero.distributed import init
-
-    if launched():
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-        init.init_distributed("gloo", timeout=kwargs.get("timeout"))
-    PartialState(cpu=True, **kwargs)
-
-
-def _refuse_other_parallelism(parallelism: ParallelismConfig | None) -> None:
-    if parallelism is None:
-        return
-    if parallelism.tp_size > 1:
-        raise ConfigError(
-            f"ParallelismConfig(tp_size={parallelism.tp_size}) is Accelerate's tensor parallelism "
-            "for models that transformers has split, and under ZeRO the engine splits them; leave "
-            f"it out, load the model whole, and write {TENSOR_SIZE} = {parallelism.tp_size} in the "
-            "ZeRO configuration"
-        )
-
-
-def division_in_effect() -> Division | None:
-    """Return the division of sequences that the current AcceleratorState has; None without one."""
-    from accelerate.state import AcceleratorState
-
-    parallelism = AcceleratorState._shared_state.get("parallelism_config")
-    return getattr(parallelism, _DIVISION, None)
-
-
-def sequence_size(parallelism: ParallelismConfig) -> int:
-    """Return the ``sp_size`` of ``parallelism``; 1 in releases of Accelerate that have none."""
-    return getattr(parallelism, "sp_size", 1)
 
 
 def _with_shared_sequences(
@@ -202,6 +156,47 @@ def _with_shared_sequences(
     return counted
 
 
+def _refuse_other_parallelism(parallelism: ParallelismConfig | None) -> None:
+    if parallelism is None:
+        return
+    if parallelism.tp_size > 1:
+        raise ConfigError(
+            f"ParallelismConfig(tp_size={parallelism.tp_size}) is Accelerate's tensor parallelism "
+            "for models that transformers has split, and under ZeRO the engine splits them; leave "
+            f"it out, load the model whole, and write {TENSOR_SIZE} = {parallelism.tp_size} in the "
+            "ZeRO configuration"
+        )
+
+
+def _start_on_cpu(**kwargs: Unpack[GroupOptions]) -> None:
+    """Make the process state of ranks on CPUs, over gloo if a launcher has started them."""
+    from accelerate.state import PartialState
+
+    from hf_zero.distributed import init
+
+    with _use_cpu("true" if launched() else os.environ.get(USE_CPU)):
+        if launched():
+            init.init_distributed("gloo", timeout=kwargs.get("timeout"))
+        PartialState(cpu=True, **kwargs)
+
+
+@contextmanager
+def _use_cpu(value: str | None) -> Iterator[None]:
+    """Set ACCELERATE_USE_CPU to ``value`` inside this context; None: remove it."""
+    before = os.environ.get(USE_CPU)
+    _set_use_cpu(value)
+    try:
+        yield
+    finally:
+        _set_use_cpu(before)
+
+
+def _set_use_cpu(value: str | None) -> None:
+    os.environ.pop(USE_CPU, None)
+    if value is not None:
+        os.environ[USE_CPU] = value
+
+
 def _join_group(state: AcceleratorState, timeout: timedelta | None) -> None:
     """Make a process group of one rank in a plain ``python script.py``, where ``wait_for_everyone``
     would raise without one. Raises RankMismatchError if Accelerate counts other processes.
@@ -211,7 +206,7 @@ def _join_group(state: AcceleratorState, timeout: timedelta | None) -> None:
 
     if kinds.is_synchronous(state.device) and kinds.accelerator() is not None:
         # the engine computes on the device where Accelerate puts the batches
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+        _set_use_cpu("true")
     init.init_distributed(timeout=timeout)
     if process_group.get_world_size() != state.num_processes:
         raise RankMismatchError(
@@ -219,3 +214,25 @@ def _join_group(state: AcceleratorState, timeout: timedelta | None) -> None:
             f"{process_group.get_world_size()}: LOCAL_RANK is not set, so Accelerate cannot see "
             "its peers. Start the script with `accelerate launch` or torchrun, or export LOCAL_RANK"
         )
+
+
+def division_in_effect() -> Division | None:
+    """Return the division of sequences that the current AcceleratorState has; None without one."""
+    from accelerate.state import AcceleratorState
+
+    parallelism = AcceleratorState._shared_state.get("parallelism_config")
+    return getattr(parallelism, _DIVISION, None)
+
+
+def sequence_size(parallelism: ParallelismConfig) -> int:
+    """Return the ``sp_size`` of ``parallelism``; 1 in releases of Accelerate that have none."""
+    return getattr(parallelism, "sp_size", 1)
+
+
+def gather_without_deprecation(original: Original, tensor: object) -> object:
+    """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of its collective."""
+    with warnings.catch_warnings():
+        if finder.chosen():
+            message = "`torch.distributed.all_gather_into_tensor` is deprecated"
+            warnings.filterwarnings("ignore", message, FutureWarning)
+        return original(tensor)

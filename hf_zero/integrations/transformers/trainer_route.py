@@ -324,7 +324,7 @@ def fill_from_arguments(
     if filled and args.max_grad_norm is not None and not 0.0 < args.max_grad_norm < math.inf:
         self.config[CLIPPING] = 0.0  # limits with which the plain Trainer does not clip
     if filled:  # the Trainer clips by its argument, which a callback may change
-        from hf_zero.integrations.accelerate.accelerator import FILLED_LIMIT
+        from hf_zero.integrations.accelerate.open_values import FILLED_LIMIT
 
         setattr(self.config, FILLED_LIMIT, self.config[CLIPPING])
     if not any((args.fp16, args.bf16, args.fp16_full_eval, args.bf16_full_eval)):

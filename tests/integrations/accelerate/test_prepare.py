@@ -22,17 +22,14 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import LlamaConfig, LlamaModel
 
-from hf_zero.distributed import process_group
+from hf_zero.distributed import init, process_group
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate import loaders, state
-from hf_zero.integrations.accelerate.accelerator import (
-    _counting_data_parallel_ranks,
-    refuse_optimizer_apart,
-    refuse_several_models,
-)
 from hf_zero.integrations.accelerate.loaders import count_batches_once, share_out
 from hf_zero.integrations.accelerate.memory_saves import engines_of
+from hf_zero.integrations.accelerate.open_values import _counted_by_data_parallel_ranks, open_values
+from hf_zero.integrations.accelerate.refusals import refuse_optimizer_apart, refuse_several_models
 from hf_zero.integrations.accelerate.state import division_in_effect
 from hf_zero.launch.hosts import free_port
 from hf_zero.parallel.sequence.division import Division
@@ -100,6 +97,23 @@ def test_forcing_the_cpu_keeps_zero(how: str, monkeypatch: pytest.MonkeyPatch) -
     assert accelerator.state.deepspeed_plugin.zero_stage == 3
     if how != "beside GPUs":
         assert os.environ.get("ACCELERATE_USE_CPU") == variable
+
+
+def test_a_start_that_fails_forces_no_later_one_onto_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forget()
+    launched(monkeypatch)
+
+    def unreachable(*args: object, **kwargs: object) -> None:
+        assert os.environ["ACCELERATE_USE_CPU"] == "true"
+        raise RankMismatchError("the master is not there; start it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(init, "init_distributed", unreachable)
+        with pytest.raises(RankMismatchError, match="the master is not there"):
+            Accelerator(cpu=True, deepspeed_plugin=plugin())
+    assert "ACCELERATE_USE_CPU" not in os.environ
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +250,7 @@ def test_what_is_counted_by_data_parallel_ranks(
         ours = SimpleNamespace(state=state, deepspeed_plugin=plugin, split_batches=split)
         dummy = DummyScheduler(None, total_num_steps=12)
         loaders = DataLoader(ROWS, batch_size=12), DataLoader(ROWS, batch_size=8)  # type: ignore[arg-type]
-        with _counting_data_parallel_ranks(ours, (*loaders, dummy)):
+        with _counted_by_data_parallel_ranks(ours, (*loaders, dummy)):
             assert config["train_micro_batch_size_per_gpu"] == micro
             assert dummy.total_num_steps == steps
         assert dummy.total_num_steps == 12
@@ -247,6 +261,19 @@ def test_what_is_counted_by_data_parallel_ranks(
     wrapped = SimpleNamespace(scheduler=schedule, split_batches=False, step_with_optimizer=True)
     count_batches_once(lambda self: [self.scheduler.step() for _ in range(4)], wrapped)
     assert schedule.last_epoch == 2
+
+
+def test_a_prepare_that_fails_leaves_auto_sizes_in_place() -> None:
+    """The next one, with a data loader, fills them in."""
+    finder.choose()
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    plugin = SimpleNamespace(deepspeed_config={**sizes}, gradient_clipping=1.0)
+    state = SimpleNamespace(deepspeed_plugin=plugin, parallelism_config=None, num_processes=1)
+    ours = SimpleNamespace(state=state, deepspeed_plugin=plugin, split_batches=False)
+    with pytest.raises(ConfigError), open_values(ours, (stack(),)):
+        assert not sizes.keys() & plugin.deepspeed_config.keys()
+        raise ConfigError("refused; write another value")
+    assert sizes.items() <= plugin.deepspeed_config.items()
 
 
 def shared(
