@@ -21,7 +21,8 @@ from hf_zero.deepspeed import accelerator as cpu_accelerator
 from hf_zero.deepspeed import op_builders
 from hf_zero.deepspeed.modules import LEFT_OUT
 from hf_zero.device import kinds
-from hf_zero.distributed.process_group import backend_for, default_device
+from hf_zero.distributed.backends import native_backend
+from hf_zero.distributed.process_group import default_device
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -75,7 +76,7 @@ class DeepSpeedAccelerator:
         kinds.synchronize(torch.device(self.device_name(device_index)))
 
     def communication_backend_name(self) -> str:
-        return backend_for(self._name)
+        return native_backend(self._name)
 
     def is_available(self) -> bool:
         return bool(self._name == "cpu" or self._module.is_available())

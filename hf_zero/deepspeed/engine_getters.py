@@ -25,8 +25,8 @@ from hf_zero.deepspeed.logs import SynchronizedWallClockTimer, ThroughputTimer
 from hf_zero.deepspeed.modules import LEFT_OUT
 from hf_zero.deepspeed.zero_config import ZERO, DeepSpeedZeroConfig
 from hf_zero.device import kinds
+from hf_zero.distributed.backends import native_backend
 from hf_zero.distributed.parallel_groups import readers
-from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.measures.flops_profiler import FlopsProfiler, StepProfile
@@ -222,7 +222,7 @@ class Getters(_AnyEngine):
 
     @property
     def dist_backend(self) -> str:
-        return backend_for(self.device)
+        return native_backend(self.device)
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:

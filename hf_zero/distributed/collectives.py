@@ -29,6 +29,8 @@ import torch.distributed as dist
 
 from hf_zero.device import kinds, streams
 from hf_zero.distributed import rank_hosts
+from hf_zero.distributed.aborting import abort
+from hf_zero.distributed.backends import STORELESS, serving_backend
 from hf_zero.distributed.collective_log import (
     CollectiveLog,
     CollectiveStats,
@@ -38,15 +40,7 @@ from hf_zero.distributed.collective_log import (
     tagged_barrier,
 )
 from hf_zero.distributed.hang_detection import Watchdog
-from hf_zero.distributed.process_group import (
-    CPU,
-    STORELESS,
-    Waitable,
-    abort,
-    backend_serving,
-    destroy_group,
-    is_initialized,
-)
+from hf_zero.distributed.process_group import CPU, Waitable, destroy_if_current, is_initialized
 
 DEFAULT_TIMEOUT = 1800.0
 MARGIN_SECONDS = 30.0  # between our timeout, which names ranks, and the backend's
@@ -197,7 +191,7 @@ class MeshDim:
         """The device for messages that the host reads: host memory if the process group has a
         backend for it, so that reading them does not wait for work launched on the device.
         """
-        if self._follows is None or (self.size > 1 and backend_serving(CPU)):
+        if self._follows is None or (self.size > 1 and serving_backend(CPU)):
             return CPU
         return self._follows
 
@@ -569,7 +563,7 @@ class MeshDim:
         if marked is not None and not self._watchdog.verdict:
             marked.wait()
         for group in (self._group, self._reduce_group):
-            destroy_group(group)
+            destroy_if_current(group)
         self._group = self._reduce_group = None
         for log in (self.gathers, self.reductions):
             log.close()

@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
-from hf_zero.distributed.process_group import CPU, backend_serving
+from hf_zero.distributed.backends import serving_backend
+from hf_zero.distributed.process_group import CPU
 from hf_zero.errors import ConfigError
 
 NCCL = "nccl"
@@ -78,7 +79,7 @@ def _splits(device: torch.device, backend: str) -> bool:
         backend == NCCL
         and group is not None
         and group.bound_device_id is not None
-        and (_selects_backends() or not backend_serving(CPU))
+        and (_selects_backends() or not serving_backend(CPU))
     )
 
 

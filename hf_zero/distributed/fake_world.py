@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from hf_zero.distributed.backends import simulate_backend
 from hf_zero.distributed.process_group import (
     choose_device,
     chosen_device,
     destroy_process_group,
     is_initialized,
-    stand_for,
 )
 from hf_zero.errors import ConfigError
 
@@ -60,11 +60,11 @@ def fake_world(
     before = chosen_device()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     choose_device(META)
-    stand_for(backend)
+    simulate_backend(backend)
     try:
         with ranks_of_a_host(min(world, ranks_per_host or world)):
             yield
     finally:
-        stand_for(None)
+        simulate_backend(None)
         choose_device(before)
         destroy_process_group()

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
+from hf_zero.distributed.backends import issued_as, subgroup_backend_string
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, GatherRoute, MeshDim
 from hf_zero.distributed.communicators import NCCL, make_group, nccl_options
 from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.process_group import backends_of_parts, messages_as
 from hf_zero.distributed.world_group import RankGroup, get_world_group
 from hf_zero.errors import ConfigError
 
@@ -76,7 +76,7 @@ class DimMaker:
         return MeshDim(
             mine,
             self.rank,
-            DimGroups(groups[0], groups[1], messages_as(self.backend), self.device),
+            DimGroups(groups[0], groups[1], issued_as(self.backend), self.device),
             stats,
             watchdog or self.watchdog,
             name,
@@ -321,7 +321,7 @@ class FlatMeshMaker:
         if len(sets) > 1 and len(sets[0]) > 1:
             limit = timedelta(seconds=self._maker.timeout + MARGIN_SECONDS)
             for ranks in sets:
-                new_group = dist.new_group(list(ranks), limit, backends_of_parts())
+                new_group = dist.new_group(list(ranks), limit, subgroup_backend_string())
                 group = new_group if self._maker.rank in ranks else group
         mine = next(ranks for ranks in sets if self._maker.rank in ranks)
         if len(mine) == 1:

@@ -10,7 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed.process_group import CPU, default_store, group_backend
+from hf_zero.distributed.backends import group_backend
+from hf_zero.distributed.process_group import CPU, default_store
 
 PIECE = 8 << 20  # bytes of one message
 Peer = tuple[int, torch.Tensor]  # a rank, and the tensor sent to it or received from it

@@ -19,20 +19,22 @@ from hf_zero.config.feature_rows import provided
 from hf_zero.config.keys import KEYS
 from hf_zero.config.value_types import argument, integer
 from hf_zero.device import kinds
+from hf_zero.distributed.backends import (
+    raise_file_limit,
+    refuse_missing_backends,
+    requested_backend_string,
+)
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
 from hf_zero.distributed.communicators import device_to_bind, name_ranks
 from hf_zero.distributed.hang_detection import HangDetection, Watchdog
 from hf_zero.distributed.process_group import (
     CPU,
-    allow_connections,
-    backends_asked,
     default_device,
     destroy_process_group,
     get_rank,
     get_world_size,
     is_initialized,
-    refuse_missing_backends,
 )
 from hf_zero.distributed.rank_hosts import RESOLVE_SECONDS, choose_interface, wait_for_address
 from hf_zero.distributed.rank_hosts import VARIABLES as INTERFACE_VARIABLES
@@ -114,12 +116,12 @@ def init_distributed(
     rendezvous = None if by_address else announce(rank, world_size, port)
     known, size = (rendezvous.rank, rendezvous.world_size) if rendezvous is not None else given
     device = default_device(max(known, 0))
-    backend = backends_asked(backend, device)
+    backend = requested_backend_string(backend, device)
     kinds.set_device(device)
     _prepare_network(init_method if by_address else None, rendezvous, seconds, interface)
 
     def join() -> None:
-        allow_connections(size)
+        raise_file_limit(size)
         group: dict[str, Any] = (
             {"init_method": init_method, "rank": rank, "world_size": world_size}
             if by_address

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
+from hf_zero.distributed.aborting import abort_together
+from hf_zero.distributed.backends import group_backend
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
 from hf_zero.distributed.communicators import NCCL
@@ -39,13 +41,7 @@ from hf_zero.distributed.flat_mesh import (
 from hf_zero.distributed.hang_detection import HangDetection, Heartbeats, RankStatus
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import ParallelGroups
-from hf_zero.distributed.process_group import (
-    abort_together,
-    default_store,
-    get_rank,
-    get_world_size,
-    group_backend,
-)
+from hf_zero.distributed.process_group import default_store, get_rank, get_world_size
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.world_group import EngineResources, RankGroup, get_world_group
 from hf_zero.logging import log_rank0

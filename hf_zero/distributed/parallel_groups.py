@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from hf_zero.distributed import process_group
+from hf_zero.distributed.backends import group_backend
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
 from hf_zero.distributed.flat_mesh import DimMaker
@@ -20,7 +21,6 @@ from hf_zero.distributed.process_group import (
     default_store,
     get_rank,
     get_world_size,
-    group_backend,
     is_initialized,
 )
 from hf_zero.distributed.world_group import get_world_group

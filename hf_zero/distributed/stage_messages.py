@@ -32,19 +32,14 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
+from hf_zero.distributed.aborting import abort
+from hf_zero.distributed.backends import group_backend, serving_backend, subgroup_backend_string
 from hf_zero.distributed.collective_log import CollectiveLog, Handle, PendingCollective
 from hf_zero.distributed.collectives import MARGIN_SECONDS, MeshDim
 from hf_zero.distributed.flat_mesh import DimMaker, connect
 from hf_zero.distributed.hang_detection import HangDetection
 from hf_zero.distributed.parallel_groups import ParallelGroups
-from hf_zero.distributed.process_group import (
-    CPU,
-    abort,
-    backend_serving,
-    backends_of_parts,
-    destroy_group,
-    group_backend,
-)
+from hf_zero.distributed.process_group import CPU, destroy_if_current
 from hf_zero.distributed.recovery import REMEDY
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import PartitionError, RankMismatchError
@@ -113,7 +108,7 @@ class StageMessages:
         self._group = group
         self._dim = dim
         self._watchdog = detection.watchdog
-        self._headers = CPU if self.size > 1 and backend_serving(CPU) else device
+        self._headers = CPU if self.size > 1 and serving_backend(CPU) else device
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # headers in flight
         self._unfinished: dict[int, PendingCollective] = {}  # by id of the operation
         self._logs: dict[tuple[int, int], CollectiveLog] = {}
@@ -155,7 +150,9 @@ class StageMessages:
             for ranks in dict.fromkeys(
                 dims.ranks_along(rank, "pipeline") for rank in range(dims.world)
             ):
-                group = dist.new_group(list(ranks), limit, backends_of_parts(), device_id=bound)
+                group = dist.new_group(
+                    list(ranks), limit, subgroup_backend_string(), device_id=bound
+                )
                 if groups.rank in ranks:
                     joined = group
                     watchdog = get_world_group().watchdog
@@ -182,7 +179,7 @@ class StageMessages:
         for log in self.logs:
             log.end_reason = "destroyed its engine"
             log.close()
-        destroy_group(self._group)
+        destroy_if_current(self._group)
         self._group = None
 
     @contextmanager

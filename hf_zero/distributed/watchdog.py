@@ -26,10 +26,10 @@ import torch
 
 from hf_zero.device import kinds
 from hf_zero.distributed import rank_hosts, uncaught
+from hf_zero.distributed.aborting import abort_together
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.hang_detection import JOIN_SECONDS, Watchdog, watchdogs
 from hf_zero.distributed.hang_proofs import HangDiagnosis
-from hf_zero.distributed.process_group import abort_together
 from hf_zero.distributed.rank_status import PATIENCE_SECONDS, PostedStatus, poll_pauses
 from hf_zero.distributed.state_rows import RankState
 from hf_zero.errors import HfZeroError, RankMismatchError

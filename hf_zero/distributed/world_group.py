@@ -16,6 +16,15 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.config.feature_rows import provided
+from hf_zero.distributed.aborting import abort
+from hf_zero.distributed.backends import (
+    STORELESS,
+    add_host_backend,
+    backend_string,
+    group_backend,
+    raise_file_limit,
+    serving_backend,
+)
 from hf_zero.distributed.collective_log import (
     CollectiveLog,
     Handle,
@@ -27,18 +36,11 @@ from hf_zero.distributed.collectives import BLOCKING, DEFAULT_TIMEOUT, MARGIN_SE
 from hf_zero.distributed.hang_detection import HangDetection, Watchdog
 from hf_zero.distributed.process_group import (
     CPU,
-    STORELESS,
     Waitable,
-    abort,
-    add_host_backend,
-    allow_connections,
-    backend_serving,
-    backends_for,
     default_device,
     default_store,
-    destroy_group,
+    destroy_if_current,
     get_world_size,
-    group_backend,
     is_initialized,
 )
 from hf_zero.errors import ConfigError, RankMismatchError
@@ -214,7 +216,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Release the communicator, if it is this group's own."""
-        destroy_group(self._group)
+        destroy_if_current(self._group)
         self._group = None
         self.log.close()
 
@@ -223,7 +225,7 @@ class RankGroup:
         device would use the device.
         """
         if len(self.ranks) > 1:
-            on = CPU if backend_serving(CPU) else default_device()
+            on = CPU if serving_backend(CPU) else default_device()
             token = torch.zeros(1, device=on)
 
             def meet() -> None:
@@ -239,12 +241,12 @@ class RankGroup:
         """
         if len(self.ranks) == 1 or not tensor.numel():
             return
-        if tensor.device.type == CPU.type and not backend_serving(CPU):
+        if tensor.device.type == CPU.type and not serving_backend(CPU):
             raise ConfigError(
                 f"the process group ({dist.get_backend_config()}) has no backend for tensors on "
                 f"{tensor.device.type}, where a parameter lies that is "
                 "to be the same on all ranks; make the group with "
-                f"init_process_group({backends_for(default_device())!r}), leave that to "
+                f"init_process_group({backend_string(default_device())!r}), leave that to "
                 "hf_zero.init_distributed(), or move the parameter to the device"
             )
         # As bytes: not every backend supports every dtype. A conjugate or negative view, or one
@@ -307,7 +309,7 @@ class RankGroup:
             return
         at = self.ranks.index(self.rank)
         step = max(1, min(max(sizes), ROUND // len(self.ranks)))
-        on = CPU if backend_serving(CPU) else default_device()
+        on = CPU if serving_backend(CPU) else default_device()
         message = torch.zeros(step, dtype=torch.uint8, device=on)
         parts = [torch.empty_like(message) for _ in self.ranks] if at == 0 else None
 
@@ -343,7 +345,7 @@ class WorldGroup(RankGroup):
         self._added: dist.ProcessGroupGloo | None = None  # to a default group without gloo
         share_store = self.world > 1 and backend not in STORELESS
         if share_store:
-            allow_connections(self.world)  # the script may have made the group
+            raise_file_limit(self.world)  # the script may have made the group
             shared = dist.PrefixStore("hf_zero/ranks", store)
             number = shared.add(f"made/{rank}", 1)
             self.prefix += f"/{number}"

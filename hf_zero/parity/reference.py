@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hf_zero.config import ZeroConfig
-from hf_zero.distributed import process_group
+from hf_zero.distributed import backends, process_group
 from hf_zero.errors import CheckpointError, ConfigError, PartitionError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -214,7 +214,7 @@ class Reference(nn.Module):
         return (
             self.world_size > 1
             and self.config.stage > 0
-            and process_group.backend_serving(self.device) == "gloo"
+            and backends.serving_backend(self.device) == "gloo"
         )
 
     @property

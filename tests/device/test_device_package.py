@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_zero.device import free_memory, kinds, pinned, streams
-from hf_zero.distributed.process_group import backend_for
+from hf_zero.distributed.backends import native_backend
 from hf_zero.errors import HostMemoryError
 from hf_zero.ops.host_memory import HostArena, numa_node
 
@@ -64,7 +64,7 @@ def test_the_host_has_no_streams_and_torch_says_what_is_here(monkeypatch):
         assert kinds.is_synchronous(kind)
     host = torch.device("cpu")
     assert streams.shard_stream(host) is None and streams.record_here(host) is None
-    assert kinds.current_index(host) == 0 and backend_for(host) == "gloo"
+    assert kinds.current_index(host) == 0 and native_backend(host) == "gloo"
     with kinds.device_guard(host), streams.on_stream(None):
         kinds.set_device(host)
         kinds.synchronize(host)

@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.config import ZeroConfig
-from hf_zero.distributed import communicators, flat_mesh, init, mesh, process_group, world_group
+from hf_zero.distributed import (
+    backends,
+    communicators,
+    flat_mesh,
+    init,
+    mesh,
+    process_group,
+    world_group,
+)
 from hf_zero.distributed.collective_log import (
     CollectiveLog,
     CollectiveStats,
@@ -147,7 +155,7 @@ def test_ranks_in_an_address_count_as_if_they_were_passed(
 ) -> None:
     joined: list[Any] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **given: joined.append(given))
-    monkeypatch.setattr(init, "allow_connections", joined.append)
+    monkeypatch.setattr(init, "raise_file_limit", joined.append)
     address = "tcp://127.0.0.1:1234?rank=0&world_size=2"
     init.init_distributed(init_method=address)
     ranks, given = joined
@@ -212,12 +220,12 @@ def test_backends_that_others_have_registered_with_torch_are_taken(
 ) -> None:
     monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "rings"])
     for backend in ("rings", "Rings", "cpu:gloo,xpu:rings", "gloo", "GLOO", dist.Backend("gloo")):
-        process_group.refuse_missing_backends(backend)
+        backends.refuse_missing_backends(backend)
     monkeypatch.setitem(dist.Backend.backend_capability, "rings", ["npu"])
     for count in (0, 1):
         play_accelerator(monkeypatch, "npu", count)
         with nullcontext() if count else pytest.raises(ConfigError, match="'rings'"):
-            process_group.refuse_missing_backends("rings")
+            backends.refuse_missing_backends("rings")
 
 
 def test_one_rank_runs_every_operation_and_sends_nothing() -> None:
@@ -443,7 +451,7 @@ def test_the_limit_of_open_files_is_raised_to_what_ranks_need(
         with monkeypatch.context() as patch:
             patch.setattr(resource, "getrlimit", limits.get)
             patch.setattr(resource, "setrlimit", limits.__setitem__)
-            process_group.allow_connections(world)
+            backends.raise_file_limit(world)
         assert limits == {resource.RLIMIT_NOFILE: (limit, hard)}
         assert any("Too many open files" in line for line in heard_in_full) == told
 

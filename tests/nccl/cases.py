@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 import hf_zero
+from hf_zero.distributed.backends import backend_string
 from hf_zero.distributed.collective_log import CollectiveLog
-from hf_zero.distributed.process_group import backends_for, default_device
+from hf_zero.distributed.process_group import default_device
 from hf_zero.zero.layout import wrap
 from tests.helpers.training import At, Driver, Job, Plan, Trace, merge
 from tests.nccl import ranks, ways
@@ -215,7 +216,7 @@ def join() -> torch.device:
         hf_zero.init_distributed(timeout=TIMEOUT)
         _joined.append(dist.distributed_c10d._get_default_store())
     elif not dist.is_initialized():
-        rejoin(f"job {len(_joined)}", backends_for(default_device()))
+        rejoin(f"job {len(_joined)}", backend_string(default_device()))
     return default_device()
 
 

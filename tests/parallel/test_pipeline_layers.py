@@ -675,9 +675,9 @@ def test_the_communicator_is_made_with_its_group(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append((tensor, group)))
     monkeypatch.setattr(torch, "zeros", lambda size, device: (size, device))
     monkeypatch.setattr(stage_messages, "get_world_group", lambda: world)
-    monkeypatch.setattr(stage_messages, "backend_serving", lambda device: "gloo")
+    monkeypatch.setattr(stage_messages, "serving_backend", lambda device: "gloo")
     monkeypatch.setattr(stage_messages, "group_backend", lambda device: "nccl")
-    monkeypatch.setattr(stage_messages, "backends_of_parts", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(stage_messages, "subgroup_backend_string", lambda: "cpu:gloo,cuda:nccl")
     environ: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", environ)
     messages = StageMessages.over(groups, "engine 1", 5.0)

@@ -82,7 +82,7 @@ def messages(monkeypatch, rank):
         gathers=CollectiveLog("gathers", (0, 1), 9.0),
         reductions=CollectiveLog("reductions", (0, 1), 9.0),
     )
-    monkeypatch.setattr(stage_messages, "backend_serving", lambda device: "gloo")
+    monkeypatch.setattr(stage_messages, "serving_backend", lambda device: "gloo")
     monkeypatch.setattr(stage_messages, "group_backend", lambda device: "gloo")
     detection, on = HangDetection(), torch.device("cpu")
     return StageMessages((0, 1), rank, None, on, dim, detection, "engine 1", 9.0)
