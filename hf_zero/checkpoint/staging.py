@@ -4,15 +4,15 @@ that writes.
 [Note: deferred copies]
 As large as the file, the memory takes all of it in the call. With ``checkpoint.staging_bytes`` it
 is smaller, and the thread fills it again each time it has written it, while forwards and backwards
-go on: they change neither master weights nor moments. Whatever does change them first calls
-:meth:`CopyGate.wait_for_copy`: an update, a load, a ``safe_set_*`` function, a write to
-parameters that the engine takes over. Offloaded state waits for each flat buffer by itself, on the
-thread of updates; state on the device waits for all of it, as one launch updates it. State that a
-script can write to without a call of the engine (buffers, generators, weights whose memory is that
-of whole parameters) is copied in the call, and so is state in files, whose buffers training uses.
-Moments can be written to as well, as tensors of ``optimizer.state``: ``Tensor._version`` shows it,
-and the save fails. A write through ``.data``, which has a version of its own, is not seen, nor one
-that is still being executed when the last part is copied.
+go on: they change neither master weights nor moments. Whatever does change them first takes a lease
+for writing, which waits (:class:`CopyGate`): an update, a load, a ``safe_set_*`` function, a write
+to parameters that the engine takes over. Offloaded state waits for each flat buffer by itself, on
+the thread of updates; state on the device waits for all of it, as one launch updates it. State that
+a script can write to without a call of the engine (buffers, generators, weights whose memory is
+that of whole parameters) is copied in the call, and so is state in files, whose buffers training
+uses. Moments can be written to as well, as tensors of ``optimizer.state``: ``Tensor._version``
+shows it, and the save fails. A write through ``.data``, which has a version of its own, is not
+seen, nor one that is still being executed when the last part is copied.
 A wait depends on this rank's storage alone, and ends if the save fails. Meanwhile the other ranks
 may wait for this one in a collective, whose timeout would end the run: before that, the thread of
 the change abandons what is not copied (:meth:`StagedFile._abandon`), and the save fails instead.
@@ -99,7 +99,7 @@ def deferrable_kinds(flat: FlatBuffer, states: Iterable[str]) -> set[str]:
     scripts write.
     """
     shard = flat.optimizer_shard
-    if shard.storage.nbytes()["disk"] or flat.shard_bytes()["disk"]:
+    if shard.contents.nbytes()["disk"] or flat.shard_bytes()["disk"]:
         return set()
     return set(states).difference((MASTER, SHARD) if _is_exposed(flat) else ())
 
@@ -112,8 +112,8 @@ def _is_exposed(flat: FlatBuffer) -> bool:
 def _writable(engine: TrainingEngine, flat: FlatBuffer) -> list[torch.Tensor]:
     """Return the tensors of ``optimizer.state`` and of its groups in ``flat``."""
     shard = flat.optimizer_shard
-    names = [] if _is_exposed(flat) else shard.storage.names()
-    tensors = [shard.storage.entry(name) for name in names]
+    names = [] if _is_exposed(flat) else shard.contents.names()
+    tensors = [shard.contents.entry(name) for name in names]
     if flat.trainable and engine.bound is not None and not shard.offloaded:
         tensors += engine.bound.memory(shard)
     return tensors

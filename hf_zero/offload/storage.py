@@ -39,8 +39,8 @@ class StorageFormat:
         return StorageFormat(self.dtype) if sub_group in self.unquantized_sub_groups else self
 
 
-class Storage(Protocol):
-    """The arrays of one flat buffer by name, addressed in elements of ``owned``."""
+class StorageContents(Protocol):
+    """What may be asked of a storage at any time: everything but the values of its arrays."""
 
     @property
     def offloaded(self) -> bool:
@@ -51,11 +51,24 @@ class Storage(Protocol):
 
     def names(self) -> list[str]: ...
 
-    def add(self, name: str, how: StorageFormat) -> None:
-        """Add an array of zeros."""
-
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the result of :meth:`fetch`."""
+        """Return the dtype of the result of :meth:`ReadableStorage.fetch`."""
+
+    def prefetch(self, sub_group: int) -> None:
+        """Announce that ``sub_group`` will be acquired or fetched soon. Does not wait."""
+
+    def entry(self, name: str) -> torch.Tensor:
+        """Return the array's entry in the optimizer's state between steps: the array if it is in
+        memory and not quantized, else a tensor of its shape without memory. Its values are read and
+        written under a lease.
+        """
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes by tier: ``device``, ``ram`` and ``disk``."""
+
+
+class ReadableStorage(StorageContents, Protocol):
+    """A storage under a lease for reading."""
 
     def fetch(self, name: str) -> torch.Tensor:
         """Return the whole array, [owned]: itself if it is in memory and not quantized, else a
@@ -67,11 +80,15 @@ class Storage(Protocol):
         current stream of its device.
         """
 
+
+class Storage(ReadableStorage, Protocol):
+    """The arrays of one flat buffer by name, addressed in elements of ``owned``."""
+
+    def add(self, name: str, how: StorageFormat) -> None:
+        """Add an array of zeros."""
+
     def store(self, name: str, start: int, values: torch.Tensor) -> None:
         """Overwrite elements from ``start`` on with ``values`` (1-D, any device, any dtype)."""
-
-    def prefetch(self, sub_group: int) -> None:
-        """Announce that ``sub_group`` will be acquired or fetched soon. Does not wait."""
 
     def acquire(self, sub_group: int, overwrite: bool = False) -> dict[str, StateArray]:
         """Return the arrays of ``sub_group``, to be changed in place until :meth:`release`; until
@@ -81,14 +98,6 @@ class Storage(Protocol):
 
     def release(self, sub_group: int) -> None:
         """Keep the changes to ``sub_group``, if it was acquired."""
-
-    def entry(self, name: str) -> torch.Tensor:
-        """Return the array's entry in the optimizer's state between steps: the array if it is in
-        memory and not quantized, else a tensor of its shape without memory.
-        """
-
-    def nbytes(self) -> dict[str, int]:
-        """Return the bytes by tier: ``device``, ``ram`` and ``disk``."""
 
     def close(self) -> None:
         """Release memory and files."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_zero.offload.storage import MASTER
+from hf_zero.offload.storage import MASTER, Storage
 from hf_zero.ops.moment_blocks import Blocks, Moment
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class SubGroupUpdate:
         self._prepared: dict[Segment, Tensor] = {}  # in the current round
         self._results: dict[Segment, tuple[Tensor, ...]] = {}  # of finished rounds
         # sub-groups still to be acquired, in the order of their announcement
-        self._line: dict[tuple[Any, int], None] = {}
+        self._line: dict[tuple[OptimizerShard, int], None] = {}
         self._lock = threading.Lock()
 
     @property
@@ -128,7 +128,7 @@ class SubGroupUpdate:
         with self._lock:
             self._counted.update(counted)
             self._line |= dict.fromkeys(
-                (flat.storage, sub_group) for sub_group, _ in self._sub_groups(flat)
+                (flat, sub_group) for sub_group, _ in self._sub_groups(flat)
             )
 
     def _sub_groups(self, flat: OptimizerShard) -> list[tuple[int, list[Segment]]]:
@@ -145,10 +145,10 @@ class SubGroupUpdate:
         """Update ``flat``, which was announced, sub-group by sub-group: write the new values to
         ``output_for(start, stop)``, then call ``finish_output`` with the range and these values.
         """
-        storage, grad = flat.storage, flat.gradient.shard
+        storage, grad = flat.updating(), flat.gradient.shard
         assert grad is not None
         for sub_group, segments in self._sub_groups(flat):
-            arrays = self._acquire(storage, sub_group)
+            arrays = self._acquire(flat, storage, sub_group)
             start, stop = segments[0].start, segments[-1].stop
             out = output_for(start, stop)
             if len(segments) == 1 and segments[0] in self._counted:
@@ -160,15 +160,15 @@ class SubGroupUpdate:
 
     def prepare(self, flat: OptimizerShard, at: int) -> None:
         """Run round ``at`` before the update of ``flat``, which was announced."""
-        storage, grad = flat.storage, flat.gradient.shard
+        storage, grad = flat.updating(), flat.gradient.shard
         assert grad is not None
         for sub_group, segments in self._sub_groups(flat):
             chosen = [s for s in segments if s in self._counted and self._prepares(s)]
             if not chosen:
                 continue
-            state = self._acquire(storage, sub_group)
+            state = self._acquire(flat, storage, sub_group)
             with self._lock:  # it is acquired again after all the others
-                self._line[storage, sub_group] = None
+                self._line[flat, sub_group] = None
             for segment in chosen:
                 rule = self._rules[segment.group]
                 assert rule is not None and rule.prepare is not None
@@ -197,13 +197,13 @@ class SubGroupUpdate:
                 self._results[segment] = (*self._results.get(segment, ()), result)
         self._prepared = {}
 
-    def _acquire(self, storage: Any, sub_group: int) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = storage.acquire(sub_group)
+    def _acquire(self, flat: OptimizerShard, storage: Storage, sub_group: int) -> Mapping[str, Any]:
+        state = storage.acquire(sub_group)
         with self._lock:
-            del self._line[storage, sub_group]
+            del self._line[flat, sub_group]
             following = list(islice(self._line, PREFETCHED_SUB_GROUPS))
         for other, key in following:
-            other.prefetch(key)
+            other.contents.prefetch(key)
         return state
 
     def _apply_parts(

@@ -5,10 +5,10 @@ next forward needs them.
 ``engine.step`` returns while units are still being updated. Every user of a unit waits for its
 update: a forward that reaches the unit (``schedule.ensure_gathered``), a gather, a reduction into
 its gradient, and every access to its parameters, master weights or moments
-(:meth:`OptimizerShard.wait_for_update`; whole parameters are :class:`UpdatingParameter` until
-then). The optimizer's groups are copied when the step begins, so a scheduler may set the next
-learning rate at once. If the optimizer itself has to step, it does so before ``engine.step``
-returns.
+(the leases of :class:`OptimizerShard`, of which the update holds one meanwhile; whole parameters
+are :class:`UpdatingParameter` until then). The optimizer's groups are copied when the step begins,
+so a scheduler may set the next learning rate at once. If the optimizer itself has to step, it does
+so before ``engine.step`` returns.
 """
 
 from __future__ import annotations
@@ -250,7 +250,6 @@ class OffloadedUpdater(UnitUpdates):
             event.synchronize()
         with span("prepare_update", unit.label):
             for flat in unit.offloaded_flats:
-                flat.optimizer_shard.wait_for_copy()
                 update.prepare(flat.optimizer_shard, at)
 
     # ---- on the thread of updates ----
@@ -264,7 +263,6 @@ class OffloadedUpdater(UnitUpdates):
             event.synchronize()
         with span("update", unit.label):
             for flat in unit.offloaded_flats:
-                flat.optimizer_shard.wait_for_copy()
                 output_for = partial(copies.output_for, flat)
                 finish_output = partial(copies.finish_output, flat)
                 update.run(flat.optimizer_shard, output_for, finish_output)

@@ -154,7 +154,7 @@ class BoundOptimizer:
         keys of the flat buffers whose copies of master weights a script's writes would miss.
         """
         # members of a flat buffer share a count of changes, which steps leave as it is
-        memory = {flat.key: flat.storage.entry(MASTER).data for flat in self._flats}
+        memory = {flat.key: flat.contents.entry(MASTER).data for flat in self._flats}
         self._watched = [memory[flat.key] for flat in self._flats if flat.key in copied]
         kinds = {key: member_class(values) for key, values in memory.items()}
         self._parts = snapshots.parts_of(self._members, self._flats)
@@ -457,7 +457,7 @@ class BoundOptimizer:
             move()
         groups = {segment.group for segment in self._table.segments}
         self._table.bind(self._flats, self.group_of, groups)
-        memory = {flat.key: flat.storage.entry(MASTER).data for flat in self._flats}
+        memory = {flat.key: flat.contents.entry(MASTER).data for flat in self._flats}
         for member, part in zip(chain(*self._lists), chain(*self._parts)):
             if isinstance(member, GroupMember) and part.flat is not None:
                 member.move(part.of(memory[part.flat.key]))
@@ -501,18 +501,16 @@ class BoundOptimizer:
 
         Elements whose group keeps no such state (SGD's momentum may be on in one group only) are
         skipped. As in torch, a momentum that is switched off keeps its state; where it has none,
-        values that are all zeros create none.
+        values that are all zeros create none. The caller holds ``flat.writing()``.
 
         Raises:
             UnsupportedOptimizerError: no group keeps a state of that name.
         """
         self.create_offloaded(flat)  # settings of groups may be new
-        if name != MASTER:
-            self._load_state(flat, name, tensor, first)
-        elif flat.offloaded:
-            self._table.offloaded.load_tensor(flat, name, tensor, first)
+        if name == MASTER:
+            flat.store_master(tensor, first)
         else:
-            _copy(masters(flat)[first : first + tensor.numel()], tensor)
+            self._load_state(flat, name, tensor, first)
 
     def _load_state(self, flat: OptimizerShard, name: str, tensor: Tensor, first: int) -> None:
         """Load state ``name`` as :meth:`load_tensor`."""
@@ -554,7 +552,6 @@ class BoundOptimizer:
         """Reset all state to before the first step."""
         self.states.discard()
         self.group_scalars.note_load([])
-        self._table.offloaded.wait()
         self._entries.states.clear()
         self._table.join({})  # no parameter has been left out of a step
         self.drop_state()
@@ -736,8 +733,7 @@ class BoundOptimizer:
     def keeps_errors(self, flat: OptimizerShard) -> bool:
         """Return whether rounding errors of the master weights of ``flat`` are kept."""
         kahan = self._bf16 is not None and self._bf16.kahan
-        trains = MASTER in flat.storage.names()
-        return kahan and trains and flat.storage.dtype(MASTER) == torch.bfloat16
+        return kahan and flat.has_master and flat.contents.dtype(MASTER) == torch.bfloat16
 
     def keeps(self, name: str) -> bool:
         """Return whether a group of this optimizer keeps a state ``name``, or would with a
@@ -754,8 +750,3 @@ class BoundOptimizer:
                 f"{type(self.optimizer).__name__} with {len(self.groups)}; build the "
                 "optimizer with the groups it was saved with, or load without optimizer states"
             )
-
-
-def _copy(into: Tensor, values: Tensor) -> None:
-    if into.data_ptr() != values.data_ptr():
-        into.copy_(values)

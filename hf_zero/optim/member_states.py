@@ -314,7 +314,7 @@ class MemberStates(MutableMapping[Any, Any]):
                 arrays.append(array.values(first, last))
                 copies = True
             elif segment.offloaded and (array.numel() == 1 or not array.stride(0)):
-                storage = segment.parts[0].flat.storage  # which has no memory of its own
+                storage = segment.parts[0].flat.reading()  # which has no memory of its own
                 arrays.append(torch.empty(last - first, dtype=storage.dtype(name)))
                 storage.fetch_into(name, segment.start + first, arrays[-1])
                 copies = True

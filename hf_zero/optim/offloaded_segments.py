@@ -48,9 +48,6 @@ class OffloadedSegments(Regions):
     def cut(self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> None:
         """Cut ``flats``, whose state is offloaded, into regions."""
 
-    def wait(self) -> None:
-        """Wait until no update is running."""
-
     def offloaded_update(self, bound: SubGroupOptimizer, divisor: float, steps_before: int) -> Any:
         """Return the update of all state by ``bound`` in one step, with the group settings of this
         moment, and gradients divided by ``divisor``; ``steps_before``: number of earlier steps.
@@ -95,7 +92,7 @@ class OffloadedSegments(Regions):
         return {}
 
     def load_tensor(self, flat: OptimizerShard, name: str, tensor: Tensor, first: int) -> None:
-        """Copy ``tensor`` (1-D) into an array of ``flat``, from element ``first`` on."""
+        """Copy ``tensor`` (1-D) into a state of ``flat``, from element ``first`` on."""
 
     def copies(self, flat: OptimizerShard) -> dict[str, Tensor]:
         """Return copies of the per-element states of ``flat``."""

@@ -120,12 +120,7 @@ class OffloadedState(OffloadedSegments):
     @staticmethod
     def view(segment: Segment, name: str) -> Tensor:
         """Return the entry of state ``name`` of ``segment``."""
-        return segment.parts[0].flat.storage.entry(name)[segment.start : segment.stop]
-
-    def wait(self) -> None:
-        """Wait until no update is running."""
-        for region in self.regions:
-            region.flats[0][0].wait_for_update()
+        return segment.parts[0].flat.contents.entry(name)[segment.start : segment.stop]
 
     # ---- steps ----
 
@@ -200,7 +195,7 @@ class OffloadedState(OffloadedSegments):
             for segment in self.segments(flat)
             if not self.names_in_8_bits.isdisjoint(segment.names)
         }
-        others = frozenset(range(len(flat.storage.sub_groups))) - coded if coded else None
+        others = frozenset(range(len(flat.contents.sub_groups))) - coded if coded else None
         return stored_format(self._entries, self._moments, segment.group, name, dtype, others)
 
     def create_all(self) -> None:
@@ -219,8 +214,8 @@ class OffloadedState(OffloadedSegments):
         for name, value in first(segment.group, _like(segment)).items():
             entry: object = copy_of(value)
             if is_elementwise(name, value, (1,)):
-                if name not in flat.storage.names():
-                    flat.storage.add(name, self._format(name, value.dtype, segment))
+                if name not in flat.contents.names():
+                    flat.writing().add(name, self._format(name, value.dtype, segment))
                     for other in self.segments(flat):  # initial values may differ between groups
                         self._write_first(other, first, name)
                 entry = self.view(segment, name)
@@ -235,7 +230,7 @@ class OffloadedState(OffloadedSegments):
         for name, value in first(segment.group, _like(segment)).items():
             if not bool(value) or (names and name not in names):
                 continue
-            if name in segment.parts[0].flat.storage.names():
+            if name in segment.parts[0].flat.contents.names():
                 self._fill(segment, name, value)
             elif name in entries:
                 self._entries.states[segment.tensor][name] = copy_of(value)
@@ -281,7 +276,7 @@ class OffloadedState(OffloadedSegments):
         """
         first = self._initial.cached(decoded=True)
         for name, value in first(segment.group, _like(segment)).items():
-            if name in segment.parts[0].flat.storage.names():
+            if name in segment.parts[0].flat.contents.names():
                 self._fill(segment, name, value)
         self.create(segment, first)
 
@@ -307,8 +302,6 @@ class OffloadedState(OffloadedSegments):
             for segment in self.all_segments
             if self._entries.groups[segment.group].get("momentum") and not self._entries.of(segment)
         ]
-        if new:
-            self.wait()
         for segment in new:
             self.create(segment)
 
@@ -327,10 +320,9 @@ class OffloadedState(OffloadedSegments):
         return FetchedArrays({name: storage.dtype(name) for name in names}, storage.fetch)
 
     def load_tensor(self, flat: OptimizerShard, name: str, tensor: Tensor, first: int) -> None:
-        """Copy ``tensor`` (1-D) into an array of ``flat``, from element ``first`` on."""
+        """Copy ``tensor`` (1-D) into a state of ``flat``, from element ``first`` on."""
         flat.writing().store(name, first, tensor)
-        last = first + tensor.numel()
-        for segment, _ in self.parts(flat, first, last) if name != MASTER else ():
+        for segment, _ in self.parts(flat, first, first + tensor.numel()):
             segment.begun = True
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
@@ -352,7 +344,7 @@ class OffloadedState(OffloadedSegments):
         for name, dtype in self.arrays(flat).dtypes.items():
             if name != MASTER:
                 copies[name] = torch.empty(flat.spec.owned_numel, dtype=dtype)
-                flat.storage.fetch_into(name, 0, copies[name])
+                flat.reading().fetch_into(name, 0, copies[name])
         return copies
 
 

@@ -131,7 +131,7 @@ class Segment:
         placeholder where their storage has no memory.
         """
         if self.offloaded:
-            view = self.parts[0].flat.storage.entry(MASTER)[self.start : self.stop]
+            view = self.parts[0].flat.contents.entry(MASTER)[self.start : self.stop]
         else:
             first = masters(self.parts[0].flat)
             view = first.as_strided(
@@ -398,7 +398,7 @@ def offloaded_region(flat: OptimizerShard, group_of: Mapping[str, int]) -> Memor
     """
     region = MemoryRegion([(flat, 0)], flat.owned[1] - flat.owned[0])
     for run in group_runs(flat.layout, flat.owned, group_of):
-        for sub_group, (start, stop) in enumerate(flat.storage.sub_groups):
+        for sub_group, (start, stop) in enumerate(flat.contents.sub_groups):
             if run.group is not None and run.start <= start < run.stop:
                 part = SegmentPart(flat, start, stop, 0)
                 region.spans.append(Segment(region, run.group, start, stop, [part], sub_group))

@@ -203,7 +203,6 @@ def _weights(engine: Any, frozen: bool = False) -> JsonObject:
     state = EngineState(engine)
     units: dict[str, str] = {}
     for unit in engine.units:
-        unit.wait_for_update()
         for flat in unit.flats:
             if not (flat.trainable or frozen):
                 continue

@@ -290,7 +290,6 @@ class PassRunner:
         self._optimizer_step.changes.refuse_until_step(f"writing {name}.grad")
         self._window.expects_gradients = True
         self.reducer.wait_for_offload()
-        flat.optimizer_shard.wait_for_update()
         shard = flat.gradient.shard
         device = flat.full.device if shard is None else shard.device
         scale = self._optimizer_step.held_scale(device)

@@ -117,17 +117,18 @@ class ShardedModel:
         for unit in self.units:
             unit.wait_for_update()
 
-    def finish_copies(self) -> None:
-        """Let the host wait for copies of shards in host memory to the device, before hooks of the
-        optimizer may write to them: members of its groups are views of that memory.
+    def lend_to_hooks(self) -> None:
+        """Wait until hooks of the optimizer may read and write shards, of which members of its
+        groups are views: for all updates, and on the host for copies of shards to the device.
         """
+        self.wait_for_updates()
         offloaded = any(flat.shard_offloaded for flat in self.flats)
         reads = streams.shard_stream(self.mesh.device) if offloaded else None
         if reads is not None:
             streams.record_event(reads).synchronize()
 
     def wait_until_writable(self) -> None:
-        """Wait until all training state may be written to (:meth:`OptimizerShard.writing`)."""
+        """Take the lease for writing of all training state (:meth:`OptimizerShard.writing`)."""
         for flat in self.flats:
             flat.optimizer_shard.writing()
 

@@ -60,7 +60,7 @@ def held_bytes(engine: ShardedEngine) -> Counter[tuple[str, str]]:
             gradient = flat.gradient.shard
             assert gradient is not None
             counts["gradients", "ram"] += gradient.nbytes
-            offloaded.append(("optimizer", flat.optimizer_shard.storage.nbytes()))
+            offloaded.append(("optimizer", flat.optimizer_shard.contents.nbytes()))
         for kind, by_tier in offloaded:
             for tier, nbytes in by_tier.items():
                 counts[kind, tier] += nbytes

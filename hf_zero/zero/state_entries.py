@@ -114,7 +114,7 @@ class EngineState:
             master = shard.master
             return (flat.shard if master is None else master).detach()
 
-        dtype = shard.storage.dtype(MASTER) if shard.has_master else flat.dtype
+        dtype = shard.contents.dtype(MASTER) if shard.has_master else flat.dtype
         return FetchedArrays({MASTER: dtype}, weights)
 
     def initial(self, group: int, like: torch.dtype = torch.float32) -> ParamState:
@@ -136,7 +136,7 @@ class EngineState:
         group = self.bound.group_of.get(name)
         if group is None:
             return {}
-        state = self.initial(group, flat.optimizer_shard.storage.dtype(MASTER))
+        state = self.initial(group, flat.optimizer_shard.contents.dtype(MASTER))
         return {kind: value for kind, value in state.items() if isinstance(value, torch.Tensor)}
 
     def begin(self, entries: Sequence[StateEntry], out: torch.Tensor | None) -> torch.Tensor:
@@ -147,7 +147,7 @@ class EngineState:
         if out is None:
             flat = entries[0].flat
             dtypes = [value.dtype for value in first if value is not None]
-            dtype = step_dtype(flat.optimizer_shard.storage.dtype(MASTER))
+            dtype = step_dtype(flat.optimizer_shard.contents.dtype(MASTER))
             dtype = reduce(torch.promote_types, dtypes) if dtypes else dtype
             out = torch.zeros(flat.spec.owned_numel, dtype=dtype, device=flat.full.device)
         for entry, value in zip(entries, first):
@@ -281,7 +281,7 @@ def _transfer_flat(
                 out.add_(errors)
         if kind != MASTER:
             state.bound.load_tensor(shard, kind, out)
-        elif MASTER in shard.storage.names():
+        elif shard.has_master:
             shard.store_master(out)
         else:
             flat.store_shard(out)

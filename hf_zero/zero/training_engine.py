@@ -353,12 +353,10 @@ class TrainingEngine(EngineParts):
         weights of all ranks (collective). Return their error.
         """
         failure = None
-        for unit in self.units:
-            unit.wait_for_update()
-            for flat in unit.flats:
-                # parameters made of one tensor share a count, which an update advances for each
-                flat.user_writes.accept()
-        self.sharded_model.finish_copies()
+        self.sharded_model.lend_to_hooks()
+        for flat in self.flats:
+            # parameters made of one tensor share a count, which an update advances for each
+            flat.user_writes.accept()
         try:
             self.optimizer_step.bound.run_post_hooks()
         except Exception as error:
@@ -380,8 +378,7 @@ class TrainingEngine(EngineParts):
             return
         self.bound.check_groups()
         with torch.no_grad(), self.changes.change("a step without gradients"):
-            self.sharded_model.wait_for_updates()  # that of the step before may be under way
-            self.sharded_model.finish_copies()
+            self.sharded_model.lend_to_hooks()
             self.optimizer_step.run_pre_hooks()
             self.bound.accept_writes()
             failure = self._run_post_hooks()

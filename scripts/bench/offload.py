@@ -241,7 +241,7 @@ def told_by(engine: Any) -> dict[str, Any]:
     """Bytes that our engine says it holds, and what it moves to and from files in a step."""
     disk = {"optimizer": 0, "parameters": 0}
     for flat in engine.flats:
-        disk["optimizer"] += flat.optimizer_shard.storage.nbytes()["disk"]
+        disk["optimizer"] += flat.optimizer_shard.contents.nbytes()["disk"]
         disk["parameters"] += flat.shard_bytes()["disk"]
     whole, held = sum(engine.state_bytes().values()), engine.sharded_model.placement.buffer_bytes()
     return {

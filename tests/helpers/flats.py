@@ -36,8 +36,13 @@ class ShardFlat:
     tied_pp_stages: tuple[int, ...] = ()
 
     @property
-    def storage(self) -> DeviceStorage:
+    def contents(self) -> DeviceStorage:
         return DeviceStorage({MASTER: self.master})
+
+    reading = writing = updating = lambda shard: shard.contents
+
+    def store_master(self, values: Tensor, start: int = 0) -> None:
+        self.contents.store(MASTER, start, values)
 
     def write(self, values: Mapping[str, Tensor], into: Tensor) -> None:
         """Copy this chunk's elements of whole tensors into ``into`` (1-D over ``owned``)."""

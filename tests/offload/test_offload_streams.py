@@ -129,5 +129,5 @@ def test_another_rank_that_fetches_right_after_an_update_waits_for_its_copies():
     assert shard_bytes_of(unit) == expected and not waited
     flat.optimizer_shard.begin_update(lambda: None, Future())
     flat.end_update(SimpleNamespace(synchronize=lambda: waited.append("copied")))
-    assert flat.optimizer_shard.finish_update is None
+    assert not flat.optimizer_shard.has_update
     assert shard_bytes_of(unit) == expected and waited == ["copied"]

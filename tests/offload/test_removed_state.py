@@ -130,7 +130,7 @@ def test_a_change_first_waits_for_the_copy_of_a_save(change: Any) -> None:
     copies: list[torch.Tensor] = []
 
     def wait_until_copied() -> None:
-        copies.append(shard.storage.fetch("exp_avg").clone())
+        copies.append(shard.reading().fetch("exp_avg").clone())
         shard.end_copy()
 
     shard.begin_copy(wait_until_copied)

@@ -185,7 +185,7 @@ class Lost:
 def test_a_lost_gather_is_an_error_of_every_read_and_of_destroy(rank, model, overlapped, tmp_path):
     engine = opened(model, {"stage": 2})
     train(engine, rank, range(1))
-    finish = owner_of(weight(engine)).optimizer_shard.finish_update
+    finish = owner_of(weight(engine)).optimizer_shard._finish_update
     getclosurevars(finish).nonlocals["handle"]._works = [Lost()]
     for read in (weight, weight, lambda engine: engine(features(0, 0, rank))):
         with pytest.raises(RankMismatchError, match=LOST):

@@ -287,14 +287,11 @@ class TiedParameters:
         """
         for stages, of_stages in self._flats(flats).items():
             for flat in of_stages:
-                shard, along = flat.gradient.shard, self._along[stages]
-                assert shard is not None
-                flat.optimizer_shard.wait_for_update()
+                shard, along = flat.gradient.writing(), self._along[stages]
                 total = shard.to(self._device) if flat.gradient.holds_gradient else None
                 if total is None:
                     total = torch.zeros_like(shard, device=self._device)
                 along.all_reduce(total, f"gradient of {flat.key}, tied").wait()
-                flat.gradient.allocate()
                 if total.data_ptr() != shard.data_ptr():
                     shard.copy_(total)
                 flat.gradient.mark_used(flat.gradient.all_used)

@@ -6,9 +6,8 @@ part.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -365,32 +364,33 @@ def _check_shape(parameter: torch.Tensor, value: torch.Tensor, what: str) -> Non
         )
 
 
-def write_master(flat: FlatBuffer, put: Callable[[torch.Tensor], None]) -> None:
-    """Let ``put`` change this rank's master weights of ``flat``, and renew the working weights from
-    them (collective).
+def write_master(flat: FlatBuffer, parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Set this rank's master weights of ``parameter`` to ``values`` (1-D), and renew the working
+    weights from them (collective).
     """
     unit_of(flat).take_user_writes()
-    engine, master = _engine_of(flat), flat.optimizer_shard.master
-    assert master is not None
+    engine = _engine_of(flat)
     with engine.schedule.shards.writing():
-        put(master)
-        flat.optimizer_shard.store_master(master)
+        flat.optimizer_shard.store_master(values, flat.spec.own_range(name_of(parameter))[1])
     engine.refresh_params([flat])
 
 
-def write_state(flat: FlatBuffer, parameter: torch.Tensor, kind: str, held: torch.Tensor) -> None:
-    """Write the elements of ``parameter`` in ``held`` [owned] to the state ``kind`` of ``flat``."""
-    _, start, stop = flat.spec.own_range(name_of(parameter))
-    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, kind, held[start:stop], start)
-
-
-def _write(
-    flat: FlatBuffer, parameter: torch.Tensor, value: torch.Tensor, what: str, own: torch.Tensor
+def write_state(
+    flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str, values: torch.Tensor
 ) -> None:
-    _check_shape(parameter, value, what)
+    """Write ``values`` (1-D), this rank's of ``parameter``, to the state ``kind`` of ``flat``."""
+    held, start = _state(flat, parameter, kind, what), flat.spec.own_range(name_of(parameter))[1]
     flat.optimizer_shard.writing()
+    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, kind, values.to(held), start)
+
+
+def _own_part(
+    flat: FlatBuffer, parameter: torch.Tensor, value: torch.Tensor, what: str
+) -> torch.Tensor:
+    """Return this rank's part of ``value``, 1-D; raise PartitionError unless its shape fits."""
+    _check_shape(parameter, value, what)
     first, start, stop = flat.spec.own_range(name_of(parameter))
-    own[start:stop].copy_(value.reshape(-1)[first : first + stop - start])
+    return value.reshape(-1)[first : first + stop - start]
 
 
 @torch.no_grad()
@@ -421,7 +421,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         param.copy_(value)
         return
     flat = _writes(param, "safe_set_full_fp32_param")
-    write_master(flat, partial(_write, flat, param, value, "safe_set_full_fp32_param"))
+    write_master(flat, param, _own_part(flat, param, value, "safe_set_full_fp32_param"))
 
 
 @torch.no_grad()
@@ -453,11 +453,9 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
         return
     flat = _writes(param, "safe_set_full_grad")
     engine, _ = _gradient_to_replace(flat, param, "safe_set_full_grad")
-    _check_shape(param, value, "safe_set_full_grad")
-    first, start, stop = flat.spec.own_range(name_of(param))
+    own = _own_part(flat, param, value, "safe_set_full_grad")
     scale = engine.optimizer_step.held_scale(value.device)
-    own = (value * scale).reshape(-1)[first : first + stop - start]
-    flat.gradient.write_own(name_of(param), own)
+    flat.gradient.write_own(name_of(param), own * scale)
 
 
 def _state(flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str) -> torch.Tensor:
@@ -500,7 +498,6 @@ def safe_set_full_optimizer_state(
     if (engine := holder_of_whole(param)) is not None:
         engine.full_optimizer_state(param, optim_state_key).copy_(value)
         return
-    flat = _writes(param, "safe_set_full_optimizer_state")
-    held = _state(flat, param, optim_state_key, "safe_set_full_optimizer_state")
-    _write(flat, param, value, "safe_set_full_optimizer_state", held)
-    write_state(flat, param, optim_state_key, held)
+    what = "safe_set_full_optimizer_state"
+    flat = _writes(param, what)
+    write_state(flat, param, optim_state_key, what, _own_part(flat, param, value, what))

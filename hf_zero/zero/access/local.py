@@ -8,7 +8,6 @@ and may be 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 
@@ -36,25 +35,17 @@ def _part(flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor) -> torch
     return own[start:stop]
 
 
-def _check_numel(
-    flat: FlatBuffer, parameter: torch.Tensor, value: torch.Tensor, what: str, own: torch.Tensor
+def _checked(
+    flat: FlatBuffer, parameter: torch.Tensor, value: torch.Tensor, what: str
 ) -> torch.Tensor:
-    """Return this rank's part of ``own``; raise PartitionError unless ``value`` fits."""
-    part = _part(flat, parameter, own)
-    if value.numel() != part.numel():
+    """Return ``value``, 1-D; raise PartitionError unless this rank has as many elements."""
+    _, start, stop = flat.spec.own_range(name_of(parameter))
+    if value.numel() != stop - start:
         raise PartitionError(
-            f"{what}: {value.numel()} values for the {part.numel()} elements of "
+            f"{what}: {value.numel()} values for the {stop - start} elements of "
             f"{name_of(parameter)} that this rank keeps; pass as many as safe_get_local_* returns"
         )
-    return part
-
-
-def _put(
-    flat: FlatBuffer, parameter: torch.Tensor, value: torch.Tensor, what: str, own: torch.Tensor
-) -> None:
-    part = _check_numel(flat, parameter, value, what, own)
-    flat.optimizer_shard.writing()
-    part.copy_(value.reshape(-1))
+    return value.reshape(-1)
 
 
 @torch.no_grad()
@@ -74,7 +65,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set this rank's master weights of ``param``, working weights from them (collective)."""
     flat = _writes(param, "safe_set_local_fp32_param")
-    write_master(flat, partial(_put, flat, param, value, "safe_set_local_fp32_param"))
+    write_master(flat, param, _checked(flat, param, value, "safe_set_local_fp32_param"))
 
 
 @torch.no_grad()
@@ -97,10 +88,10 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's part of the gradient for the next step (collective)."""
     flat = _writes(param, "safe_set_local_grad")
-    engine, own = _gradient_to_replace(flat, param, "safe_set_local_grad")
-    _check_numel(flat, param, value, "safe_set_local_grad", own)
+    engine, _ = _gradient_to_replace(flat, param, "safe_set_local_grad")
+    values = _checked(flat, param, value, "safe_set_local_grad")
     scale = engine.optimizer_step.held_scale(value.device)
-    flat.gradient.write_own(name_of(param), value.reshape(-1) * scale)
+    flat.gradient.write_own(name_of(param), values * scale)
 
 
 @torch.no_grad()
@@ -123,10 +114,9 @@ def safe_set_local_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
     """Overwrite this rank's part of the optimizer state ``optim_state_key`` of ``param``."""
-    flat = _writes(param, "safe_set_local_optimizer_state")
-    held = _state(flat, param, optim_state_key, "safe_set_local_optimizer_state")
-    _put(flat, param, value, "safe_set_local_optimizer_state", held)
-    write_state(flat, param, optim_state_key, held)
+    what = "safe_set_local_optimizer_state"
+    flat = _writes(param, what)
+    write_state(flat, param, optim_state_key, what, _checked(flat, param, value, what))
 
 
 @torch.no_grad()

@@ -37,16 +37,20 @@ class SharedShards(CopyGate):
         self._sharded = [unit for unit in units if unit.sharded_flats]
         self._mesh = mesh
         self._packed, self._overlaps = packed, overlaps
+        # whole flat buffers whose gather after a step the first use waits for
+        self._coming: list[FlatBuffer] = []
         # on a GPU: when the shards were written, by epoch
         self._written: dict[int, streams.Event] = {}
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context around every change of this rank's shards: gathers, other ranks that fetch them,
-        and a save in the background may be reading them.
+        """Lease for writing of all shards, and of the state on the device: gathers, other ranks
+        that fetch them, and a save in the background may be reading them.
         """
         if self.wait_until_copied is not None:
             self.wait_for_copy()
+        while self._coming:  # the gather of the last step, which no forward has used
+            self._coming.pop().optimizer_shard.wait_for_update()
         consensus = self._mesh.consensus
         if consensus is None:
             yield
@@ -99,6 +103,7 @@ class SharedShards(CopyGate):
             puts_off = after_step and self._overlaps and not graphs.capturing()
             if puts_off and not any(flat.spec.persistent for flat in several):
                 finish_at_first_use(handle, key, several)
+                self._coming += several
             else:
                 handles.append(handle)
         with span("wait_all_gather", "updated parameters"):

@@ -435,8 +435,7 @@ class Unit:
     def wait_for_update(self) -> None:
         """Wait for the update of this unit: its parameters then have the last step's values."""
         for shard in self._optimizer_shards:
-            if shard.finish_update is not None:
-                shard.finish_update()
+            shard.wait_for_update()
 
     # ---- in a pass ----
 

@@ -208,8 +208,8 @@ class FlatBuffer:
         their part of ``full``, which is filled. The host does not wait for a copy from its memory:
         call this on the stream of shards. No write may follow before the message is over.
         """
-        if self.optimizer_shard.finish_update is not None:
-            self.optimizer_shard.finish_update()
+        if self.optimizer_shard.has_update:
+            self.optimizer_shard.wait_for_update()
         if target is None and self._member is not None:
             self._gathered_at = self._member._version
         if self._shard_on_device is not None:
@@ -277,7 +277,7 @@ class FlatBuffer:
         """Record the end of the update, if one was registered; its copies to the device end with
         the event ``copied``.
         """
-        if self.optimizer_shard.finish_update is not None:
+        if self.optimizer_shard.has_update:
             self.optimizer_shard.end_update(copied)
             if not self.sharded:
                 self.parameter_views.turn(UpdatingParameter, OwnedParameter)

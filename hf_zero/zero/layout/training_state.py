@@ -23,7 +23,13 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from hf_zero.device import kinds, streams
-from hf_zero.offload.storage import MASTER, DeviceStorage, Storage
+from hf_zero.offload.storage import (
+    MASTER,
+    DeviceStorage,
+    ReadableStorage,
+    Storage,
+    StorageContents,
+)
 from hf_zero.ops.host_memory import MAPPED_ALONE, advise_huge_pages
 from hf_zero.zero.layout.flat_spec import FlatSpec
 
@@ -84,6 +90,7 @@ class GradientBuffer:
         self.used = 0  # bits of parameters with a gradient on this rank in the accumulation window
         # bits of parameters that no backward of the window has used on any rank, known to all ranks
         self.idle = 0
+        self.reader: OptimizerShard  # whose update reads the gradient
         # names of parameters without a gradient on any rank, once the ranks have agreed
         self.unused = _NONE
 
@@ -118,6 +125,15 @@ class GradientBuffer:
         self.accumulated_grad = part
         if not self.offloaded:
             self.shard = part[self.owned[0] : self.owned[1]]
+
+    def writing(self) -> torch.Tensor:
+        """Return ``shard``, with memory, to be written to: the update that reads it is over."""
+        if self.reader.has_update:
+            self.reader.wait_for_update()
+        if self.memory is not None and not self.memory.is_ready:
+            self.memory.set_allocated(True)
+        assert self.shard is not None
+        return self.shard
 
     def allocate(self) -> None:
         """Allocate the memory on the device before a gradient is written to it."""
@@ -225,9 +241,7 @@ class GradientBuffer:
 
     def leave_out(self) -> None:
         """Set the gradient to zero: all ranks know that no backward of the window used it."""
-        assert self.shard is not None
-        self.allocate()
-        self.shard.zero_()
+        self.writing().zero_()
         self.mark_reduced()
         self.set_unused(frozenset(slot.name for slot in self.layout.slots))
 
@@ -277,6 +291,7 @@ class GradientBuffer:
         ``scale``: the factor on gradients already reduced; ``unreduced_scale``: the factor on those
         that a reduction will still sum and divide.
         """
+        self.reader.wait_for_update()
         slot, (first, start, stop) = self.layout.by_name[name], self.spec.own_range(name)
         bit = 1 << self.layout.slots.index(slot)
         if value is None:
@@ -310,8 +325,7 @@ class GradientBuffer:
         includes the loss scale.
         """
         _, start, stop = self.spec.own_range(name)
-        assert self.shard is not None
-        self.shard[start:stop].copy_(value)
+        self.writing()[start:stop].copy_(value)
         self.grad_sq_norm = None
         self.mark_used(1 << self.layout.slots.index(self.layout.by_name[name]))
 
@@ -331,9 +345,8 @@ class GradientBuffer:
         return self.shard
 
     def upcast(self) -> None:
-        """Keep gradients in 32 bits from now on: sums in 16 bits would lose small terms. No update
-        may be reading them.
-        """
+        """Keep gradients in 32 bits from now on: sums in 16 bits would lose small terms."""
+        self.reader.wait_for_update()
         self.upcast_on_accumulate = False
         if self.memory is not None and self.on_device().itemsize == 2:
             self.memory.upcast()
@@ -469,8 +482,8 @@ def gradient_memories(
 
 
 class CopyGate:
-    """The wait of changes of state that a save in the background copies after its call. Call
-    :meth:`wait_for_copy` before the state changes, or before its memory is freed.
+    """The wait of changes of state that a save in the background copies after its call, in each
+    lease for writing.
     """
 
     # of the copy under way; None if there is none
@@ -495,8 +508,8 @@ class OptimizerShard(CopyGate):
     """The optimizer's view of the elements ``owned`` of one flat buffer: its master weights and its
     offloaded moments. Moments on the device are in ``optim/device_state.py``.
 
-    Offloaded state is updated on another thread: call :meth:`wait_for_update` before using a
-    parameter shard, a master weight, a moment or a whole parameter.
+    Their memory is used under a lease: :meth:`reading`, :meth:`writing`, and :meth:`updating` of
+    the update itself. A lease ends where the next update begins.
     """
 
     def __init__(self, spec: FlatSpec, gradient: GradientBuffer):
@@ -504,13 +517,10 @@ class OptimizerShard(CopyGate):
         self.key, self.layout, self.owned = spec.key, spec.layout, spec.owned
         self.trainable, self.tied_pp_stages = spec.trainable, spec.sharding.pp_stages
         self.gradient = gradient
-        # storage of master weights, and of offloaded moments (on the device: optim/device_state.py)
-        self.storage: Storage = DeviceStorage({})
-        self.offloaded = False  # master weights and moments are
-        # whether the master weights are separate from the parameter shard
-        self.has_separate_master = False
-        # waits for the update under way; None if there is none
-        self.finish_update: Callable[[], None] | None = None
+        gradient.reader = self
+        self.keep_in(DeviceStorage({}), False)
+        self.has_update = False  # an update is under way: nobody has waited for it
+        self._finish_update: Callable[[], None]  # waits for it
         # result of that update: the event of its last copy to the device
         self._update: Future[streams.Event | None] | None = None
         # that event of the last finished update; compute streams wait for it
@@ -526,8 +536,12 @@ class OptimizerShard(CopyGate):
         is offloaded. Unless ``separate_master``, the master weights are the memory of the parameter
         shard.
         """
-        self.storage, self.has_separate_master = storage, separate_master
-        self.offloaded = storage.offloaded
+        # whether the master weights are separate from the parameter shard
+        self.has_separate_master = separate_master
+        self.offloaded = storage.offloaded  # master weights and moments are
+        self._storage = storage
+        # names, formats and bytes of the arrays, which need no lease
+        self.contents: StorageContents = storage
 
     def move_to_device(
         self, master: torch.Tensor | None, shard: torch.Tensor, separate_master: bool
@@ -537,59 +551,61 @@ class OptimizerShard(CopyGate):
         ``master`` [owned] is their memory on the device; None if ``shard`` is: the parameter shard,
         or a copy of an offloaded one (``separate_master``).
         """
-        values = self.master
-        assert values is not None
-        self.wait_for_copy()
-        target = shard if master is None else master.copy_(values)
-        self.storage.close()
+        former = self.writing()
+        target = shard if master is None else master.copy_(former.fetch(MASTER))
+        former.close()
         self.keep_in(DeviceStorage({MASTER: target}), separate_master)
 
     @property
     def master(self) -> torch.Tensor | None:
-        """The master weights: [owned], in ``spec.master_dtype``; None for frozen parameters. Waits
-        for the update under way. Written with :meth:`store_master`.
+        """The master weights, under a lease for reading: [owned], in ``spec.master_dtype``; None
+        for frozen parameters. Written with :meth:`store_master`.
         """
-        self.wait_for_update()
-        return self.storage.fetch(MASTER) if self.has_master else None
+        storage = self.reading()
+        return storage.fetch(MASTER) if MASTER in storage.names() else None
 
     def store_master(self, values: torch.Tensor, start: int = 0) -> None:
-        """Overwrite the master weights from element ``start`` of ``owned`` on."""
-        if self.has_master:
-            self.writing().store(MASTER, start, values)
+        """Overwrite the master weights, which exist, from element ``start`` of ``owned`` on."""
+        self.writing().store(MASTER, start, values)
 
     @property
     def has_master(self) -> bool:
         """Return whether these parameters have master weights, which may be the parameter shard
         itself: those that train, until their memory is freed.
         """
-        return MASTER in self.storage.names()
+        return MASTER in self._storage.names()
 
     def free(self) -> None:
         """Free the memory."""
-        self.wait_for_copy()
-        self.storage.close()
+        self.updating().close()
         self.keep_in(DeviceStorage({}), False)
 
-    # ---- the update under way ----
+    # ---- leases ----
 
-    def reading(self) -> Storage:
+    def reading(self) -> ReadableStorage:
         """Return the storage, to be read: the update under way is over."""
         self.wait_for_update()
-        return self.storage
+        return self._storage
 
     def writing(self) -> Storage:
         """Return the storage, to be written to: the update under way is over, and so is the copy
         of a save.
         """
         self.wait_for_update()
+        return self.updating()
+
+    def updating(self) -> Storage:
+        """Return the storage to the update under way, on any thread, which excludes all other
+        leases from :meth:`begin_update` to :meth:`end_update`. The copy of a save is over.
+        """
         if self.wait_until_copied is not None:
             self.wait_for_copy()
-        return self.storage
+        return self._storage
 
     def wait_for_update(self) -> None:
         """Wait for the update under way, if any, and raise its exception."""
-        if self.finish_update is not None:
-            self.finish_update()
+        if self.has_update:
+            self._finish_update()
 
     @property
     def update_runs(self) -> bool:
@@ -603,12 +619,12 @@ class OptimizerShard(CopyGate):
         returns the event of its last copy to the device. None: the shard itself is up to date, and
         only whole parameters are still to come.
         """
-        self.finish_update, self._update = finish, update
+        self._finish_update, self._update, self.has_update = finish, update, True
 
     def end_update(self, copied: streams.Event | None) -> None:
         """Record the end of the update; its copies to the device end with the event ``copied``."""
         self._copied = copied  # first: another thread reads this or ``_update``
-        self.finish_update = self._update = None
+        self._update, self.has_update = None, False
 
     def synchronize_update(self) -> None:
         """Wait for the update on a thread other than the training thread. The host also waits for

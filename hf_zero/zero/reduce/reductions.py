@@ -242,24 +242,19 @@ class ReductionMessages:
         part = message.part
         for reduction, handle in zip(message.reductions, message.handles):
             flat, gradient = reduction.flat, reduction.flat.gradient
-            if flat.optimizer_shard.finish_update is not None:
-                flat.optimizer_shard.finish_update()
             adds = gradient.adds_to_shard
             if adds:
                 self._sums.upcast(flat)
+            shard = gradient.writing()
             if part is not None:
                 with span("wait_reduction", flat.key):
                     handle.reduce_into(part, False, 1.0)
                 handle = flat.mesh.replicate.all_reduce(part, flat.key, ordered=True)
-            assert gradient.shard is not None
-            memory = gradient.memory
-            if memory is not None and not memory.is_ready:
-                memory.set_allocated(True)
             if gradient.offloaded and self._offload is not None:
                 gradient.mark_reduced(self._send_to_host(reduction, handle, adds))
             else:
                 with span("wait_reduction", flat.key):
-                    handle.reduce_into(gradient.shard, adds, reduction.scale)
+                    handle.reduce_into(shard, adds, reduction.scale)
                 gradient.mark_reduced()
             self._buffers.release(reduction.acquired)
             if self._on_reduced is not None:
@@ -345,7 +340,6 @@ class WindowSums:
         if flat.gradient.upcast_on_accumulate:
             if self._offload is not None:
                 self._offload.wait()
-            flat.optimizer_shard.wait_for_update()
             flat.gradient.upcast()
 
 

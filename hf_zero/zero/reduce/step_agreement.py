@@ -294,7 +294,6 @@ def zero_left_out(units: Sequence[Unit]) -> None:
     empty = [flat for flat in flats if flat.gradient.state is GradState.EMPTY]
     if empty and any(flat.gradient.holds_gradient for flat in flats):
         for flat in empty:
-            flat.optimizer_shard.wait_for_update()
             flat.gradient.leave_out()
 
 

@@ -356,7 +356,6 @@ class CapturedStep:
         step, key = self._optimizer_step, None
         tensors: Sequence[torch.Tensor] = ()
         if not may_overflow and self._steps >= WARM_UP - 1 and self._repeats(step):
-            self._model.wait_for_updates()
             with step.changing_state(), step.bound.scaled_rates(step.lr_scale):
                 tensors = step.bound.prepare_launch(step.shards_to_write())
             places = tuple(tensor.data_ptr() for tensor in tensors)

@@ -138,7 +138,7 @@ class OptimizerStep:
                 prepare()
             if self.bound.optimizer._optimizer_step_pre_hooks:
                 self._warn_of_hooks()
-                model.finish_copies()
+                model.lend_to_hooks()
             already_updated = (
                 self._apply_rest(divisor, steps_before) if model.updates_in_backward else ()
             )
@@ -187,6 +187,7 @@ class OptimizerStep:
         """Update the state of ``flats``, on the device, and free their gradients."""
         for flat in flats:
             norm = squared_norm([flat.gradient], self.model.mesh.device, self.kernels)
+            flat.optimizer_shard.updating()
             with span("update", flat.key):
                 self.bound.step_some({flat.optimizer_shard}, steps_before)
             flat.gradient.mark_applied(norm)
@@ -208,8 +209,6 @@ class OptimizerStep:
             and not flat.optimizer_shard.offloaded
             and not flat.shard_offloaded
         ]
-        for flat in flats:
-            flat.optimizer_shard.wait_for_update()
         return {flat.key: flat.shard_memory() for flat in flats}
 
     def run_pre_hooks(self) -> None:
@@ -244,8 +243,6 @@ class OptimizerStep:
                 for flat in unit.trainable_flats:
                     for name in flat.user_writes.names():
                         self.changes.refuse_until_step(f"a write to {name}")
-            elif self.model.overlaps:
-                unit.wait_for_update()  # no forward has used it since the last step
             unit.take_user_writes()
 
     def _warn_of_hooks(self) -> None:
@@ -402,8 +399,6 @@ class OptimizerStep:
         unit, updater = unit_of(flats[0]), self.updater
         if updater.backward_update is None:
             self.bound.check_groups()
-        if not flats[0].optimizer_shard.offloaded:
-            self.model.schedule.shards.wait_for_copy()
         if unit.streams.device is not None:
             self._follow_updates(unit.streams.device)
         unit.take_user_writes()
@@ -455,7 +450,7 @@ class OptimizerStep:
         for unit in self.model.units:
             # A write waits for the update, so a unit under update has none. take_user_writes raises
             # for a write (``FlatBuffer.refuse_changed``).
-            if all(flat.optimizer_shard.finish_update is None for flat in unit.flats):
+            if not any(flat.optimizer_shard.has_update for flat in unit.flats):
                 unit.take_user_writes()
 
     # ---- state between steps ----
@@ -487,7 +482,7 @@ class OptimizerStep:
     def complete_state(self) -> None:
         """Send unsent parts of the state to their owners, before state is saved (collective)."""
         for complete in self.feature_hooks.complete_state:
-            self.model.schedule.shards.wait_for_copy()
+            self.model.wait_until_writable()
             complete()
 
     @contextmanager
@@ -496,7 +491,7 @@ class OptimizerStep:
         for readers other than a save. Yields True if they change again at its exit.
         """
         if self.feature_hooks.counted_state:
-            self.model.schedule.shards.wait_for_copy()
+            self.model.wait_until_writable()
         with ExitStack() as counted:
             contexts = [
                 counted.enter_context(context()) for context in self.feature_hooks.counted_state
