@@ -15,7 +15,6 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.helpers.commands import completed
@@ -102,19 +101,12 @@ def library() -> Path:
 
 
 def _build(work: Path) -> Path:
-    def compiled(source: Path) -> str:
-        made = str(work / f"{source.stem}.o")
-        _run([*_command(), "-c", str(source), "-o", made])
-        return made
-
-    # the largest take longest
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        objects = list(pool.map(compiled, sources))
+    """Compile all sources as one: torch's headers take most of the time, and are read once."""
+    source, linked = work / "late_C.cpp", work / "late_C.so"
+    source.write_text("".join(f'#include "{path}"\n' for path in sorted(SOURCES.glob("*.cpp"))))
     libs = torch_folder() / "lib"
-    linked = work / "late_C.so"
     links = [f"-L{libs}", *(f"-l{name}" for name in LIBRARIES), f"-Wl,-rpath,{libs}", "-ldl"]
-    _run([_command()[0], "-shared", "-pthread", *objects, *links, "-o", str(linked)])
+    _run([*_command(), "-shared", "-pthread", str(source), *links, "-o", str(linked)])
     return linked
 
 

@@ -255,7 +255,7 @@ struct CudaHooks final : Hooks<at::CUDAHooksInterface> {
 };
 
 // When the library is loaded: torch asks for the hooks of CUDA once, and early.
-const bool registered = [] {
+const bool hooks_registered = [] {
   static c10::impl::DeviceGuardImplRegistrar guard(type(), new Guard());
   c10::SetAllocator(type(), &memory);
   at::setHostAllocator(type(), &pinned_memory);

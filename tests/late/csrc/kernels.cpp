@@ -270,7 +270,7 @@ void add_kernels(torch::Library& library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
-const bool registered = [] {
+const bool kernels_registered = [] {
   static torch::Library aten(torch::Library::IMPL, "aten", key(), __FILE__, __LINE__);
   add_kernels(aten);
   static torch::Library all(torch::Library::IMPL, "_", key(), __FILE__, __LINE__);

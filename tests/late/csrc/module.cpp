@@ -87,7 +87,7 @@ void set_rates(const std::map<std::string, double>& given) {
   }
 }
 
-auto trace() {
+auto trace_rows() {
   std::lock_guard<std::mutex> lock(rt().mu);
   std::vector<std::tuple<int, std::string, std::string, double, double, double>> out;
   for (const auto& task : rt().trace)
@@ -191,7 +191,7 @@ PYBIND11_MODULE(late_C, m) {
   m.def("drops", late::drops);
   m.def("set_rates", set_rates);
   m.def("set_tracing", [](bool on) { rt().tracing = on; });
-  m.def("trace", trace);
+  m.def("trace", trace_rows);
   m.def("host_work", host_work);
   m.def("host_not_before", host_not_before);
   m.def("set_lane", set_lane);

@@ -18,7 +18,7 @@ bool is_ours(const char* file) {
 struct Drop {
   std::string operation, function;
 };
-std::mutex mutex;
+std::mutex drops_mutex;
 std::vector<Drop> chosen;
 std::atomic<bool> any{false};
 std::atomic<uint64_t> count{0};
@@ -58,7 +58,7 @@ std::string python_site() { return frames(kShown); }
 bool dropped(const char* operation) {
   if (!any) return false;
   std::string site = frames(kSearched);
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(drops_mutex);
   for (const Drop& drop : chosen) {
     if (drop.operation != operation) continue;
     // "unit.py finish_gather" is in "streams.py:40 wait < unit.py:150 finish_gather < ...".
@@ -77,13 +77,13 @@ bool dropped(const char* operation) {
 }
 
 void drop(const std::string& operation, const std::string& function) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(drops_mutex);
   chosen.push_back({operation, function});
   any = true;
 }
 
 void drop_nothing() {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(drops_mutex);
   chosen.clear();
   any = false;
   count = 0;
