@@ -65,6 +65,7 @@ ACTS = (
     *("step written", "step twice", "step broken", "step hooked", "write equal"),
 )
 PLAIN = ("step",) * 6 + ("step of two",) * 2 + ACTS[3:]
+EXPERTS = 8  # of a mixture: rows of a step leave some out
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Life:
     bf16: str  # its keys: none, masters in fp32, weights or moments or both in bf16 alone
     acts: tuple[Act, ...]
     parametrized: bool = False  # a layer whose weight is computed from its parameter
+    in_backward: bool = False  # updates in the backward
+    experts: int = 0  # each used by the rows that chance routes there
 
     @staticmethod
     def drawn(seed: int) -> Life:
@@ -114,8 +117,12 @@ class Life:
         if bf16 or "8bit" in optimizer:  # the mean over three ranks of equal numbers is rounded
             acts = [replace(act, world=4) if act.world == 3 else act for act in acts]
         parametrized = draw.random() < 0.3
+        in_backward, experts = draw.random() < 0.3, draw.choice((0, 0, EXPERTS))
+        if in_backward and not clip:  # docs/offload.md: what acts on the step is refused before it
+            written = "step written"
+            acts = [replace(a, do="step of two") if a.do == written else a for a in acts]
         chosen = (seed, optimizer, widths, decays, tied, clip, bf16)
-        return Life(*chosen, tuple(acts[:-1]), parametrized)
+        return Life(*chosen, tuple(acts[:-1]), parametrized, in_backward, experts)
 
     def on(self, world: int) -> Life:
         """Return the same life on ``world`` ranks throughout."""
@@ -140,7 +147,8 @@ class Life:
 
     def model(self) -> Net:
         widths = (WIDTH, *self.widths)
-        return seeded(lambda: Net(widths, self.tied, self.parametrized))  # type: ignore[return-value]
+        kinds = self.tied, self.parametrized, self.experts
+        return seeded(lambda: Net(widths, *kinds))  # type: ignore[return-value]
 
     def optimizer_of(self, model: nn.Module) -> Optimizer:
         parameters = list(model.parameters())
@@ -169,13 +177,16 @@ class Counted(nn.Module):
 
 
 class Net(nn.Module):
-    """Linear layers of ``widths``, a scalar parameter, and one that no forward uses. A buffer has
-    the sum of the rows that this rank has seen, which differs between ranks.
+    """Linear layers of ``widths``, a mixture of ``experts``, a scalar parameter, and one that no
+    forward uses. A buffer has the sum of the rows that this rank has seen, which differs between
+    ranks.
     """
 
     breaks = False  # in the next forward
 
-    def __init__(self, widths: tuple[int, ...], tied: bool, parametrized: bool = False) -> None:
+    def __init__(
+        self, widths: tuple[int, ...], tied: bool, parametrized: bool = False, experts: int = 0
+    ) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(widths[0]), persistent=False)
         self.count = Counted()
@@ -188,6 +199,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairs)
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.unused = nn.Parameter(torch.ones(7))
+        self.experts = nn.ModuleList(nn.Linear(widths[-1], widths[-1]) for _ in range(experts))
         if tied:
             for layer, later in zip(self.layers, list(self.layers)[1:]):
                 if later.weight.shape == layer.weight.shape:
@@ -195,12 +207,18 @@ class Net(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.seen += rows.detach().to(self.seen.dtype).sum(0)
+        routed = (rows[:, 0].float() * 1000).long() % max(len(self.experts), 1)
         for layer in self.layers:
             rows = torch.tanh(layer(rows))
             if self.breaks:
                 self.breaks = False
                 raise ArithmeticError("a forward that a script catches")
-        return self.last(rows) * self.scale  # type: ignore[no-any-return]
+        mixed = rows
+        for number, expert in enumerate(self.experts):
+            (own,) = torch.where(routed == number)
+            if len(own):
+                mixed = mixed.index_add(0, own, expert(rows[own]))
+        return self.last(mixed) * self.scale  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -394,6 +412,7 @@ class OnRank(Alone):
         more = {"stage3_param_persistence_threshold": 100} if act.stage == 3 else {}
         self.folder.mkdir(exist_ok=True)
         section = offload(act.place, act.stage, self.folder) | more
+        section["update_in_backward"] = self.life.in_backward
         config = config_of(act.stage, zero_optimization=section, gradient_clipping=self.life.clip)
         config["bf16"] = dict.fromkeys(self.life.bf16.split(), True)
         self.engine = start(self.model, self.life.optimizer_of(self.model), config)

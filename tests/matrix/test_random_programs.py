@@ -7,6 +7,7 @@ many.
 """
 
 import os
+from itertools import product
 
 from tests.helpers.cells import runs_long
 from tests.helpers.random_programs import ACTS, Mesh, Program, check, kinds, runnable
@@ -73,6 +74,9 @@ def test_lives_draw_every_optimizer_and_every_act():
     lives = [Life.drawn(seed) for seed in range(10 * -(-FAST_LIVES // 10))]
     assert {life.optimizer for life in lives} == set(OPTIMIZERS)
     assert {act.do for life in lives for act in life.acts} == set(ACTS_ON_STATE)
+    # an update in the backward, which clipping puts off, and experts that steps leave out, with all
+    kinds = [(life.in_backward and not life.clip, life.experts > 0) for life in lives]
+    assert {one for kind in kinds for one in enumerate(kind)} == {*product((0, 1), (False, True))}
 
 
 def test_a_load_from_before_the_first_step_begins_offloaded_state_anew():
