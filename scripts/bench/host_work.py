@@ -1,5 +1,6 @@
-"""Python work of a training step on the host: bytecodes and calls of its main thread, for two
-states of this repository. Counts do not depend on what else the machine does.
+"""Python work of a training step on the host: bytecodes, calls and CPU time of its main thread,
+for two states of this repository. Counts do not depend on what else the machine does; CPU time is
+the least median of several runs of both states in turn.
 
     python scripts/bench/host_work.py BEFORE [AFTER] --stages 0 1 2 3
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -19,12 +21,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve()
 BLOCKS, WIDTH, ROWS = 12, 256, 4
-WARM, COUNTED = 4, 3  # steps: orders are recorded in the first ones
+WARM, COUNTED, TIMED = 4, 3, 60  # steps: orders are recorded in the first ones
+RUNS = 5  # of each state, in turn
 
 
-def count(stage: int, accumulation: int) -> dict[str, int]:
-    """Count the bytecodes and calls of one optimizer step, on one of two ranks with a group that
-    sends nothing.
+def count(stage: int, accumulation: int) -> None:
+    """Print the bytecodes, the calls and the CPU microseconds (median) of one optimizer step, on
+    one of two ranks with a group that sends nothing.
     """
     import torch
     import torch.distributed as dist
@@ -59,6 +62,11 @@ def count(stage: int, accumulation: int) -> dict[str, int]:
 
     for _ in range(WARM):
         step()
+    times = []
+    for _ in range(TIMED // accumulation):
+        begin = time.thread_time()
+        step()
+        times.append(time.thread_time() - begin)
     found = {"bytecodes": 0, "calls": 0}
 
     def trace(frame, event, arg):  # type: ignore[no-untyped-def]
@@ -73,7 +81,9 @@ def count(stage: int, accumulation: int) -> dict[str, int]:
     for _ in range(COUNTED):
         step()
     sys.settrace(None)
-    os.write(1, (json.dumps({key: value // COUNTED for key, value in found.items()})).encode())
+    counts = {key: value // COUNTED for key, value in found.items()}
+    counts["cpu_us"] = round(statistics.median(times) * 1e6)
+    os.write(1, json.dumps(counts).encode())
     os._exit(0)
 
 
@@ -98,18 +108,25 @@ def main() -> None:
     parser.add_argument("after", type=Path, nargs="?", default=HERE.parents[2])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--runs", type=int, default=RUNS)
     args = parser.parse_args()
     rows = []
     for stage in args.stages:
         for accumulation in args.accumulation:
             row: dict[str, object] = {"stage": stage, "accumulation": accumulation}
-            found = {}
-            for name, tree in (("before", args.before), ("after", args.after)):
-                found[name] = counted(tree.resolve(), stage, accumulation)
+            trees = {"before": args.before.resolve(), "after": args.after.resolve()}
+            found: dict[str, dict[str, int]] = {}
+            for _ in range(args.runs):
+                for name, tree in trees.items():
+                    counts = counted(tree, stage, accumulation)
+                    least = min(counts["cpu_us"], found.get(name, counts)["cpu_us"])
+                    found[name] = {**counts, "cpu_us": least}
+            for name, tree in trees.items():
                 head = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
                 commit = subprocess.run(head, capture_output=True, text=True).stdout.strip()
                 row[name] = {"commit": commit, **found[name]}
-            row["ratio"] = round(found["after"]["bytecodes"] / found["before"]["bytecodes"], 4)
+            for ratio, what in (("ratio", "bytecodes"), ("cpu_ratio", "cpu_us")):
+                row[ratio] = round(found["after"][what] / found["before"][what], 4)
             rows.append(row)
             print(json.dumps(row), flush=True)
     out = HERE.parent / "results" / f"host_work-{time.strftime('%Y-%m-%d')}.jsonl"
