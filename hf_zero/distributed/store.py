@@ -326,7 +326,10 @@ class StoreMessages:
 
         Raises RuntimeError if the store is gone.
         """
-        self._store.set(f"asked/{topic}", str(sequence))
+        # A rank that has asked for more does not ask again: a smaller number must not replace it.
+        before = ""
+        while not before or int(before) < sequence:
+            before = self._store.compare_set(f"asked/{topic}", before, str(sequence)).decode()
 
     def asked(self, topic: str) -> int:
         """Return the last sequence number that any rank has asked for; 0 before the first. Raises

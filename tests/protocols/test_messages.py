@@ -81,6 +81,40 @@ def test_a_later_message_is_taken_for_an_earlier_one(monkeypatch: pytest.MonkeyP
     assert "instead of" in find(partial(messages, 2), 1000, **OF_MESSAGES).text
 
 
+def requests(size: int, simulation: Simulation) -> Judge:
+    """Each rank asks for another number, the last one most; every number that a rank has asked for
+    stays below the one that all ranks read from then on.
+    """
+
+    def ask(world: World, rank: int) -> None:
+        mail = StoreMessages(world.store(), rank, WAIT, lambda ranks: {})
+        for number in (rank + 1, size + rank + 1):
+            try:
+                if mail.asked("issued") < number:
+                    mail.ask("issued", number)
+                asked = mail.asked("issued")
+            except RuntimeError:  # the store does not answer
+                return
+            if asked < number:
+                world.fault = f"{asked} is left of {number}, which rank {rank} asked for"
+
+    return World(simulation, size, ask, WAIT).judge
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_request_for_less_never_replaces_one_for_more(
+    size: int, schedules: Callable[..., int]
+) -> None:
+    explore(partial(requests, size), schedules(150, len(SIZES)), **OF_MESSAGES)
+
+
+def test_a_request_for_less_replaces_one_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 'before = self._store.compare_set(f"asked/{topic}", before, str(sequence)).decode()'
+    before = 'before = str(sequence); self._store.set(f"asked/{topic}", before)'
+    seed_fault(monkeypatch, StoreMessages, "ask", (compared, before))
+    assert "is left of" in find(partial(requests, 2), 1000, **OF_MESSAGES).text
+
+
 # ---- reports ----
 
 LONG, ATTEMPTS = 30.0, 2
