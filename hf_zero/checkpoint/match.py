@@ -4,6 +4,7 @@ buffers, the optimizer's class and groups, the schedule.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -587,9 +588,10 @@ def reorder_schedule(state: object, order: Sequence[int]) -> Any:
         return [reorder_schedule(inner, order) for inner in state]
     if not (order and isinstance(state, dict)):
         return state
-    return {
-        key: [value[index] for index in order]
-        if key in _PER_GROUP and isinstance(value, (list, tuple)) and len(value) == len(order)
-        else reorder_schedule(value, order)
-        for key, value in state.items()
-    }
+    reordered = copy.copy(state)  # of its class: the milestones of MultiStepLR are a Counter
+    for key, value in state.items():
+        if key in _PER_GROUP and isinstance(value, (list, tuple)) and len(value) == len(order):
+            reordered[key] = [value[index] for index in order]
+        else:
+            reordered[key] = reorder_schedule(value, order)
+    return reordered

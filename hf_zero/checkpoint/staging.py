@@ -112,8 +112,10 @@ def _is_exposed(flat: FlatBuffer) -> bool:
 def _writable(engine: TrainingEngine, flat: FlatBuffer) -> list[torch.Tensor]:
     """Return the tensors of ``optimizer.state`` and of its groups in ``flat``."""
     shard = flat.optimizer_shard
-    names = [] if _is_exposed(flat) else shard.contents.names()
-    tensors = [shard.contents.entry(name) for name in names]
+    tensors = []
+    if not _is_exposed(flat):
+        tensors = [shard.contents.entry(name) for name in shard.contents.names()]
+        tensors += [] if shard.members is None else [shard.members]
     if flat.trainable and engine.bound is not None and not shard.offloaded:
         tensors += engine.bound.memory(shard)
     return tensors
@@ -132,10 +134,11 @@ class _PendingCopy:
         """Raise CheckpointError if a script has written to the state."""
         if _versions(self.state) != self.versions:
             raise CheckpointError(
-                f"a script has written to the optimizer's state of {self.state.label} in place "
-                "before a save in the background had copied it (checkpoint.staging_bytes); write "
-                "with hf_zero.safe_set_full_optimizer_state(parameter, value, name), which waits, "
-                "or after engine.wait_for_checkpoint()"
+                f"a script has written to the optimizer's state of {self.state.label}, or to "
+                "members of its groups, in place before a save in the background had copied it "
+                "(checkpoint.staging_bytes); write with "
+                "hf_zero.safe_set_full_optimizer_state(parameter, value, name) or "
+                "safe_set_full_fp32_param, which wait, or after engine.wait_for_checkpoint()"
             )
 
     def release(self) -> None:

@@ -6,7 +6,6 @@ from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,9 +42,6 @@ from hf_zero.zero.layout.flat_layout import Slot
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
-
-
-_changes_of = attrgetter("_version")
 
 
 class BoundOptimizer:
@@ -154,8 +150,8 @@ class BoundOptimizer:
         keys of the flat buffers whose copies of master weights a script's writes would miss.
         """
         # members of a flat buffer share a count of changes, which steps leave as it is
-        memory = {flat.key: flat.contents.entry(MASTER).data for flat in self._flats}
-        self._watched = [memory[flat.key] for flat in self._flats if flat.key in copied]
+        memory = {flat.key: flat.memory_of_members() for flat in self._flats}
+        self._watched = [flat for flat in self._flats if flat.key in copied]
         kinds = {key: member_class(values) for key, values in memory.items()}
         self._parts = snapshots.parts_of(self._members, self._flats)
         self._lists = list[list[Tensor]]()  # kept so that no other list can have its id
@@ -234,7 +230,7 @@ class BoundOptimizer:
                 "their place; undo that, and call optimizer.add_param_group, engine.replace or "
                 "parameter.requires_grad_(False), or change the settings of a group (lr) instead"
             )
-        if sum(map(_changes_of, self._watched)) != self._changes:
+        if self._writes() != self._accepted_writes:
             raise PartitionError(
                 f"the members of optimizer.param_groups of {type(self.optimizer).__name__} were "
                 "written to between steps; they are this rank's parts of the master weights, and "
@@ -245,7 +241,11 @@ class BoundOptimizer:
 
     def accept_writes(self) -> None:
         """Note that all writes to members of groups so far are taken over."""
-        self._changes = sum(map(_changes_of, self._watched))
+        self._accepted_writes = self._writes()
+
+    def _writes(self) -> int:
+        """Return the number of writes to members that other ranks or copies miss."""
+        return sum(flat.member_writes for flat in self._watched)
 
     # ---- stepping ----
 
@@ -457,7 +457,7 @@ class BoundOptimizer:
             move()
         groups = {segment.group for segment in self._table.segments}
         self._table.bind(self._flats, self.group_of, groups)
-        memory = {flat.key: flat.contents.entry(MASTER).data for flat in self._flats}
+        memory = {flat.key: flat.memory_of_members() for flat in self._flats}
         for member, part in zip(chain(*self._lists), chain(*self._parts)):
             if isinstance(member, GroupMember) and part.flat is not None:
                 member.move(part.of(memory[part.flat.key]))

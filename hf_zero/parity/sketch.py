@@ -50,7 +50,10 @@ def _signs(at: torch.Tensor, seed: int) -> torch.Tensor:
 
 def added(sketches: Sequence[Sketch]) -> Sketch:
     """Return the sketch of a parameter from those of its parts."""
-    return [math.fsum(numbers) for numbers in zip(*sketches)]
+    return [
+        math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+        for numbers in zip(*sketches)
+    ]
 
 
 def norm(of: Sketch) -> float:
@@ -58,6 +61,6 @@ def norm(of: Sketch) -> float:
 
 
 def distance(one: Sketch, other: Sketch) -> float:
-    """Return the estimated norm of the difference; NaN if either is not finite."""
+    """Return the estimated norm of the difference; infinite or NaN if either is not finite."""
     squares = [(a - b) ** 2 for a, b in zip(one[1:], other[1:])]
     return math.sqrt(sum(squares) / len(squares))

@@ -153,7 +153,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
         engine, section, theta = self._engine, self._section, self.theta
         if not any(layer.block.training for layer in self._layers):
             return ()
-        micro_batch = engine.pass_runner.reducer.backwards
+        micro_batch = engine.held_micro_batches  # equal on all ranks
         p = [
             1.0 if layer.keeps or not layer.block.training
             else keep_probability(layer.place, layer.of, theta)

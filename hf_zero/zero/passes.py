@@ -356,6 +356,8 @@ class BackwardTracker:
         self._roots_reached: set[OutermostForward] = set()
         # The forward that the backward has reached last.
         self.current_root: OutermostForward | None = None
+        # the last forward with a graph since the last backward
+        self._last_forward: OutermostForward | None = None
         # units left out by all forwards that the backward under way has reached
         self._left_out: frozenset[Unit] = frozenset()
         # forwards without hooks: any backward may be theirs
@@ -398,6 +400,7 @@ class BackwardTracker:
         """End an outermost forward. Without a graph its units are no longer kept; of forwards kept
         without a hook only the last few are.
         """
+        self._last_forward = root if has_graph else self._last_forward
         if not has_graph:
             self._end_reads({root})
         elif not root.tracked and any(root in unit.calls.read_by for unit in self._units):
@@ -411,14 +414,18 @@ class BackwardTracker:
         """Begin the backward of ``call``, and that of its outermost forward with the first one."""
         root = call.root
         if root is not self.current_root and root is not self.remaining.recomputation:
-            if self._left_out or root.left_out:
-                self._leave_out(root.left_out)
-            self._reducer.idle.add_forward(root.idle)
-            self.current_root = root
+            self._begin_forward(root)
         # A submodule called directly calls ``_on_part`` each time: a loss scale may have been put
         # at other outputs since.
         if not root.of_whole_model or root not in self._roots_reached:
             self.reach_root(root)
+
+    def _begin_forward(self, root: OutermostForward) -> None:
+        """Begin the backward of the outermost forward ``root``."""
+        if self._left_out or root.left_out:
+            self._leave_out(root.left_out)
+        self._reducer.idle.add_forward(root.idle)
+        self.current_root = root
 
     def add_unmarked(self, call: UnitCall) -> None:
         """Register ``call``, whose backward has begun, as one whose end no hook reports."""
@@ -580,6 +587,10 @@ class BackwardTracker:
     def _end(self) -> None:
         try:
             self._reducer.note_unfinished()
+            if self.current_root is None and self._last_forward is not None:
+                # The loss of this rank is a constant, as of an empty batch; other ranks have one
+                # of this forward.
+                self._begin_forward(self._last_forward)
             self._forget_calls()
             # Gathers first: other ranks need them before they launch the reductions that this one
             # waits for.
@@ -613,6 +624,7 @@ class BackwardTracker:
             calls.in_backward.clear()
             pending = pending or bool(calls.pending)
         # The backward is attributed to the oldest forward without hooks.
+        self._last_forward = None
         self._end_reads({*self._roots_reached, *self._untracked[:1]})
         self._roots_reached.clear()
         del self._untracked[:1]

@@ -337,15 +337,20 @@ def test_a_full_disk_ends_the_waits(
     assert one == other and staging.waits and not any(tmp_path.iterdir())
 
 
-def test_a_write_past_the_engine_fails_the_save(tmp_path: Path, staging: Staging) -> None:
-    """It is a script's to the tensors of the optimizer's state; training goes on."""
+@pytest.mark.parametrize("what", ["state", "members"])
+def test_a_write_past_the_engine_fails_the_save(
+    tmp_path: Path, staging: Staging, what: str
+) -> None:
+    """It is a script's to the optimizer's state or members of its groups; training goes on."""
 
     def run(engine: Any, rank: int) -> None:
         train(engine, rank, range(1))
         engine.save_checkpoint(tmp_path, tag="mixed", blocking=False)
-        if rank == 1:
+        if rank == 1 and what == "state":
             for entry in list(engine.optimizer.state.values())[-1:]:
                 entry["exp_avg"].mul_(2)
+        elif rank == 1:
+            engine.optimizer.param_groups[0]["params"][-1].mul_(2)
         torch.distributed.barrier()
         staging.go.set()
         message = r"rank 1: a script has written to the optimizer's state of .* in place"

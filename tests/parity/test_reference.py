@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,13 @@ def test_sketches_of_parts_add_up_and_their_difference_is_the_distance() -> None
     estimate = distance(whole, sketch(other, "a"))
     assert estimate == pytest.approx(float((one - other).norm()), rel=0.9)
     assert distance(whole, sketch(one, "a")) == 0
+
+
+def test_parts_with_infinite_products_of_both_signs_add_up_to_nan() -> None:
+    up, down = [math.inf, math.inf, 1.0], [math.inf, -math.inf, 2.0]
+    total = added([up, down])
+    assert total[0] == math.inf and math.isnan(total[1]) and total[2] == 3
+    assert math.isnan(distance(total, up)) and distance(up, [1.0, 1.0, 1.0]) == math.inf
 
 
 def test_what_is_no_data_parallelism_is_refused() -> None:

@@ -6,6 +6,7 @@ and overflows are rows of ``test_capabilities.py``.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +22,18 @@ from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.token_drop import tokens_read
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
-from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
-from tests.helpers.layer_drop import DEPTH, LayerDropJob, left_out, probabilities
+from tests.helpers.engines import (
+    OnEngine,
+    config_of,
+    engine_opener,
+    full_weights,
+    start,
+    train_on_threads,
+)
+from tests.helpers.layer_drop import DEPTH, FAMILIES, LayerDropJob, left_out, probabilities
 from tests.helpers.models import LENGTH, Stack, floats, seeded, tokens
 from tests.helpers.plans import APART
+from tests.helpers.ranks import run_ranks
 from tests.helpers.token_drop import TokenDropJob, section
 from tests.helpers.training import At, Plan, plain_sgd
 
@@ -113,6 +122,46 @@ def test_a_checkpoint_around_blocks_recomputes_what_it_ran(reentrant):
             return losses
 
     check(Job("stack"), Plan(1, 4, 3), 3, zero_optimization={"stage": 3, **APART})
+
+
+STEPS, MICROS = 3, 2
+
+
+@in_turn("stage, bad", [(3, "constant"), (1, "constant"), (1, "no backward")])
+def test_ranks_draw_alike_where_one_has_a_batch_without_gradients(stage, bad):
+    """Rank 1 has a first micro-batch with a constant loss, or without a backward."""
+    job = LayerDropJob("stack")
+    models = [job.build() for _ in range(2)]
+
+    def over(rank):
+        keys = {**job.keys, "gradient_accumulation_steps": MICROS}
+        keys["zero_optimization"] = {"stage": stage, **APART}
+        engine = start(models[rank], plain_sgd(models[rank]), config_of(stage, **keys))
+        net = OnEngine(engine, Plan(2, MICROS))
+        for step in range(STEPS):
+            for micro in range(MICROS):
+                loss = job.loss_of(net, At(step, micro, rank))
+                if rank and not micro and bad == "constant":
+                    loss = torch.zeros((), requires_grad=True)
+                if not rank or micro or bad == "constant":
+                    engine.backward(loss)
+                engine.step()
+        return full_weights(engine)
+
+    model = job.build()
+    optimizer = plain_sgd(model)
+    for step in range(STEPS):
+        for micro, rank in product(range(MICROS), range(2)):
+            if not rank or micro:
+                job.by_hand(model, At(step, micro, rank))
+                batch = FAMILIES["stack"][1](step, micro, rank)
+                (model(**batch).pow(2).mean() / (2 * MICROS)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert any(map(any, job.left_out.values()))
+    for got in run_ranks(2, over):
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(got[name], value.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_the_schedule():

@@ -80,6 +80,17 @@ def test_buckets_hold_one_version(rank, model, stage):
     assert not sent(engine.iter_weights())["blocks.0.up.weight"].any()
 
 
+@on_each_rank(RANKS)
+def test_weights_whose_members_a_script_writes_are_sent(rank, model):
+    engine = start(model, plain_sgd(model), config_of(3))
+    sent(engine.iter_weights(changed_only=True))
+    if rank == 1:  # its part alone
+        engine.optimizer.param_groups[0]["params"][0].fill_(7)
+    found = sent(engine.iter_weights(changed_only=True))
+    assert "enter.weight" in found.keys() < {name for name, _ in model.named_parameters()}
+    assert 7 in found["enter.weight"]
+
+
 @in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_frozen_weights_are_sent_once_and_after_a_write(rank, model, stage):

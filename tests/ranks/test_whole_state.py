@@ -211,6 +211,11 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
         [schedules.LinearLR(optimizer, 0.1, 1, 2), schedules.MultiStepLR(optimizer, [1, 2])],
         [2],
     ),
+    "SequentialLR that changes later": lambda optimizer: schedules.SequentialLR(
+        optimizer,
+        [schedules.LinearLR(optimizer, 0.1, 1, 2), schedules.MultiStepLR(optimizer, [1, 2])],
+        [4],
+    ),
 }
 
 

@@ -167,6 +167,7 @@ class FlatBuffer:
         update under way are counted.
         """
         own = 0 if self._member is None else self._member._version
+        own += self.optimizer_shard.member_writes
         return self.other_changes + self.user_writes.updates + own
 
     def count_change(self) -> None:

@@ -519,6 +519,9 @@ class OptimizerShard(CopyGate):
         self.gradient = gradient
         gradient.reader = self
         self.keep_in(DeviceStorage({}), False)
+        # memory of the members of optimizer groups, which counts a script's writes in ``_version``
+        self.members: torch.Tensor | None = None
+        self._writes_before = 0  # to the memory that members had before
         self.has_update = False  # an update is under way: nobody has waited for it
         self._finish_update: Callable[[], None]  # waits for it
         # result of that update: the event of its last copy to the device
@@ -564,6 +567,20 @@ class OptimizerShard(CopyGate):
         storage = self.reading()
         return storage.fetch(MASTER) if MASTER in storage.names() else None
 
+    def memory_of_members(self) -> torch.Tensor:
+        """Return the memory of the master weights for the members of optimizer groups to be views
+        of: a script's writes to them are counted in :attr:`member_writes`, the engine's are not.
+        """
+        self._writes_before = self.member_writes
+        self.members = self.contents.entry(MASTER).data
+        self._writes_before -= self.members._version
+        return self.members
+
+    @property
+    def member_writes(self) -> int:
+        """Number of a script's writes to members of optimizer groups in this flat buffer."""
+        return self._writes_before + (0 if self.members is None else self.members._version)
+
     def store_master(self, values: torch.Tensor, start: int = 0) -> None:
         """Overwrite the master weights, which exist, from element ``start`` of ``owned`` on."""
         self.writing().store(MASTER, start, values)
@@ -577,6 +594,7 @@ class OptimizerShard(CopyGate):
 
     def free(self) -> None:
         """Free the memory."""
+        self._writes_before, self.members = self.member_writes, None
         self.updating().close()
         self.keep_in(DeviceStorage({}), False)
 

@@ -218,9 +218,9 @@ class Reducer:
         # units left out of the backward under way that it uses after all: reduced last
         self._restored: set[Unit] = set()
         self.configure_backward(BackwardSettings())
-        # since the last step or ``zero_grad``: number of backwards with gradients; an exception has
-        # broken one, and some of its gradients are lost
-        self.backwards, self.gradients_lost = 0, False
+        # since the last step or ``zero_grad``, an exception has broken a backward, and some of its
+        # gradients are lost
+        self.gradients_lost = False
 
     # ---- a backward, from its first gradient to its last ----
 
@@ -258,7 +258,9 @@ class Reducer:
         """Leave ``units`` out of the backward under way: all ranks know that none uses them. Called
         before the first reduction.
         """
-        self.progress.units = self._order.without(units, self._reduces_now)
+        # Other ranks may have gradients of earlier backwards, and this one none to show that.
+        if self._reduces_every_backward or (self._reduces_now and self._settings.alone):
+            self.progress.units = self._order.without(units)
 
     def restore_left_out(self, units: frozenset[Unit]) -> None:
         """Undo leaving out ``units``, which all ranks use after all: they are reduced last."""
@@ -441,7 +443,6 @@ class Reducer:
         else:
             for unit in progress.units:
                 progress.observed.has_gradients |= self._sums.add(unit, self._accumulation_factor)
-        self.backwards += progress.observed.has_gradients
         self.idle.end_backward()
         if self._settings.ends_window:
             self._record_left_out()
@@ -554,7 +555,6 @@ class Reducer:
 
     def end_replay(self) -> None:
         """End it, with gradients taken in and reduced."""
-        self.backwards += 1
         self.idle.end_backward()
         if self._settings.ends_window:
             self._record_left_out()
@@ -595,7 +595,6 @@ class Reducer:
     def clear(self) -> None:
         """Drop all gradients, after a step and for ``zero_grad``."""
         self.gradients_lost = False
-        self.backwards = 0
         self.idle.clear()
         self._drop()
         memories = set[GradientMemory | None]()

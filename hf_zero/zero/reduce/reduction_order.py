@@ -59,19 +59,10 @@ class ReductionOrder:
         self.depths: dict[Hashable, dict[int, int]] = {}
         self.left_some_out = False  # some backward of the window has left units out
 
-    def without(self, left_out: frozenset[Unit], reduces: bool) -> list[Unit]:
-        """Return the order without units that no rank uses in a backward. If it ``reduces``, units
-        with unreduced gradients of earlier backwards stay in.
-        """
-        if not left_out:
-            return list(self.units)
-        self.left_some_out = True
-        return [
-            unit
-            for unit in self.units
-            if unit not in left_out
-            or (reduces and any(flat.gradient.has_unreduced for flat in unit.trainable_flats))
-        ]
+    def without(self, left_out: frozenset[Unit]) -> list[Unit]:
+        """Return the order without units that no rank uses in a backward."""
+        self.left_some_out |= bool(left_out)
+        return [unit for unit in self.units if unit not in left_out]
 
     def learn(
         self,
