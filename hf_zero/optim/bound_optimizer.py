@@ -302,10 +302,20 @@ class BoundOptimizer:
         for hook in [*self.optimizer._optimizer_step_pre_hooks.values()]:
             hook(self.optimizer, (self.optimizer,), {})
 
-    def run_post_hooks(self) -> None:
-        """Run the optimizer's own post hooks, as a step of torch does at its end."""
-        for hook in [*self.optimizer._optimizer_step_post_hooks.values()]:
-            hook(self.optimizer, (self.optimizer,), {})
+    def run_post_hooks(self, between: Callable[[], None]) -> Exception | None:
+        """Run the optimizer's own post hooks, as a step of torch does at its end, and ``between``
+        after each but the last. Return the error of a hook, which ends the calls of hooks alone.
+        """
+        failure = None
+        for at, hook in enumerate([*self.optimizer._optimizer_step_post_hooks.values()]):
+            if at:
+                between()
+            if failure is None:
+                try:
+                    hook(self.optimizer, (self.optimizer,), {})
+                except Exception as error:
+                    failure = error
+        return failure
 
     def step(
         self,

@@ -352,25 +352,30 @@ class TrainingEngine(EngineParts):
             self.optimizer_step.bring_state_back()
 
     def _run_post_hooks(self) -> Exception | None:
-        """Run the post hooks of the optimizer, and take what they write to its groups over into the
-        weights of all ranks (collective). Return their error.
+        """Run the post hooks of the optimizer, and take what each writes to its groups over into
+        the weights of all ranks (collective). Return their error.
         """
-        failure = None
+
+        def between() -> None:
+            self._take_hook_writes()
+            self.sharded_model.lend_to_hooks()
+
         self.sharded_model.lend_to_hooks()
         for flat in self.flats:
             # parameters made of one tensor share a count, which an update advances for each
             flat.user_writes.accept()
-        try:
-            self.optimizer_step.bound.run_post_hooks()
-        except Exception as error:
-            failure = error
+        failure = self.optimizer_step.bound.run_post_hooks(between)
+        self._take_hook_writes()
+        return failure
+
+    def _take_hook_writes(self) -> None:
+        """Take what hooks have written to weights and groups over into the weights of all ranks."""
         if self.optimizer_step.feature_hooks.update:
-            return failure  # weights that a feature updates may differ from the masters on purpose
+            return  # weights that a feature updates may differ from the masters on purpose
         self.take_user_writes()
         trainable = self.sharded_model.trainable
         self.refresh_params([flat for flat in trainable if flat.copies_master])
         self.optimizer_step.bound.accept_writes()
-        return failure
 
     def run_step_hooks(self) -> None:
         """Run the hooks of the optimizer's step, as torch's step does for which ``zero_grad()`` has

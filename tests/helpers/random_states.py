@@ -314,10 +314,15 @@ class Alone:
         yield
 
     def hooked(self, number: int) -> None:
-        """A step whose hook decays all members of the optimizer's groups."""
-        handle = self.optimizer.register_step_post_hook(lambda *_: self.decay())
+        """A step whose hooks load the state that is there, and decay all members of the groups."""
+        optimizer = self.optimizer
+        before = optimizer.register_step_pre_hook(
+            lambda *_: optimizer.load_state_dict(optimizer.state_dict())
+        )
+        after = optimizer.register_step_post_hook(lambda *_: self.decay())
         self.window(number, 1)
-        handle.remove()
+        before.remove()
+        after.remove()
 
     @torch.no_grad()
     def decay(self) -> None:

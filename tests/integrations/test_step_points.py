@@ -79,6 +79,7 @@ ONCE_WRONG: list[Cell] = [
     ("accelerate", "members", "register_step_pre_hook", 3, 0.0),
     ("accelerate", "set gradient", "register_step_pre_hook", 1, CLIP),
     ("loop", "drop gradients", "register_step_pre_hook", 3, CLIP),
+    ("loop", "load state", "register_step_pre_hook", 1, CLIP),
 ]
 
 

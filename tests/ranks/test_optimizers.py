@@ -5,6 +5,7 @@ loop, in every place, resumed anywhere and by name, is a row of ``test_capabilit
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -435,6 +436,43 @@ def test_hooks_after_a_step_write_to_the_weights_of_all_ranks(writes, way, stage
     for rank, (weights, found) in enumerate(on_ranks(RANKS, run, build=build)):
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
         assert found[1:] == pytest.approx([of[rank] for of in losses[:-1]], rel=1e-4)
+
+
+@in_turn("stage", [1, 2, 3])
+def test_a_hook_after_a_step_finds_what_the_one_before_it_has_written(stage):
+    """As in plain torch, also where it gathers a parameter and writes to it."""
+
+    def hooked(model, gather, reads):
+        def adds(*_):
+            parameter = next(model.parameters())
+            with gather([parameter], modifier_rank=0), torch.no_grad():
+                reads.append(parameter.detach().clone())
+                parameter.add_(0.01)
+
+        optimizer = two_rates(model)
+        optimizer.register_step_post_hook(torch.no_grad()(lambda *_: decays(optimizer, model)))
+        optimizer.register_step_post_hook(adds)
+        return optimizer
+
+    values = []
+    want, _ = by_hand(
+        lambda model: hooked(model, lambda *_, **__: contextlib.nullcontext(), values),
+        WINDOWS,
+        RANKS,
+    )
+
+    def run(rank, model):
+        reads = []
+        section = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        config = config_of(stage, zero_optimization=section)
+        engine = start(model, hooked(model, hf_zero.GatheredParameters, reads), config)
+        run_steps(engine, rank, range(STEPS))
+        return full_weights(engine), reads
+
+    for weights, reads in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+        for read, value in zip(reads, values, strict=True):
+            torch.testing.assert_close(read, value, rtol=1e-4, atol=1e-6)
 
 
 @on_each_rank(2)

@@ -98,6 +98,19 @@ def test_a_setting_of_one_rank_is_refused_on_all(stage: int) -> None:
             assert "rank 0 has changed nothing" in raised[-1]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_hook_after_the_step_of_one_rank_is_refused_on_all(stage: int) -> None:
+    """The gather of what it writes would wait for the others."""
+
+    def register(engine: Any) -> None:
+        engine.optimizer.register_step_post_hook(lambda *_: None)
+
+    for raised in train(2, stage, register, on=(1,)):
+        assert raised[:-1] == [""]
+        assert "rank 0 has changed nothing; rank 1 has 1 hooks after the step" in raised[-1]
+    assert train(2, stage, register, on=(0, 1)) == [[""] * 4] * 2
+
+
 def test_two_replicas_of_two_shards_compare_all_ranks() -> None:
     for raised in train(4, 3, set_option("lr", 0.05), on=(2,), mics_shard_size=2):
         assert "rank 2 has lr 0.05 in group 1" in raised[-1]

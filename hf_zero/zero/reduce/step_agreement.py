@@ -24,7 +24,8 @@ The message counts ranks: an fp64 number holds the counts of as many parameters 
 
 [Note: codes of ranks]
 Ranks that a script has given different settings since ``initialize``, options of parameter groups
-or requires_grad, train different models. Ranks that train on the same rows, as those of a loader
+or requires_grad, train different models; of different hooks after the step, one rank waits for the
+others. Ranks that train on the same rows, as those of a loader
 that is not divided among them do, do the work of one.
 
 A rank adds a code, and the square of the code, to the message. Over n ranks, the square of the sum
@@ -400,8 +401,8 @@ class SettingsCheck:
         )
         raise RankMismatchError(
             f"ranks train with different settings, as changed since initialize: {settings}. Make "
-            "such a change (of an option of a parameter group, of requires_grad) on every rank, or "
-            "on none"
+            "such a change (an option of a parameter group, requires_grad, a hook) on every rank, "
+            "or on none"
         )
 
 

@@ -245,6 +245,10 @@ class OptimizerStep:
                         self.changes.refuse_until_step(f"a write to {name}")
             unit.take_user_writes()
 
+    @property
+    def _shards_masters(self) -> bool:
+        return self.model.policy.shards_optimizer and self.model.mesh.shard.size > 1
+
     def _warn_of_hooks(self) -> None:
         """Warn once of hooks before the optimizer's step that do not see all gradients."""
         if self._warned_of_hooks:
@@ -257,7 +261,7 @@ class OptimizerStep:
                 "if they change gradients, switch offload_optimizer off",
                 logging.WARNING,
             )
-        elif self.model.policy.shards_optimizer and self.model.mesh.shard.size > 1:
+        elif self._shards_masters:
             log_rank0(
                 "hooks before the optimizer's step find in optimizer.param_groups this rank's "
                 "parts of the gradients: a norm of them is not that of the whole gradient; clip "
@@ -305,6 +309,9 @@ class OptimizerStep:
         settings = self.bound.settings.changes()
         if switched := self.model.engine_flats.switched:
             settings = f"{settings}, requires_grad switched of {switched}".removeprefix(", ")
+        # their writes are gathered, which waits for all ranks
+        if (hooks := self.bound.optimizer._optimizer_step_post_hooks) and self._shards_masters:
+            settings = f"{settings}, {len(hooks)} hooks after the step".removeprefix(", ")
         return self.agreement.agree(squares.view(1), steps_before, settings)
 
     def known_squares(self) -> torch.Tensor | None:
