@@ -43,6 +43,10 @@ hypothesis.settings.register_profile(
     "fast", parent=hypothesis.settings.get_profile("any machine"), derandomize=True
 )
 torch.set_num_threads(1)
+# without devices torch notes the stack of each call: a twentieth of the time of tests of ranks
+for backend in (torch.cuda, torch.xpu):
+    if not backend.is_available():
+        backend.manual_seed_all = lambda seed: None
 # an engine is thousands of objects: by default collections take an eighth of the suite's time
 gc.set_threshold(20_000)
 # before triton is imported: kernels run in its interpreter, which helpers/checked_triton.py watches
@@ -162,6 +166,13 @@ def collections_look_at_what_tests_make() -> None:
     """Freeze the half million objects imported by now, so that each ``gc.collect()`` of a test or a
     library skips them.
     """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Freeze all again: pytest collects five times more, for finalizers of what tests have left."""
     gc.collect()
     gc.freeze()
 

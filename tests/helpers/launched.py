@@ -28,7 +28,7 @@ import yaml
 
 from hf_zero.launch.hosts import free_port
 from tests.helpers.commands import end_group
-from tests.helpers.python_server import server
+from tests.helpers.python_server import PRELOADED, server
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = str(Path(__file__).parent / "site")
@@ -75,7 +75,7 @@ def python() -> str:
     """
     if torch.cuda.is_available():
         return sys.executable
-    running = server(environment())
+    running = server(environment(), (*PRELOADED, "tests.helpers.engine_imports"))
     atexit.register(running.__exit__, None, None, None)
     return running.__enter__()
 

@@ -13,6 +13,7 @@ for name in (
     "torch.distributed.nn",
     "transformers.modeling_utils",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "t5")),
+    "tests.helpers.engine_imports",
     "tests.helpers.training",
     "tests.helpers.ways",
 ):

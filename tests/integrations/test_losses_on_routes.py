@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import completed
+from tests.helpers import launched
 from tests.integrations import losses_on_routes
 
 
 @pytest.mark.parametrize("stages", ["two", pytest.param("all", marks=pytest.mark.long)])
 def test_two_ranks_train_as_plain_pytorch_on_every_route(stages: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [launched.python(), "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", "2", "-m", losses_on_routes.__name__, str(tmp_path), stages]
-    said = completed(command, check=True, timeout=900.0).stdout
+    said = launched.output(command, tmp_path, tmp_path / "log.txt", timeout=900.0)
     assert [line for line in said.splitlines() if line.startswith("equal ")] == [
         f"equal {name}" for name in losses_on_routes.ROUTES
     ]

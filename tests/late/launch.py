@@ -62,7 +62,7 @@ def environment(as_cuda: bool = False, **more: str) -> dict[str, str]:
 @cache
 def python(as_cuda: bool = True) -> str:
     """A command that runs Python in a fork of a process that has the device."""
-    engine = ("torch", "hf_zero.zero.training_engine", "transformers", "accelerate", *MODELS)
+    engine = ("torch", "tests.helpers.engine_imports", "transformers", "accelerate", *MODELS)
     running = (
         server(environment(True, LATE_FORKS="1"), engine, "sitecustomize:begin")
         if as_cuda

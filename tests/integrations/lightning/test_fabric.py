@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch import nn
 
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations.lightning import FabricPrecision, FabricStrategy
+from tests.helpers import launched
 from tests.helpers.cells import in_one_item
-from tests.helpers.commands import completed
 from tests.integrations.lightning import fabric_loop
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning")
@@ -29,9 +28,8 @@ def test_a_loop_trains_as_plain_torch(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks_train_as_plain_torch(stage: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", str(LOOP), str(stage), str(tmp_path / "saved")]
-    assert "equal\n" in completed(command, check=True).stdout
+    command = [*launched.torchrun_command(LOOP), str(stage), str(tmp_path / "saved")]
+    assert "equal\n" in launched.output(command, tmp_path, tmp_path / "log.txt")
 
 
 def fabric_of(**more: Any) -> Fabric:
