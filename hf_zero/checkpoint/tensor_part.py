@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,21 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import WriteItem
 
-Place = tuple[tuple[int, ...], int, Box | None]
+
+class PartPosition(NamedTuple):
+    """The position of a rank's elements in a tensor. shape: of the part that this rank has along
+    other axes. start: the first element in it. box: of that part in the whole tensor, None if it is
+    the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    box: Box | None
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.shape if self.box is None else tuple(self.box.whole)
 
 
 class TensorPart(torch.Tensor):
@@ -32,25 +46,24 @@ class TensorPart(torch.Tensor):
 
     Attributes:
         local: the elements, 1-D.
+        position: where they are in the whole tensor.
         pieces: (offsets in the whole tensor, view of ``local``) of each box of them.
     """
 
     local: torch.Tensor
+    position: PartPosition
     pieces: list[tuple[tuple[int, ...], torch.Tensor]]
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, layout: Place) -> TensorPart:
-        shape, _, box = layout
-        whole = shape if box is None else box.whole
+    def __new__(cls, local: torch.Tensor, position: PartPosition) -> TensorPart:
         part: TensorPart = torch.Tensor._make_wrapper_subclass(
-            cls, whole, dtype=local.dtype, device=local.device
+            cls, position.whole, dtype=local.dtype, device=local.device
         )
         return part
 
-    def __init__(self, local: torch.Tensor, layout: Place):
-        """``layout``: shape of this rank's part along other axes, first element in it, its box."""
-        self.local, self.place = local, layout
-        self.pieces = list(_pieces(local, *layout))
+    def __init__(self, local: torch.Tensor, position: PartPosition):
+        self.local, self.position = local, position
+        self.pieces = list(_pieces(local, position))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -61,16 +74,19 @@ class TensorPart(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
     ) -> TensorPart:
-        part = args[0]
-        if func.overloadpacket is torch.ops.aten.new_empty and list(args[1]) == list(part.shape):
-            return TensorPart(part.local.new_empty(part.local.shape, **(kwargs or {})), part.place)
-        if func.overloadpacket not in COPIES:
-            raise CheckpointError(
-                f"{func} on a part of a parameter in a state dict; save and load it with "
-                "torch.distributed.checkpoint, or ask for whole tensors with "
-                "StateDictOptions(full_state_dict=True)"
-            )
-        return TensorPart(func(part.local, *args[1:], **(kwargs or {})), part.place)
+        part, operation = args[0], func.overloadpacket
+        # of other operations, such as an addition to a plain tensor, the part may be any argument
+        if isinstance(part, TensorPart):
+            local, options = part.local, kwargs or {}
+            if operation is torch.ops.aten.new_empty and list(args[1]) == list(part.shape):
+                return TensorPart(local.new_empty(local.shape, **options), part.position)
+            if operation in COPIES:
+                return TensorPart(func(local, *args[1:], **options), part.position)
+        raise CheckpointError(
+            f"{func} on a part of a parameter in a state dict; save and load it with "
+            "torch.distributed.checkpoint, or ask for whole tensors with "
+            "StateDictOptions(full_state_dict=True)"
+        )
 
     # ---- the protocol of torch.distributed.checkpoint ----
 
@@ -103,15 +119,15 @@ COPIES = {torch.ops.aten.detach, torch.ops.aten.clone, torch.ops.aten._to_copy}
 
 
 def _pieces(
-    local: torch.Tensor, shape: Sequence[int], start: int, box: Box | None
+    local: torch.Tensor, position: PartPosition
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield the boxes of :class:`TensorPart`: elements from ``start`` on of a part of ``shape``. A
-    tensor without elements is one box on every rank, so that checkpoints have its name.
+    """Yield the boxes of :class:`TensorPart`, of the elements ``local`` at ``position``. A tensor
+    without elements is one box on every rank, so that checkpoints have its name.
     """
-    at = 0
+    (shape, start, box), at = position, 0
     if not math.prod(shape):
         yield tuple(0 for _ in shape), local.view(shape)
-    for offsets, sizes in _boxes(tuple(shape), start, start + local.numel()):
+    for offsets, sizes in _boxes(shape, start, start + local.numel()):
         view = local[at : at + math.prod(sizes)].view(sizes)
         at += view.numel()
         parts = [(offsets, view)]

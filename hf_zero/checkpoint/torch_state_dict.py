@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from hf_zero.checkpoint.manifest import MASTER, strip_wrappers
-from hf_zero.checkpoint.tensor_part import Place, TensorPart
+from hf_zero.checkpoint.tensor_part import PartPosition, TensorPart
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger
@@ -84,7 +84,7 @@ class _TorchStates:
         """Yield a copy of this rank's elements of ``entry`` from ``values`` [owned]."""
         shard = entry.part(values).detach()
         local = shard.to("cpu", copy=True) if self._on_host else shard.clone()
-        yield strip_wrappers(self.whole.own(entry.name)), TensorPart(local, _place(entry))
+        yield strip_wrappers(self.whole.own(entry.name)), TensorPart(local, _position(entry))
 
     def wholes(self, entry: StateEntry, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors in place of the part, one for each rank's module (collective)."""
@@ -94,24 +94,24 @@ class _TorchStates:
 
     def check(self, entry: StateEntry, value: object, key: str) -> None:
         """Raise CheckpointError unless ``value``, named ``key``, can be read as ``entry``."""
-        position = shape, first, box = _place(entry)
-        whole, numel = shape if box is None else box.whole, entry.range[1] - first
+        position = _position(entry)
+        first, numel = position.start, entry.range[1] - position.start
         if not torch.is_tensor(value) or value.is_meta:
             description = "a tensor without data" if torch.is_tensor(value) else repr(value)
         elif isinstance(value, TensorPart):
-            if value.place == position and value.local.numel() == numel:
+            if value.position == position and value.local.numel() == numel:
                 return
             description = (
-                f"elements {value.place[1]} to {value.place[1] + value.local.numel()} of a tensor "
-                f"of shape {tuple(value.shape)}"
+                f"elements {value.position.start} to {value.position.start + value.local.numel()} "
+                f"of a tensor of shape {tuple(value.shape)}"
             )
-        elif tuple(value.shape) in (tuple(shape), tuple(whole)):
+        elif tuple(value.shape) in (position.shape, position.whole):
             return
         else:
             description = f"a tensor of shape {tuple(value.shape)}"
         raise CheckpointError(
             f"{key}: {description} in the state dict, where the model has a tensor of shape "
-            f"{tuple(whole)} and this rank owns its elements {first} to {first + numel}; "
+            f"{position.whole} and this rank owns its elements {first} to {first + numel}; "
             "take the state dict of this engine, or whole tensors of the same model"
         )
 
@@ -136,8 +136,8 @@ class _TorchStates:
             matching = [key for key in path if key in by_fqn]
             if matching and like.dim():
                 entry = StateEntry(*by_fqn[matching[0]], MASTER)
-                position = shape, _, box = _place(entry)
-                if tuple(like.shape) == tuple(shape if box is None else box.whole):
+                position = _position(entry)
+                if tuple(like.shape) == position.whole:
                     return TensorPart(_own_elements(entry, value).clone(), position)
             return value.cpu()
 
@@ -352,8 +352,8 @@ class _LoadedStates(StateSource):
         return self.loaded
 
 
-def _place(entry: StateEntry) -> Place:
-    return entry.shape, entry.range[0], sharding_of(entry.parameter).box
+def _position(entry: StateEntry) -> PartPosition:
+    return PartPosition(tuple(entry.shape), entry.range[0], sharding_of(entry.parameter).box)
 
 
 def _own_elements(entry: StateEntry, whole: torch.Tensor) -> torch.Tensor:

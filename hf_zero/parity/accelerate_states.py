@@ -19,7 +19,7 @@ def _row(method: str, wrapper: str) -> Seam:
 
 
 ROWS = (
-    _row("save_state", "save_state_for_a_while"),
+    _row("save_state", "save_state_of_this_run"),
     _row("load_state", "load_state_of_this_run"),
 )
 
@@ -37,14 +37,15 @@ def _recorder() -> StepRecorder:
     return _recorder_of()
 
 
-def save_state_for_a_while(
+def save_state_of_this_run(
     original: Original, self: Accelerator, output_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wraps ``Accelerator.save_state``: saves into the folder of the run. Without ``output_dir``
-    that is the folder of the project, which is one of the run from then on.
+    """Wraps ``Accelerator.save_state``: saves into the folder of the run. If Accelerate names the
+    states, they are in the folder of the project, which is one of the run from then on.
     """
     project, recorder = self.project_configuration, _recorder()
-    project.project_dir = recorder.saves_in(project.project_dir) or project.project_dir
+    if project.automatic_checkpoint_naming:
+        project.project_dir = recorder.saves_in(project.project_dir) or project.project_dir
     return original(self, recorder.saves_in(output_dir), *args, **kwargs)
 
 

@@ -27,7 +27,7 @@ import hf_zero
 from hf_zero.checkpoint import torch_state_dict
 from hf_zero.checkpoint.convert.to_dcp import IMPLEMENTATION
 from hf_zero.checkpoint.reader import open_checkpoint
-from hf_zero.checkpoint.tensor_part import TensorPart
+from hf_zero.checkpoint.tensor_part import PartPosition, TensorPart
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import Box
 from tests.helpers.engines import config_of, full_weights, start
@@ -58,7 +58,7 @@ def test_boxes_hold_each_element_once_in_its_place():
         own = every if box is None else box.take(every)
         for start_, stop in ((a, b) for b in range(own.numel() + 1) for a in range(b + 1)):
             local = own.reshape(-1)[start_:stop].clone()
-            part = TensorPart(local, (tuple(own.shape), start_, box))
+            part = TensorPart(local, PartPosition(tuple(own.shape), start_, box))
             assert part.shape == every.shape, name
             # a checkpoint has the name of a tensor without elements
             assert bool(part.pieces) == (start_ < stop or not every.numel()), name
@@ -74,10 +74,12 @@ def test_boxes_hold_each_element_once_in_its_place():
 
 
 def test_what_is_staged_or_copied_is_a_part_and_other_operations_are_refused():
-    part = TensorPart(torch.arange(6.0), ((2, 5), 3, None))
+    part = TensorPart(torch.arange(6.0), PartPosition((2, 5), 3, None))
     assert torch.equal(part.detach().clone().to(torch.float64).local, torch.arange(6.0).double())
     with pytest.raises(CheckpointError, match="full_state_dict=True"):
         part + 1
+    with pytest.raises(CheckpointError, match=r"add.*full_state_dict=True"):
+        torch.zeros(2, 5) + part
     with pytest.raises(CheckpointError, match="new_empty"):
         part.new_empty((2, 3))
     staged = StateDictStager().stage({"weight": part})["weight"]

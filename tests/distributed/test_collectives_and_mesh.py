@@ -580,3 +580,17 @@ def test_a_barrier_stays_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dist, "all_reduce", lambda token, group: reduced.append(token.device))
     mesh.get_world_group().barrier()
     assert reduced == [torch.device("cpu")]
+
+
+def test_a_plain_broadcast_fills_a_leaf_with_gaps(monkeypatch):
+    """One that requires grad, as one without gaps."""
+    sent = torch.arange(6.0).view(2, 3)
+    monkeypatch.setattr(process_group, "get_world_size", lambda: 2)
+    monkeypatch.setattr(
+        process_group.dist,
+        "broadcast",
+        lambda flat, source: flat.copy_(sent.view(torch.uint8).view(-1)),
+    )
+    leaf = torch.zeros(3, 2).t().requires_grad_()
+    process_group.broadcast(leaf, 1)
+    assert torch.equal(leaf.detach(), sent) and leaf.is_leaf

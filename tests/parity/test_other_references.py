@@ -149,5 +149,7 @@ def test_states_of_accelerate_are_saved_and_loaded_in_the_folder_of_the_run(
     assert Path(folder).is_relative_to(tmp_path / "run")
     Path(folder).mkdir(parents=True)
     assert load(of, accelerator, input_dir="outputs/step1") == folder
+    assert project.project_dir == "project"  # in which earlier states lie, under their own names
+    project.automatic_checkpoint_naming = True
     assert save(of, accelerator) is None  # Accelerate names it, in the folder of the project
     assert Path(project.project_dir).is_relative_to(tmp_path / "run")
