@@ -21,7 +21,8 @@ from hf_zero.checkpoint import find, run_state
 from hf_zero.checkpoint.find import complete_tags_beside
 from hf_zero.checkpoint.generations import Generations
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, MASTER, RNG, GroupEntry, Manifest, class_name
-from hf_zero.checkpoint.match import LoadTarget, match, match_names, scheduled_settings
+from hf_zero.checkpoint.match import LoadTarget, match, match_names
+from hf_zero.checkpoint.match_schedule import scheduled_settings
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
 from hf_zero.checkpoint.run_state import set_rng_state
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
@@ -185,7 +186,7 @@ def check(target: LoadTarget, directory: str, tag: str, *, in_memory: bool = Fal
     """
     folder = find.locate(directory, tag)
     with _open(folder, target, hashes=False, sizes=not in_memory) as checkpoint:
-        match(target, checkpoint, strict=True, optimizer=True, schedule=True)
+        match(target, checkpoint, strict=True, loads_optimizer=True, loads_schedule=True)
 
 
 def check_names(target: LoadTarget, directory: str, tag: str) -> None:
@@ -264,9 +265,8 @@ class _RankLoad(StateSource):
     ) -> None:
         self.engine, self.checkpoint, self.options = engine, checkpoint, options
         self.manifest = checkpoint.manifest
-        strict, optimizer, schedule = options.strict, options.optimizer, options.schedule
         self.match = match(
-            target, checkpoint, strict=strict, optimizer=optimizer, schedule=schedule, warns=True
+            target, checkpoint, options.strict, options.optimizer, options.schedule, warns=True
         )
         # the saved state of the optimizer, if it is loaded
         self.saved_optimizer = self.manifest.optimizer if options.optimizer else None

@@ -1,22 +1,22 @@
-"""Match between a checkpoint and an engine, or one that is planned: parameters by name and shape,
-buffers, the optimizer's class and groups, the schedule.
+"""Match between a checkpoint and an engine, or one that is planned: parameters and buffers by name
+and shape, the optimizer by class and groups.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from hf_zero.checkpoint import match_schedule
 from hf_zero.checkpoint.manifest import GroupEntry, Manifest, class_name, pair_names, strip_wrappers
 from hf_zero.config.optimizers import STATE_OF
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import counted, listed, log_rank0
+from hf_zero.logging import listed, log_rank0
 from hf_zero.offload.storage import COMPENSATION
 from hf_zero.optim.initial_state import kept_states
 from hf_zero.optim.whole_tensor import tensor_state_names
@@ -91,32 +91,35 @@ class LoadTarget:
 def match(
     target: LoadTarget,
     checkpoint: Checkpoint,
-    *,
     strict: bool,
-    optimizer: bool,
-    schedule: bool,
+    loads_optimizer: bool,
+    loads_schedule: bool,
     warns: bool = False,
 ) -> LoadMatch:
-    """Match ``checkpoint`` with ``target``, with the state of its ``optimizer`` and ``schedule``;
-    ``strict`` as for :func:`match_names`; ``warns``: of names and a schedule that only one has.
-    Raises CheckpointError for what does not fit.
+    """Match ``checkpoint`` with ``target``, also the state of the optimizer (``loads_optimizer``)
+    and of the schedule (``loads_schedule``); ``strict`` as for :func:`match_names`; ``warns``: of
+    names and a schedule that only one has. Raises CheckpointError for what does not fit.
     """
     manifest, where = checkpoint.manifest, str(checkpoint.folder)
-    names = match_names(target, manifest, where, strict=strict, warns=warns, optimizer=optimizer)
-    groups: Sequence[int] = ()
-    if optimizer and target.optimizer is not None:
-        groups = _match_optimizer(target, target.optimizer, manifest, names.saved_names, where)
-    state = _match_schedule(target.scheduler, checkpoint, where) if schedule else None
-    if schedule and warns:
-        _warn_of_lost_schedule(target.scheduler, manifest, where)
-    if state is not None and not optimizer and target.optimizer is not None:
-        groups = _groups_of_schedule(
-            target, target.optimizer, manifest, names.saved_names, state, where
-        )
-    return replace(names, groups=groups, schedule=reorder_schedule(state, groups))
-
-
-# ---- parameters and buffers ----
+    names = match_names(
+        target, manifest, where, strict=strict, warns=warns, loads_optimizer=loads_optimizer
+    )
+    groups, optimizer, saved = list[int](), target.optimizer, manifest.optimizer
+    if loads_optimizer and optimizer is not None:
+        groups = _match_optimizer(target, optimizer, manifest, names.saved_names, where)
+    state = None
+    if loads_schedule and not (target.scheduler is None and manifest.lr_scheduler is None):
+        state = match_schedule.saved_state(target.scheduler, checkpoint, where)
+        if warns:
+            match_schedule.warn_of_one_side(target.scheduler, manifest, where)
+    if state is not None and not loads_optimizer and optimizer is not None:
+        match_schedule.refuse_other_groups(state, optimizer, where)
+        count = len(optimizer.param_groups)
+        if saved is not None and len(saved.groups) == count:
+            groups, _ = pair_groups(target.group_of, count, saved.groups, names.saved_names)
+    if state is not None:
+        state = match_schedule.reorder(state, groups)
+    return replace(names, groups=groups, schedule=state)
 
 
 @dataclass
@@ -158,10 +161,10 @@ def match_names(
     *,
     strict: bool,
     warns: bool = False,
-    optimizer: bool = True,
+    loads_optimizer: bool = True,
 ) -> LoadMatch:
     """Pair the names of the model with the checkpoint's. ``warns``: of names that only one side
-    has, unless ``strict``; ``optimizer``: also of those that are in the checkpoint alone as
+    has, unless ``strict``; ``loads_optimizer``: also of those that are in the checkpoint alone as
     parameters of its optimizer outside the model.
 
     Raises CheckpointError for shapes that differ, for weights quantized in another way and, if
@@ -184,7 +187,7 @@ def match_names(
         }
         used = {*saved_names.values(), *tied, *buffers.values()}
         used |= {*target.elsewhere, *of_other_ranks, *buffers_of_other_ranks}
-        if target.optimizer is None or not optimizer:
+        if target.optimizer is None or not loads_optimizer:
             used |= manifest.outside
         _report_one_sided(manifest, where, mismatches.missing, used, strict=strict)
     return LoadMatch(saved_names, buffers)
@@ -310,8 +313,6 @@ def _report_one_sided(
     log_rank0(f"{text}what both have is loaded", logging.WARNING)
 
 
-# ---- the optimizer ----
-
 # classes whose state has the format of another class; checkpoints hold moments in fp32
 _FORMATS = {name: kind for kind, names in STATE_OF.items() for name in names}
 
@@ -341,7 +342,7 @@ def _match_optimizer(
     if saved.class_name and _state_format(engine_class) != _state_format(saved.class_name):
         raise CheckpointError(
             f"{where} was saved with optimizer {saved.class_name}, this engine has {engine_class}; "
-            f"use {_short(saved.class_name)}, {remedy}"
+            f"use {saved.class_name.rpartition('.')[2]}, {remedy}"
         )
     # A known class implies its states. Where it is not recorded, each saved state is looked up.
     states = (
@@ -376,12 +377,9 @@ def _match_optimizer(
     return order
 
 
-def _short(class_name: str) -> str:
-    return class_name.rpartition(".")[2]
-
-
 def _state_format(class_name: str) -> str:
-    return _FORMATS.get(_short(class_name), _short(class_name))
+    name = class_name.rpartition(".")[2]
+    return _FORMATS.get(name, name)
 
 
 def pair_groups(
@@ -419,179 +417,3 @@ def pair_groups(
         if saved_group != paired[group]
     ]
     return [paired[group] for group in range(count)], moved
-
-
-# ---- the schedule ----
-
-# the settings of an optimizer group that a schedule writes, and further ones if it cycles momentum
-SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
-SCHEDULED_MOMENTUM = ("momentum", "betas", "max_momentum", "base_momentum")
-# attributes of torch's schedules that hold one value per group
-_PER_GROUP = {
-    "base_lrs",
-    "_last_lr",
-    "lr_lambdas",
-    "min_lrs",
-    "max_lrs",
-    "base_momentums",
-    "max_momentums",
-}
-_RETIRED = {"verbose"}  # keys in the states of torch's schedules that newer versions do not write
-
-
-def scheduled_settings(
-    scheduler: object, group: Mapping[str, Any], others: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the settings of an optimizer ``group`` that ``scheduler`` writes; the ``betas`` after
-    the first are those of ``others``.
-    """
-    names = SCHEDULED + (SCHEDULED_MOMENTUM if _cycles_momentum(scheduler) else ())
-    settings = {name: group[name] for name in names if name in group}
-    if "betas" in settings.keys() & others.keys():
-        settings["betas"] = (settings["betas"][0], *others["betas"][1:])
-    return settings
-
-
-def _cycles_momentum(scheduler: object) -> bool:
-    return getattr(scheduler, "cycle_momentum", False) or any(
-        map(_cycles_momentum, getattr(scheduler, "_schedulers", ()))
-    )
-
-
-def _warn_of_lost_schedule(scheduler: object, manifest: Manifest, where: str) -> None:
-    """Warn if only one of the checkpoint and the engine has a scheduler, and the checkpoint the
-    state of an optimizer.
-    """
-    saved = manifest.lr_scheduler
-    if manifest.optimizer is None:
-        return
-    if scheduler is None and saved is not None:
-        log_rank0(
-            f"{where} holds the state of {_short(saved['class']) or 'an lr scheduler'}, and this "
-            "engine has no lr scheduler: the learning rates do not change any more; pass "
-            "lr_scheduler= to initialize, or configure a scheduler, to continue the schedule",
-            logging.WARNING,
-        )
-    elif saved is None and hasattr(scheduler, "load_state_dict"):
-        log_rank0(
-            f"{where} holds no state of an lr scheduler: {type(scheduler).__name__} of this engine "
-            "starts from its first step",
-            logging.WARNING,
-        )
-
-
-def _match_schedule(scheduler: Any, checkpoint: Checkpoint, where: str) -> dict[str, object] | None:
-    """Return the state of ``checkpoint`` for ``scheduler``, or None if there is nothing to load.
-
-    Raises CheckpointError if another class saved it; keys are compared if no class is named.
-    """
-    saved = checkpoint.manifest.lr_scheduler
-    if saved is None or not hasattr(scheduler, "load_state_dict"):
-        return None
-    engine_class, state = class_name(scheduler), checkpoint.scheduler_state()
-    if not saved["class"]:
-        current = scheduler.state_dict()
-        state = _with_keys_of(current, state)
-        known = current.keys() | _RETIRED
-        unknown = [str(key) for key in state if str(key)[:1] != "_" and key not in known]
-        if unknown:
-            raise CheckpointError(
-                f"{where} holds the state of another lr scheduler: this engine has "
-                f"{_short(engine_class)}, whose state has no {', '.join(unknown[:4])}; use the "
-                "class that was saved, or pass load_lr_scheduler_states=False to restart the "
-                "schedule"
-            )
-    elif _short(engine_class) != _short(saved["class"]):
-        raise CheckpointError(
-            f"{where} was saved with lr scheduler {saved['class']}, this engine has "
-            f"{engine_class}; use {_short(saved['class'])}, or pass "
-            "load_lr_scheduler_states=False to restart the schedule"
-        )
-    return state
-
-
-def _with_keys_of(current: Any, saved: Any) -> Any:
-    """Return ``saved`` with the keys of its dictionaries as numbers where those of ``current`` are:
-    torch.distributed.checkpoint turns all keys into strings (MultiStepLR's milestones).
-    """
-    if isinstance(current, list) and isinstance(saved, list):
-        return [*map(_with_keys_of, current, saved), *saved[len(current) :]]
-    if not (isinstance(current, Mapping) and isinstance(saved, Mapping)):
-        return saved
-    numbered = any(type(key) is int for key in current)
-    state = {
-        int(key) if numbered and type(key) is str else key: _with_keys_of(current.get(key), value)
-        for key, value in saved.items()
-    }
-    return Counter(state) if isinstance(current, Counter) else state
-
-
-def _groups_of_schedule(
-    target: LoadTarget,
-    optimizer: torch.optim.Optimizer,
-    manifest: Manifest,
-    saved_names: Mapping[str, str],
-    state: Mapping[str, object],
-    where: str,
-) -> Sequence[int]:
-    """Return the saved group for each group of ``optimizer``, of which the schedule's ``state``
-    alone is loaded; () if the checkpoint does not describe the groups.
-
-    Raises CheckpointError for a state of another number of groups, or of groups with another kind
-    of momentum.
-    """
-    saved, count = manifest.optimizer, len(optimizer.param_groups)
-    states = list(_states_in(state))
-    counts = {
-        len(value)
-        for inner in states
-        for key, value in inner.items()
-        if key in _PER_GROUP and isinstance(value, (list, tuple))
-    }
-    if other := sorted(counts - {count}):
-        raise CheckpointError(
-            f"{where} holds a schedule of {counted(other[0], 'optimizer group')}, this engine "
-            f"has {count}; build the same groups, or pass load_lr_scheduler_states=False to "
-            "restart the schedule"
-        )
-    cycled = {
-        "betas" if inner.get("use_beta1") else "momentum"
-        for inner in states
-        if inner.get("cycle_momentum")
-    }
-    for name in sorted(cycled):
-        if not all(name in group for group in optimizer.param_groups):
-            raise CheckpointError(
-                f"{where} holds a schedule that cycles {name!r}, which groups of this engine's "
-                f"{type(optimizer).__name__} do not have; use the optimizer that was "
-                "saved, or pass load_lr_scheduler_states=False to restart the schedule"
-            )
-    if saved is None or len(saved.groups) != count:
-        return ()
-    return pair_groups(target.group_of, count, saved.groups, saved_names)[0]
-
-
-def _states_in(state: object) -> Iterator[dict[str, Any]]:
-    """Yield the state of a schedule and the states of the schedules inside it."""
-    if isinstance(state, list):
-        for inner in state:
-            yield from _states_in(inner)
-    elif isinstance(state, dict):
-        yield state
-        for inner in state.values():
-            yield from _states_in(inner)
-
-
-def reorder_schedule(state: object, order: Sequence[int]) -> Any:
-    """Return the state of a schedule with its per-group values in the engine's order of groups."""
-    if isinstance(state, list):
-        return [reorder_schedule(inner, order) for inner in state]
-    if not (order and isinstance(state, dict)):
-        return state
-    reordered = copy.copy(state)  # of its class: the milestones of MultiStepLR are a Counter
-    for key, value in state.items():
-        if key in _PER_GROUP and isinstance(value, (list, tuple)) and len(value) == len(order):
-            reordered[key] = [value[index] for index in order]
-        else:
-            reordered[key] = reorder_schedule(value, order)
-    return reordered

@@ -72,7 +72,7 @@ class TensorPart(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
+        cls, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> TensorPart:
         part, operation = args[0], func.overloadpacket
         # of other operations, such as an addition to a plain tensor, the part may be any argument

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import background_saves, reader
+from hf_zero.checkpoint import background_saves, match_schedule, reader
 from hf_zero.checkpoint.manifest import Chunk, FlatEntry, GroupEntry, Manifest, dtype_of
-from hf_zero.checkpoint.match import pair_groups, reorder_schedule
+from hf_zero.checkpoint.match import pair_groups
 from hf_zero.checkpoint.reader import join, load_objects
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import Box
@@ -211,7 +211,7 @@ def test_groups_are_paired_by_their_parameters_and_a_schedule_follows() -> None:
     last = {"_last_lr": (4, 5, 6), "lr_lambdas": [None]}
     state = {"base_lrs": [1, 2, 3], "last_epoch": 7, "_schedulers": [last]}
     state["_milestones"] = [1, 2, 3]
-    assert reorder_schedule(state, [2, 0, 1]) == {
+    assert match_schedule.reorder(state, [2, 0, 1]) == {
         "base_lrs": [3, 1, 2],
         "last_epoch": 7,
         "_milestones": [1, 2, 3],

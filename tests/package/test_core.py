@@ -43,7 +43,7 @@ CORE = {
     "ops": "__init__ coded_arrays dispatch flat_tiles host_memory native updates",
     "setup": "__init__ plan plan_inputs request steps training_loader",
     "checkpoint": "__init__ commit file_writer find generations load_sharded "
-    "background_saves manifest match reader resume run_state save_job save_plan "
+    "background_saves manifest match match_schedule reader resume run_state save_job save_plan "
     "save_sharded staging storage tensorfile",
 }  # fmt: skip
 
