@@ -67,14 +67,16 @@ def _launch(path: str, kind: ValueType, note: str = _LAUNCHER) -> Key:
     return Key(path, kind, Status.ACTIVE, note)
 
 
-_SEQUENCES = {
+# sizes of parallelism_config, mapped to keys of the DeepSpeed dialect, and what to write for others
+_SEQUENCE_SIZES = {
     "parallelism_config_sp_size": "sequence_parallel_size",
     "parallelism_config_cp_size": "context_parallel_size",
 }
-_INSTEAD = {
+_REMEDIES = {
     "parallelism_config_tp_size": "write tensor_parallel.autotp_size in the ZeRO configuration"
 }
-_THEIR_OWN = (
+# names at the top of the YAML whose values Accelerate alone reads and checks
+_UNCHECKED = (
     "additional_args base_job_name command_file commands compute_environment debug "
     "deepspeed_config distributed_type downcast_bf16 dynamo_backend dynamo_config "
     "ec2_instance_type enable_cpu_affinity fp16 fp8_config fsdp_config gpu_ids iam_role_name "
@@ -84,7 +86,7 @@ _THEIR_OWN = (
     "tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone transformers_version"
 )
 
-# Keys that Accelerate itself acts on. Those of kind ANYTHING are not checked here.
+# Keys that Accelerate itself acts on.
 ACCELERATE_KEYS: dict[str, Key] = {
     key.path: key
     for key in (
@@ -101,27 +103,29 @@ ACCELERATE_KEYS: dict[str, Key] = {
         _launch(f"{_SECTION}.deepspeed_exclusion_filter", TEXT),
         _launch(f"{_SECTION}.deepspeed_inclusion_filter", TEXT),
         _launch(f"{_SECTION}.deepspeed_moe_layer_cls_names", TEXT, _UNITS),
-        *(_launch(name, ANYTHING) for name in _THEIR_OWN.split()),
+        *(_launch(name, ANYTHING) for name in _UNCHECKED.split()),
     )
 }
 
-# names at the top of the YAML, and those in its section
+# names at the top of the YAML; those of Accelerate's own in its section, and all in it
 TOP = [path for path in ACCELERATE_KEYS if "." not in path]
-_OWN = [path.partition(".")[2] for path in ACCELERATE_KEYS if path.startswith(f"{_SECTION}.")]
-INSIDE = [*TRANSLATED, *PASSED_ON, *_OWN]
+_IN_SECTION = [
+    path.partition(".")[2] for path in ACCELERATE_KEYS if path.startswith(f"{_SECTION}.")
+]
+INSIDE = [*TRANSLATED, *PASSED_ON, *_IN_SECTION]
 
-# Sections of the YAML that configure another engine or another kind of training.
-_FOREIGN = {
+# Sections of the YAML that configure another engine or another kind of training, and its name.
+_OTHER_ENGINES = {
     "fsdp_config": "FSDP",
     "megatron_lm_config": "Megatron-LM",
     "fp8_config": "fp8 training",
 }
-_MARKS = ("deepspeed_config", "distributed_type", "compute_environment", "fsdp_config")
+_SIGNS = ("deepspeed_config", "distributed_type", "compute_environment", "fsdp_config")
 
 
 def is_accelerate(mapping: Mapping[str, object]) -> bool:
     """Return whether ``mapping`` is an Accelerate configuration rather than a ZeRO one."""
-    return any(mark in mapping for mark in _MARKS)
+    return any(mark in mapping for mark in _SIGNS)
 
 
 def kind_of(mapping: Mapping[str, object]) -> str:
@@ -156,7 +160,7 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
             f"{label}: distributed_type = {shown(kind, label)} does not train with ZeRO; write "
             "distributed_type: DEEPSPEED"
         )
-    for name, what in _FOREIGN.items():
+    for name, what in _OTHER_ENGINES.items():
         if mapping.get(name):
             text = (
                 f"{label}: {name} asks for {what}, which hf-zero does not combine with ZeRO; "
@@ -201,43 +205,36 @@ def _read_parallelism(mapping: Mapping[str, object], reading: ConfigReading, lab
     if not isinstance(parallel, Mapping):
         text = (
             f"{label}: parallelism_config = {shown(parallel, label)} is not a section; write its "
-            f"keys, such as {next(iter(_SEQUENCES))}, below it"
+            f"keys, such as {next(iter(_SEQUENCE_SIZES))}, below it"
         )
         reading.mistakes.add(text)
         parallel = {}
-    sizes = {name: parallel[name] for name in _SEQUENCES if (parallel.get(name) or 1) != 1}
+    sizes = {name: parallel[name] for name in _SEQUENCE_SIZES if (parallel.get(name) or 1) != 1}
     if len(sizes) > 1:
         reading.mistakes.add(
             f"{label}: parallelism_config has both {' and '.join(sizes)}, and Accelerate takes one "
-            f"of them; write the other as {_SECTION}.{' or '.join(_SEQUENCES.values())}"
+            f"of them; write the other as {_SECTION}.{' or '.join(_SEQUENCE_SIZES.values())}"
         )
     for name, size in parallel.items():
         is_size = str(name).endswith("_size") and isinstance(size, int) and size > 1
-        if is_size and name not in _SEQUENCES:
+        if is_size and name not in _SEQUENCE_SIZES:
             if name.endswith(("dp_shard_size", "dp_replicate_size")) and sizes:
                 continue  # the values that Accelerate derives from them are recomputed
             text = (
                 f"{label}: parallelism_config.{name} = {size} asks for a parallelism that "
-                f"hf-zero does not provide; {_INSTEAD.get(name, 'write 1 or remove it')}"
+                f"hf-zero does not provide; {_REMEDIES.get(name, 'write 1 or remove it')}"
             )
             reading.mistakes.append(NotBuiltError(text))
     for name, size in sizes.items():
-        reading.put(_SEQUENCES[name], size, f"parallelism_config.{name}", label)
+        reading.put(_SEQUENCE_SIZES[name], size, f"parallelism_config.{name}", label)
 
 
 def _read_section(section: Mapping[str, object], reading: ConfigReading, label: str) -> None:
     for name in section:
         if name not in INSIDE:
-            file = f"{_SECTION}.deepspeed_config_file"
-            hint = did_you_mean(str(name), INSIDE)
-            if name in KEYS or name in SECTIONS:
-                hint = f": it belongs into a DeepSpeed JSON, which {file} names"
-            elif nested := [key for key in KEYS if key.endswith(f".{name}")][:2]:
-                hint = f": write {' or '.join(nested)} in a DeepSpeed JSON, which {file} names"
-            elif not closest(str(name), INSIDE) and (names := meant(str(name), section[name])):
-                hint = f": write {' or '.join(names)} in a DeepSpeed JSON, which {file} names"
+            hint = _hint(str(name), section[name])
             reading.mistakes.add(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{hint}")
-    for name in _OWN:
+    for name in _IN_SECTION:
         if name in section:
             reading.put(
                 f"{_SECTION}.{name}", section[name], f"{_SECTION}.{name}", label, ACCELERATE_KEYS
@@ -272,6 +269,18 @@ def _read_section(section: Mapping[str, object], reading: ConfigReading, label: 
             "zero_stage, which Accelerate takes to be 2 when it is not written",
             label,
         )
+
+
+def _hint(name: str, value: object) -> str:
+    """Return what to write in place of an unknown key ``name`` of the section."""
+    in_json = f"a DeepSpeed JSON, which {_SECTION}.deepspeed_config_file names"
+    if name in KEYS or name in SECTIONS:
+        return f": it belongs into {in_json}"
+    if nested := [key for key in KEYS if key.endswith(f".{name}")][:2]:
+        return f": write {' or '.join(nested)} in {in_json}"
+    if not closest(name, INSIDE) and (names := meant(name, value)):
+        return f": write {' or '.join(names)} in {in_json}"
+    return did_you_mean(name, INSIDE)
 
 
 def _apply_mixed_precision(reading: ConfigReading, label: str) -> None:

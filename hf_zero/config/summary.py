@@ -22,11 +22,11 @@ def as_summary(rows: list[ExplainRow]) -> list[str]:
     """Return ``rows`` as lines of at most :data:`WIDTH` characters, for rank 0's log: values by
     source, the sections that are off, and keys without effect by reason.
     """
-    off = [name for row in rows if (name := _section_off(row))]
-    values: dict[str, list[str]] = {}
-    idle: dict[str, list[str]] = {}
+    disabled = [name for row in rows if (name := _disabled_section(row))]
+    values: dict[str, list[str]] = {}  # by source
+    idle: dict[str, list[str]] = {}  # keys without effect, by reason
     for row in rows:
-        if any(f"{row.key}.".startswith(f"{name}.") for name in off):
+        if any(f"{row.key}.".startswith(f"{name}.") for name in disabled):
             continue
         if row.note.startswith(NO_EFFECT):
             idle.setdefault(row.note.removeprefix(NO_EFFECT), []).append(row.key)
@@ -39,8 +39,8 @@ def as_summary(rows: list[ExplainRow]) -> list[str]:
                 source, value = COMPUTED, f"{value} ({source.removeprefix(f'{COMPUTED}: ')})"
             values.setdefault(source, []).append(f"{row.key} = {value}")
     lines = [line for source, texts in values.items() for line in _filled(f"{source}: ", texts)]
-    if off:
-        lines += _filled("off: ", off)
+    if disabled:
+        lines += _filled("off: ", disabled)
     if idle:
         lines.append("without effect in hf-zero:")
     for why, keys in idle.items():
@@ -48,12 +48,12 @@ def as_summary(rows: list[ExplainRow]) -> list[str]:
     return lines
 
 
-def _section_off(row: ExplainRow) -> str:
-    """Return the section that ``row`` switches off, or ""."""
+def _disabled_section(row: ExplainRow) -> str:
+    """Return the section that ``row`` disables, or ""."""
     if row.value is False and row.key.endswith(".enabled"):
         return row.key.removesuffix(".enabled")
-    off = isinstance(row.value, Mapping) and row.value.get("enabled") is False
-    return row.key if off else ""
+    disables = isinstance(row.value, Mapping) and row.value.get("enabled") is False
+    return row.key if disables else ""
 
 
 def _filled(start: str, parts: Iterable[str]) -> list[str]:

@@ -15,7 +15,8 @@ from torch import nn
 GIB = 1 << 30
 
 
-def _blocks(total: float, largest: float) -> nn.Module:
+def _model_of(total: float, largest: float) -> nn.Module:
+    """Return a model of ``total`` parameters in blocks of at most ``largest``."""
     total, largest = int(total), max(int(largest), 1)  # DeepSpeed's examples pass 2851e6
     sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
     model = nn.Module()
@@ -31,6 +32,7 @@ def _needs(
     model: nn.Module, stage: int, per_node: int, nodes: int, optimizer: bool, params: bool
 ) -> tuple[int, int]:
     """Return the bytes of host memory on each machine, and of each device."""
+    # by name: planning stands above this package, and is imported for these calls alone
     row = resolve_name("hf_zero.planning.estimate:estimate")(
         model,
         per_node * nodes,
@@ -54,7 +56,7 @@ def estimate_zero3_model_states_mem_needs(
     """Return the bytes of host memory on each machine, of each device, and of the largest layer in
     fp32, at stage 3. A model made outside ``zero.Init`` is first whole on every rank, in fp32.
     """
-    model = _blocks(total_params, largest_layer_params)
+    model = _model_of(total_params, largest_layer_params)
     host, device = _needs(
         model, 3, num_gpus_per_node, num_nodes, cpu_offload, cpu_offload and cpu_offload_params
     )
@@ -71,7 +73,7 @@ def estimate_zero2_model_states_mem_needs(
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
     """Return the bytes of host memory on each machine, and of each device, at stage 2."""
-    model = _blocks(total_params, total_params // 32)
+    model = _model_of(total_params, total_params // 32)
     host, device = _needs(model, 2, num_gpus_per_node, num_nodes, cpu_offload, False)
     whole = int(4 * total_params) * num_gpus_per_node
     host = max(host, whole)  # before the model is sharded
@@ -98,7 +100,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
             init,
             additional_buffer_factor,
         )
-        where = f"offload_param={_place(params)}, offload_optimizer={_place(optimizer)}"
+        where = f"offload_param={_device_name(params)}, offload_optimizer={_device_name(optimizer)}"
         _line(host, device, f"{where}, zero_init={int(init)}")
 
 
@@ -114,7 +116,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
         host, device = estimate_zero2_model_states_mem_needs(
             total_params, num_gpus_per_node, num_nodes, optimizer, additional_buffer_factor
         )
-        _line(host, device, f"offload_optimizer={_place(optimizer)}")
+        _line(host, device, f"offload_optimizer={_device_name(optimizer)}")
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -148,11 +150,12 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
 
 def _choices() -> Iterator[tuple[bool, bool, bool]]:
+    """Yield the choices of offload_optimizer, offload_param and zero_init."""
     for optimizer, params in ((True, True), (True, False), (False, False)):
         yield from ((optimizer, params, init) for init in (True, False))
 
 
-def _place(offloaded: bool) -> str:
+def _device_name(offloaded: bool) -> str:
     return "cpu" if offloaded else "none"
 
 

@@ -126,6 +126,8 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         refer to none of these measures: they end with an engine that nobody destroys.
         """
         config, device, rank = engine.config, engine.device, engine.global_rank
+        metrics, comms = config.section_of(MetricsSection), config.section_of(CommsLoggerSection)
+        flops, trace = config.section_of(FlopsProfilerSection), config.section_of(TraceSection)
         self._rank, self._line = rank, StepLine(config, rank)
         self._every, self._world = self._line.every, engine.mesh.pp_stage_ranks
         self.times = StepTimes(config.wall_clock_breakdown, self._every or 1, device, rank)
@@ -133,29 +135,21 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         with raise_on_all_ranks("open its monitors") if monitors.enabled else spans.NOTHING:
             self.monitor = MonitorMaster(monitors)
         self._memory = config.memory_breakdown
-        self._logs_collectives = config.section_of(CommsLoggerSection).enabled
+        self._logs_collectives = comms.enabled
         self.file: MetricsFile | None = None
         self._resumed: str | None = None  # the folder of the run that a load continues
         self._has_warned = False  # of a folder in an object store
-        self._shows = config.section_of(MetricsSection).enabled
+        self._shows = metrics.enabled
         self._warnings: WarningRecords | None = None
-        header = (
-            run_header(engine, plan)
-            if config.section_of(MetricsSection).enabled and plan is not None
-            else None
-        )
+        header = run_header(engine, plan) if metrics.enabled and plan is not None else None
         # an engine without an optimizer, such as TRL's reference model, takes no steps
         steps = plan is None or plan.optimizer is not None
-        if config.section_of(MetricsSection).enabled and rank == 0 and steps:
+        if metrics.enabled and rank == 0 and steps:
             self._open_file(engine, header, opened)
-        folder = config.section_of(MetricsSection).path or config.checkpoint.folder
+        folder = metrics.path or config.checkpoint.folder
         if folder is not None:
             self.keep_in(folder)
-        counts_samples = (
-            config.section_of(MetricsSection).enabled
-            or self.monitor.enabled
-            or self._logs_collectives
-        )
+        counts_samples = metrics.enabled or self.monitor.enabled or self._logs_collectives
         dims = [*engine.mesh.mesh_dims, *engine.mesh.parallel_mesh_dims]
         self.counts = EngineCollectives(dims, device) if counts_samples else None
         if self.counts is not None:
@@ -166,22 +160,20 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         if not self._alone or self._line.by_time:
             self._figures = StepFigures(
                 engine,
-                config.section_of(MetricsSection),
+                metrics,
                 self.counts,
                 lambda number: counts_samples or self._line.is_due(number),
                 self._report,
                 self._alone,
             )
         if self.counts is not None and self._logs_collectives:
-            comms_logger.take(config.section_of(CommsLoggerSection))
+            comms_logger.take(comms)
             comms_logger.engines.add(self.counts)
         self.profile: StepProfile | None = None
-        if config.section_of(FlopsProfilerSection).enabled:
-            self.profile = StepProfile(engine, config.section_of(FlopsProfilerSection))
+        if flops.enabled:
+            self.profile = StepProfile(engine, flops)
         self._trace: StepTrace | None = None
-        self._due = (
-            config.section_of(TraceSection) if config.section_of(TraceSection).enabled else None
-        )
+        self._due = trace if trace.enabled else None
         if config.dump_state and rank == 0:
             logger.info("state of the engine:\n%s", layout(engine))
         self._trace_when_due(engine)

@@ -106,11 +106,11 @@ def rampup(start: int, increment: int, samples: int, end: int) -> Stairs[int]:
             f"{PHASES}.rampup_batch_size goes from {start} by {increment} past {TOTAL} = {end}; "
             "write an increment that divides the difference"
         )
-    steps_before, last, ends = 0, 0, []
+    samples_before, last, ends = 0, 0, []
     sizes = [start + grown * increment for grown in range(grows)]
     for grown, size in enumerate(sizes, 1):
-        steps = max(0, math.ceil((samples * grown / grows - steps_before) / size))
-        steps_before += steps * size
+        steps = max(0, math.ceil((samples * grown / grows - samples_before) / size))
+        samples_before += steps * size
         last += steps
         ends.append(last)
     return Stairs([*sizes, end], ends)

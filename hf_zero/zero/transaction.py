@@ -1,6 +1,5 @@
 """Transactions: changes of a model, an optimizer and the process that an exception undoes, in a
-set-up or a rebuild. A step or a load that fails is not undone but refused
-(``step/state_changes.py``).
+set-up or a rebuild.
 
 [Note: one undo stack]
 :func:`hf_zero.initialize` runs in one :func:`transaction`. Whoever changes something outside the
