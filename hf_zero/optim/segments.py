@@ -280,12 +280,13 @@ def current_settings(group: ParamGroup) -> dict[str, Any]:
 
 
 def masters(flat: OptimizerShard) -> Tensor:
-    if flat.master is None:
+    master = flat.master
+    if master is None:
         raise PartitionError(
             f"flat {flat.key!r} is trainable and has no master weights; allocate them before "
             "binding the optimizer"
         )
-    return flat.master.detach()
+    return master.detach()
 
 
 def step_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -427,38 +428,28 @@ def cut(flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> list[Me
         return storages[master.untyped_storage()._cdata], int(master.storage_offset())
 
     regions: list[MemoryRegion] = []
-    before: OptimizerShard | None = None
-    last: Run[int] | None = None
+    before: tuple[OptimizerShard, Run[int]] | None = None  # with its last run
     for flat in sorted(flats, key=place):
         runs = group_runs(flat.layout, flat.owned, group_of)
         if not runs:
             continue
         joined = (
             before is not None
-            and last is not None
-            and last.group is not None
-            and last.group == runs[0].group
-        )
-        joined = (
-            joined
-            and before is not None
-            and adjacent(masters(before), masters(flat))
-            and adjacent(before.gradient.shard, flat.gradient.shard)
+            and before[1].group == runs[0].group is not None
+            and adjacent(masters(before[0]), masters(flat))
+            and adjacent(before[0].gradient.shard, flat.gradient.shard)
         )
         if not joined:
             regions.append(MemoryRegion([], 0))
         region = regions[-1]
         base = region.numel
         region.flats.append((flat, base))
-        for index, run in enumerate(runs):
-            if run.group is None:
-                continue
-            if joined and index == 0:
+        for run in runs:
+            if run.group is not None:
+                start = base + run.start
+                if not (joined and run is runs[0]):
+                    region.spans.append(Segment(region, run.group, start, start, []))
                 region.spans[-1].extend(flat, run.start, run.stop)
-            else:
-                part = SegmentPart(flat, run.start, run.stop, 0)
-                start, stop = base + run.start, base + run.stop
-                region.spans.append(Segment(region, run.group, start, stop, [part]))
         region.numel = base + runs[-1].stop
-        before, last = flat, runs[-1]
+        before = flat, runs[-1]
     return regions

@@ -15,6 +15,8 @@ import pytest
 
 from hf_zero.offload.nvme import NvmeStorage
 from hf_zero.offload.storage import CastStorage, DeviceStorage, HostStorage
+from hf_zero.optim.bound_optimizer import BoundOptimizer
+from hf_zero.optim.device_state import DeviceState
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.training_state import CopyGate, OptimizerShard
 
@@ -58,8 +60,9 @@ def _ends(shard: OptimizerShard, kind: str) -> dict[str, int]:
 
 
 def guard_storages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the storage of each optimizer shard raise AssertionError for a use without a lease, and
-    that of each parameter shard for one while an update on its own thread is under way.
+    """Let the storage of each optimizer shard raise AssertionError for a use without a lease, that
+    of each parameter shard for one while an update on its own thread is under way, and writes of
+    state on the device while a save copies it.
     """
     # a shard holds its storage
     owners: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
@@ -110,6 +113,20 @@ def guard_storages(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
+    def writing(method: Callable[..., Any], flats_of: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(state: Any, *given: Any, **more: Any) -> Any:
+            for flat in flats_of(*given):
+                copied = getattr(flat, "wait_until_copied", None) is None
+                assert copied, f"{flat.key}: {method.__qualname__} while a save copies it"
+            return method(state, *given, **more)
+
+        return call
+
+    put, step = DeviceState.put, BoundOptimizer._step
+    of_segment = writing(put, lambda segment, *_: [part.flat for part in segment.parts])
+    monkeypatch.setattr(DeviceState, "put", of_segment)
+    monkeypatch.setattr(BoundOptimizer, "_step", writing(step, lambda of_step, flats, *_: flats))
     monkeypatch.setattr(OptimizerShard, "keep_in", registering(OptimizerShard.keep_in))
     monkeypatch.setattr(FlatBuffer, "keep_shard_in", registering(FlatBuffer.keep_shard_in))
     for kind in LEASES:

@@ -69,6 +69,26 @@ def test_a_lease_for_writing_waits_for_the_copy_of_a_save_and_ends_with_the_next
     on_ranks(1, run)
 
 
+def test_a_write_of_state_on_the_device_raises_while_a_save_copies_it_and_safe_set_waits():
+    def run(rank: int, model: nn.Module) -> None:
+        engine: Any = opened(model, {"stage": 1})
+        train(engine, rank, range(1))
+        shard, weight = engine.flats[0].optimizer_shard, model.head.weight
+        values = hf_zero.safe_get_full_optimizer_state(weight, "exp_avg") + 1
+        shards = [flat.optimizer_shard for flat in engine.flats]
+        for shard in shards:
+            shard.begin_copy(shard.end_copy)
+        with pytest.raises(AssertionError, match="put while a save copies it"):
+            engine.bound.load_tensor(shard, "exp_avg", torch.zeros(shard.spec.owned_numel))
+        hf_zero.safe_set_full_optimizer_state(weight, values, "exp_avg")
+        assert any(shard.wait_until_copied is None for shard in shards)
+        got = hf_zero.safe_get_full_optimizer_state(weight, "exp_avg")
+        assert got is not None and torch.equal(got, values)
+        engine.destroy()
+
+    on_ranks(1, run)
+
+
 def test_storages_are_reached_through_leases_alone():
     """No module but those of the leases reads the private storage of a shard."""
     layers = {ROOT / "zero/layout" / name for name in ("training_state.py", "flat_buffer.py")}
