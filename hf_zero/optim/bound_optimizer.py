@@ -125,6 +125,7 @@ class BoundOptimizer:
         self.offloaded_segments = self._table.offloaded.segments
         self._counted = frozenset[str]()  # parameters that other code updates
         self.step_sub_group = self._own.sub_group
+        self.in_hook = False  # a hook of a step is under way
         self._flats, self.ranks = [flat for flat in flats if flat.trainable], ranks or ShardRanks()
         if isinstance(optimizer, WholeTensorOptimizer):
             table, sharded_tensors = self._table, provided("sharded_tensors")
@@ -230,13 +231,29 @@ class BoundOptimizer:
                 "their place; undo that, and call optimizer.add_param_group, engine.replace or "
                 "parameter.requires_grad_(False), or change the settings of a group (lr) instead"
             )
-        if self._writes() != self._accepted_writes:
+        self.refuse_written_members()
+
+    @property
+    def members_written(self) -> bool:
+        """Whether a script has written to members that other ranks, or copies of the weights, have
+        the former values of.
+        """
+        return self._writes() != self._accepted_writes
+
+    def refuse_written_members(self) -> None:
+        """Raise PartitionError if :attr:`members_written`."""
+        if self.members_written:
+            remedy = "register what reads the weights as another hook, after this one"
+            if not self.in_hook:
+                remedy = (
+                    "load a checkpoint, and write to the parameters of the model, or in a hook "
+                    "after the step (optimizer.register_step_post_hook)"
+                )
             raise PartitionError(
                 f"the members of optimizer.param_groups of {type(self.optimizer).__name__} were "
-                "written to between steps; they are this rank's parts of the master weights, and "
-                "other ranks and copies of the weights miss that. Load a checkpoint, and write to "
-                "the parameters of the model, or in a hook after the step "
-                "(optimizer.register_step_post_hook)"
+                f"written to {'in this hook' if self.in_hook else 'between steps'}; they are this "
+                "rank's parts of the master weights, and other ranks and copies of the weights "
+                f"miss that; {remedy}"
             )
 
     def accept_writes(self) -> None:
@@ -297,10 +314,14 @@ class BoundOptimizer:
         """Return whether a step is under way, whose members have the gradients."""
         return self._groups.in_step
 
-    def run_pre_hooks(self) -> None:
-        """Run the optimizer's own pre hooks, as a step of torch does at its beginning."""
-        for hook in [*self.optimizer._optimizer_step_pre_hooks.values()]:
-            hook(self.optimizer, (self.optimizer,), {})
+    def run_pre_hooks(self, between: Callable[[], None] = lambda: None) -> None:
+        """Run the optimizer's own pre hooks, as a step of torch does at its beginning, and
+        ``between`` after each but the last.
+        """
+        for at, hook in enumerate([*self.optimizer._optimizer_step_pre_hooks.values()]):
+            if at:
+                between()
+            self._run_hook(hook)
 
     def run_post_hooks(self, between: Callable[[], None]) -> Exception | None:
         """Run the optimizer's own post hooks, as a step of torch does at its end, and ``between``
@@ -312,10 +333,17 @@ class BoundOptimizer:
                 between()
             if failure is None:
                 try:
-                    hook(self.optimizer, (self.optimizer,), {})
+                    self._run_hook(hook)
                 except Exception as error:
                     failure = error
         return failure
+
+    def _run_hook(self, hook: Callable[..., object]) -> None:
+        self.in_hook = True
+        try:
+            hook(self.optimizer, (self.optimizer,), {})
+        finally:
+            self.in_hook = False
 
     def step(
         self,

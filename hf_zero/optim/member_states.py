@@ -374,7 +374,7 @@ class MemberStates(MutableMapping[Any, Any]):
                 for name, value in values.items()
                 if name not in shown
                 or value is not shown[name].value
-                or shown[name].version not in (None, value._version)
+                or shown[name].version not in (None, getattr(value, "_version", None))
             }
             apart = values.keys() != shown.keys()
             for name, value in changed.items():

@@ -102,7 +102,7 @@ class PassRunner:
             model.units,
             model.schedule,
             self.tracker,
-            self._optimizer_step.changes.refuse_until_step,
+            self._refuse_forward,
         )
         self._removable.callback(self.module_hooks.remove)
         trains = bool(model.trainable) or model.mesh.dims.pipeline > 1
@@ -119,6 +119,14 @@ class PassRunner:
         if self._fp16:
             hook = model.module.register_forward_hook(Attached(self.losses.scale_outputs))
             self._removable.callback(hook.remove)
+
+    def _refuse_forward(self, what: str, trains: bool) -> None:
+        """Raise PartitionError where no outermost forward may begin, or would lack a script's
+        writes to members of groups; the step refuses these after a forward that ``trains``.
+        """
+        self._optimizer_step.changes.refuse_until_step(what, trains)
+        if not trains and self._optimizer_step.bound is not None:
+            self._optimizer_step.bound.refuse_written_members()
 
     # ---- a backward ----
 

@@ -355,27 +355,15 @@ class TrainingEngine(EngineParts):
         """Run the post hooks of the optimizer, and take what each writes to its groups over into
         the weights of all ranks (collective). Return their error.
         """
-
-        def between() -> None:
-            self._take_hook_writes()
-            self.sharded_model.lend_to_hooks()
-
         self.sharded_model.lend_to_hooks()
         for flat in self.flats:
             # parameters made of one tensor share a count, which an update advances for each
             flat.user_writes.accept()
-        failure = self.optimizer_step.bound.run_post_hooks(between)
-        self._take_hook_writes()
+        failure = self.optimizer_step.bound.run_post_hooks(self.optimizer_step.take_hook_writes)
+        if not self.optimizer_step.feature_hooks.update:
+            self.take_user_writes()
+            self.optimizer_step.refresh_copies()
         return failure
-
-    def _take_hook_writes(self) -> None:
-        """Take what hooks have written to weights and groups over into the weights of all ranks."""
-        if self.optimizer_step.feature_hooks.update:
-            return  # weights that a feature updates may differ from the masters on purpose
-        self.take_user_writes()
-        trainable = self.sharded_model.trainable
-        self.refresh_params([flat for flat in trainable if flat.copies_master])
-        self.optimizer_step.bound.accept_writes()
 
     def run_step_hooks(self) -> None:
         """Run the hooks of the optimizer's step, as torch's step does for which ``zero_grad()`` has

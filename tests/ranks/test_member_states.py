@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -418,6 +419,121 @@ def test_writes_between_an_update_in_the_backward_and_its_step_are_refused(
     assert float(state[member]["step"]) == 2.0
     del state[member]
     assert member not in state
+
+
+class Counted(torch.optim.Optimizer):
+    """With a number in its state that is no tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for member in group["params"]:
+                state = self.state[member]
+                if not state:
+                    state.update(count=0, average=torch.zeros_like(member))
+                state["count"] += 1
+                state["average"].lerp_(member.grad, 0.5)
+                member.add_(state["average"], alpha=-group["lr"] / state["count"])
+
+
+@in_turn("stage", [0, 2])
+def test_state_with_a_plain_number(stage: int) -> None:
+    def hooked(model: nn.Module) -> torch.optim.Optimizer:
+        def change(optimizer: Any, *_: Any) -> None:
+            for state in [*optimizer.state.values()][::2]:
+                state["average"].mul_(0.5)
+                state["count"] += 1
+
+        optimizer = Counted(model.parameters())
+        optimizer.register_step_post_hook(change)
+        return optimizer
+
+    def run(rank: int, model: nn.Module) -> Any:
+        engine = start(model, hooked(model), config_of(stage, elementwise_optimizers=["Counted"]))
+        run_steps(engine, rank, range(STEPS))
+        return full_weights(engine)
+
+    want, _ = by_hand(hooked, WINDOWS, RANKS)
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want)
+
+
+# ---- writes to members, and reads of whole weights ----
+
+
+def scale_members(optimizer: Any, *_: Any) -> None:
+    for member in members(optimizer):
+        member.mul_(0.9)
+
+
+def with_hooks_in_turn(model: Any, changing: Any = nullcontext) -> torch.optim.Optimizer:
+    """After each step members are scaled, parameters of the model are, and members are again."""
+    optimizer: torch.optim.Optimizer = ADAMW(model)
+
+    def scale_parameters(*_: Any) -> None:
+        parameters = [*model.parameters()][::2]
+        with changing(parameters):
+            for parameter in parameters:
+                parameter.mul_(0.8)
+
+    for hook in (scale_members, scale_parameters, scale_members):
+        optimizer.register_step_post_hook(torch.no_grad()(hook))
+    return optimizer
+
+
+@in_turn("stage, way", [(1, CPU), (2, DEVICE), (3, DEVICE)])
+def test_a_hook_reads_what_the_one_before_has_written(stage: int, way: str, tmp_path: Any) -> None:
+    want, _ = by_hand(with_hooks_in_turn, WINDOWS, RANKS)
+
+    def run(rank: int, model: nn.Module) -> Any:
+        gather = hf_zero.GatheredParameters
+        optimizer = with_hooks_in_turn(model, nullcontext if stage == 2 else gather)
+        config = config_of(stage, zero_optimization=offload(way, stage, tmp_path))
+        engine = start(model, optimizer, config)
+        run_steps(engine, rank, range(STEPS))
+        return full_weights(engine)
+
+    for weights in on_ranks(RANKS, run):
+        oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
+
+
+READS: dict[str, Any] = {
+    "GatheredParameters": lambda engine: hf_zero.GatheredParameters(engine.module).__enter__(),
+    "summon_full_params": lambda engine: hf_zero.summon_full_params(engine).__enter__(),
+    "consolidated": lambda engine: dict(engine.consolidated()),
+    "a forward": torch.no_grad()(lambda engine: squared(engine.eval(), At(9, 0, 0))),
+}
+
+
+@in_turn("name", READS)
+def test_reads_of_weights_that_lack_a_write_to_members_are_refused(name: str) -> None:
+    def run(rank: int, model: nn.Module) -> None:
+        engine = start(model, ADAMW(model), config_of(2))
+        run_steps(engine, rank, range(1))
+        with torch.no_grad():
+            scale_members(engine.optimizer)
+        with pytest.raises(PartitionError, match=r"were written to between steps.* load a ch"):
+            READS[name](engine)
+
+    on_ranks(RANKS, run)
+
+
+@on_each_rank(RANKS)
+def test_a_forward_in_the_hook_that_has_written_to_members_is_refused(
+    rank: int, model: nn.Module
+) -> None:
+    engine = start(model, ADAMW(model), config_of(2))
+
+    def write_and_run(optimizer: Any, *_: Any) -> None:
+        scale_members(optimizer)
+        READS["a forward"](engine)
+
+    engine.optimizer.register_step_post_hook(torch.no_grad()(write_and_run))
+    with pytest.raises(PartitionError, match=r"written to in this hook.* register what r"):
+        run_steps(engine, rank, range(1))
 
 
 # ---- hooks before the step ----

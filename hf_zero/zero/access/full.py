@@ -108,6 +108,9 @@ class GatheredParameters:
         if self._modifier is not None:
             for engine in dict.fromkeys(units.values()):
                 engine.changes.refuse_until_step("GatheredParameters with a modifier_rank")
+        if not any(unit.guard.watched for unit in units):
+            for engine in dict.fromkeys(units.values()):
+                engine.optimizer_step.take_member_writes()
         self._released, self._watched = [], []
         # ``__exit__`` does not run after an exception here
         with ExitStack() as entered:

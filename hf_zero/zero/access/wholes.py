@@ -136,6 +136,7 @@ def version_of(engine: ShardedEngine) -> Version:
     Raises PartitionError if the engine was destroyed.
     """
     _complete_updates(engine, engine.flats)
+    engine.optimizer_step.take_member_writes()
     return Version(engine.global_steps, {flat: flat.version for flat in engine.flats})
 
 

@@ -213,8 +213,38 @@ class OptimizerStep:
 
     def run_pre_hooks(self) -> None:
         """Run the optimizer's own pre hooks, and take over what they write to parameters."""
-        self.bound.run_pre_hooks()
+        self.bound.run_pre_hooks(self.take_hook_writes)
         self.take_user_writes()
+
+    def take_hook_writes(self) -> None:
+        """Take over what a hook of the step has written to parameters, and to members of groups,
+        before others read the weights (collective).
+        """
+        if self.feature_hooks.update:
+            return  # weights that a feature updates may differ from the masters on purpose
+        self.take_user_writes()
+        if not any(flat.copies_master for flat in self.model.trainable):
+            return
+        if self.model.schedule.agree("writes to members", int(self.bound.members_written)):
+            self.refresh_copies()
+            self.model.lend_to_hooks()
+
+    def refresh_copies(self) -> None:
+        """Let weights that modules compute with follow the master weights (collective)."""
+        copies = [flat for flat in self.model.trainable if flat.copies_master]
+        for flat in copies:
+            flat.count_change()
+        self.model.schedule.refresh(copies, copies)
+        self.bound.accept_writes()
+
+    def take_member_writes(self) -> None:
+        """Let whole weights that are about to be read have what a script has written to members of
+        groups: in a hook of the step (collective). Elsewhere raise PartitionError.
+        """
+        if self.bound is not None and self.bound.in_hook:
+            self.take_hook_writes()
+        elif self.bound is not None:
+            self.bound.refuse_written_members()
 
     @contextmanager
     def changing_state(self) -> Iterator[None]:
