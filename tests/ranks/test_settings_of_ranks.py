@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,16 +100,24 @@ def test_a_setting_of_one_rank_is_refused_on_all(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_hook_after_the_step_of_one_rank_is_refused_on_all(stage: int) -> None:
-    """The gather of what it writes would wait for the others."""
+def test_hooks_of_the_step_on_one_rank_are_refused_on_all(stage: int) -> None:
+    """The exchange of what they write would wait for the others."""
 
-    def register(engine: Any) -> None:
-        engine.optimizer.register_step_post_hook(lambda *_: None)
+    def register(engine: Any, before: int = 0, after: int = 0) -> None:
+        for _ in range(before):
+            engine.optimizer.register_step_pre_hook(lambda *_: None)
+        for _ in range(after):
+            engine.optimizer.register_step_post_hook(lambda *_: None)
 
-    for raised in train(2, stage, register, on=(1,)):
-        assert raised[:-1] == [""]
-        assert "rank 0 has changed nothing; rank 1 has 1 hooks after the step" in raised[-1]
-    assert train(2, stage, register, on=(0, 1)) == [[""] * 4] * 2
+    for change, words in (
+        (partial(register, after=1), "rank 1 has 1 hooks after the step"),
+        (partial(register, before=2), "rank 1 has 2 hooks before the step"),
+    ):
+        for raised in train(2, stage, change, on=(1,)):
+            assert raised[:-1] == [""]
+            assert f"rank 0 has changed nothing; {words}" in raised[-1]
+        assert train(2, stage, change, on=(0, 1)) == [[""] * 4] * 2
+    assert train(2, stage, partial(register, before=1), on=(1,)) == [[""] * 4] * 2
 
 
 def test_two_replicas_of_two_shards_compare_all_ranks() -> None:

@@ -339,9 +339,12 @@ class OptimizerStep:
         settings = self.bound.settings.changes()
         if switched := self.model.engine_flats.switched:
             settings = f"{settings}, requires_grad switched of {switched}".removeprefix(", ")
-        # their writes are gathered, which waits for all ranks
-        if (hooks := self.bound.optimizer._optimizer_step_post_hooks) and self._shards_masters:
-            settings = f"{settings}, {len(hooks)} hooks after the step".removeprefix(", ")
+        before = len(self.bound.optimizer._optimizer_step_pre_hooks)
+        after = len(self.bound.optimizer._optimizer_step_post_hooks)
+        # ranks exchange what hooks have written: between two before the step, and after each later
+        for count, where in (before if before > 1 else 0, "before"), (after, "after"):
+            if count and self._shards_masters:
+                settings = f"{settings}, {count} hooks {where} the step".removeprefix(", ")
         return self.agreement.agree(squares.view(1), steps_before, settings)
 
     def known_squares(self) -> torch.Tensor | None:
