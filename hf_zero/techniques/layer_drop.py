@@ -97,10 +97,9 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
         super().__init__()
         self._section, self._seed = section, seed
         self._theta = Decay(section.theta, section.gamma)
-        self._layers: list[StackedBlock] = []
-        self._of: dict[nn.Module, StackedBlock] = {}
-        # indices of the trainable blocks, if only blocks train
-        self._training: list[int] = []
+        self._blocks: list[StackedBlock] = []
+        self._stacked_of: dict[nn.Module, StackedBlock] = {}
+        self._trained_alone: list[int] = []  # indices of trainable blocks, if nothing else trains
 
     @classmethod
     def from_config(cls, config: ZeroConfig) -> LayerDrop:
@@ -129,21 +128,22 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
         stacked_blocks(plan.model, KEY)
 
     def apply(self, engine: TrainingEngine) -> None:
-        self._layers = stacked_blocks(engine.module, KEY)
-        self._training = self._only_trained(engine)
-        self._of = {layer.block: layer for layer in self._layers}
-        self._take_over(engine, list(self._of), list(self._of))
+        self._blocks = stacked_blocks(engine.module, KEY)
+        self._trained_alone = self._blocks_trained_alone(engine)
+        self._stacked_of = {layer.block: layer for layer in self._blocks}
+        self._take_over(engine, list(self._stacked_of), list(self._stacked_of))
 
-    def _only_trained(self, engine: TrainingEngine) -> list[int]:
+    def _blocks_trained_alone(self, engine: TrainingEngine) -> list[int]:
+        """Return the indices of the trainable blocks; [] if something else trains, too."""
         trained = {
             id(p) for unit in engine.units for flat in unit.trainable_flats for p in flat.members
         }
-        of_blocks = [{id(p) for p in layer.block.parameters()} for layer in self._layers]
+        of_blocks = [{id(p) for p in layer.block.parameters()} for layer in self._blocks]
         if trained - set[int]().union(*of_blocks):
             return []
         return [at for at, parameters in enumerate(of_blocks) if parameters & trained]
 
-    def _left_out(self, micro_batch: int, p: Sequence[float], rank: int) -> list[bool]:
+    def _skips(self, micro_batch: int, p: Sequence[float], rank: int) -> list[bool]:
         """Return, for each block, whether ``rank`` skips it, given keep probabilities ``p``."""
         drawn = draw(self._seed, self._engine.global_steps, micro_batch, len(p), rank)
         return [u >= bound for u, bound in zip(drawn, p)]
@@ -151,26 +151,27 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
     def _draw(self, forward: OutermostForward) -> Collection[nn.Module]:
         """Decide for ``forward``; return the blocks that all ranks skip."""
         engine, section, theta = self._engine, self._section, self.theta
-        if not any(layer.block.training for layer in self._layers):
+        if not any(layer.block.training for layer in self._blocks):
             return ()
         micro_batch = engine.held_micro_batches  # equal on all ranks
         p = [
             1.0 if layer.keeps or not layer.block.training
             else keep_probability(layer.place, layer.of, theta)
-            for layer in self._layers
+            for layer in self._blocks
         ]  # fmt: skip
-        if self._training:
-            p[max(self._training, key=lambda at: p[at])] = 1.0  # or the loss may have no gradient
+        if self._trained_alone:
+            # or the loss may have no gradient
+            p[max(self._trained_alone, key=lambda at: p[at])] = 1.0
         ranks = range(engine.world_size) if section.per_rank else (0,)
-        left_out = [self._left_out(micro_batch, p, rank) for rank in ranks]
-        dropped = left_out[engine.global_rank if section.per_rank else 0]
-        blocks = [layer.block for layer in self._layers]
+        skips = [self._skips(micro_batch, p, rank) for rank in ranks]
+        own_skips = skips[engine.global_rank if section.per_rank else 0]
+        blocks = [layer.block for layer in self._blocks]
         # p of a kept block, 0 of a skipped one
         forward.drawn[self] = {
-            block: 0.0 if out else keep for block, out, keep in zip(blocks, dropped, p)
+            block: 0.0 if skipped else keep for block, skipped, keep in zip(blocks, own_skips, p)
         }
         self._returned.clear()
-        return {block for block, outs in zip(blocks, zip(*left_out)) if all(outs)}
+        return {block for block, of_ranks in zip(blocks, zip(*skips)) if all(of_ranks)}
 
     def _change(
         self,
@@ -181,7 +182,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
         kwargs: dict[str, object],
     ) -> object:
         hidden = hidden_state(block, args, kwargs)
-        p, layer = drawn[block], self._of[block]
+        p, layer = drawn[block], self._stacked_of[block]
         before = self._returned.take(layer)
         if p == 0.0 and hidden is not None:
             self._returned.note(layer, before)
@@ -199,7 +200,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
 
     def remove(self) -> None:
         super().remove()
-        self._layers, self._of = [], {}
+        self._blocks, self._stacked_of = [], {}
 
 
 def _passed(block: nn.Module, args: object, kwargs: object, output: object) -> object:

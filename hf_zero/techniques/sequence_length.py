@@ -234,7 +234,9 @@ class SequenceLength:
                 )
 
     def _share(self, before: Batch, after: Batch) -> torch.Tensor | float:
-        """Return the share of a micro-batch's labels that remains, as counted by the loss."""
+        """Return the share of a micro-batch's labels that remains, as counted by the loss. A number
+        of labels in all micro-batches times this is exact only if they all lose the same share.
+        """
         labeled = (name for name in LABELS if isinstance(before.get(name), torch.Tensor))
         name: str | None = next(labeled, None)
         if name is None:

@@ -131,8 +131,8 @@ def train_on_windows(
             return original(self, model, inputs, num_items_in_batch)
     self.current_gradient_accumulation_steps = len(inputs.batches)
     state, losses = self.accelerator.gradient_state, []
-    for remaining, batch in reversed(list(enumerate(reversed(inputs.batches)))):
-        state._set_sync_gradients(remaining == 0)
+    for number, batch in enumerate(inputs.batches, 1):
+        state._set_sync_gradients(number == len(inputs.batches))
         with counting_whole_batches(self, batch):
             losses.append(original(self, model, batch, num_items_in_batch))
     return sum(losses)
