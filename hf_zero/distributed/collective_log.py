@@ -323,6 +323,14 @@ class Handle:
         self._finish, self._repeats = finish, True
         self._follows = follows
         self._failure: BaseException | None = None
+        self._memory: tuple[torch.Tensor, ...] = ()
+
+    def hold(self, *memory: torch.Tensor) -> Handle:
+        """Keep ``memory``, which the collective reads or fills, for the stream that will wait: the
+        stream that has issued the collective, and gets freed memory back, may not wait for it.
+        """
+        self._memory += memory
+        return self
 
     def finish_with(self, finish: Callable[[], None], repeats: bool = True) -> None:
         """Have the first wait call ``finish`` once the collective is done; ``repeats``: again in
@@ -358,6 +366,10 @@ class Handle:
                     raise
                 self._failure = watchdog.conclude_failure(self._pending, error)
                 raise self._failure from error
+            if self._follows is not None and self._memory:
+                for tensor in self._memory:
+                    streams.record_use(tensor, streams.current_stream(self._follows))
+            self._memory = ()
             if self._follows is not None and not graphs.capturing():
                 # Works keep tensors alive; an event recorded on the stream that waits for them does
                 # not.

@@ -227,7 +227,7 @@ class MeshDim:
         decodes: list[Callable[[], None]] = []
         if any(codecs) and self.size > 1:
             pairs, decodes = self._encoded(pairs, codecs)
-        size = 0
+        messages, size = pairs if decodes else (), 0
         for full, _ in pairs:
             size += full.nbytes
         pending = self.gathers.issue(f"all-gather of {key}, {size} bytes")
@@ -264,6 +264,8 @@ class MeshDim:
         handle = self._handle(
             works, self._watchdog, pending, follows=None if on_host else self._follows
         )
+        for pair in messages:
+            handle.hold(*pair)
         if decodes:
             added = any(codec is not None and codec.differences for codec in codecs)
             handle.finish_with(partial(call_each, decodes), repeats=not added)
@@ -298,7 +300,7 @@ class MeshDim:
             return self.all_gather(pairs, key)
         message = torch.cat([chunk for _, chunk in pairs])
         packed = message.new_empty(self.size * message.numel())
-        handle = self.all_gather([(packed, message)], key)
+        handle = self.all_gather([(packed, message)], key).hold(packed, message)
         into = [full.view(self.size, chunk.numel()) for full, chunk in pairs]
         came = packed.view(self.size, message.numel()).split([part.shape[1] for part in into], 1)
         # no view at the wait: a selective checkpoint would save it among those of the waiting block
@@ -310,7 +312,7 @@ class MeshDim:
         sizes = [full.numel() // self.size for full in fulls]
         rows = [full.view(self.size, size) for full, size in zip(fulls, sizes)]
         packed = torch.cat(rows, 1).view(-1)
-        return self.reduce_scatter(packed, key).split(sizes)
+        return self.reduce_scatter(packed, key).hold(packed).split(sizes)
 
     def _exchange(
         self,
@@ -428,9 +430,10 @@ class MeshDim:
             works = self._swap(sent.view(-1), sizes, received.view(-1), sizes, pending)
         total = torch.empty(full.numel() // self.size, device=full.device)
         finish = partial(codec.decode_sum, received, total)
-        return self._handle(
+        handle = self._handle(
             works, self._watchdog, pending, [total], finish=finish, follows=self._follows
         )
+        return handle.hold(sent, received, total)
 
     def all_reduce(
         self, tensor: torch.Tensor, key: str, maximum: bool = False, ordered: bool = False

@@ -21,6 +21,8 @@ FAST = (
     "stage 2, branches on two streams that share messages",
     "stage 3, branches on two streams in a unit",
     "stage 3, activations on the host, branches on two streams",
+    "stage 2, in 4 bits, branches on two streams",
+    "stage 3, weights in 8 bits, branches on two streams",
     "stage 3, all on the host, built again between steps",
     "stage 3, an optimizer of the CPU, small parameters whole",
 )

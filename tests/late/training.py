@@ -112,6 +112,12 @@ OVER_HOSTS: Jobs = {
         {**AT_ONCE, "mics_shard_size": 2},
         {**UNCLIPPED, "part": True},
     ),
+    # a sum over the shards is summed over replicas on the stream that waits for it
+    "stage 3, replicas, branches on two streams": (
+        3,
+        {"mics_shard_size": 2},
+        {"branches": True, **ONCE},
+    ),
 }
 
 
@@ -226,6 +232,22 @@ BRANCHES: Jobs = {
     ),
     "stage 3, branches on two streams in a unit": (3, JOINED, TWO),
     "stage 3, activations on the host, branches on two streams": (3, {}, {**TWO, **ACTIVATIONS}),
+}
+# Messages are made on the stream of one branch, and decoded on that of the other.
+IN_FEW_BITS |= {
+    "stage 1, gradients in 4 bits, branches on two streams": (1, UP, {**TWO, **SGD}),
+    "stage 2, in 4 bits, branches on two streams": (2, {}, {**TWO, **FOUR}),
+    "stage 3, weights in 8 bits, branches on two streams": (3, QUANTIZED, {**TWO, **SGD}),
+    "stage 3, weights in 8 bits, branches on two streams, a unit prefetched": (
+        3,
+        {"stage3_prefetch_bucket_size": 10_000, **QUANTIZED},
+        {"branches": True, **SGD},
+    ),
+    "stage 3, in few bits, errors fed back, branches on two streams": (
+        3,
+        {**UP, **QUANTIZED, **FED_BACK},
+        {**TWO, **SGD},
+    ),
 }
 # A launch updates a unit, as on a GPU: the units of both branches have rows of the same tables.
 LAUNCHED: Jobs = {

@@ -60,8 +60,6 @@ class _Message:
     handles: Sequence[Handle]  # one per reduction
     number: int  # number of the message in its backward
     takes_memory: bool  # besides the gradients themselves, until it is over
-    # the sum over the shard dimension, which is yet to be summed over the replicas
-    part: torch.Tensor | None = None
 
 
 class ReductionMessages:
@@ -146,20 +144,17 @@ class ReductionMessages:
             self.waiting.append(_Reduction(flat, wire, scale, acquired, stream))
             self._pack.add(elements, wire.dtype, flat.mesh)
             return
-        shard, replicate, part = flat.mesh.shard, flat.mesh.replicate, None
         if flat.layout.num_shards > 1:
-            handle = shard.reduce_scatter(wire, flat.key, flat.spec.reduce_codec)
-            if replicate.size > 1:
-                part = wire.new_empty(flat.layout.shard_numel)
+            handle = flat.mesh.shard.reduce_scatter(wire, flat.key, flat.spec.reduce_codec)
         else:
-            handle = replicate.all_reduce(wire, flat.key, ordered=True)
+            handle = flat.mesh.replicate.all_reduce(wire, flat.key, ordered=True)
         takes_memory = (
             acquired is not None
             or flat.spec.reduce_codec is not None
             or (flat.gradient.offloaded and self._offload is not None)
             or self._on_reduced is not None  # which frees the gradients
         )
-        self._track([_Reduction(flat, wire, scale, acquired)], [handle], takes_memory, part)
+        self._track([_Reduction(flat, wire, scale, acquired)], [handle], takes_memory)
 
     def flush_unless_fits(self, flats: Sequence[FlatBuffer]) -> None:
         """Send the waiting reductions, unless the small ones of ``flats``, the next flat buffers,
@@ -185,19 +180,16 @@ class ReductionMessages:
             if flat.layout.num_shards > 1:
                 handles = flat.mesh.shard.reduce_packed(wires, key)
             else:
-                packed = flat.mesh.replicate.all_reduce(torch.cat(wires), key, ordered=True)
+                message = torch.cat(wires)
+                packed = flat.mesh.replicate.all_reduce(message, key, ordered=True).hold(message)
                 handles = packed.split([wire.numel() for wire in wires])
             self._track(reductions, handles, takes_memory=True)
 
     def _track(
-        self,
-        reductions: Sequence[_Reduction],
-        handles: Sequence[Handle],
-        takes_memory: bool,
-        part: torch.Tensor | None = None,
+        self, reductions: Sequence[_Reduction], handles: Sequence[Handle], takes_memory: bool
     ) -> None:
         """Record a message that was sent, and wait for the oldest if too many are in flight."""
-        self._messages.append(_Message(reductions, handles, self.sent, takes_memory, part))
+        self._messages.append(_Message(reductions, handles, self.sent, takes_memory))
         self._taking_memory += takes_memory
         self.sent += 1
         if self._joint or self._taking_memory <= self._max_in_flight:
@@ -239,14 +231,15 @@ class ReductionMessages:
         """Wait for the oldest message, and take its results into the gradient shards."""
         message = self._messages.pop(0)
         self._taking_memory -= message.takes_memory
-        part = message.part
         for reduction, handle in zip(message.reductions, message.handles):
             flat, gradient = reduction.flat, reduction.flat.gradient
             adds = gradient.adds_to_shard
             if adds:
                 self._sums.upcast(flat)
             shard = gradient.writing()
-            if part is not None:
+            if flat.layout.num_shards > 1 and flat.mesh.replicate.size > 1:
+                # memory of the stream that waits, not of the one that has sent the message
+                part = reduction.wire.new_empty(flat.layout.shard_numel)
                 with span("wait_reduction", flat.key):
                     handle.reduce_into(part, False, 1.0)
                 handle = flat.mesh.replicate.all_reduce(part, flat.key, ordered=True)
