@@ -24,6 +24,7 @@ from hf_zero.deepspeed import facade, stated_version
 from hf_zero.deepspeed.modules import API
 from hf_zero.errors import ConfigError, NotBuiltError
 from scripts.deepspeed_names import USED, used_names
+from tests.helpers import launched
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
 
@@ -138,7 +139,7 @@ def test_another_release_for_a_library_that_accepts_no_other(
         "require_version('deepspeed<=0.18.8')\n"
         "print(deepspeed.__version__, version('deepspeed'), deepspeed.__version_minor__)\n"
     )
-    command = [sys.executable, "-c", code]
+    command = [launched.python_with_torch(), "-c", code]
     said = completed(command).stderr
     assert re.search(r"versions.py:\d+, called at <string>:4, refuses version 0.19.8\+hfzero", said)
     assert (

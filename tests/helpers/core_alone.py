@@ -109,4 +109,5 @@ def run(rank: int, port: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(run, (int(sys.argv[1]), sys.argv[2]), nprocs=RANKS)
+    given = (int(sys.argv[1]), sys.argv[2])
+    torch.multiprocessing.start_processes(run, given, nprocs=RANKS, start_method="fork")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,7 +75,22 @@ def python() -> str:
     """
     if torch.cuda.is_available():
         return sys.executable
-    running = server(environment(), (*PRELOADED, "tests.helpers.engine_imports"))
+    return _served(server(environment(), (*PRELOADED, "tests.helpers.engine_imports")))
+
+
+@cache
+def python_with_torch() -> str:
+    """Like :func:`python`, of a server that has imported torch alone: in each fork hf-zero is
+    registered, or is not, as the fork's own environment says, before any library that it patches.
+    """
+    if torch.cuda.is_available():
+        return sys.executable
+    without = {**environment(), "HF_ZERO_AUTOLOAD": "0"}
+    preloaded = ("torch", "torch._dynamo", "torch.distributed.fsdp")
+    return _served(server(without, preloaded, "torch:_import_device_backends"))
+
+
+def _served(running: AbstractContextManager[str]) -> str:
     atexit.register(running.__exit__, None, None, None)
     return running.__enter__()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.late.ways_out import equal  # isort: skip
 BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 KAHAN = {**BF16, "kahan_summation": True}
 HOST = {"offload_optimizer": training.HOST}
+IN_PART = {"offload_optimizer": {**training.HOST, "ratio": 0.5}}
 
 
 def engine_of(bf16: dict[str, Any], zero: dict[str, Any]) -> Any:
@@ -139,9 +141,12 @@ def a_copy_fails(rank: int, folder: Path) -> list[str]:
     return wrong
 
 
-def a_save_is_copied_later(rank: int, folder: Path) -> list[str]:
+def a_save_is_copied_later(
+    sections: Sequence[dict[str, Any]], rank: int, folder: Path
+) -> list[str]:
     """Staging memory of a part of the file is filled again beside forwards and backwards, and the
-    updates wait: the checkpoint is that of a blocking save.
+    updates wait: the checkpoint is that of a blocking save, with each of the sections
+    ``zero_optimization``.
     """
     wrong, later, fill = list[str](), list[int](), staging.StagedFile._stage_next_part
 
@@ -150,7 +155,7 @@ def a_save_is_copied_later(rank: int, folder: Path) -> list[str]:
         fill(staged)
 
     staging.StagedFile._stage_next_part = counted
-    for zero in ({}, {"stage": 3}, HOST, {"offload_optimizer": {**training.HOST, "ratio": 0.5}}):
+    for zero in sections:
         engine = engine_of(KAHAN if "offload_optimizer" not in zero else {"enabled": True}, zero)
         writer = engine.background_saves.get_saver()
         run(engine, rank)
@@ -202,7 +207,8 @@ JOBS: dict[str, Callable[[int, Path], list[str]]] = {
     "resumed": a_resume_takes_steps,
     "a copy fails": a_copy_fails,
     "a default device": a_default_device_is_set,
-    "copied later": a_save_is_copied_later,
+    "copied later": partial(a_save_is_copied_later, ({"stage": 3}, IN_PART)),
+    "copied later, elsewhere": partial(a_save_is_copied_later, ({}, HOST)),
 }
 
 

@@ -119,16 +119,25 @@ def test_ways_out(mode: str, jobs: tuple[str, ...]) -> None:
     assert [row for row in rows if row["wrong"] or row["waits"] or row["reports"]] == []
 
 
+SAVED = ("sums", "a copy fails", "a default device", "copied later")
+ALL_SAVED = (*SAVED, "resumed", "copied later, elsewhere")
+
+
 @pytest.mark.parametrize(
-    "mode",
-    ["lazy", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("random", "aliased"))],
+    ("mode", "jobs"),
+    [
+        ("lazy", SAVED),
+        *(
+            pytest.param(mode, ALL_SAVED, marks=pytest.mark.long)
+            for mode in ("lazy", "random", "aliased")
+        ),
+    ],
 )
-def test_checkpoints_of_state_in_bf16(mode: str) -> None:
+def test_checkpoints_of_state_in_bf16(mode: str, jobs: tuple[str, ...]) -> None:
     """Another run takes the sums into host memory; a save that fails unpins no memory that a copy
     fills; a default device of torch moves nothing of the host.
     """
     launch.needs_the_device()
-    jobs = ("sums", "resumed", "a copy fails", "a default device", "copied later")
     rows = launch.run_ranks("tests.late.checkpoints", mode, *jobs)
     assert sorted(row["job"] for row in rows) == sorted(jobs * 2)
     assert [row for row in rows if row["wrong"] or row["reports"]] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 from pkgutil import resolve_name
@@ -60,10 +59,10 @@ def compared(
 ) -> dict[str, Any]:
     options = ["--ranks", "2", "--steps", "6", "--json", "--reference", reference]
     words = [f"{launched.PROGRAMS}/hf-zero", "parity", *options, "--", str(script), *arguments]
-    # ranks of their own: in a fork the seams stand already
-    environment = {**launched.environment(), "PYTHON_EXEC": sys.executable}
-    log = folder / "log.txt"
-    with launched.running([sys.executable, *words], folder, log, environment) as process:
+    # in the forks of the other server the seams stand already
+    python, log = launched.python_with_torch(), folder / "log.txt"
+    environment = {**launched.environment(), "PYTHON_EXEC": python}
+    with launched.running([python, *words], folder, log, environment) as process:
         assert launched.ended(process, 900.0) == code, log.read_text()
     text = log.read_text()
     return json.loads(text[text.index("{") :])
