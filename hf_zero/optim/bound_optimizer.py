@@ -152,8 +152,10 @@ class BoundOptimizer:
         """
         # members of a flat buffer share a count of changes, which steps leave as it is
         memory = {flat.key: flat.memory_of_members() for flat in self._flats}
-        self._watched = [flat for flat in self._flats if flat.key in copied]
         kinds = {key: member_class(values) for key, values in memory.items()}
+        # others refuse writes
+        writable = {key for key, kind in kinds.items() if kind is GroupMember}
+        self._watched = [flat for flat in self._flats if flat.key in writable.intersection(copied)]
         self._parts = snapshots.parts_of(self._members, self._flats)
         self._lists = list[list[Tensor]]()  # kept so that no other list can have its id
         for parts, members in zip(self._parts, self._members):

@@ -4,7 +4,7 @@ order of the script. A step of torch's code has segments (``segments.py``) in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,9 @@ class GroupMember(torch.nn.Parameter):
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.detach()
+        return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
 
     @property
     def data(self) -> Tensor:
@@ -118,7 +120,9 @@ class GroupMember(torch.nn.Parameter):
 
 
 class FileMember(GroupMember):
-    """A member whose elements are in files, with a stand-in of one element as its memory."""
+    """A member whose elements are in files, with a stand-in of one element as its memory; or a view
+    of one.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,7 +139,8 @@ class FileMember(GroupMember):
                     raise
                 failure = error
             if failure is None and versions == [tensor._version for tensor in own]:
-                return result
+                memory = {tensor.untyped_storage()._cdata for tensor in own}
+                return _map_views(result, memory)
         raise PartitionError(
             'a script writes to a member of group["params"], and its values are in files, where '
             "it cannot; write to the model's parameters, or set "
@@ -143,14 +148,16 @@ class FileMember(GroupMember):
             "parameters) to cpu"
         ) from failure
 
-    @property
-    def data(self) -> Tensor:
-        """The values; writes are refused, too."""
-        return self.detach().as_subclass(FileMember)
 
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        GroupMember.data.fset(self, value)  # type: ignore[attr-defined]
+def _map_views(result: Any, memory: Collection[int]) -> Any:
+    """Return ``result`` of an operation with tensors in ``memory``, addresses of storages, as
+    members.
+    """
+    if isinstance(result, (list, tuple)):
+        return type(result)([_map_views(item, memory) for item in result])
+    if type(result) is not Tensor or result.untyped_storage()._cdata not in memory:
+        return result
+    return result.as_subclass(FileMember)
 
 
 def member_class(memory: Tensor) -> type[GroupMember]:
