@@ -6,6 +6,7 @@ from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,9 @@ from hf_zero.zero.layout.flat_layout import Slot
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
+
+# writes to members, which other ranks or copies of the weights miss
+_writes_to = attrgetter("member_writes")
 
 
 class BoundOptimizer:
@@ -220,7 +224,7 @@ class BoundOptimizer:
         members than the engine has given them: groups are found by their place; or if a script
         has written to members where other ranks, or copies of the weights, miss that.
         """
-        if self.is_stepping:  # they have the segments
+        if self._groups.in_step:  # they have the segments
             return
         self.take_writes()
         identities: list[int] = []
@@ -233,14 +237,15 @@ class BoundOptimizer:
                 "their place; undo that, and call optimizer.add_param_group, engine.replace or "
                 "parameter.requires_grad_(False), or change the settings of a group (lr) instead"
             )
-        self.refuse_written_members()
+        if sum(map(_writes_to, self._watched)) != self._accepted_writes:
+            self.refuse_written_members()
 
     @property
     def members_written(self) -> bool:
         """Whether a script has written to members that other ranks, or copies of the weights, have
         the former values of.
         """
-        return self._writes() != self._accepted_writes
+        return sum(map(_writes_to, self._watched)) != self._accepted_writes
 
     def refuse_written_members(self) -> None:
         """Raise PartitionError if :attr:`members_written`."""
@@ -260,11 +265,7 @@ class BoundOptimizer:
 
     def accept_writes(self) -> None:
         """Note that all writes to members of groups so far are taken over."""
-        self._accepted_writes = self._writes()
-
-    def _writes(self) -> int:
-        """Return the number of writes to members that other ranks or copies miss."""
-        return sum(flat.member_writes for flat in self._watched)
+        self._accepted_writes = sum(map(_writes_to, self._watched))
 
     # ---- stepping ----
 
@@ -387,7 +388,7 @@ class BoundOptimizer:
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
         optimizer._opt_called = True
-        for segment in self._counted_segments():
+        for segment in self._counted_segments() if self._counted else ():
             self._entries.states[segment.tensor]["step"] += 1
         # without a gradient scale on the device, unlike the other segments
         if table.offloaded_stand_ins:
@@ -404,8 +405,7 @@ class BoundOptimizer:
             self._table.state_of(segment).create(segment)
 
     def _counted_segments(self) -> list[Segment]:
-        segments = self._table.stepped if self._counted else ()
-        return [s for s in segments if not self._counted.isdisjoint(s.names)]
+        return [s for s in self._table.stepped if self._counted & s.names]
 
     def _not_counted(self, segments: Sequence[Segment]) -> Sequence[Segment]:
         """Return those of ``segments`` that a step of the optimizer updates."""

@@ -41,6 +41,11 @@ class ShardFlat:
 
     reading = writing = updating = lambda shard: shard.contents
 
+    member_writes = 0
+
+    def memory_of_members(self) -> Tensor:
+        return self.master.data
+
     def store_master(self, values: Tensor, start: int = 0) -> None:
         self.contents.store(MASTER, start, values)
 
