@@ -6,7 +6,7 @@ so that no time between them means anything.
     scripts/gpu --nccl 2            # communicators, few bits, offload, float8 gathers, graphs
     scripts/gpu --nccl 3            # parallel axes; Accelerate, Trainer, TRL and Lightning
     scripts/gpu --nccl 4            # ranks that go wrong, resume on other ranks, memory
-    scripts/gpu --nccl PART --cpu   # the same cases over gloo, on CPU ranks
+    scripts/gpu --nccl PART --cpu   # the same cases over gloo, on CPU ranks, up to an hour
 
 Each part first sends plain collectives of torch by each of two ways (tests/nccl/ways.py), and takes
 the first way that works. Rows go to OUT as they come, and at the end a page, ``nccl-PART.md``. The
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ FAILED, REFUSED = 1, 2
 WAYS, WAY, LOGS = "plain collectives", "NCCL_PARTS_WAY", "NCCL_PARTS_LOGS"
 OTHERS = 4 << 30  # bytes on the card that this process cannot have taken
 COLLECTIVES = 2  # ranks that send them
+SLOWER = 6  # times the seconds of a card that CPU ranks may take
 
 
 def logs() -> Path:
@@ -177,6 +179,12 @@ PARTS: dict[int, tuple[Cell, ...]] = {
 }
 
 
+def cells_of(part: int, cpu: bool) -> list[Cell]:
+    """The cells of ``part``, with the seconds that they may take here."""
+    slower = SLOWER if cpu else 1
+    return [replace(cell, seconds=slower * cell.seconds) for cell in (FIRST, *PARTS[part])]
+
+
 # ---- what cannot run ----
 
 
@@ -227,7 +235,7 @@ def facts(cpu: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = parser_of_parts(__doc__, "1 to 4")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="for the part, its page too")
+    parser.add_argument("--minutes", type=float, help=f"for the part, its page too: {MINUTES}")
     # --tiny: as other benchmarks call it
     parser.add_argument("--cpu", "--tiny", action="store_true", help="over gloo on CPU ranks")
     parser.add_argument("--only", default="", help="cells whose name has this in it")
@@ -245,14 +253,16 @@ def main() -> None:
         raise SystemExit(REFUSED)
     part = int(chosen.part)
     name = f"nccl-{part}{'-cpu' if chosen.cpu else ''}"
-    seconds = 60 * chosen.minutes - chosen.spent
+    minutes = chosen.minutes or MINUTES * (SLOWER if chosen.cpu else 1)
+    first, *cells_here = cells_of(part, chosen.cpu)
+    seconds = 60 * minutes - chosen.spent
     run = part_run(Path(__file__), name, chosen.out, chosen.cpu, seconds)
     os.environ[LOGS] = str(run.path.with_suffix("").absolute())
-    run.cells([FIRST])
+    run.cells([first])
     os.environ[WAY] = way = way_of(run.rows)
     stopped = "" if way else "ranks cannot share this card by any way"
     if way:
-        run.cells(cell for cell in PARTS[part] if chosen.only in cell.name)
+        run.cells(cell for cell in cells_here if chosen.only in cell.name)
     else:
         run.write({"stopped": stopped})
     failed = sum("failed" in row for row in run.rows)

@@ -94,6 +94,15 @@ def test_the_first_way_that_works_is_taken(gpu_nccl: Any) -> None:
     assert gpu_nccl.way_of([{**works, "of": "hosts"}, works]) == "hosts"
 
 
+def test_cpu_ranks_may_take_longer(gpu_nccl: Any) -> None:
+    """A busy machine without a card ran out of the seconds of a card."""
+    for part in gpu_nccl.PARTS:
+        card, cpu = (gpu_nccl.cells_of(part, on_cpu) for on_cpu in (False, True))
+        assert [cell.name for cell in card] == [cell.name for cell in cpu]
+        assert {b.seconds / a.seconds for a, b in zip(card, cpu)} == {gpu_nccl.SLOWER}
+        assert sum(cell.seconds for cell in card) < 60 * gpu_nccl.MINUTES
+
+
 def test_each_rank_has_a_host_of_its_own() -> None:
     hosts = [ways.variables("hosts", rank)["NCCL_HOSTID"] for rank in range(4)]
     assert len(set(hosts)) == 4 and ways.variables("hosts", 0)["NCCL_SHM_DISABLE"] == "1"

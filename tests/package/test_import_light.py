@@ -43,6 +43,35 @@ def test_imports_load_no_more_than_they_need() -> None:
     assert engine <= {layout, f"{layout}.box", f"{layout}.flat_layout"}
 
 
+STEPS = """
+import json, sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(2, 8)).sum().backward()
+optimizer.step(), optimizer.zero_grad()  # torch's optimizers import its compiler
+before = {*sys.modules}
+import hf_zero
+for stage, kernels in ((3, "off"), (1, "auto")):
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "kernels": kernels}
+    config["zero_optimization"] = {"stage": stage}
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    engine.destroy()
+print(json.dumps(sorted({*sys.modules} - before)))
+"""
+OF_COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor", "triton", "sympy")
+OF_COMPILERS += ("networkx", "transformers", "huggingface_hub")
+
+
+def test_a_step_imports_no_compiler_that_nobody_asked_for() -> None:
+    """Nor Transformers, for a model of torch: beyond what an optimizer of torch has imported."""
+    result = completed([sys.executable, "-c", STEPS], timeout=300, check=True)
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert "hf_zero.engine" in found
+    assert not [name for name in found if name.startswith(OF_COMPILERS)]
+
+
 def test_registering_loads_little_of_the_standard_library() -> None:
     """``hf_zero.pth`` does it in each Python process, where ``typing`` would cost the most."""
     code = (

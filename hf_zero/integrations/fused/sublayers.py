@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers.pytorch_utils import Conv1D
 
 from hf_zero.integrations.fused.shells import attributes, is_constant
 from hf_zero.ops import activations, norms
@@ -234,6 +233,8 @@ class Mlp:
         if bias is not None and takes(x, linear.weight, bias):
             if plain(linear, nn.Linear):
                 return activations.gelu(F.linear(x, linear.weight), bias, approximate=self.act)
+            from transformers.pytorch_utils import Conv1D  # late: models of torch have none
+
             if plain(linear, Conv1D):  # GPT-2: the weight is [in, out]
                 return activations.gelu(x @ linear.weight, bias, approximate=self.act)
         return activations.gelu(linear(x), approximate=self.act)
