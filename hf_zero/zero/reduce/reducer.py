@@ -271,7 +271,7 @@ class Reducer:
         no unit counts as complete before its end.
         """
         self.progress.observed.older_pending = True
-        self._messages.set_joint(self._schedule.has_sharded_units)
+        self._messages.set_waits_jointly(self._schedule.has_sharded_units)
 
     def mark_complete(self, unit: Unit) -> None:
         """Mark the gradients of ``unit`` as complete on this rank, as far as hooks can tell."""
@@ -454,7 +454,7 @@ class Reducer:
 
     def _end_progress(self) -> None:
         self.progress.under_way = False
-        self._messages.set_joint(False)
+        self._messages.set_waits_jointly(False)
 
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
         """Reduce again the units among ``launched`` whose gradients arrived after their reduction,

@@ -35,8 +35,8 @@ from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.reduce.norm import sums_of_squares
 
 # Messages with acquired buffers that may be in flight at once; unlimited while ranks wait jointly
-# (:meth:`ReductionMessages.set_joint`): in the first backward of a kind with gathers, and while the
-# backward of an older forward is pending.
+# (:meth:`ReductionMessages.set_waits_jointly`): in the first backward of a kind with gathers, and
+# while the backward of an older forward is pending.
 IN_FLIGHT = 2
 
 
@@ -94,24 +94,24 @@ class ReductionMessages:
         self._taking_memory = 0  # number of those that take memory
         # On a single rank nothing is on the wire, and gradients for the host should leave at once.
         self._max_in_flight = IN_FLIGHT if mesh.pp_stage_ranks > 1 else 0
-        self._joint = False
+        self._waits_jointly = False
         self._on_reduced: Callable[[FlatBuffer], None] | None = None
         self.sent = 0  # messages in this backward
         if self._device is not None:
             minus_zero(mesh.device)  # before streams that do not wait for each other read it
 
     def begin(self, joint: bool, on_reduced: Callable[[FlatBuffer], None] | None) -> None:
-        """Begin a backward. ``joint`` as in :meth:`set_joint`; ``on_reduced`` is called with each
-        flat buffer whose reduction is over.
+        """Begin a backward. ``joint`` as in :meth:`set_waits_jointly`; ``on_reduced`` is called
+        with each flat buffer whose reduction is over.
         """
         self.sent, self._on_reduced = 0, on_reduced
-        self.set_joint(joint)
+        self.set_waits_jointly(joint)
 
-    def set_joint(self, joint: bool) -> None:
+    def set_waits_jointly(self, joint: bool) -> None:
         """Set whether, before the end of the backward, this waits only for messages that all ranks
         have sent. No effect on a single rank.
         """
-        self._joint = joint and self._mesh.pp_stage_ranks > 1
+        self._waits_jointly = joint and self._mesh.pp_stage_ranks > 1
 
     # ---- sending ----
 
@@ -192,7 +192,7 @@ class ReductionMessages:
         self._messages.append(_Message(reductions, handles, self.sent, takes_memory))
         self._taking_memory += takes_memory
         self.sent += 1
-        if self._joint or self._taking_memory <= self._max_in_flight:
+        if self._waits_jointly or self._taking_memory <= self._max_in_flight:
             return
         self._before_wait()
         while self._taking_memory > self._max_in_flight:
