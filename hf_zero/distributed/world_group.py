@@ -16,15 +16,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.config.feature_rows import provided
+from hf_zero.distributed import backends
 from hf_zero.distributed.aborting import abort
-from hf_zero.distributed.backends import (
-    STORELESS,
-    add_host_backend,
-    backend_string,
-    group_backend,
-    raise_file_limit,
-    serving_backend,
-)
 from hf_zero.distributed.collective_log import (
     CollectiveLog,
     Handle,
@@ -225,7 +218,7 @@ class RankGroup:
         device would use the device.
         """
         if len(self.ranks) > 1:
-            on = CPU if serving_backend(CPU) else default_device()
+            on = CPU if backends.serving_backend(CPU) else default_device()
             token = torch.zeros(1, device=on)
 
             def meet() -> None:
@@ -241,12 +234,12 @@ class RankGroup:
         """
         if len(self.ranks) == 1 or not tensor.numel():
             return
-        if tensor.device.type == CPU.type and not serving_backend(CPU):
+        if tensor.device.type == CPU.type and not backends.serving_backend(CPU):
             raise ConfigError(
                 f"the process group ({dist.get_backend_config()}) has no backend for tensors on "
                 f"{tensor.device.type}, where a parameter lies that is "
                 "to be the same on all ranks; make the group with "
-                f"init_process_group({backend_string(default_device())!r}), leave that to "
+                f"init_process_group({backends.backend_string(default_device())!r}), leave that to "
                 "hf_zero.init_distributed(), or move the parameter to the device"
             )
         # As bytes: not every backend supports every dtype. A conjugate or negative view, or one
@@ -309,7 +302,7 @@ class RankGroup:
             return
         at = self.ranks.index(self.rank)
         step = max(1, min(max(sizes), ROUND // len(self.ranks)))
-        on = CPU if serving_backend(CPU) else default_device()
+        on = CPU if backends.serving_backend(CPU) else default_device()
         message = torch.zeros(step, dtype=torch.uint8, device=on)
         parts = [torch.empty_like(message) for _ in self.ranks] if at == 0 else None
 
@@ -343,9 +336,9 @@ class WorldGroup(RankGroup):
         self.prefix, self.engines = "hf_zero", 0  # of keys in the store; engines made so far
         self.detection = HangDetection(rank=rank)
         self._added: dist.ProcessGroupGloo | None = None  # to a default group without gloo
-        share_store = self.world > 1 and backend not in STORELESS
+        share_store = self.world > 1 and backend not in backends.STORELESS
         if share_store:
-            raise_file_limit(self.world)  # the script may have made the group
+            backends.raise_file_limit(self.world)  # the script may have made the group
             shared = dist.PrefixStore("hf_zero/ranks", store)
             number = shared.add(f"made/{rank}", 1)
             self.prefix += f"/{number}"
@@ -355,17 +348,17 @@ class WorldGroup(RankGroup):
         if share_store:
             every = PendingCollective("gloo's connections", required=tuple(range(self.world)))
             with watchdog.watching(every):
-                self._added = add_host_backend(timedelta(seconds=DEFAULT_TIMEOUT))
+                self._added = backends.add_host_backend(timedelta(seconds=DEFAULT_TIMEOUT))
         # a script's own collectives on the device, too: work behind them would never end
         device = default_device()
-        backends = dict.fromkeys((group_backend(CPU), group_backend(device)))
+        serving = dict.fromkeys((backends.group_backend(CPU), backends.group_backend(device)))
         group = dist.group.WORLD
-        off = partial(call_each, [partial(abort, group, backend, device) for backend in backends])
-        reports_dead_peers = group_backend(CPU) in BLOCKING
+        off = partial(call_each, [partial(abort, group, backend, device) for backend in serving])
+        reports_dead_peers = backends.group_backend(CPU) in BLOCKING
         log = CollectiveLog(
             "calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off, reports_dead_peers
         )
-        agrees = share_store and group_backend(CPU) == "gloo"
+        agrees = share_store and backends.group_backend(CPU) == "gloo"
         super().__init__(range(self.world), rank, None, log, watchdog, agrees)
         watchdog.rank_status.register(log)
         self.prior = PriorCollectives()
@@ -394,7 +387,7 @@ class WorldGroup(RankGroup):
         """
         if len(ranks) == self.world:
             return self
-        off = partial(abort, group, group_backend(CPU), default_device())
+        off = partial(abort, group, backends.group_backend(CPU), default_device())
         name = f"calls of {owner} on ranks {', '.join(map(str, ranks))}"
         log = CollectiveLog(name, ranks, timeout, off, self.log.reports_dead_peers)
         self.watchdog.rank_status.register(log)
