@@ -62,6 +62,9 @@ def resolve(config: ZeroConfig, trainer: Trainer, ranks: int) -> ZeroConfig:
         **precision_values(config, trainer.precision, "Trainer"),
         **_clipping(config, trainer),
     }
+    if trainer.gradient_clip_val and config.zero.update_in_backward:
+        # an update waits for the norm by which Lightning clips after the backward
+        values["zero_optimization"] = {"update_in_backward": False}
     micro = _micro_batch(config, trainer, ranks)
     accumulates = "default: Lightning's Trainer accumulates"
     rows, source = (1, NO_BATCH_SIZE) if micro is None else (micro, accumulates)

@@ -256,6 +256,18 @@ def test_a_step_uses_the_gradients_that_are_held(kind: type[Net], window: int) -
     assert torch.equal(found_weight, weight) and not torch.equal(weight, Net().layer.weight)
 
 
+def test_an_update_waits_for_the_norm_by_which_the_trainer_clips() -> None:
+    section = {"stage": 2, "update_in_backward": True}
+    weights = []
+    for strategy in ("auto", ZeroStrategy(config={"zero_optimization": section})):
+        forget()
+        module = Momentum()
+        given = {**QUIET, "strategy": strategy, "max_epochs": 1, "gradient_clip_val": 0.1}
+        pl.Trainer(**given).fit(module)
+        weights.append(module.layer.weight.detach().clone())
+    torch.testing.assert_close(weights[1], weights[0])
+
+
 class Unfreezing(Momentum):
     """A layer that the optimizer has from the start trains from the second epoch on."""
 
