@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,20 @@ def fast(cells: Iterable[Any], often: Callable[..., bool]) -> list[Any]:
         chosen.append(pytest.param(*values, marks=() if often(*values) else pytest.mark.long))
     assert any(not each.marks for each in chosen), "the fast suite would run none of these cells"
     return chosen
+
+
+def by_stage(stages: Sequence[int], *axes: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the cells of the product of ``stages`` and ``axes`` for the fast suite, and the
+    others: all at stage 3, where parameters move; at another stage one, of which each axis has a
+    turn.
+    """
+    cells = [*product(stages, *axes)]
+    chosen = [
+        cell
+        for cell in cells
+        if cell[0] == 3 or all(axis[cell[0] % len(axis)] is at for axis, at in zip(axes, cell[1:]))
+    ]
+    return chosen, [cell for cell in cells if cell not in chosen]
 
 
 def in_one_item(

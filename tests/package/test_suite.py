@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from scripts import suite
-from tests.helpers.cells import in_one_item, off_turn, parted
+from tests.helpers.cells import by_stage, in_one_item, off_turn, parted
 
 ROOT = Path(suite.__file__).parent.parent
 
@@ -169,6 +169,14 @@ def test_values_take_turns_at_stage_3_and_each_other_stage_is_met_once() -> None
     ran = {tuple(cell.callspec.params.values()) for cell in cells if cell not in late}
     others = {(0, "a", 1, "x"), (1, "a", 2, "y"), (2, "b", 1, "x")}
     assert ran == others | {(3, *way, core) for way, core in zip(WAYS, "xyxyx")}
+
+
+def test_all_cells_of_stage_3_are_fast_and_one_of_each_other_stage() -> None:
+    ways = ({}, {"device": "cpu"})
+    fast, long = by_stage((0, 1, 3), (1, 2), ways)
+    others = [(0, 1, ways[0]), (1, 2, ways[1])]
+    assert fast == others + [(3, *cell) for cell in itertools.product((1, 2), ways)]
+    assert len(long) == 6 and not any(cell in fast for cell in long)
 
 
 def test_a_cell_that_skips_hides_no_other() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from hf_zero.errors import PartitionError
 from hf_zero.offload.update import OffloadedUpdater
 from hf_zero.zero.step import optimizer_step
-from tests.helpers.cells import in_turn
+from tests.helpers.cells import by_stage, in_turn
 from tests.helpers.offloads import same
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At, adamw
@@ -42,7 +42,7 @@ def evaluated(net: Any) -> float:
     return loss
 
 
-@in_turn("stage, offload", [*product((1, 3), OFFLOADS)])
+@in_turn("stage, offload", *by_stage((1, 3), OFFLOADS))
 def test_a_hook_after_the_update_can_evaluate_the_model(stage, offload):
     """Its forward is none inside a backward, although torch's graph task is still under way."""
     want: list[float] = []

@@ -257,13 +257,16 @@ def test_a_class_of_ones_own_begins_its_state_in_bf16(way, tmp_path):
     same(on_ranks(2, run)[0], want)
 
 
-def test_a_checkpoint_of_a_class_of_ones_own_resumes_offloaded_and_on_the_device(tmp_path):
+@in_turn(
+    "moves", [((DEVICE, PLACES[0]), (PLACES[0], DEVICE))], [((DEVICE, DEVICE), (PLACES[0],) * 2)]
+)
+def test_a_checkpoint_of_a_class_of_ones_own_resumes_offloaded_and_on_the_device(moves, tmp_path):
     """Also one from before the first step."""
 
     def run(rank, model, update, first):
         make = partial(Begun, update=update)
-        ways, keys = (DEVICE, PLACES[0]), {"elementwise_optimizers": ["Begun"]}
-        for way in ways:
+        keys = {"elementwise_optimizers": ["Begun"]}
+        for way, _ in moves:
             engine = opened(
                 stack(), offload(way, 1, tmp_path), lambda m: make(m.parameters()), **keys
             )
@@ -271,14 +274,13 @@ def test_a_checkpoint_of_a_class_of_ones_own_resumes_offloaded_and_on_the_device
             engine.save_checkpoint(str(tmp_path / way))
             engine.destroy()
         found = []
-        for way in ways:
-            for other in ways:
-                section = offload(other, 3, tmp_path)
-                engine = opened(stack(), section, lambda m: make(m.parameters()), **keys)
-                train(engine, rank, range(7, 8))
-                engine.load_checkpoint(str(tmp_path / way))
-                train(engine, rank, range(first, 4))
-                found.append(ended(engine))
+        for way, other in moves:
+            section = offload(other, 3, tmp_path)
+            engine = opened(stack(), section, lambda m: make(m.parameters()), **keys)
+            train(engine, rank, range(7, 8))
+            engine.load_checkpoint(str(tmp_path / way))
+            train(engine, rank, range(first, 4))
+            found.append(ended(engine))
         return found
 
     for update in BEGINS:
