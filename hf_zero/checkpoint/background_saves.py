@@ -271,17 +271,21 @@ class BackgroundSaver:
                     unregister_save(job.target.final, complete=False)
             raise
 
+    def runs(self, number: int) -> bool:
+        """Return whether the thread of save ``number`` has been started."""
+        started = self._thread is not None and self._thread.ident is not None
+        return self.number >= number and started
+
     def report_not_started(
         self, number: int, target: CommitTarget, error: BaseException, others_started: bool
     ) -> None:
         """Send ``error``, which keeps this rank alone from starting save ``number``, to the threads
-        of the other ranks, which may wait for it. Does nothing if this rank's thread runs: that
-        sends its own outcome.
+        of the other ranks, which may wait for it. Not to be called if this rank's thread runs,
+        which sends its own outcome.
 
         ``others_started``: they have certainly started, so that the next wait raises here, too.
         """
-        runs = self._thread is not None and self._thread.ident is not None
-        if self._mail is None or (self.number >= number and runs):
+        if self._mail is None:
             return
         why = describe_error(error, target.final)
         failure = f"{describe_failures({self._rank: why}, self._world)}. "

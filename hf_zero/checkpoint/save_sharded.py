@@ -259,7 +259,11 @@ class _RankSave:
             return write_tensors(self.path, plan.file, plan.tensors, tick)
 
     def abort(self, error: BaseException) -> None:
-        """Abort the save after ``error``, by which time the ranks have ``exchanged`` something."""
+        """Abort the save after ``error``, by which time the ranks have ``exchanged`` something. A
+        thread of this save that runs goes on: an interrupt came as the call returned.
+        """
+        if self.saver is not None and self.saver.runs(self._number):
+            return
         if self.saver is not None:
             self.saver.discard()
             # Any other error has ended the save on this rank alone: others may have started theirs.

@@ -112,10 +112,9 @@ def _is_exposed(flat: FlatBuffer) -> bool:
 def _writable(engine: TrainingEngine, flat: FlatBuffer) -> list[torch.Tensor]:
     """Return the tensors of ``optimizer.state`` and of its groups in ``flat``."""
     shard = flat.optimizer_shard
-    tensors = []
-    if not _is_exposed(flat):
-        tensors = [shard.contents.entry(name) for name in shard.contents.names()]
-        tensors += [] if shard.members is None else [shard.members]
+    names = [] if _is_exposed(flat) else shard.contents.names()
+    tensors = [shard.contents.entry(name) for name in names]
+    tensors += [shard.members] if names and shard.members is not None else []
     if flat.trainable and engine.bound is not None and not shard.offloaded:
         tensors += engine.bound.memory(shard)
     return tensors

@@ -225,13 +225,15 @@ class MetricsFile:
             if not (folder / NAME).exists() and not _numbered(folder):
                 self._begun = False  # somebody has removed them: another file begins
                 folder.mkdir(parents=True, exist_ok=True)
+            first: list[JsonObject] = []
             if not self._begun:
                 repeated = self._drop_repeats(folder)
-                self._begun = True
                 if self._header is not None:
                     start = {"after_step": self._after, "repeated_steps": repeated}
-                    rows.insert(0, {"run": self._header, **start, "time": round(time.time(), 3)})
-            return _append(folder / NAME, [json.dumps(row) for row in rows])
+                    first = [{"run": self._header, **start, "time": round(time.time(), 3)}]
+            size = _append(folder / NAME, [json.dumps(row) for row in (*first, *rows)])
+            self._begun = True
+            return size
         except OSError as error:
             self.waiting = rows
             self._fail_to_write(error)

@@ -245,7 +245,7 @@ class BoundOptimizer:
         """Whether a script has written to members that other ranks, or copies of the weights, have
         the former values of.
         """
-        return sum(map(_writes_to, self._watched)) != self._accepted_writes
+        return bool(sum(map(_writes_to, self._watched)) != self._accepted_writes)
 
     def refuse_written_members(self) -> None:
         """Raise PartitionError if :attr:`members_written`."""

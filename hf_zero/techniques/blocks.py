@@ -202,16 +202,18 @@ class ReturnedBefore:
     """
 
     def __init__(self) -> None:
-        self._tuples: dict[str, object] = {}
+        self._tuples: dict[str, tuple[int, object]] = {}  # with the place of the block
 
     def take(self, layer: StackedBlock) -> object:
         """Return and forget the output of the block before ``layer`` if it was a tuple, or None."""
-        return self._tuples.pop(layer.stack, None)
+        place, output = self._tuples.pop(layer.stack, (-1, None))
+        # recomputations of checkpoints around each block come in the opposite order
+        return output if place == layer.place - 1 else None
 
     def note(self, layer: StackedBlock, output: object) -> object:
         """Record ``output`` of ``layer`` for the next block of its stack, and return it."""
         if isinstance(output, tuple) and layer.place < layer.of:
-            self._tuples[layer.stack] = output
+            self._tuples[layer.stack] = layer.place, output
         return output
 
     def clear(self) -> None:

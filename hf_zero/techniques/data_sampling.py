@@ -320,6 +320,7 @@ class DifficultySampling(Feature):
         self._followed = False
         self._post_process: PostProcess | None = None
         self._post_processed = False  # a batch, since the last step
+        self.shares_sequences = False  # ranks do, and draw batches of several steps at once
         for name, settings in metrics.items():
             section = f"{METRICS}.{name}"
             _check(settings, section)
@@ -374,6 +375,8 @@ class DifficultySampling(Feature):
 
     def apply(self, engine: TrainingEngine) -> None:
         self._counters = engine.counters
+        dims = engine.mesh.dims
+        self.shares_sequences = dims.size("sequence") * dims.size("context") > 1
 
     def end_step(self, number: int, overflow: bool, scale: float) -> None:
         if not self._followed:
@@ -476,6 +479,12 @@ def set_post_process(features: EngineFeatures[Any], function: PostProcess) -> No
         raise ConfigError(
             "set_data_post_process_func takes the batches that data_efficiency.data_sampling "
             f"chooses, which is off; write {METRICS}, or change the data in a collate_fn"
+        )
+    if sampling.shares_sequences:
+        raise ConfigError(
+            "set_data_post_process_func takes the batch of a step, and ranks that share sequences "
+            "draw those of several steps at once; change the data in a collate_fn, or train "
+            "without sequence parallelism"
         )
     sampling.set_post_process(function)
 

@@ -318,6 +318,7 @@ class PassRunner:
             # perhaps a batch without a loss
             shared = self._model.mesh.pp_stage_ranks > 1 and not self._model.policy.shards_gradients
             if shared or (not window.micro_batches and window.ends_by_step):
+                self.reducer.idle.end_backward()  # other ranks' may use all parameters
                 return True
         if window.was_dropped or not window.steps:
             self._optimizer_step.applied = False

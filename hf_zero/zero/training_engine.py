@@ -224,11 +224,8 @@ class TrainingEngine(EngineParts):
         self.sharded_model.patches.check()
         runner.refuse_unusable()
         came = window.open_backwards or window.closing_backward
-        if not came:
-            if not runner.has_micro_batch():
-                return
-            if window.managed:
-                runner.reducer.idle.add_missed_backward()
+        if not came and not runner.has_micro_batch():
+            return
         # a backward has made the update, or the stray gradients have just now
         is_updated = self.changes.unconfirmed is not None
         if not is_updated:

@@ -8,6 +8,7 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hf_zero.checkpoint import (
     tensorfile,
     verify_checkpoint,
 )
+from hf_zero.checkpoint.background_saves import BackgroundSaver
 from hf_zero.errors import CheckpointError, HostMemoryError
 from tests.checkpoint.jobs import run_holds, same
 from tests.checkpoint.setups import (
@@ -74,6 +76,29 @@ def test_a_full_disk_in_the_thread_is_raised_on_all_ranks_after_the_same_step(
     assert "rank-00001-of" in text and "disk is full" in text and "rank 1: " in text
     assert "Nothing was saved as 'first'" in text
     assert run_holds(tmp_path) == ["second"]
+
+
+def test_an_interrupt_as_the_call_returns_leaves_the_save(tmp_path, monkeypatch):
+    """The thread of the save has been started, on all ranks."""
+
+    def starting(saver: Any, *given: Any) -> None:
+        start(saver, *given)
+        if saver._rank == 0:
+            raise KeyboardInterrupt
+
+    start = BackgroundSaver.start
+    monkeypatch.setattr(BackgroundSaver, "start", starting)
+
+    def run(rank: int, models: list[torch.nn.Module]) -> None:
+        engine = Setup().open(models[rank])
+        interrupted = pytest.raises(KeyboardInterrupt) if rank == 0 else nullcontext()
+        with interrupted:
+            engine.save_checkpoint(str(tmp_path), tag="whole", blocking=False)
+        engine.wait_for_checkpoint()
+        engine.load_checkpoint(str(tmp_path), tag="whole")
+
+    run_ranks(2, run, Setup().models())
+    assert run_holds(tmp_path) == ["whole"]
 
 
 def test_what_comes_next_raises_on_all_ranks(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -225,6 +226,29 @@ def test_the_place_leaves_out_batches_that_were_not_yielded():
     loader = Loader([{"input_ids": torch.arange(16).view(2, 8)}])
     shared = batches.SequenceBatches(loader, Repeats(), Division(4))
     assert [shared.place["samples"] for _ in shared] == [2, 4, 6, 8]
+
+
+class ShorterElsewhere(Repeats):
+    """An axis on which the batch of another rank is the last of its loader."""
+
+    def all_gather(self, pairs, key):
+        super().all_gather(pairs, key)
+        for whole, own in pairs:
+            if own.dtype == torch.uint8:
+                ends = pickle.loads(own.numpy().tobytes())[0], True
+                sent = bytearray(pickle.dumps(ends))
+                whole.view(self.size, -1)[2] = torch.frombuffer(sent, dtype=torch.uint8)
+
+
+def test_the_last_batch_of_the_shortest_loader_ends_the_window():
+    """As Accelerate's loaders say which batch is the last, with ``even_batches=False``."""
+    for axis, last in ((Repeats(), False), (ShorterElsewhere(), True)):
+        loader: Any = Loader([{"input_ids": torch.arange(16).view(2, 8)}])
+        loader.end_of_dataloader = False
+        ends = [
+            loader.end_of_dataloader for _ in batches.SequenceBatches(loader, axis, Division(4))
+        ]
+        assert ends == [False, False, False, last]
 
 
 ROWS, TOKENS, HEADS, WIDTH = 2, 12, 4, 5

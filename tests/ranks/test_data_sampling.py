@@ -16,11 +16,12 @@ import hf_zero
 from hf_zero.errors import ConfigError, DifficultyIndexError
 from tests.helpers import sampled
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import config_of
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import ARCHITECTURES, seeded
 from tests.helpers.processes import forkserver
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sampled import BATCH, index_in, metric, section
-from tests.helpers.training import adamw
+from tests.helpers.training import adamw, plain_sgd
 
 
 def started(config, data=()):
@@ -144,6 +145,21 @@ def test_functions_and_data_that_nothing_draws_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="set_data_post_process_func"):
         engine.set_data_post_process_func(tagged)
     engine.destroy()
+
+
+def test_post_processing_beside_shared_sequences_is_refused(tmp_path):
+    """A loader of theirs draws the batches of several steps at once."""
+
+    def over(rank):
+        config = configured(index, 1, 1) | {"sequence_parallel_size": 2}
+        model = seeded(lambda: ARCHITECTURES["llama"].build())
+        engine = start(model, plain_sgd(model), config)
+        with pytest.raises(ConfigError, match="draw those of several steps at once"):
+            engine.set_data_post_process_func(tagged)
+        engine.destroy()
+
+    index = index_in(tmp_path)
+    run_ranks(2, over)
 
 
 class Stream(IterableDataset[Any]):

@@ -32,7 +32,7 @@ from hf_zero.distributed import world_group
 from hf_zero.distributed.collective_log import Handle
 from hf_zero.errors import CheckpointError, ConfigError, RankMismatchError
 from hf_zero.logging import logger
-from hf_zero.measures import trace, utilization
+from hf_zero.measures import metrics_file, trace, utilization
 from hf_zero.measures.collectives import FIGURES, wire_bytes
 from hf_zero.measures.metrics_file import (
     NAME,
@@ -301,6 +301,23 @@ def test_a_disk_that_is_full_for_some_steps_loses_no_line(cut, tmp_path, heard):
     assert numbers(tmp_path) == [1, 2, 3]
     told = [row["warning"] for row in read_rows(tmp_path) if "warning" in row]
     assert len(told) == 2 and "cannot be written" in told[0] and file.lost_steps == 0
+
+
+def test_a_file_that_cannot_be_made_at_first_begins_once(tmp_path, monkeypatch):
+    file = MetricsFile(1 << 20, {"ranks": 1})
+    file.keep_in(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics_file, "_append", without_room)
+        file.write({"step": 1})
+        file.write({"step": 2})
+    file.write({"step": 3})
+    rows = read_rows(tmp_path)
+    assert ["run" in row for row in rows] == [True, False, False, False]
+    assert numbers(tmp_path) == [1, 2, 3]
+
+
+def without_room(path, lines):
+    raise OSError(errno.ENOSPC, "no inodes are left")
 
 
 def test_a_warning_of_a_lost_file_waits_for_no_other_thread(tmp_path):

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 import hf_zero
 from hf_zero.checkpoint.tensor_part import TensorPart
 from hf_zero.errors import CheckpointError, PartitionError
+from hf_zero.zero.access import local
 from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
@@ -121,6 +122,30 @@ def test_hooks_for_state_dicts_change_every_state_dict(stage, small, tmp_path):
 
     on_ranks(RANKS, run, build=hooked)
     assert load_file(tmp_path / "whole" / "model.safetensors").keys() == plain.keys()
+
+
+def partnered():
+    """A stack with a hook that asks for the state of a module elsewhere."""
+
+    def add_partner(module, state, prefix, metadata):
+        state[prefix + "partner"] = model.blocks[1].state_dict()["up.weight"]
+
+    model = stack()
+    model.blocks[0].register_state_dict_post_hook(add_partner)
+    return model
+
+
+@in_turn("stage", (0, 3))
+def test_a_hook_may_ask_for_the_state_of_another_module(stage):
+    want = plain_state(partnered)
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        for _ in range(2):
+            same(engine.state_dict(), want, "with its partner")
+        run_steps(engine, rank, [0])
+
+    on_ranks(RANKS, run, build=partnered)
 
 
 @in_turn("stage, precision", [(0, "bf16"), (1, "fp32"), (3, "bf16")])
@@ -253,6 +278,24 @@ def test_values_and_gradients_that_are_set_are_stepped_with(rank, model, stage):
         engine.step()
         want = {name: value - 0.05 * 0.5 for name, value in want.items()}
         oracle.compare_tensors("weights", full_weights(engine), want)
+
+
+@in_turn("stage", (1, 3))
+@on_each_rank(RANKS)
+def test_gradients_in_fp16_are_set_under_a_loss_scale(rank, model, stage):
+    """Of which the product with one overflows in fp16."""
+    engine = start(model, plain_sgd(model), config_of(stage, Plan(precision="fp16")))
+    before = full_weights(engine)
+    engine.backward(squared(engine, At(0, 0, rank), torch.float16))
+    for p in model.parameters():
+        hf_zero.safe_set_full_grad(p, torch.full(p.shape, 2.0, dtype=torch.float16))
+    part = local.safe_get_local_grad(model.head.weight)
+    assert part is not None
+    local.safe_set_local_grad(model.head.weight, torch.full_like(part, 2, dtype=torch.float16))
+    engine.step()
+    assert not engine.skipped_steps
+    want = {name: value - 0.05 * 2 for name, value in before.items()}
+    oracle.compare_tensors("weights", full_weights(engine), want)
 
 
 def gradients_of_a_step():

@@ -123,6 +123,8 @@ def _with_shared_sequences(
     """
     if parallelism is None:
         return None
+    if isinstance(plugin, dict):
+        plugin = next(iter(plugin.values()))  # Accelerate selects it
     written = getattr(plugin, "deepspeed_config", None) or {}
     sizes = []
     for key, size in ((KEY, sequence_size(parallelism)), (CONTEXT, parallelism.cp_size)):

@@ -256,7 +256,8 @@ class SequenceBatches:
         while True:
             batch = next(loader, None)
             last = getattr(self.loader, "end_of_dataloader", None)
-            batches = _gather_objects(self.dim, on_cpu(batch))
+            drawn: Any = zip(*_gather_objects(self.dim, (on_cpu(batch), last)))
+            batches, ends = drawn
             if any(batch is None for batch in batches):
                 return
             for index, piece in enumerate(batches):
@@ -265,8 +266,9 @@ class SequenceBatches:
                     skip -= 1
                     continue
                 if last is not None:
-                    # Accelerate ends an accumulation window with the last batch of a loader
-                    self.loader.end_of_dataloader = last and index + 1 == len(batches)
+                    # Accelerate ends an accumulation window with the last batch of a loader: that
+                    # of the shortest one of these ranks, with which all end
+                    self.loader.end_of_dataloader = any(ends) and index + 1 == len(batches)
                 yield self._placed(cut(piece, self.dim.rank, self.division))
 
     def _placed(self, batch: dict[str, Any]) -> dict[str, object]:

@@ -458,7 +458,8 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     engine, _ = _gradient_to_replace(flat, param, "safe_set_full_grad")
     own = _own_part(flat, param, value, "safe_set_full_grad")
     scale = engine.optimizer_step.held_scale(value.device)
-    flat.gradient.write_own(name_of(param), own * scale)
+    # a product in fp16 would overflow: the scale is about its largest number
+    flat.gradient.write_own(name_of(param), own.to(step_dtype(own.dtype)) * scale)
 
 
 def _state(flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str) -> torch.Tensor:

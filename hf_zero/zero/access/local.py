@@ -91,7 +91,7 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     engine, _ = _gradient_to_replace(flat, param, "safe_set_local_grad")
     values = _checked(flat, param, value, "safe_set_local_grad")
     scale = engine.optimizer_step.held_scale(value.device)
-    flat.gradient.write_own(name_of(param), values * scale)
+    flat.gradient.write_own(name_of(param), values.to(step_dtype(values.dtype)) * scale)
 
 
 @torch.no_grad()

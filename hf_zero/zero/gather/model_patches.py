@@ -5,12 +5,14 @@ hooks that copies of the model do not run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, is_
+from traceback import walk_stack
 from typing import Any, NoReturn
 
 import torch
@@ -107,6 +109,12 @@ class _StateDictCall:
     @cached_property
     def inside(self) -> set[nn.Module]:
         return {*self.module.modules()} - {self.module}
+
+
+def _in_state_dict(module: nn.Module) -> bool:
+    """Return whether this thread is inside ``module.state_dict()``."""
+    code, frames = nn.Module.state_dict.__code__, walk_stack(sys._getframe())
+    return any(f.f_code is code and f.f_locals["self"] is module for f, _ in frames)
 
 
 @dataclass
@@ -281,6 +289,9 @@ class ModelPatches:
         if self._whole_source is not None:
             return
         while self._entered and module not in self._entered[-1].inside:
+            outer = self._entered[-1].module
+            if outer is not module and _in_state_dict(outer):
+                break  # a hook asks for that of a module elsewhere
             self._leave_one()  # an exception has broken that call
         if not self._entered:
             self._schedule.abort_broken_backward()

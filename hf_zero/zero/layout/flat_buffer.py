@@ -167,8 +167,8 @@ class FlatBuffer:
         update under way are counted.
         """
         own = 0 if self._member is None else self._member._version
-        own += self.optimizer_shard.member_writes
-        return self.other_changes + self.user_writes.updates + own
+        own += self.optimizer_shard.member_writes + self.user_writes.updates
+        return self.other_changes + own
 
     def count_change(self) -> None:
         """Count a change of the values, on every rank, whichever owns them."""

@@ -573,7 +573,6 @@ class OptimizerShard(CopyGate):
         """
         self._writes_before = self.member_writes
         self.members = self.contents.entry(MASTER).data
-        self._writes_before -= self.members._version
         return self.members
 
     @property

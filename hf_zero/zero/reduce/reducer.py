@@ -260,7 +260,8 @@ class Reducer:
         """
         # Other ranks may have gradients of earlier backwards, and this one none to show that.
         if self._reduces_every_backward or (self._reduces_now and self._settings.alone):
-            self.progress.units = self._order.without(units)
+            self._order.left_some_out |= bool(units)
+            self.progress.units = [unit for unit in self._order.units if unit not in units]
 
     def restore_left_out(self, units: frozenset[Unit]) -> None:
         """Undo leaving out ``units``, which all ranks use after all: they are reduced last."""

@@ -59,11 +59,6 @@ class ReductionOrder:
         self.depths: dict[Hashable, dict[int, int]] = {}
         self.left_some_out = False  # some backward of the window has left units out
 
-    def without(self, left_out: frozenset[Unit]) -> list[Unit]:
-        """Return the order without units that no rank uses in a backward."""
-        self.left_some_out |= bool(left_out)
-        return [unit for unit in self.units if unit not in left_out]
-
     def learn(
         self,
         key: Hashable,

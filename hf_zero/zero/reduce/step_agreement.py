@@ -253,13 +253,8 @@ class IdleParameters:
         """Record that the backward under way reaches a forward without the parameters ``idle``."""
         self._of_backward = _both(self._of_backward, idle)
 
-    def add_missed_backward(self) -> None:
-        """Record a micro-batch without a backward on this rank: those of other ranks may use all
-        parameters.
-        """
-        self._of_window = {}
-
     def end_backward(self) -> None:
+        """Record the backward: one that reaches no forward uses all parameters."""
         self._of_window = _both(self._of_window, self._of_backward or {})
         self._of_backward = None
 

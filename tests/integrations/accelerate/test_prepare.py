@@ -140,6 +140,7 @@ RINGS: dict[str, tuple[dict[str, int], dict[str, Any], Division]] = {
         Division(1, 2),
     ),
     "keys": ({}, {"sequence_parallel_size": 2, "context_parallel_size": 3}, Division(2, 3)),
+    "the first of several plugins": ({}, {"sequence_parallel_size": 2}, Division(2, 1)),
 }
 
 
@@ -152,7 +153,9 @@ def test_the_ranks_of_a_ring_are_counted_as_sequence_parallel(case: str) -> None
     forget()
     parallelism = ParallelismConfig(**sizes)  # type: ignore[arg-type]
     named = DeepSpeedPlugin(hf_ds_config=ZERO3 | {"gradient_accumulation_steps": 1} | keys)
-    found = Accelerator(deepspeed_plugin=named, parallelism_config=parallelism)
+    several = case == "the first of several plugins"
+    plugins = {"student": named, "teacher": plugin()} if several else named
+    found = Accelerator(deepspeed_plugins=plugins, parallelism_config=parallelism)
     assert "auto" not in named.deepspeed_config.values()
     assert is_sharded(found)
     counted = found.parallelism_config
