@@ -241,6 +241,29 @@ def test_writes_before_an_exception_are_named(stage, caplog):
     assert len(lost) == 1 and lost[0].startswith("blocks.0.down.weight: written inside")
 
 
+@in_turn("stage", (1, 3))
+def test_writes_back_that_an_exception_leaves_are_kept(stage, caplog):
+    """As in plain torch: no rank needs a message of another one."""
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage))
+        run_steps(engine, rank, [0])
+        want = full_weights(engine)
+        with (
+            pytest.raises(KeyError),
+            torch.no_grad(),
+            hf_zero.summon_full_params(engine, writeback=True),
+        ):
+            model.blocks[0].down.weight.fill_(0.5)
+            raise KeyError("user's own")
+        want["blocks.0.down.weight"].fill_(0.5)
+        oracle.compare_tensors("weights", full_weights(engine), want, 0.0, 0.0)
+
+    caplog.clear()
+    on_ranks(RANKS, run)
+    assert not [r for r in caplog.records if "before an exception" in r.getMessage()]
+
+
 class Hollow(nn.Module):
     def __init__(self):
         super().__init__()

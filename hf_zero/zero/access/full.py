@@ -258,16 +258,19 @@ def summon_full_params(model: nn.Module, writeback: bool = False) -> Iterator[No
     on every rank. Collective.
 
     Forwards inside gather nothing, so ranks may run different numbers of them, as in generation for
-    reinforcement learning. With ``writeback`` each rank keeps the writes to its own shards, so all
-    ranks must write the same values. Without it, writes to sharded parameters are lost, with a
-    warning.
+    reinforcement learning. With ``writeback`` each rank keeps the writes to its own shards, also
+    of a context that an exception leaves, so all ranks must write the same values. Without it,
+    writes to sharded parameters are lost, with a warning.
     """
     with GatheredParameters(model) as gathered:
         gathered._compares = False
-        yield
-        if writeback:
-            gathered.keep()
-        else:
+        try:
+            yield
+        finally:
+            if writeback:  # no message: an exception may have come on this rank alone
+                gathered.keep()
+                gathered._watched = []
+        if not writeback:
             gathered.warn_of_writes("summon_full_params", "pass writeback=True to keep it")
 
 
