@@ -60,8 +60,8 @@ def losses(stage: int, more: dict[str, object]) -> list[float]:
 def losses_of_branches(job: str) -> list[float]:
     """Both streams sleep for a while before some of the blocks, at random."""
     chosen, delays = training.config(job), random.Random(dist.get_rank())
-    model = training.tower(branches=chosen.pop("branches"))
-    for block in model.blocks:
+    model, on_gpu = training.tower(branches=chosen.pop("branches")), torch.cuda.is_available()
+    for block in model.blocks if on_gpu else ():
         block.register_forward_pre_hook(
             lambda *_: torch.cuda._sleep(delays.randrange(SLOW)) if delays.random() < 0.3 else None
         )
@@ -69,7 +69,7 @@ def losses_of_branches(job: str) -> list[float]:
     found = []
     micros = STEPS * chosen["gradient_accumulation_steps"]
     for values in training.batches(micros, dist.get_rank(), dist.get_world_size()):
-        loss = engine(values.cuda())
+        loss = engine(values.to(engine.device))
         engine.backward(loss)
         engine.step()
         found.append(loss.detach())

@@ -1,5 +1,5 @@
-"""Part 2: the communicators of meshes and of scripts, few bits, offload, updates in the backward,
-float8 gathers and captured steps.
+"""Part 2: the communicators of meshes and of scripts, branches on two streams, few bits, offload,
+updates in the backward, float8 gathers and captured steps.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ from tests.helpers.engines import OnEngine, config_of, start
 from tests.helpers.stacks import stack
 from tests.helpers.training import Plan, train
 from tests.helpers.ways import WAYS
+from tests.late import training
 from tests.nccl.cases import (
     Answers,
     Case,
@@ -60,6 +62,14 @@ PLACES = {
     "updates in the backward, device": (1, 3),
     "updates in the backward, half on cpu": (2,),
 }
+
+# jobs whose messages are made on the stream of one branch, and read on that of the other
+BRANCHES = (
+    "stage 2, branches on two streams that share messages",
+    "stage 3, branches on two streams",
+    "stage 2, in 4 bits, branches on two streams",
+    "stage 3, weights in 8 bits, branches on two streams",
+)
 
 # ---- groups that the script has made ----
 
@@ -186,7 +196,24 @@ def again() -> Case:
     return Case("engines and jobs one after another", run, check)
 
 
-# ---- float8 and graphs ----
+# ---- streams, float8 and graphs ----
+
+
+def of_branches(job: str) -> Case:
+    """A model whose branches are on two streams of a card, which sleep at random."""
+
+    def run(place: Place) -> Any:
+        return float8.losses_of_branches(job)
+
+    def check(answers: Answers, device: torch.device) -> Figures:
+        close, off = 0.03 if job in training.IN_FEW_BITS else 1e-4, 0.0
+        for rank, found in enumerate(answers):
+            want = training.plain(job, float8.STEPS, rank, len(answers))
+            assert found == pytest.approx(want, rel=close), f"rank {rank}: {found}, plain {want}"
+            off = max(off, *(abs(a - b) / abs(b) for a, b in zip(found, want, strict=True)))
+        return {"losses_off": off}
+
+    return Case(job, run, check)
 
 
 def of_float8() -> Case:
@@ -245,6 +272,7 @@ CASES = named(
     of_keys(3),
     *(beside_groups(stage) for stage in (1, 3)),
     again(),
+    *map(of_branches, BRANCHES),
     *table(FEW_BITS),
     *table(PLACES),
     of_float8(),
