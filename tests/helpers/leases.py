@@ -126,7 +126,8 @@ def guard_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     put, step = DeviceState.put, BoundOptimizer._step
     of_segment = writing(put, lambda segment, *_: [part.flat for part in segment.parts])
     monkeypatch.setattr(DeviceState, "put", of_segment)
-    monkeypatch.setattr(BoundOptimizer, "_step", writing(step, lambda of_step, flats, *_: flats))
+    on_device = writing(step, lambda of_step, flats, *_: [f for f in flats if not f.offloaded])
+    monkeypatch.setattr(BoundOptimizer, "_step", on_device)
     monkeypatch.setattr(OptimizerShard, "keep_in", registering(OptimizerShard.keep_in))
     monkeypatch.setattr(FlatBuffer, "keep_shard_in", registering(FlatBuffer.keep_shard_in))
     for kind in LEASES:
