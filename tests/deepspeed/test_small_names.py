@@ -419,11 +419,15 @@ def test_configurations_as_objects() -> None:
 
 @pytest.fixture
 def comm() -> Iterator[Any]:
+    def forget() -> None:  # the log is one of the process, and other tests use it
+        comm.configure(enabled=False, prof_all=True, prof_ops=[], verbose=False)
+        comm.comms_logger.reset_data()
+
     comm = deepspeed.comm
     comm.init_distributed(dist_backend="gloo", verbose=False)
+    forget()
     yield comm
-    comm.configure(enabled=False, prof_all=True, prof_ops=[], verbose=False)
-    comm.comms_logger.reset_data()
+    forget()
     comm.destroy_process_group()
 
 
