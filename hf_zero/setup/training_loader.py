@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from hf_zero.checkpoint.run_state import is_stateful
 from hf_zero.config import ZeroConfig
-from hf_zero.config.feature_rows import FEATURES, loaded
+from hf_zero.config.feature_rows import FEATURES
 from hf_zero.config.features import is_on
 from hf_zero.distributed.parallel_groups import readers
 from hf_zero.errors import ConfigError
@@ -207,7 +207,7 @@ def _drawn_by_features(data: Any, config: ZeroConfig) -> Mapping[str, Any] | Non
     """
     for row in FEATURES.values():
         if row.loads and is_on(row, config.written):
-            options: Mapping[str, Any] | None = loaded(row.loads)(data, config)
+            options: Mapping[str, Any] | None = row.load(row.loads)(data, config)
             if options is not None:
                 return options
     return None

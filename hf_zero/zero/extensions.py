@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.feature_rows import FEATURES, loaded
+from hf_zero.config.feature_rows import FEATURES
 from hf_zero.config.features import is_on
 from hf_zero.zero.gather.gather_source import GatherSource
 from hf_zero.zero.layout.engine_plan import PlannedExtensions
@@ -35,6 +35,6 @@ def extensions_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None = 
     joined = {field.name for field in fields(Extensions) if field.default == ()}
     for row in FEATURES.values():
         if row.extends and (is_on(row, config.written) or not row.keys):
-            for name, value in loaded(row.extends)(config, optimizer).items():
+            for name, value in row.load(row.extends)(config, optimizer).items():
                 values[name] = values.get(name, ()) + value if name in joined else value
     return Extensions(**values)

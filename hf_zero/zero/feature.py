@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.feature_rows import FEATURES, loaded
+from hf_zero.config.feature_rows import FEATURES
 from hf_zero.config.features import check_combination, switched_on
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -301,7 +301,7 @@ class FeatureSet:
         if model is not None:
             check_combination(on, written)
         made: dict[str, Feature | None] = {
-            name: loaded(row.make)(settings)
+            name: row.load(row.make)(settings)
             for name, row in FEATURES.items()
             if row.make and group in ("", row.kind) and (row.always or name in on)
         }
@@ -389,4 +389,4 @@ class FeatureSet:
 @cache
 def early() -> Mapping[str, type[Feature]]:
     """Return the classes that rows name as ``early``, in the order of the rows."""
-    return {name: loaded(row.early) for name, row in FEATURES.items() if row.early}
+    return {name: row.load(row.early) for name, row in FEATURES.items() if row.early}

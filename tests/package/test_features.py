@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import hf_zero
 from hf_zero.checkpoint import load_sharded
 from hf_zero.config import ZeroConfig
-from hf_zero.config.feature_rows import FEATURES, TABLE, loaded, provided
+from hf_zero.config.feature_rows import FEATURES, TABLE, FeatureRow, loaded, provided
 from hf_zero.config.feature_rows import read as read_table
 from hf_zero.config.features import (
     check_combination,
@@ -28,7 +29,6 @@ from hf_zero.config.features import (
 from hf_zero.config.keys import KEYS
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
-from hf_zero.zero import feature
 from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import Feature, FeatureSet, early
 from hf_zero.zero.step.step_interfaces import NO_HOOKS, StepHooks
@@ -96,6 +96,25 @@ def test_what_no_row_provides_is_refused() -> None:
     assert provided("nothing", 3) == 3
     with pytest.raises(ConfigError, match="no feature of this package provides 'nothing'; install"):
         provided("nothing")
+
+
+def test_a_library_that_a_feature_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_a_library.py").write_text("import no_such_library.of_mine\n")
+    (tmp_path / "needs_our_module.py").write_text("import hf_zero.no_such_module\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    row = replace(FEATURES["float8_training"], make="needs_a_library:make")
+    monkeypatch.setitem(FEATURES, row.name, row)
+    settings = ZeroConfig.from_dict({"float8_training": {"recipe": "rowwise"}})
+    with pytest.raises(
+        ConfigError,
+        match=r"^float8_training \(linear layers that multiply in float8\) needs no_such_library, "
+        r"which is not installed; pip install no_such_library, or remove what",
+    ):
+        FeatureSet.of(settings)
+    with pytest.raises(ModuleNotFoundError, match=r"hf_zero\.no_such_module"):  # a fault of ours
+        row.load("needs_our_module:make")
 
 
 def test_the_order_follows_from_the_table() -> None:
@@ -279,7 +298,7 @@ def test_pairs_are_refused_before_a_feature_is_made(monkeypatch: pytest.MonkeyPa
     )
     model = torch.nn.Linear(2, 2)
     early()  # their classes are loaded before
-    monkeypatch.setattr(feature, "loaded", lambda name: pytest.fail(f"{name} is made"))
+    monkeypatch.setattr(FeatureRow, "load", lambda row, name: pytest.fail(f"{name} is made"))
     with pytest.raises(ConfigError, match="quantization_aware_training does not go with float8_tr"):
         FeatureSet.of(settings, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
