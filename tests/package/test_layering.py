@@ -221,6 +221,16 @@ def test_a_wrong_import_is_seen(row: str) -> None:
     assert any(offender in line for line in violations(source, f"hf_zero.{module}"))
 
 
+def test_a_readme_names_the_files_of_its_folder() -> None:
+    unnamed = [
+        f"{readme.parent.name}/{source.name}"
+        for readme in PACKAGE.rglob("README.md")
+        for source in sorted(readme.parent.glob("*.py"))
+        if source.name != "__init__.py" and source.name not in readme.read_text()
+    ]
+    assert unnamed == [], "give each a row in the README of its folder"
+
+
 # ---- circles ----
 
 
