@@ -83,7 +83,7 @@ class Engine(TrainingEngine):
             "model before initialize, or its weights: engine.state_dict()"
         )
 
-    def _announce_events(self) -> None:
+    def _announce_to_ranks(self) -> None:
         if self.background_saves.saver is not None:
             self.background_saves.announce_failure()
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_zero.checkpoint.background_saves import BackgroundSaver
     from hf_zero.checkpoint.staging import ReadyFile
     from hf_zero.zero.layout.engine_plan import EnginePlan
+    from hf_zero.zero.training_engine import TrainingEngine
 
 Folder = str | os.PathLike[str]
 
@@ -73,7 +74,9 @@ class Generations:
         return None
 
     @classmethod
-    def of(cls, engine: Any, plan: EnginePlan, before: Generations | None) -> Generations:
+    def of(
+        cls, engine: TrainingEngine, plan: EnginePlan, before: Generations | None
+    ) -> Generations:
         """Return the generations of ``engine``, built by ``plan``; ``before``: of the engine before
         it was built again. Collective.
         """
@@ -89,13 +92,13 @@ class Generations:
     def note_run(self, folder: Folder | None) -> None:
         """Note a ``folder`` of the run: what it resumes from, saves to or is configured with."""
 
-    def end_step(self, engine: Any) -> None:
+    def end_step(self, engine: TrainingEngine) -> None:
         """Act at the end of a step of all ranks, after which they may save."""
 
     def break_step(self) -> None:
         """Note a step that was broken off."""
 
-    def ready_file(self, engine: Any, saver: BackgroundSaver) -> ReadyFile | None:
+    def ready_file(self, engine: TrainingEngine, saver: BackgroundSaver) -> ReadyFile | None:
         """Return a copy of this rank's file of the present state, for a save in the background by
         ``saver``; None without one. Collective.
         """
@@ -107,7 +110,12 @@ class Generations:
         """
 
     def choose(
-        self, engine: Any, directory: Folder, tag: str | None, strict: bool, resumes: bool
+        self,
+        engine: TrainingEngine,
+        directory: Folder,
+        tag: str | None,
+        strict: bool,
+        resumes: bool,
     ) -> Newest:
         """Return the checkpoint that a load of ``directory`` means. ``resumes``: it loads all
         state. Collective.

@@ -237,12 +237,9 @@ def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> se
             manifest, flat.layout, flat.owned[0], flat.owned[1], names.saved_names
         )
     }
-    saved = manifest.optimizer.tensor_states if manifest.optimizer and engine.bound else {}
-    whole = (
-        {names.saved_names.get(name) for name in engine.bound.tensor_state.names}
-        if saved
-        else set()
-    )
+    saved = manifest.optimizer.tensor_states if manifest.optimizer else {}
+    bound = engine.bound if saved else None
+    whole = set() if bound is None else set(map(names.saved_names.get, bound.tensor_state.names))
     needed |= {of.file for name, of in saved.items() if name in whole}
     if any(name in manifest.buffers for name in names.buffers.values()):
         needed.add(0)
@@ -284,7 +281,7 @@ class _RankLoad(StateSource):
             for kind, ranges in self.ranges[flat].items():
                 self.nbytes += checkpoint.nbytes(ranges, kind)
         saved = self.saved_optimizer.tensor_states if self.saved_optimizer else {}
-        for name in engine.bound.tensor_state.names if saved else ():
+        for name in engine.bound.tensor_state.names if saved and engine.bound else ():
             if self.match.saved_names.get(name) in saved:
                 checkpoint.file(saved[self.match.saved_names[name]].file)
         self.buffers = self._read_buffers()
@@ -427,6 +424,7 @@ class _RankLoad(StateSource):
         scalars = {name: saved.get(saved_names[name]) for name in parameters if name in saved_names}
         scalars |= dict.fromkeys(self._never_stepped & scalars.keys())
         optimizer, bound = self.saved_optimizer, self.engine.bound
+        assert bound is not None
         other = optimizer is not None and optimizer.class_name != class_name(bound.optimizer)
         if other and not bound.keeps("step"):
             # of classes with one update, those with moments in 8 bits may count steps
@@ -435,10 +433,11 @@ class _RankLoad(StateSource):
         return scalars
 
     def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorsByParameter:
-        saved_names, names = self.match.saved_names, self.engine.bound.tensor_state.names
+        saved_names, bound = self.match.saved_names, self.engine.bound
+        assert bound is not None
         return {
             name: self.checkpoint.tensor_states(saved_names[name])
-            for name in names
+            for name in bound.tensor_state.names
             if name in saved_names
         }
 
@@ -450,6 +449,7 @@ class _RankLoad(StateSource):
 
     def _load_hyperparameters(self) -> None:
         bound = self.engine.bound
+        assert bound is not None
         settings = [dict(group.hyperparameters) for group in self._groups()]
         if self.engine.lr_scheduler is not None and self.match.schedule is None:
             # a schedule that starts anew sets these, and some of torch's multiply their last value

@@ -201,7 +201,9 @@ class _TorchStates:
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Return the scalars that the optimizer keeps for each trained parameter (collective)."""
-        groups = self.engine.bound.group_of
+        bound = self.engine.bound
+        assert bound is not None
+        groups = bound.group_of
         saved = self._state.scalars(self.whole.own_of(groups))
 
         def initial(name: str) -> dict[str, float]:
@@ -215,6 +217,7 @@ class _TorchStates:
         memory on the first rank only (collective).
         """
         bound, state = self.engine.bound, dict[str, States]()
+        assert bound is not None
         read = self.wholes if whole else self.part
         dropped = whole and self._on_host and self.engine.global_rank != 0
         names = {
@@ -260,9 +263,10 @@ class _TorchStates:
                 f"the optimizer's state dict lacks {listed(lacking)}; pass one of "
                 "get_optimizer_state_dict"
             )
-        scalars, source = self.scalars(), _LoadedStates()
+        scalars, source, bound = self.scalars(), _LoadedStates(), self.engine.bound
+        assert bound is not None
         missing, unexpected = list[str](), list[str]()
-        existing = self._state.existing(self.whole.own_of(self.engine.bound.group_of))
+        existing = self._state.existing(self.whole.own_of(bound.group_of))
         for flat, slots in groupby(self.trained(), itemgetter(0)):
             entries: dict[str, list[StateEntry]] = {}
             for entry in self._state.optimizer_entries(flat, self._state.arrays(flat), existing):
@@ -270,11 +274,11 @@ class _TorchStates:
             for _, name, fqn in slots:
                 shards, values = entries.get(name, ()), content["state"].get(fqn, {})
                 values = {key: value for key, value in values.items() if value is not None}
-                kinds, group = {entry.kind for entry in shards}, self.engine.bound.group_of[name]
+                kinds, group = {entry.kind for entry in shards}, bound.group_of[name]
                 further = [
                     StateEntry(flat, name, key)
                     for key in values.keys() - kinds
-                    if key == COMPENSATION or self.engine.bound.is_switched_off(group, key)
+                    if key == COMPENSATION or bound.initial_states.is_switched_off(group, key)
                 ]
                 shards = [*shards, *further]
                 expected = scalars[name].keys() | {entry.kind for entry in shards}
@@ -291,7 +295,7 @@ class _TorchStates:
                 "optimizer's state dict", f"optimizer ({kind})", sorted(missing), sorted(unexpected)
             )
         groups = self._groups(content["param_groups"], strict)
-        self.engine.bound.load_hyperparameters(groups)
+        bound.load_hyperparameters(groups)
         transfer(source, self.engine, weights=False, keeps=True)
 
     def _groups(self, saved: Sequence[ParamGroup], strict: bool) -> list[dict[str, object]]:
@@ -299,6 +303,7 @@ class _TorchStates:
         its parameters; by number if none of them has a group there.
         """
         bound = self.engine.bound
+        assert bound is not None
         names_by_group: list[list[str]] = [[] for _ in bound.groups]
         for _, name, fqn in self.trained():
             names_by_group[bound.group_of[name]].append(fqn)
@@ -490,6 +495,7 @@ def _one_box_a_file(write: Callable[..., object]) -> Callable[..., object]:
 def _nested(flattened: Mapping[str, object], states: _TorchStates) -> States:
     """Return the nested form of a state dict of ``flatten_optimizer_state_dict``."""
     bound, state = states.engine.bound, dict[str, States]()
+    assert bound is not None
     for path, value in flattened.items():
         if path.startswith("state."):
             fqn, _, key = path.removeprefix("state.").rpartition(".")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from hf_zero.config import ZeroConfig
+    from hf_zero.engine import Engine
+    from hf_zero.parity.reference import Reference
 
 STEPS, SAMPLES, FEATURES = 6, 4, 48
 BOUND = 1e-4  # of the distance that training has moved the weights
@@ -59,7 +61,7 @@ def _config(stage: int) -> ZeroConfig:
     )
 
 
-def _train(engine: Any, rank: int, batches: Sequence[torch.Tensor]) -> None:
+def _train(engine: Engine | Reference, rank: int, batches: Sequence[torch.Tensor]) -> None:
     for batch in batches:
         mine = batch[rank * SAMPLES : (rank + 1) * SAMPLES].to(engine.device)
         engine.backward(engine(mine).square().mean())
@@ -80,7 +82,7 @@ def _sharded(stage: int, folder: Path, rank: int, ranks: int) -> dict[str, torch
     """Return the weights after the training at ``stage``, which is saved and resumed half-way."""
     import hf_zero
 
-    def start(**more: Any) -> Any:
+    def start(**more: Any) -> Engine:
         return hf_zero.initialize(model=_model(), config=_config(stage), **more)[0]
 
     engine, batches = start(), _batches(ranks)
@@ -91,6 +93,7 @@ def _sharded(stage: int, folder: Path, rank: int, ranks: int) -> dict[str, torch
     _train(engine, rank, batches[STEPS // 2 :])
     weights = engine.state_dict()
     engine.destroy()
+    assert weights is not None  # every rank asks for them
     return weights
 
 

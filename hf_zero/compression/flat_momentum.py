@@ -79,7 +79,7 @@ class FlatMomentum:
     def state(self, name: str) -> Tensor:
         """Return the state ``name`` of this rank's chunk: [owned], a view of the optimizer's."""
         array, shard = self._state.get(name), self.flat.optimizer_shard
-        if array is None or array.data_ptr() != self._bound.address(shard, name):
+        if array is None or array.data_ptr() != self._bound.device_state.address(shard, name):
             self._state = self._bound.tensors(shard)
             array = self._state.get(name)
         assert array is not None

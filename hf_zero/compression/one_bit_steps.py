@@ -324,7 +324,7 @@ class OneBitSteps(Feature):
         """Return by how many steps parameters lag behind, because they were unused in these."""
         return {
             name: self._made - int((numbers or {}).get("step", 0))
-            for name, numbers in self._bound.of_parameters().items()
+            for name, numbers in self._bound.group_scalars.of_parameters().items()
         }
 
     def _all_sums(

@@ -110,7 +110,9 @@ class BoundOptimizer:
         self._bf16 = bf16
         self._groups = GroupsInStep()
         self._entries = SegmentStateAccess(optimizer, bf16)
-        device = DeviceState(self._entries, self._base, self._base in BEGIN_WITH_GRADIENT)
+        device = self.device_state = DeviceState(
+            self._entries, self._base, self._base in BEGIN_WITH_GRADIENT
+        )
         self._own = OwnStep(optimizer, self._base, bf16, self._groups, device)
         self._fused = step_launch()(optimizer, self._base, self._own.step, kernels, device, bf16)
         # by default those that train
@@ -121,11 +123,7 @@ class BoundOptimizer:
         self._table = SegmentTable(self._entries, self._base, device, self._fused, moments)
         self.group_scalars = GroupScalars(self._entries, self._table)
         self.tensor_state = WholeTensorState(self._entries, self._table)
-        self.scalars = self.group_scalars.scalars
-        self.of_parameters = self.group_scalars.of_parameters
-        self.memory, self.address = device.memory, device.address
-        self._initial = InitialStates(self._entries)
-        self.initial, self.is_switched_off = self._initial.of_group, self._initial.is_switched_off
+        self.initial_states = InitialStates(self._entries)
         self.offloaded_segments = self._table.offloaded.segments
         self._counted = frozenset[str]()  # parameters that other code updates
         self.step_sub_group = self._own.sub_group
@@ -305,12 +303,12 @@ class BoundOptimizer:
         finally:
             optimizer._optimizer_step_post_hooks = hooks
 
-    def launch(self, launch: Callable[[], None]) -> None:
-        """Call ``launch``, a step of this optimizer from a graph, with the hooks that torch calls
-        for steps of all optimizers.
+    def launch(self, replay: Callable[[], None]) -> None:
+        """Call ``replay``, which launches a step of this optimizer from a graph, with the hooks
+        that torch calls for steps of all optimizers.
         """
         with self.without_post_hooks():
-            torch.optim.Optimizer.profile_hook_step(lambda _: launch())(self.optimizer)
+            torch.optim.Optimizer.profile_hook_step(lambda _: replay())(self.optimizer)
 
     @property
     def is_stepping(self) -> bool:
@@ -397,7 +395,8 @@ class BoundOptimizer:
 
     def count_only(self, names: frozenset[str]) -> None:
         """Leave the parameters ``names`` to other code, until the next call: steps of the optimizer
-        only count them. Create missing state with its initial values.
+        only count them, also where no rank has used them. Create missing state with its initial
+        values.
         """
         self._counted = names
         self._table.separate(self._table.segments, names)
@@ -484,7 +483,7 @@ class BoundOptimizer:
         weights and gradient memory.
         """
         flats = {flat.key: flat for flat in self._flats}
-        scalars, shared = self.of_parameters(), self.scalars()
+        scalars, shared = self.group_scalars.of_parameters(), self.group_scalars.scalars()
         tensor_state, segments = self.tensor_state.by_parameter(), self._table.segments
         not_begun = {name for s in segments if not s.begun for name in s.names}
         # states already on the device are cut anew together with those that move there
@@ -522,7 +521,7 @@ class BoundOptimizer:
         return table.offloaded.arrays(flat) if flat.offloaded else table.device.arrays(flat)
 
     def tensors(self, flat: OptimizerShard) -> dict[str, Tensor]:
-        """Return all :meth:`arrays` of ``flat``."""
+        """Return the :meth:`arrays` of ``flat``, all of them in memory."""
         return dict(self.arrays(flat))
 
     def existing(self) -> dict[str, set[str]]:
@@ -564,7 +563,7 @@ class BoundOptimizer:
         if flat.offloaded and touched and len(having) == len(touched):
             self._table.offloaded.load_tensor(flat, name, tensor, first)
             return
-        if touched and not (having or self._initial.some_group_keeps(name, masters(flat))):
+        if touched and not (having or self.initial_states.some_group_keeps(name, masters(flat))):
             have = sorted(
                 {key for segment, _ in touched for key in self._entries.elementwise(segment)}
             )
@@ -576,8 +575,8 @@ class BoundOptimizer:
         for segment, part in touched:
             start, group = max(part.start, first), segment.group
             values, at = tensor[start - first : part.stop - first], part.offset + start - part.start
-            keeps = segment in having or name in self.initial(group, masters(flat))
-            if keeps or (self.is_switched_off(group, name) and bool(values.any())):
+            keeps = segment in having or name in self.initial_states.of_group(group, masters(flat))
+            if keeps or (self.initial_states.is_switched_off(group, name) and bool(values.any())):
                 self._table.state_of(segment).put(segment, name, at, values)
 
     def create_offloaded(self, flat: OptimizerShard) -> bool:
@@ -589,7 +588,7 @@ class BoundOptimizer:
         return flat.offloaded and self._table.offloaded.create_missing(flat)
 
     def forget(self) -> None:
-        """Reset all state to before the first step."""
+        """Reset all state, offloaded state too, to that before the first step."""
         self.states.discard()
         self.group_scalars.note_load([])
         self._entries.states.clear()
@@ -610,7 +609,7 @@ class BoundOptimizer:
         """
         own_flats = [flat for flat in self._flats if flat.spec.saves_shard]  # not of replicas
         reported = {slot.name for flat in own_flats for slot in flat.layout.slots}
-        numbers = self.of_parameters().items()
+        numbers = self.group_scalars.of_parameters().items()
         reports = gather({names[name]: own for name, own in numbers if name in reported})
         known = dict[str, ParameterScalars](ChainMap(*map(dict, reports)))
         # an empty tensor has no elements on any rank
@@ -622,7 +621,7 @@ class BoundOptimizer:
         """Return the report on the parameters of each group that have elements on this rank;
         ``whole`` returns names in the whole model.
         """
-        of_groups = self._by_group(self.of_parameters())
+        of_groups = self._by_group(self.group_scalars.of_parameters())
         return [report_of({whole(n): own for n, own in of.items()}) for of in of_groups]
 
     def load_by_parameter(self, scalars: Mapping[str, ParameterScalars]) -> None:
@@ -686,7 +685,7 @@ class BoundOptimizer:
             optimizer.state = kept
             for group, params in zip(self.groups, between):
                 group["params"] = params
-        return snapshots.described(packed, parts, self.scalars(), self._flats)
+        return snapshots.described(packed, parts, self.group_scalars.scalars(), self._flats)
 
     def with_parts(self, packed: StateDict) -> StateDict:
         """Return ``packed``, a state dict of this model, with the part of each entry: whole
@@ -741,7 +740,9 @@ class BoundOptimizer:
             )
 
     def drop_state(self) -> None:
-        """Drop the state on the device and all entries, as a load of torch does."""
+        """Drop all entries and the state on the device, as a load of torch does, which must follow.
+        Offloaded arrays stay, for the load to write to.
+        """
         self.states.discard()
         self.show_states()
         self._entries.states.clear()
@@ -781,7 +782,7 @@ class BoundOptimizer:
         """
         narrow = self._bf16 is not None and self._bf16.masters
         like = torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
-        return self._initial.some_group_keeps(name, like)
+        return self.initial_states.some_group_keeps(name, like)
 
     def _same_groups(self, saved: Sequence[object], what: str) -> None:
         if len(saved) != len(self.groups):

@@ -18,8 +18,6 @@ class Observed:
     ``config``: the precision and stage of that library.
     """
 
-    destroyed = True  # its library ends it
-
     def __init__(self, module: nn.Module, optimizer: Any, config: ZeroConfig):
         self.module, self.optimizer, self.config = module, optimizer, config
         self.global_rank = process_group.get_rank()

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import torch
 
 from hf_zero.distributed import process_group
+from hf_zero.engine import Engine
 from hf_zero.logging import JsonObject, logger
 from hf_zero.offload.storage import MASTER
 from hf_zero.parity.fewer_layers import blocks_before
@@ -25,6 +26,7 @@ from hf_zero.parity.sketch import CHUNK, PRODUCTS, added, sketch
 from hf_zero.zero.layout.tree import tensors_in
 from hf_zero.zero.state_entries import EngineState, StateEntry
 
+RecordedEngine = Engine | Reference | Observed
 MESSAGE_LENGTH = 300
 MOST_SKIPPED = 20  # steps beyond those asked for, while an fp16 loss scale is found
 
@@ -52,7 +54,7 @@ class StepRecorder:
         # called in a step of a script that catches every exception, and goes on
         self.when_ignored: Callable[[], None] = lambda: None
         self._engines: dict[int, int] = {}  # number by id
-        self.engines: list[Any] = []
+        self.engines: list[RecordedEngine] = []
         # recorded steps by engine, and how many of them an overflow has skipped
         self._taken: list[int] = []
         self._skipped: list[int] = []
@@ -81,7 +83,7 @@ class StepRecorder:
 
     # ---- what a script computes ----
 
-    def add(self, engine: Any, header: JsonObject) -> None:
+    def add(self, engine: RecordedEngine, header: JsonObject) -> None:
         """Begin the record of ``engine``, with its weights before the first step."""
         if engine.optimizer is None:
             return  # it trains nothing
@@ -143,7 +145,7 @@ class StepRecorder:
         if first is not None:
             self._evaluations.append(float(first.detach().float().norm()))
 
-    def end_step(self, engine: Any) -> None:
+    def end_step(self, engine: RecordedEngine) -> None:
         """Record a step, and raise :class:`Finished` after the last one."""
         number = self._engines.get(id(engine))
         if number is None:
@@ -152,7 +154,8 @@ class StepRecorder:
             self.when_ignored()
             raise Finished
         self._taken[number] = engine.global_steps if self._resumed else self._taken[number] + 1
-        norm = engine.get_global_grad_norm()
+        norm, optimizer = engine.get_global_grad_norm(), engine.optimizer
+        assert optimizer is not None
         line = {
             "engine": number,
             "step": self._taken[number],
@@ -160,7 +163,7 @@ class StepRecorder:
             "inputs": self._inputs,
             "evaluations": self._evaluations,
             "norm": None if norm is None else float(norm),
-            "rates": [float(group["lr"] or 0) for group in engine.optimizer.param_groups],
+            "rates": [float(group["lr"] or 0) for group in optimizer.param_groups],
             "applied": bool(engine.was_step_applied()),
             "scale": float(engine.loss_scale()),
         }
@@ -171,6 +174,7 @@ class StepRecorder:
         if self.steps and all(t - min(s, MOST_SKIPPED) >= self.steps for t, s in counted):
             self.finished = True
             for index, trained in enumerate(self.engines if self.saves else ()):
+                assert not isinstance(trained, Observed)  # its library saves it
                 trained.save_checkpoint(saved_engine(self.folder, index), blocking=True)
             raise Finished
 
@@ -188,7 +192,7 @@ class StepRecorder:
         return messages
 
 
-def _weights(engine: Any, frozen: bool = False) -> JsonObject:
+def _weights(engine: RecordedEngine, frozen: bool = False) -> JsonObject:
     """Return sketches of the parameters of ``engine`` on this rank, by name: of ``masters``, which
     the optimizer updates, with the range of elements that this rank has; and of ``whole`` ones,
     with which this rank computes.
@@ -220,7 +224,7 @@ def _weights(engine: Any, frozen: bool = False) -> JsonObject:
     return line | ({"units": units} if frozen else {})
 
 
-def _sizes(engine: Any) -> dict[str, int]:
+def _sizes(engine: RecordedEngine) -> dict[str, int]:
     if isinstance(engine, Observed):
         return engine.sizes()
     return {name: parameter.numel() for name, parameter in engine.module.named_parameters()}
@@ -286,7 +290,7 @@ class RecordedMethods:
         before = self.global_steps  # type: ignore[attr-defined]
         super().step(*args, **kwargs)  # type: ignore[misc]
         if self.global_steps != before:  # type: ignore[attr-defined]
-            self.recorder.end_step(self)
+            self.recorder.end_step(self)  # type: ignore[arg-type]
 
     def save_checkpoint(self, save_dir: Any = None, *args: Any, **kwargs: Any) -> bool:
         """Save into the folder of this run, which goes with the comparison."""

@@ -19,6 +19,7 @@ from hf_zero.parity import plain_frameworks, real_deepspeed
 from hf_zero.parity.deepspeed_reference import DeepSpeedReference
 from hf_zero.parity.fewer_layers import make_fewer
 from hf_zero.parity.framework_resumes import FrameworkResumes, follow
+from hf_zero.parity.observed import Observed
 from hf_zero.parity.recorder import (
     Finished,
     StepRecorder,
@@ -169,6 +170,6 @@ def recording(run: ComparedRun, ends_process: bool = False) -> Iterator[None]:
                 installed.undo.close()
                 del _installed[run.folder]
     for engine in recorder.engines:
-        if not engine.destroyed:
+        if not isinstance(engine, Observed) and not engine.destroyed:
             engine.destroy()
     recorder.close(how)

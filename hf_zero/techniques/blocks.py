@@ -266,7 +266,7 @@ class DrawsForBlocks(Feature, ABC, Generic[Drawn]):
         self._returned = ReturnedBefore()
         self._calls: BlockCalls | None = None
         self._awaited: AwaitedCalls | None = None
-        self._engine: Any = None
+        self._engine: TrainingEngine  # from apply to remove
 
     def _take_over(
         self, engine: TrainingEngine, blocks: Sequence[nn.Module], chosen: Iterable[nn.Module]
@@ -283,8 +283,8 @@ class DrawsForBlocks(Feature, ABC, Generic[Drawn]):
     def _call(
         self, block: nn.Module, run: Call, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        forward = self._engine.pass_runner.module_hooks.current_root
-        drawn = None if forward is None else forward.drawn.get(self)
+        forward = self._engine.pass_runner.module_hooks.current_forward
+        drawn: Any = None if forward is None else forward.drawn.get(self)
         if drawn is None or not block.training:
             return run(*args, **kwargs)
         if self._awaited is not None:
@@ -292,7 +292,7 @@ class DrawsForBlocks(Feature, ABC, Generic[Drawn]):
         return self._change(drawn, block, run, args, kwargs)
 
     def _refuse_uncalled(self, block: nn.Module, path: str) -> None:
-        forward = self._engine.pass_runner.module_hooks.current_root
+        forward = self._engine.pass_runner.module_hooks.current_forward
         if forward is None or self not in forward.drawn or not block.training:
             return
         # a script may call a block, or a part of it
@@ -325,4 +325,5 @@ class DrawsForBlocks(Feature, ABC, Generic[Drawn]):
             self._calls.remove()
             self._awaited.clear()
             self._engine.pass_runner.module_hooks.left_out.sources.remove(self._draw)
-        self._calls, self._awaited, self._engine = None, None, None
+            del self._engine
+        self._calls, self._awaited = None, None

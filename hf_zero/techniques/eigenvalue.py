@@ -223,7 +223,7 @@ class StretchedPeriods:
 
     def __init__(self, section: EigenvalueSection, bits: BitSchedule):
         self._section, self._bits = section, bits
-        self._engine: Any = None
+        self._engine: TrainingEngine  # set by install
         self._eigenvalues: HessianEigenvalues | None = None
         self._layer_of: dict[str, int] = {}  # by parameter
         self._precisions: list[Precision] = []  # by layer

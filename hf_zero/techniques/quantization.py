@@ -73,7 +73,7 @@ class WeightsInBits(Feature):
         self._began = False
         self._logged_bits: dict[str, set[int]] = {}
         self._stretched = stretched
-        self._engine: Any = None
+        self._engine: TrainingEngine | None = None
 
     def check(self, plan: EnginePlan) -> None:
         """Raise ConfigError if no weight of ``plan`` is to be rounded, or one cannot be."""
@@ -125,6 +125,7 @@ class WeightsInBits(Feature):
     def step(self) -> int:
         """The number of updates since rounding started; negative before."""
         engine = self._engine
+        assert engine is not None
         return engine.global_steps - engine.skipped_steps - self._section.offset
 
     def bits(self) -> dict[str, int]:
@@ -191,7 +192,7 @@ class WeightsInBits(Feature):
         self._begin()
 
     def remove(self) -> None:
-        if self._began:
+        if self._began and self._engine is not None:
             self._engine.schedule.changed_values.change(self._flats, None)
         if self._stretched is not None:
             self._stretched.remove()

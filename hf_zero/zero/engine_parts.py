@@ -105,6 +105,11 @@ class EngineParts(ModelWrapper):
         __getattr__: None  # type: ignore[assignment,misc]
         __setattr__: None  # type: ignore[assignment,misc]
 
+        # defined by TrainingEngine
+        def refuse_update(self) -> None: ...
+
+        def finish_update_in_backward(self) -> None: ...
+
     # names of parameters and buffers that other pipeline stages hold
     elsewhere: frozenset[str] = frozenset()
     measures: StepMeasures[Any] = StepMeasures()
@@ -327,6 +332,10 @@ class EngineParts(ModelWrapper):
             self.changes.refuse_gradients(f"writing {name}.grad")
         self.pass_runner.write_gradient(flat, name, value)
 
+    def refuse_unconfirmed(self, what: str) -> None:
+        """Raise PartitionError for ``what`` between an update in a backward and its step()."""
+        self.changes.refuse_unconfirmed(what)
+
     def take_user_writes(self) -> None:
         """Copy a script's writes to whole parameters into shards and master weights."""
         self.optimizer_step.take_user_writes()
@@ -356,7 +365,7 @@ class EngineParts(ModelWrapper):
         return self.config.stage
 
     @property
-    def bound(self) -> BoundOptimizer | Any:
+    def bound(self) -> BoundOptimizer | None:
         """The optimizer bound to the shards; None without one, and after :meth:`destroy`."""
         return self.optimizer_step.bound
 

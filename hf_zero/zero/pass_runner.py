@@ -92,7 +92,7 @@ class PassRunner:
             self._begin_backward,
             self._end_backward if model.updates_in_backward else None,
             lambda: self.losses.refuse_part(),
-            self._window.uncount,
+            self._window.undo_backward,
         )
         model.schedule.connect(
             self.reducer, self.tracker.abort_broken_backward, self._optimizer_step.on_use
@@ -156,12 +156,12 @@ class PassRunner:
         self._window.expects_gradients = True
         self._sanity.on_loss(loss)
         with self.losses.carrying(loss.dtype, weight) as scale:
-            root = loss.float() * scale if scale != 1.0 else loss
+            scaled = loss.float() * scale if scale != 1.0 else loss
             if self.step_runner is not None and self.step_runner.is_open:
-                self._run_captured(self.step_runner, root, retain_graph, (scale, weight))
+                self._run_captured(self.step_runner, scaled, retain_graph, (scale, weight))
                 return
-            with self.module_hooks.backward_of(root):
-                root.backward(retain_graph=retain_graph)
+            with self.module_hooks.backward_of(scaled):
+                scaled.backward(retain_graph=retain_graph)
 
     def run_backward_from(
         self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -206,10 +206,12 @@ class PassRunner:
             ends_window
             and self._model.updates_in_backward
             and not step.max_norm
-            and (self._by_step or self.tracker.inside)
+            and (self._by_step or self.tracker.inside_backward)
         )
         if updates:
-            self._engine().refuse_update()  # collective: the conditions are equal on all ranks
+            engine = self._model.engine_flats.engine()
+            assert engine is not None
+            engine.refuse_update()  # collective: the conditions are equal on all ranks
             updates = not step.waits_for_hooks()
         window.begin_backward(closes)
         alone = not any(window.before_last_backward)
@@ -228,23 +230,21 @@ class PassRunner:
         all ranks.
         """
         if self._optimizer_step.updater.backward_update is not None:
-            self._engine().finish_update_in_backward()
-
-    def _engine(self) -> Any:
-        engine: Any = self._model.engine_flats.engine()
-        return engine
+            engine = self._model.engine_flats.engine()
+            assert engine is not None
+            engine.finish_update_in_backward()
 
     # ---- a backward that a graph launches ----
 
     def _run_captured(
-        self, runner: StepRunner, root: torch.Tensor, retain_graph: bool, loss_factors: Hashable
+        self, runner: StepRunner, scaled: torch.Tensor, retain_graph: bool, loss_factors: Hashable
     ) -> None:
-        """Backpropagate ``root``, a loss with ``loss_factors``, while a forward of ``runner``
+        """Backpropagate ``scaled``, a loss with ``loss_factors``, while a forward of ``runner``
         awaits its backward.
         """
         before, self.runs_captured = self.reducer.progress, True
         try:
-            root.backward(retain_graph=retain_graph)
+            scaled.backward(retain_graph=retain_graph)
         finally:
             self.runs_captured = False
         runner.end_backward(loss_factors, self.reducer.progress is not before)

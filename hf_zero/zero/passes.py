@@ -68,7 +68,7 @@ class ModuleHooks:
         # hooked modules whose forward is running, outermost first, and the exception that was being
         # handled as each began
         self._running: list[tuple[nn.Module, BaseException | None]] = []
-        self._root: OutermostForward | None = None  # the forward under way
+        self._outermost: OutermostForward | None = None  # the forward under way
         self._last: LastOutput | None = None
         self.left_out = LeftOutModules(model, units)
         self.forward_count = 0  # forwards with gradients
@@ -138,7 +138,7 @@ class ModuleHooks:
         if (
             not self._tracker.tasks
             and not self._running
-            and not self._tracker.inside
+            and not self._tracker.inside_backward
             and any_raw_grad(self._training)
         ):
             self._tracker.reduce_stray_gradients()
@@ -164,10 +164,10 @@ class ModuleHooks:
         return bool(self._running)
 
     @property
-    def current_root(self) -> OutermostForward | None:
+    def current_forward(self) -> OutermostForward | None:
         """The outermost forward under way; in a backward, the one that is recomputed."""
-        inside = graph_task() != -1 and self._tracker.inside
-        return self._tracker.current_root if inside else self._root
+        inside = graph_task() != -1 and self._tracker.inside_backward
+        return self._tracker.current_forward if inside else self._outermost
 
     # ---- forwards of modules ----
 
@@ -186,7 +186,7 @@ class ModuleHooks:
                 unit.wait_for_update()
             return None
         tracker = self._tracker
-        inside = graph_task() != -1 and tracker.inside  # of each block: no call outside
+        inside = graph_task() != -1 and tracker.inside_backward  # of each block: no call outside
         if inside:
             tracker.enter()
         elif tracker.tasks:
@@ -201,8 +201,8 @@ class ModuleHooks:
             tracker.refuse_updated(unit)
         if spans.blocks:
             spans.began(module, "forward", name or unit.label)
-        root = tracker.remaining.recomputation if inside else self._root
-        return unit.pre_forward(module, args, kwargs, root, last, inside)
+        forward = tracker.remaining.recomputation if inside else self._outermost
+        return unit.pre_forward(module, args, kwargs, forward, last, inside)
 
     def _begin_pass(
         self, name: str, module: nn.Module, kwargs: Mapping[str, object], grads: bool
@@ -216,10 +216,10 @@ class ModuleHooks:
         for key, value in kwargs.items():
             if is_cache(value) or (key == ENCODED and value is not None):
                 kind += (key,)
-        self._root = OutermostForward(module is self._model, next_tick(), name)
+        self._outermost = OutermostForward(module is self._model, next_tick(), name)
         if grads and self.left_out.sources:
-            self.left_out.record(self._root)
-        self._schedule.begin(kind, left_out=self._root.left_out)
+            self.left_out.record(self._outermost)
+        self._schedule.begin(kind, left_out=self._outermost.left_out)
         if grads:
             self.forward_count += 1
             self._tracker.add_forward(kind, joint=not self._schedule.between_passes)
@@ -230,7 +230,7 @@ class ModuleHooks:
         # post-forward hook of ``module``
         if _transforms() and transformed():
             return None
-        inside, running = graph_task() != -1 and self._tracker.inside, self._running
+        inside, running = graph_task() != -1 and self._tracker.inside_backward, self._running
         # The hook also runs after an exception, which is then being handled. One that was handled
         # before, around the call, is none of this forward.
         raised, handled = sys.exc_info()[1], None
@@ -246,9 +246,9 @@ class ModuleHooks:
         if begun and unit is not None and unit.calls.in_forward:
             returned, self._last = unit.post_forward(module, output, raised, inside)
         if not running and not inside:
-            root, self._root, self._last = self._root, None, None
-            if root is not None:
-                self._tracker.end_forward(root, torch.is_grad_enabled())
+            forward, self._outermost, self._last = self._outermost, None, None
+            if forward is not None:
+                self._tracker.end_forward(forward, torch.is_grad_enabled())
             self._schedule.record_forward_error(raised)
             if raised is not None:
                 self._schedule.abort()  # the forward has raised
@@ -273,9 +273,11 @@ class ModuleHooks:
         """Keep ``unit`` gathered for the backward of ``node``, which was recorded outside the
         unit's own forward.
         """
-        root = OutermostForward(of_whole_model=self.forward_runs or self._tracker.inside)
-        unit.keep_for_backward(root)
-        node.register_prehook(partial(self._tracker.reach_root, root))
+        forward = OutermostForward(
+            of_whole_model=self.forward_runs or self._tracker.inside_backward
+        )
+        unit.keep_for_backward(forward)
+        node.register_prehook(partial(self._tracker.reach_forward, forward))
 
     def abort_broken_pass(self) -> None:
         """Abort a forward or backward that an exception has left open; none may be running.
@@ -283,8 +285,8 @@ class ModuleHooks:
         """
         if self._tracker.tasks:
             self._tracker.abort_broken_backward()
-        if self._running and not self._tracker.inside:
-            self._running, self._root, self._last = [], None, None
+        if self._running and not self._tracker.inside_backward:
+            self._running, self._outermost, self._last = [], None, None
             for unit in self._units:
                 unit.calls.in_forward.clear()
             self._schedule.abort()
@@ -353,9 +355,9 @@ class BackwardTracker:
         # forwards with calls whose outputs have hooks, the newest included
         self._with_graph: weakref.WeakSet[OutermostForward] = weakref.WeakSet()
         # forwards reached by the backward under way
-        self._roots_reached: set[OutermostForward] = set()
-        # The forward that the backward has reached last.
-        self.current_root: OutermostForward | None = None
+        self._forwards_reached: set[OutermostForward] = set()
+        # the forward that the backward has reached last
+        self.current_forward: OutermostForward | None = None
         # the last forward with a graph since the last backward
         self._last_forward: OutermostForward | None = None
         # units left out by all forwards that the backward under way has reached
@@ -364,7 +366,7 @@ class BackwardTracker:
         self._untracked: list[OutermostForward] = []
 
     @property
-    def inside(self) -> bool:
+    def inside_backward(self) -> bool:
         """Return whether this thread runs a backward. torch calls the callback for its end, with
         which an update in the backward runs hooks of the optimizer, within the same graph task.
         """
@@ -390,21 +392,21 @@ class BackwardTracker:
 
     def add_call(self, call: UnitCall) -> None:
         """Register ``call``, which has ended and has hooks on its outputs, as pending."""
-        if not call.root.tracked:
-            call.root.tracked = True
-            self._with_graph.add(call.root)
-        call.root.calls.add(call)
+        if not call.outermost.tracked:
+            call.outermost.tracked = True
+            self._with_graph.add(call.outermost)
+        call.outermost.calls.add(call)
         call.unit.calls.pending.add(call)
 
-    def end_forward(self, root: OutermostForward, has_graph: bool) -> None:
+    def end_forward(self, forward: OutermostForward, has_graph: bool) -> None:
         """End an outermost forward. Without a graph its units are no longer kept; of forwards kept
         without a hook only the last few are.
         """
-        self._last_forward = root if has_graph else self._last_forward
+        self._last_forward = forward if has_graph else self._last_forward
         if not has_graph:
-            self._end_reads({root})
-        elif not root.tracked and any(root in unit.calls.read_by for unit in self._units):
-            self._untracked.append(root)
+            self._end_reads({forward})
+        elif not forward.tracked and any(forward in unit.calls.read_by for unit in self._units):
+            self._untracked.append(forward)
             self._end_reads(set(self._untracked[:-FORWARDS_TOLD_APART]))
             del self._untracked[:-FORWARDS_TOLD_APART]
 
@@ -412,20 +414,20 @@ class BackwardTracker:
 
     def begin_call(self, call: UnitCall) -> None:
         """Begin the backward of ``call``, and that of its outermost forward with the first one."""
-        root = call.root
-        if root is not self.current_root and root is not self.remaining.recomputation:
-            self._begin_forward(root)
+        forward = call.outermost
+        if forward is not self.current_forward and forward is not self.remaining.recomputation:
+            self._begin_forward(forward)
         # A submodule called directly calls ``_on_part`` each time: a loss scale may have been put
         # at other outputs since.
-        if not root.of_whole_model or root not in self._roots_reached:
-            self.reach_root(root)
+        if not forward.of_whole_model or forward not in self._forwards_reached:
+            self.reach_forward(forward)
 
-    def _begin_forward(self, root: OutermostForward) -> None:
-        """Begin the backward of the outermost forward ``root``."""
-        if self._left_out or root.left_out:
-            self._leave_out(root.left_out)
-        self._reducer.idle.add_forward(root.idle)
-        self.current_root = root
+    def _begin_forward(self, forward: OutermostForward) -> None:
+        """Begin the backward of the outermost forward ``forward``."""
+        if self._left_out or forward.left_out:
+            self._leave_out(forward.left_out)
+        self._reducer.idle.add_forward(forward.idle)
+        self.current_forward = forward
 
     def add_unmarked(self, call: UnitCall) -> None:
         """Register ``call``, whose backward has begun, as one whose end no hook reports."""
@@ -436,30 +438,31 @@ class BackwardTracker:
         of it is pending, or a checkpoint may rerun it.
         """
         unit, remaining = call.unit, self.remaining
-        if len(self.tasks) > 1 and call.root is remaining.recomputation:
+        if len(self.tasks) > 1 and call.outermost is remaining.recomputation:
             remaining.reruns_seen = True
             unit.calls.expected_reruns = max(0, unit.calls.expected_reruns - 1)
             unit.calls.seen_reruns += 1
         if not remaining.awaits_calls(unit) and not remaining.awaits_reruns(unit, False):
             self._reducer.mark_complete(unit)
 
-    def reach_root(self, root: OutermostForward, grads: object = None) -> None:
-        """Gather the units that the backward of ``root`` reads, also for a second backward over its
-        graph. Also a prehook of an autograd node, hence ``grads``.
+    def reach_forward(self, forward: OutermostForward, grads: object = None) -> None:
+        """Gather the units that the backward of ``forward`` reads, once the backward under way has
+        reached it, also for a second backward over its graph. Also a prehook of an autograd node,
+        hence ``grads``.
         """
         self.enter()
-        if not root.of_whole_model:
+        if not forward.of_whole_model:
             self._on_part()
-        if root in self._roots_reached:
+        if forward in self._forwards_reached:
             return
-        self._roots_reached.add(root)
-        for call in root.calls:
+        self._forwards_reached.add(forward)
+        for call in forward.calls:
             # pending again in a second backward over its graph
             call.unit.calls.pending.add(call)
         if self._left_out:
-            self._restore_left_out(self._left_out & root.reads)
-        for unit in root.reads:
-            unit.calls.read_by.add(root)
+            self._restore_left_out(self._left_out & forward.reads)
+        for unit in forward.reads:
+            unit.calls.read_by.add(forward)
             self._schedule.ensure_gathered(unit)
 
     def _leave_out(self, units: frozenset[Unit]) -> None:
@@ -470,10 +473,10 @@ class BackwardTracker:
         their place. Forwards that this backward does not reach have no influence, since one rank
         may have run them alone.
         """
-        if self.current_root is not None:
+        if self.current_forward is not None:
             self._restore_left_out(self._left_out - units)
         elif units:
-            reads = (root.reads for root in self._roots_reached)
+            reads = (forward.reads for forward in self._forwards_reached)
             self._left_out = units.difference(*reads)
             self._schedule.leave_out(self._left_out)
             self._reducer.leave_out(self._left_out)
@@ -489,11 +492,11 @@ class BackwardTracker:
         ``call``, has come to ``tick``: every forward of its graph that began later is done. Release
         the units that were gathered for other ranks alone.
         """
-        if len(self.tasks) == 1 and call.root is not self.remaining.recomputation:
+        if len(self.tasks) == 1 and call.outermost is not self.remaining.recomputation:
             if self._first:
                 self._first = False
-                for root in self._with_graph:
-                    if root is not call.root and root.began < tick and root.pending:
+                for forward in self._with_graph:
+                    if forward is not call.outermost and forward.began < tick and forward.pending:
                         self._reducer.note_older_pending()
                         break
             for unit in self.remaining.advance_to(tick):
@@ -525,7 +528,7 @@ class BackwardTracker:
     def enter(self) -> None:
         """Begin a backward if none is under way. Called by every hook in a backward."""
         task = graph_task()
-        if (self.tasks and self.tasks[-1][0] == task) or not self.inside:
+        if (self.tasks and self.tasks[-1][0] == task) or not self.inside_backward:
             return
         for open_task, _ in self.tasks:
             if open_task == task:
@@ -546,11 +549,11 @@ class BackwardTracker:
 
     def abort_broken_backward(self) -> None:
         """Abort a backward that an exception has left open, if any, outside of passes."""
-        if self.tasks and not self.inside:
+        if self.tasks and not self.inside_backward:
             self._abort()
 
     def _begin(self) -> None:
-        self._left_out, self.current_root = frozenset(), None
+        self._left_out, self.current_forward = frozenset(), None
         parts: list[Hashable] = ["backward"]
         for forward, count in self._forwards_by_kind.items():
             if forward is not None:
@@ -566,7 +569,7 @@ class BackwardTracker:
         self._forwards_by_kind.clear()
         recomputation = OutermostForward(True)  # stand-in for forwards recomputed in this backward
         self.remaining.begin(recomputation)
-        self._roots_reached, self._first = {recomputation}, True
+        self._forwards_reached, self._first = {recomputation}, True
         self._on_begin()
         # Without sharded parameters a forward involves no other rank: ranks may have run different
         # numbers of them.
@@ -587,7 +590,7 @@ class BackwardTracker:
     def _end(self) -> None:
         try:
             self._reducer.note_unfinished()
-            if self.current_root is None and self._last_forward is not None:
+            if self.current_forward is None and self._last_forward is not None:
                 # The loss of this rank is a constant, as of an empty batch; other ranks have one
                 # of this forward.
                 self._begin_forward(self._last_forward)
@@ -625,15 +628,15 @@ class BackwardTracker:
             pending = pending or bool(calls.pending)
         # The backward is attributed to the oldest forward without hooks.
         self._last_forward = None
-        self._end_reads({*self._roots_reached, *self._untracked[:1]})
-        self._roots_reached.clear()
+        self._end_reads({*self._forwards_reached, *self._untracked[:1]})
+        self._forwards_reached.clear()
         del self._untracked[:1]
         self.remaining.end()
         if not pending:
             for unit in self._units:
                 unit.calls.expected_reruns = 0  # these forwards are not rerun by a checkpoint
 
-    def _end_reads(self, roots: set[OutermostForward]) -> None:
+    def _end_reads(self, forwards: set[OutermostForward]) -> None:
         for unit in self._units:
             if unit.calls.read_by:
-                unit.calls.read_by -= roots
+                unit.calls.read_by -= forwards

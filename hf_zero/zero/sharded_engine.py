@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ class ShardedEngine(Protocol):
     def optimizer_step(self) -> OptimizerStep: ...
 
     @property
-    def bound(self) -> BoundOptimizer | Any:
+    def bound(self) -> BoundOptimizer | None:
         """None without an optimizer."""
 
     @property

@@ -122,7 +122,8 @@ class EngineState:
         of one element. ``like``: the dtype of its master weights.
         """
         if (group, like) not in self._initial:
-            state = self.bound.initial(group, torch.zeros(1, dtype=like))
+            assert self.bound is not None
+            state = self.bound.initial_states.of_group(group, torch.zeros(1, dtype=like))
             self._initial[group, like] = {
                 kind: value if is_elementwise(kind, value, (1,)) else float(value)
                 for kind, value in state.items()
@@ -133,6 +134,7 @@ class EngineState:
         """Return one element of each state of parameter ``name`` of ``flat`` before its first step;
         none for one that no group has.
         """
+        assert self.bound is not None
         group = self.bound.group_of.get(name)
         if group is None:
             return {}
@@ -182,6 +184,7 @@ class EngineState:
         """Return by parameter the kinds of optimizer state that exist on any rank; ``names`` maps
         this rank's names to whole-model names. Collective.
         """
+        assert self.bound is not None
         here = {names[name]: kinds for name, kinds in self.bound.existing().items()}
         everywhere = dict[str, set[str]]()
         for of_rank in self._mesh.all_gather_object(here, "kinds of optimizer state"):
@@ -193,6 +196,7 @@ class EngineState:
         """Return the scalars of each parameter of a group, as far as known on any rank; ``names``
         maps this rank's names to whole-model names. Collective.
         """
+        assert self.bound is not None
         return self.bound.by_parameter(
             names, lambda counts: self._mesh.all_gather_object(counts, "step counts")
         )
@@ -242,11 +246,11 @@ def _transfer_flat(
     keeps: bool,
 ) -> None:
     """Write the part of :func:`transfer` that is in ``flat``."""
-    shard = flat.optimizer_shard
+    shard, bound = flat.optimizer_shard, state.bound
     shard.writing()
     if not flat.trainable:
-        flat.recall()
-    begun = optimizer and state.bound.create_offloaded(shard)
+        flat.restore_views()
+    begun = optimizer and bound is not None and bound.create_offloaded(shard)
     arrays = state.arrays(flat, optimizer)
     kinds = {*names_of, *arrays} if optimizer else {MASTER}
     entries = {
@@ -263,7 +267,7 @@ def _transfer_flat(
             continue
         out = None  # frees the last one before the next is fetched
         out = arrays.get(kind)
-        if kind == COMPENSATION and (state.bound is None or not state.bound.keeps_errors(shard)):
+        if kind == COMPENSATION and (bound is None or not bound.keeps_errors(shard)):
             errors = torch.zeros_like(arrays[MASTER], dtype=torch.float32)
             source.read(of_kind, errors)
             continue
@@ -280,7 +284,8 @@ def _transfer_flat(
             if kind == MASTER and errors is not None and out.dtype == torch.float32:
                 out.add_(errors)
         if kind != MASTER:
-            state.bound.load_tensor(shard, kind, out)
+            assert bound is not None
+            bound.load_tensor(shard, kind, out)
         elif shard.has_master:
             shard.store_master(out)
         else:

@@ -287,7 +287,7 @@ class TrainingEngine(EngineParts):
         losses, runner = self.pass_runner.losses, self.pass_runner.step_runner
         update = self.optimizer_step.update if runner is None else runner.update
         overflow = update(self.counters.global_steps, losses.may_overflow)
-        self._announce_events()
+        self._announce_to_ranks()
         self.schedule.end_step()
         self.optimizer_step.bound.accept_writes()
         failure = None
@@ -366,19 +366,20 @@ class TrainingEngine(EngineParts):
         """Run the hooks of the optimizer's step, as torch's step does for which ``zero_grad()`` has
         left no gradient, and take over what they write (collective). No step is counted.
         """
-        optimizer = self.bound.optimizer
+        bound = self.optimizer_step.bound
+        optimizer = bound.optimizer
         if not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
             return
-        self.bound.check_groups()
+        bound.check_groups()
         with torch.no_grad(), self.changes.change("a step without gradients"):
             self.sharded_model.lend_to_hooks()
             self.optimizer_step.run_pre_hooks()
-            self.bound.accept_writes()
+            bound.accept_writes()
             failure = self._run_post_hooks()
         if failure is not None:
             raise failure
 
-    def _announce_events(self) -> None:
+    def _announce_to_ranks(self) -> None:
         """Announce events to the other ranks, before all agree at the end of this step: a subclass
         may have some.
         """

@@ -198,7 +198,7 @@ def test_every_class_keeps_its_numbers_on_every_rank(case):
     for _ in range(3):
         it.step()
     expected = it.bound[0].scalars()
-    assert all(bound.scalars() == expected for bound in it.bound)
+    assert all(bound.group_scalars.scalars() == expected for bound in it.bound)
     for index, group in enumerate(it.plain.param_groups):
         for name, value in it.plain.state[group["params"][0]].items():
             if not isinstance(value, Tensor) or value.shape != group["params"][0].shape:
@@ -251,7 +251,7 @@ def test_hooks_and_wrappers_of_the_user_run_once_a_step_and_not_for_a_load():
     assert calls == []
     it.step()
     assert calls == ["before", "after"]
-    assert bound.scalars() == [{"step": 4.0}, {"step": 4.0}]
+    assert bound.group_scalars.scalars() == [{"step": 4.0}, {"step": 4.0}]
 
 
 # ---- the table ----
@@ -300,7 +300,7 @@ def test_saved_state_continues_exactly_on_another_number_of_ranks(case):
     for bound in two.bound:
         bound.load_by_parameter({n: scalars[group] for n, group in GROUP_OF.items()})
         bound.load_hyperparameters(settings_)
-        assert bound.scalars() == scalars
+        assert bound.group_scalars.scalars() == scalars
     two.whole, two.plain, two.seed = one.whole, one.plain, one.seed
     for _ in range(2):
         two.step()
@@ -312,16 +312,16 @@ def test_state_before_the_first_step_and_views_that_may_be_written():
     it = world("AdamW", shards=1)
     bound, flat = it.bound[0], it.ranks[0][0]
     assert set(bound.tensors(flat)) == {"master"}
-    assert bound.scalars() == [{}, {}]
+    assert bound.group_scalars.scalars() == [{}, {}]
     bound.load_by_parameter({key: {} for key in GROUP_OF})
-    assert bound.scalars() == [{}, {}]
+    assert bound.group_scalars.scalars() == [{}, {}]
     bound.load_tensor(flat, "exp_avg", torch.ones_like(flat.master))
     found, again = bound.tensors(flat), bound.tensors(flat)
     assert found["master"].data_ptr() == flat.master.data_ptr()
     for name, value in (("exp_avg", 1.0), ("exp_avg_sq", 0.0)):
         assert torch.equal(found[name], torch.full_like(flat.master, value))
         assert again[name].data_ptr() == found[name].data_ptr()
-    assert bound.scalars() == [{"step": 0.0}, {"step": 0.0}]
+    assert bound.group_scalars.scalars() == [{"step": 0.0}, {"step": 0.0}]
     it = world("Adagrad", shards=1, together=False)
     for state in it.bound[0].optimizer.state.values():
         assert torch.all(state["sum"] == 0.1)

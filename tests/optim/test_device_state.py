@@ -64,7 +64,7 @@ def test_state_stays_in_memory_that_binding_has_allocated(together):
     """In the first step, in later ones, and in those that leave parameters out."""
     it = Pair(adamw, together)
     flat = it.flats[1]
-    places = {tensor.data_ptr() for tensor in it.bound.memory(flat)}
+    places = {tensor.data_ptr() for tensor in it.bound.device_state.memory(flat)}
     assert len(places) == 2 and set(it.bound.arrays(flat)) == {"master"}
     for unused in ((), ("b.weight",), ("a.weight", "b.bias"), ()):
         it.step(unused=unused)
@@ -120,7 +120,9 @@ def test_a_hook_before_the_first_step_may_set_the_rate_that_state_begins_with():
 def test_tensors_that_a_script_assigns_are_moved_in():
     it = Pair(adamw)
     it.step()
-    places = {tensor.data_ptr() for flat in it.flats for tensor in it.bound.memory(flat)}
+    places = {
+        tensor.data_ptr() for flat in it.flats for tensor in it.bound.device_state.memory(flat)
+    }
     for entry in it.optimizer.state.values():
         entry["exp_avg"] = torch.full_like(entry["exp_avg"], 0.25)
     for state in it.plain.state.values():
@@ -128,7 +130,9 @@ def test_tensors_that_a_script_assigns_are_moved_in():
     assert all((values == 0.25).all() for values in it.of("exp_avg").values())
     it.step()
     it.assert_equal()
-    assert len(places) == len({*it.bound.memory(it.flats[0]), *it.bound.memory(it.flats[1])})
+    assert len(places) == len(
+        {*it.bound.device_state.memory(it.flats[0]), *it.bound.device_state.memory(it.flats[1])}
+    )
 
 
 def delete(optimizer, name):

@@ -99,7 +99,7 @@ def same(ours, theirs, tolerance=5e-7):
     for name, tensor in want.items():
         told = lambda said, name=name: f"{name}: {said}"  # noqa: E731
         torch.testing.assert_close(got[name], tensor, rtol=tolerance, atol=tolerance, msg=told)
-    assert ours.bound.scalars() == theirs.bound.scalars()
+    assert ours.bound.group_scalars.scalars() == theirs.bound.group_scalars.scalars()
 
 
 def pair(make=adamw, **more):
@@ -132,7 +132,7 @@ def test_equal_to_the_optimizer_s_own_step(make, together, shards, rank, forced)
     launches = 4 if together else 4 * len(ours.flats)
     assert forced.count("lion_" if make is lion else "adam_") == launches
     assert forced.count("advance_") == 4 and called == [ours.optimizer] * 4
-    assert make is lion or ours.bound.scalars()[0]["step"] == 4.0
+    assert make is lion or ours.bound.group_scalars.scalars()[0]["step"] == 4.0
 
 
 def test_parts_that_are_stepped_apart_upload_their_rows_once(forced, monkeypatch):
@@ -163,10 +163,10 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
             saved = copy.deepcopy(torch.optim.AdamW.state_dict(each.optimizer))
             each.step(seed)
         same(ours, theirs)  # shared counters were parted for a while, and not counted once a tensor
-    assert forced.count("adam_") == 3 and ours.bound.scalars()[0]["step"] == 4.0
+    assert forced.count("adam_") == 3 and ours.bound.group_scalars.scalars()[0]["step"] == 4.0
     for each in (ours, theirs):
         torch.optim.AdamW.load_state_dict(each.optimizer, copy.deepcopy(saved))
-        each.bound.group_scalars.note_load(each.bound.scalars())
+        each.bound.group_scalars.note_load(each.bound.group_scalars.scalars())
     ours.bound._fused._slices = {}
     ours.step(4)
     assert forced.count("adam_") == 4
@@ -179,7 +179,7 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
         each.bound.load_by_parameter({key: {"step": 7.0} for key in GROUP_OF})
         each.step(5)
     same(ours, theirs)
-    assert ours.bound.scalars()[1]["step"] == 8.0
+    assert ours.bound.group_scalars.scalars()[1]["step"] == 8.0
     for each in (ours, theirs):
         each.bound.forget()
         each.step(6)
@@ -325,7 +325,7 @@ def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(forced):
         else:
             assert ours.step(0) == set(), change
         assert "adam_" not in forced, change
-        assert ours.bound.scalars()[0]["step"] == 1.0
+        assert ours.bound.group_scalars.scalars()[0]["step"] == 1.0
 
 
 WANTED = [

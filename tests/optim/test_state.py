@@ -54,7 +54,7 @@ def test_the_states_of_one_step_arrive_in_place_and_the_old_ones_go():
         for member, moment in zip(members, moments):
             kept = optimizer.state[member]["exp_avg"]
             assert kept.dtype == torch.float32 and torch.equal(kept.reshape(-1), moment)
-        assert bound.scalars() == [{"step": 1.0}]
+        assert bound.group_scalars.scalars() == [{"step": 1.0}]
 
 
 Adam, SGD = torch.optim.Adam, torch.optim.SGD
@@ -128,7 +128,7 @@ def test_an_optimizer_the_user_vouches_for_runs_with_python_counters():
     out = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     flats[0].read(bound.tensors(flats[0])["master"], out)
     assert all(torch.equal(out[name], p) for name, p in twins.items())
-    assert bound.scalars() == [{"step": 2.0, "warm": 1.0}]
+    assert bound.group_scalars.scalars() == [{"step": 2.0, "warm": 1.0}]
     bound.load_by_parameter({key: {"step": 7.0, "warm": 0.0} for key in parameters})
     state = next(iter(optimizer.state.values()))
     assert state["step"] == 7 and type(state["step"]) is int and state["warm"] is False

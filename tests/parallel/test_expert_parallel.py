@@ -201,7 +201,7 @@ def test_names_of_groups():
 def test_routes_are_those_of_the_forward_that_runs_again():
     """Two forwards, in any order; a module that one of them calls twice finds its routes anew."""
     one, other = (SimpleNamespace(drawn={}) for _ in range(2))
-    hooks = SimpleNamespace(current_root=one)
+    hooks = SimpleNamespace(current_forward=one)
     kept, found = _Kept(hooks), list[Routes]()
 
     def find():
@@ -221,15 +221,15 @@ def test_routes_are_those_of_the_forward_that_runs_again():
     asked: list[Routes] = []
 
     def backward(forward):
-        hooks.current_root = forward
+        hooks.current_forward = forward
         AsksInBackward.apply(torch.ones(1, requires_grad=True)).backward()
         return asked[-1]
 
     first = kept(find)
-    hooks.current_root = other
+    hooks.current_forward = other
     second = kept(find)
     assert backward(one) is first and backward(other) is second and len(found) == 2
-    hooks.current_root = other
+    hooks.current_forward = other
     kept(find)
     assert backward(other) is found[-1] and len(found) == 4 and backward(one) is first
     assert copy.deepcopy(kept)(find) is found[-1]

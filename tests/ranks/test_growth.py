@@ -89,7 +89,10 @@ def operations_of_a_mixture(size: int, folder: Path, by_parameter: bool = False)
     if by_parameter:
         numbers = {name: {"step": 1.0 + n} for n, name in enumerate(engine.bound.group_of)}
         engine.bound.load_by_parameter(numbers)
-        assert len({of["step"] for of in engine.bound.of_parameters().values()}) == 2 * size
+        assert (
+            len({of["step"] for of in engine.bound.group_scalars.of_parameters().values()})
+            == 2 * size
+        )
     yield "step", lambda: step(0)
     packed = optimizer.state_dict()
     yield "optimizer.state_dict", optimizer.state_dict

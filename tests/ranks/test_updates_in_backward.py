@@ -87,7 +87,7 @@ def alike(
             for shard in shards
             for name, values in engine.bound.tensors(shard).items()
         }
-        return norms, state, engine.bound.scalars(), ended(engine)
+        return norms, state, engine.bound.group_scalars.scalars(), ended(engine)
 
     want, got = (on_ranks(ranks, run, early, build=model_of) for early in (False, True))
     for one, other in zip(got, want):

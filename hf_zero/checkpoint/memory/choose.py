@@ -40,6 +40,7 @@ from hf_zero.logging import counted, listed, log_rank0, logger
 if TYPE_CHECKING:
     from hf_zero.distributed.host_transfers import Peer
     from hf_zero.distributed.world_group import RankGroup
+    from hf_zero.zero.training_engine import TrainingEngine
 
 # files compared by `newest_in_memory`, which the load right after it need not hash again
 _compared: set[tuple[Path, str, int, int]] = set()
@@ -114,7 +115,11 @@ def newest_in_memory(
 
 
 def choose_checkpoint(
-    engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool, resumes: bool
+    engine: TrainingEngine,
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    strict: bool,
+    resumes: bool,
 ) -> Newest:
     """Return the checkpoint that a load of ``directory`` means: with a ``tag`` that one; in the
     folder of a generation in memory that generation; else the :func:`newest`, unless an integration
@@ -236,7 +241,7 @@ class _Taking:
         self._chooses = False  # a load follows
         self._marks: list[folders.InUse] = []  # of the folders that a load reads
 
-    def take(self, engine: object = None, strict: bool = True) -> Newest | None:
+    def take(self, engine: TrainingEngine | None = None, strict: bool = True) -> Newest | None:
         """Return the generation in a folder of this host, with the files that its ranks read for a
         load into ``engine``, if there is one; None, logged, if it is not complete. Collective.
         """
@@ -357,7 +362,9 @@ class _Taking:
         collective_try(self._ranks, make)
         return folder
 
-    def _complete(self, engine: Any, manifest: Manifest, folder: Path, strict: bool) -> None:
+    def _complete(
+        self, engine: TrainingEngine, manifest: Manifest, folder: Path, strict: bool
+    ) -> None:
         """Add the files that the ranks of this host read for a load into ``engine``. Collective."""
         memory = saving.checkpoints_of(engine)
         assert memory is not None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.generations import Folder, Newest
 from hf_zero.checkpoint.memory.choose import choose_checkpoint, newest_in_memory
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.config import ZeroConfig
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 
 class GenerationsInMemory(MemoryCheckpoints):
@@ -26,6 +29,11 @@ class GenerationsInMemory(MemoryCheckpoints):
         return newest_in_memory(config, directory, tag, run, skipped)
 
     def choose(
-        self, engine: Any, directory: Folder, tag: str | None, strict: bool, resumes: bool
+        self,
+        engine: TrainingEngine,
+        directory: Folder,
+        tag: str | None,
+        strict: bool,
+        resumes: bool,
     ) -> Newest:
         return choose_checkpoint(engine, directory, tag, strict, resumes)

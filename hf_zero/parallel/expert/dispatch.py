@@ -206,7 +206,7 @@ class _Kept:
         return _Kept, ()
 
     def __call__(self, find: Callable[[], Routes]) -> Routes:
-        forward = None if self._hooks is None else self._hooks.current_root
+        forward = None if self._hooks is None else self._hooks.current_forward
         if forward is None:
             return find()
         draws = forward.drawn.get(self)

@@ -306,7 +306,7 @@ def _fused_on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def _as_if_read(engine: Any) -> Iterator[None]:
+def _as_if_read(engine: TrainingEngine) -> Iterator[None]:
     """Context for what the host reads on the meta device: numbers are finite, and all ranks have
     gradients of the parameters of which this one has.
     """
@@ -328,7 +328,7 @@ def _as_if_read(engine: Any) -> Iterator[None]:
     def finite(values: torch.Tensor) -> torch.Tensor:
         return torch.ones(values.shape, dtype=torch.bool) if values.is_meta else isfinite(values)
 
-    agreement.counts = counts
+    agreement.counts = counts  # type: ignore[method-assign]
     torch.isfinite = finite  # type: ignore[assignment]
     try:
         yield

@@ -387,7 +387,9 @@ def write_state(
     """Write ``values`` (1-D), this rank's of ``parameter``, to the state ``kind`` of ``flat``."""
     held, start = _state(flat, parameter, kind, what), flat.spec.own_range(name_of(parameter))[1]
     flat.optimizer_shard.writing()
-    _engine_of(flat).bound.load_tensor(flat.optimizer_shard, kind, values.to(held), start)
+    bound = _engine_of(flat).bound
+    assert bound is not None
+    bound.load_tensor(flat.optimizer_shard, kind, values.to(held), start)
 
 
 def _own_part(
@@ -468,10 +470,11 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 def _state(flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str) -> torch.Tensor:
     """Return the state ``kind`` [owned] of ``flat``, in which ``parameter`` has its elements."""
     engine, name = _engine_of(flat), name_of(parameter)
-    state, kinds = EngineState(engine), set[str]()
+    state, kinds, bound = EngineState(engine), set[str](), engine.bound
     arrays = state.arrays(flat)
+    assert bound is not None
     # in host memory and in files there is state before the first step
-    if engine.global_steps > engine.skipped_steps or engine.bound.group_scalars.writes:
+    if engine.global_steps > engine.skipped_steps or bound.group_scalars.writes:
         kinds = {each.kind for each in state.optimizer_entries(flat, arrays) if each.name == name}
     if kind not in kinds:
         raise PartitionError(

@@ -25,21 +25,21 @@ class LeftOutModules:
         # by module: parameters that no other module holds, as bits in flat buffers
         self._held: dict[nn.Module, list[tuple[FlatBuffer, int]]] = {}
 
-    def record(self, root: OutermostForward) -> None:
-        """Record on the outermost forward ``root`` the units and parameters that no rank uses in
+    def record(self, forward: OutermostForward) -> None:
+        """Record on the forward ``forward`` the units and parameters that no rank uses in
         it. A submodule that is called directly is never left out.
         """
-        modules = {module for source in self.sources for module in source(root)}
-        if root.path:
-            part = self._model.get_submodule(root.path)
+        modules = {module for source in self.sources for module in source(forward)}
+        if forward.path:
+            part = self._model.get_submodule(forward.path)
             modules &= {*part.modules()} - {part}
         if modules:
-            root.left_out = frozenset(
+            forward.left_out = frozenset(
                 unit
                 for unit in self._units[1:]
                 if unit.modules and all(module in modules for module in unit.modules.values())
             )
-            root.idle = self._idle(modules)
+            forward.idle = self._idle(modules)
 
     def _idle(self, modules: set[nn.Module]) -> dict[FlatBuffer, int]:
         """Return, by flat buffer, the bits of the parameters that no module outside ``modules``

@@ -411,7 +411,7 @@ class Schedule:
         """Return whether no pass with gathers is under way."""
         return self._pass is None
 
-    def agree(self, what: str, value: int) -> int:
+    def largest(self, what: str, value: int) -> int:
         """Return the largest ``value`` of all ranks (collective, outside passes); ``what`` names
         the agreement.
         """

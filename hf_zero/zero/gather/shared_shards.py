@@ -132,7 +132,8 @@ class SharedShards(CopyGate):
                 )
             return shard_bytes_of(self._units[index])
         # On a side stream: work that this host has queued on the compute stream may wait for the
-        # rank that asks.
+        # rank that asks. So may the next write, whose collectives this rank awaits before: it
+        # cannot overtake the read.
         device = self._units[index].sharded_flats[0].full.device
         stream = streams.side_stream(device, streams.Use.FETCHES)
         with streams.on_stream(stream):

@@ -116,13 +116,13 @@ class UnitCall:
         "marked",
         "marks",
         "marks_left",
-        "root",
+        "outermost",
         "unit",
     )
 
-    def __init__(self, unit: Unit, root: OutermostForward, began: int):
+    def __init__(self, unit: Unit, outermost: OutermostForward, began: int):
         self.unit = unit
-        self.root = root
+        self.outermost = outermost
         # ticks
         self.began = self.ended_at = began
         # an input carries the mark whose backward ends this call's backward
@@ -444,7 +444,7 @@ class Unit:
         module: nn.Module,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-        root: OutermostForward | None,
+        outermost: OutermostForward | None,
         last: LastOutput | None,
         recomputes: bool,
     ) -> object:
@@ -452,8 +452,8 @@ class Unit:
         mark the inputs: the backward of the marks ends the backward of the unit. Return what
         replaces ``args`` and ``kwargs``, if anything.
 
-        root: the outermost forward. last: what the module before has returned. recomputes: the
-        forward is inside a backward.
+        outermost: the outermost forward. last: what the module before has returned. recomputes:
+        the forward is inside a backward.
         """
         grads, calls = torch.is_grad_enabled(), self.calls
         inputs = requiring_grad(args, kwargs) if grads else {}
@@ -472,8 +472,8 @@ class Unit:
             call, continues = last.call, True
             call.marks = last.marks
         else:
-            assert root is not None, "a module's forward is under way outside any pass"
-            call = UnitCall(self, root, next_tick())
+            assert outermost is not None, "a module's forward is under way outside any pass"
+            call = UnitCall(self, outermost, next_tick())
         calls.in_forward.append(call)
         if self.sharded_flats or not continues:
             self._schedule.ensure_gathered(self, module)
@@ -541,7 +541,7 @@ class Unit:
                     last = LastOutput(call, tensor, marks)
                 elif tensor.requires_grad:
                     # a parameter itself, read again in backward
-                    self.keep_for_backward(call.root)
+                    self.keep_for_backward(call.outermost)
             # Nodes recorded after the outputs belong to values returned in another way: in an
             # object, a dict, or ``self``. Their backward runs before the hooks.
             if (
@@ -549,7 +549,7 @@ class Unit:
                 and (call.marked or self.trainable_flats)
                 and newest < _next_node() - 1
             ):
-                self.keep_for_backward(call.root)
+                self.keep_for_backward(call.outermost)
             if older:
                 replaced, watched = self._watch_older(call, module, output, marks, older)
                 last = last or watched
@@ -595,10 +595,10 @@ class Unit:
         first = next(iter(older))
         return replaced, LastOutput(call, views.get(first, older[first]), marks)
 
-    def keep_for_backward(self, root: OutermostForward) -> None:
-        """Keep the unit gathered for the backward of ``root``, which reads it where no hook is."""
-        root.reads.add(self)
-        self.calls.read_by.add(root)
+    def keep_for_backward(self, forward: OutermostForward) -> None:
+        """Keep the unit gathered for the backward of ``forward``, which reads it without a hook."""
+        forward.reads.add(self)
+        self.calls.read_by.add(forward)
 
     def pre_backward(
         self, call: UnitCall, module: nn.Module, marks: Sequence[Node], grads: object

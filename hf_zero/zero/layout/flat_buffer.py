@@ -73,7 +73,7 @@ class EngineFlats:
         self._switched: str | None = ""  # None: to be listed again
         self.gradient_version = GradientVersion()
 
-    def note_switch(self, trainable: bool) -> None:
+    def note_requires_grad(self, trainable: bool) -> None:
         """Note that requires_grad of a parameter was switched, which is laid out as ``trainable``
         or as frozen.
         """
@@ -141,9 +141,14 @@ class FlatBuffer:
         self.unit, self.guard = unit, guard
 
     @property
+    def engine(self) -> OwningEngine[FlatBuffer] | None:
+        """The engine of this flat buffer, which may be destroyed; None once it is gone."""
+        return self.engine_flats.engine()
+
+    @property
     def live_engine(self) -> OwningEngine[FlatBuffer] | None:
         """The engine of this flat buffer; None once it is destroyed, or gone."""
-        return None if self.retired else self.engine_flats.engine()
+        return None if self.retired else self.engine
 
     def engine_as(self, kind: type[E]) -> E | None:
         """Return :attr:`live_engine`, of the class ``kind``."""
@@ -332,14 +337,30 @@ class FlatBuffer:
         self.optimizer_shard.move_to_device(master, self.shard, separate_master)
         self.gradient.move_to_device(grad)
 
-    # ---- what a script writes ----
+    # ---- what a script does with parameters ----
+
+    def cast(self, name: str, dtype: torch.dtype) -> None:
+        """Give the released parameter ``name`` another dtype for the engine after this one."""
+        self.parameter_views.cast(name, dtype)
+
+    def note_requires_grad(self, name: str) -> None:
+        """Note that requires_grad of parameter ``name`` was switched."""
+        self.parameter_views.switch(name)
+        self.engine_flats.note_requires_grad(self.trainable)
+
+    def mark_views(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Mark the gathered values as aliased if one of ``tensors`` is a view of them."""
+        storage = self.full.untyped_storage()._cdata
+        plain = (tensor for tensor in tensors if type(tensor) is torch.Tensor)
+        if any(tensor.untyped_storage()._cdata == storage for tensor in plain):
+            self.guard.mark_aliased()
 
     def refuse_changed(self, name: str) -> None:
         """Raise PartitionError if a script has written to parameter ``name`` while modules compute
         with values that differ from the parameter's, or after an update in the backward.
         """
-        if (engine := self.engine_flats.engine()) is not None:
-            engine.changes.refuse_unconfirmed(f"a write to {name}")
+        if self.engine is not None:
+            self.engine.refuse_unconfirmed(f"a write to {name}")
         values = ""
         if self.transform is not None and self.transform.under_way:
             values = self.transform.values
@@ -420,7 +441,7 @@ class FlatBuffer:
                 _set_data(parameter, view)
         return True
 
-    def recall(self) -> None:
+    def restore_views(self) -> None:
         """Make the frozen parameters, which a script may have moved (:meth:`assign`), views of
         the buffer again, before a load of values into it.
         """

@@ -23,13 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from itertools import chain
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
 
 from hf_zero.device import kinds
 from hf_zero.errors import PartitionError, ReleasedParameterError
+from hf_zero.zero.layout.flat_spec import FlatSpec
+from hf_zero.zero.layout.training_state import GradientBuffer, OptimizerShard
 from hf_zero.zero.layout.tree import tensors_in, transformed
 
 Flat = TypeVar("Flat", contravariant=True)
@@ -50,12 +52,16 @@ class ZeroParamStatus(Enum):
 
 
 class OwningEngine(Protocol[Flat]):
-    """An engine with flat buffers of the class ``Flat``, as the classes of parameters call it."""
-
-    changes: Any
+    """An engine with flat buffers of the class ``Flat``, as what it is made of calls it."""
 
     @property
     def shard_only(self) -> bool: ...
+
+    def refuse_unconfirmed(self, what: str) -> None: ...
+
+    def refuse_update(self) -> None: ...
+
+    def finish_update_in_backward(self) -> None: ...
 
     def gather_on_use(self, flat: Flat) -> bool: ...
 
@@ -64,6 +70,33 @@ class OwningEngine(Protocol[Flat]):
     def keep_for_backward(self, flat: Flat, node: torch.autograd.graph.Node) -> None: ...
 
     def write_gradient(self, flat: Flat, name: str, value: torch.Tensor | None) -> None: ...
+
+
+class OwningBuffer(Protocol):
+    """A flat buffer, as the classes of its parameters call it."""
+
+    spec: FlatSpec
+    gradient: GradientBuffer
+    optimizer_shard: OptimizerShard
+
+    @property
+    def shard(self) -> torch.Tensor: ...
+
+    @property
+    def engine(self) -> OwningEngine[Self] | None: ...
+
+    @property
+    def live_engine(self) -> OwningEngine[Self] | None: ...
+
+    def data_of(self, name: str, values: torch.Tensor) -> torch.Tensor: ...
+
+    def assign(self, name: str, value: torch.Tensor) -> bool: ...
+
+    def cast(self, name: str, dtype: torch.dtype) -> None: ...
+
+    def note_requires_grad(self, name: str) -> None: ...
+
+    def mark_views(self, tensors: Sequence[torch.Tensor]) -> None: ...
 
 
 def holder_of_whole(parameter: torch.Tensor) -> Any:
@@ -126,12 +159,15 @@ class OwnedParameter(nn.Parameter):
     """A parameter whose memory is a view of its unit's flat buffer."""
 
     given: type[nn.Parameter] = nn.Parameter
+    _hf_zero_flat: OwningBuffer  # as the two below, in its ``__dict__`` while an engine owns it
+    _hf_zero_name: str
+    _hf_zero_id: int
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient of this backward. Raises PartitionError once the engine has taken it in."""
         value = raw_grad(self)
-        flat = self.__dict__.get("_hf_zero_flat")
+        flat: OwningBuffer | None = self.__dict__.get("_hf_zero_flat")
         reduced = (
             flat is not None and flat.gradient.holds_gradient and not torch.compiler.is_compiling()
         )
@@ -151,7 +187,7 @@ class OwnedParameter(nn.Parameter):
         """Set ``.grad`` as plain PyTorch does; once the engine has taken the gradient in, replace
         or drop the engine's instead.
         """
-        flat = self.__dict__.get("_hf_zero_flat")
+        flat: OwningBuffer | None = self.__dict__.get("_hf_zero_flat")
         set_raw_grad(self, value)  # checks its shape, dtype and device
         if (
             flat is not None
@@ -160,8 +196,8 @@ class OwnedParameter(nn.Parameter):
             and not torch.compiler.is_compiling()
         ):
             set_raw_grad(self, None)
-            engine: OwningEngine[Any] = flat.engine_flats.engine()
-            engine.write_gradient(flat, name_of(self), value)
+            assert flat.engine is not None
+            flat.engine.write_gradient(flat, name_of(self), value)
 
     @property
     def data(self) -> torch.Tensor:
@@ -170,20 +206,19 @@ class OwnedParameter(nn.Parameter):
         Writes through it are counted; an assigned tensor is copied into the flat buffer.
         """
         values: torch.Tensor = _data.__get__(self)
-        flat = self.__dict__.get("_hf_zero_flat")
+        flat: OwningBuffer | None = self.__dict__.get("_hf_zero_flat")
         if flat is None or isinstance(values, ReleasedTensor) or torch.compiler.is_compiling():
             return values
-        counted: torch.Tensor = flat.data_of(name_of(self), values)
-        return counted
+        return flat.data_of(name_of(self), values)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value is self:
             return  # as in module.to() without a change
-        flat = self.__dict__.get("_hf_zero_flat")
+        flat: OwningBuffer | None = self.__dict__.get("_hf_zero_flat")
         if isinstance(self, ReleasedParameter) and isinstance(value, ReleasedTensor):
             assert flat is not None
-            flat.parameter_views.cast(name_of(self), value.dtype)
+            flat.cast(name_of(self), value.dtype)
             return
         if (
             flat is None
@@ -211,11 +246,9 @@ class OwnedParameter(nn.Parameter):
         if requires_grad != self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 _requires_grad.__set__(self, requires_grad)
-            flat = self.__dict__.get("_hf_zero_flat")
-            if flat is None:
-                return self
-            flat.parameter_views.switch(name_of(self))
-            flat.engine_flats.note_switch(flat.trainable)
+            flat: OwningBuffer | None = self.__dict__.get("_hf_zero_flat")
+            if flat is not None:
+                flat.note_requires_grad(name_of(self))
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -277,11 +310,11 @@ class UpdatingParameter(OwnedParameter):
         if not (_called(func) in METADATA and func.__name__ != "__set__"):
             for parameter in tensors_in((args, kwargs)):
                 if isinstance(parameter, UpdatingParameter):
-                    parameter.__dict__["_hf_zero_flat"].optimizer_shard.wait_for_update()
+                    parameter._hf_zero_flat.optimizer_shard.wait_for_update()
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     def _bare(self) -> nn.Parameter:
-        self.__dict__["_hf_zero_flat"].optimizer_shard.wait_for_update()
+        self._hf_zero_flat.optimizer_shard.wait_for_update()
         return OwnedParameter._bare(self)  # its class is another one now
 
 
@@ -298,39 +331,33 @@ class _Status:
         raise AttributeError("ds_status says where the values of a parameter are: it is read only")
 
 
-class _Stage3Facts:
+class _Stage3Parameter(OwnedParameter):
     """DeepSpeed's attributes of a stage 3 parameter, which other libraries read."""
 
     ds_status = _Status(ZeroParamStatus.AVAILABLE)
 
     @property
     def ds_id(self) -> int:
-        number: int = self.__dict__["_hf_zero_id"]
-        return number
+        return self._hf_zero_id
 
     @property
     def ds_shape(self) -> torch.Size:
-        shape: torch.Size = self.shape  # type: ignore[attr-defined]
-        return shape
+        return self.shape
 
     @property
     def ds_numel(self) -> int:
-        numel: int = self.numel()  # type: ignore[attr-defined]
-        return numel
+        return self.numel()
 
     @property
     def ds_persist(self) -> bool:
         """Return whether the parameter stays whole between steps."""
-        persistent: bool = self.__dict__["_hf_zero_flat"].spec.persistent
-        return persistent
+        return self._hf_zero_flat.spec.persistent
 
     @property
     def ds_tensor(self) -> torch.Tensor:
         """This rank's elements of the parameter: 1-D, possibly empty."""
-        flat = self.__dict__["_hf_zero_flat"]
-        _, start, stop = flat.spec.own_range(self.__dict__["_hf_zero_name"])
-        part: torch.Tensor = flat.shard[start:stop]
-        return part
+        _, start, stop = self._hf_zero_flat.spec.own_range(self._hf_zero_name)
+        return self._hf_zero_flat.shard[start:stop]
 
     @property
     def ds_active_sub_modules(self) -> set[int]:
@@ -340,7 +367,7 @@ class _Stage3Facts:
         return self.ds_tensor.numel()
 
 
-class LiveParameter(_Stage3Facts, OwnedParameter):
+class LiveParameter(_Stage3Parameter):
     """A stage 3 parameter that is whole and readable: its unit is gathered, or it is persistent."""
 
 
@@ -365,11 +392,11 @@ LEFT_SHARDED = (
 )
 
 
-def _refuse(parameter_name: str, operation: str, flat: Any = None) -> ReleasedParameterError:
+def _refuse(name: str, operation: str, flat: OwningBuffer | None = None) -> ReleasedParameterError:
     if flat is not None and flat.live_engine is None:
-        return ReleasedParameterError(f"{operation} on {parameter_name}: its engine {LEFT_SHARDED}")
+        return ReleasedParameterError(f"{operation} on {name}: its engine {LEFT_SHARDED}")
     return ReleasedParameterError(
-        f"{operation} on {parameter_name}: its values are sharded over the ranks and not here. "
+        f"{operation} on {name}: its values are sharded over the ranks and not here. "
         "Gather them first: `with hf_zero.GatheredParameters([parameter], modifier_rank=0 or "
         "None):`; for a whole copy use engine.state_dict()"
     )
@@ -396,20 +423,16 @@ class WatchedParameter(LiveParameter):
         records = torch.is_grad_enabled() and not transformed()
         nodes = [t.grad_fn for t in results if t.grad_fn is not None] if records else []
         if results:
-            for flat in {
-                p.__dict__["_hf_zero_flat"]
+            flats: set[OwningBuffer] = {
+                p._hf_zero_flat
                 for p in tensors_in((args, kwargs))
                 if isinstance(p, WatchedParameter)
-            }:
-                engine: OwningEngine[Any] = flat.engine_flats.engine()
+            }
+            for flat in flats:
                 for node in nodes:
-                    engine.keep_for_backward(flat, node)
-                if any(
-                    tensor.untyped_storage()._cdata == flat.full.untyped_storage()._cdata
-                    for tensor in results
-                    if type(tensor) is torch.Tensor
-                ):
-                    flat.guard.mark_aliased()
+                    assert flat.engine is not None
+                    flat.engine.keep_for_backward(flat, node)
+                flat.mark_views(results)
         return answer
 
 
@@ -428,7 +451,7 @@ class ReleasedTensor(torch.Tensor):
     the data of the parameter, whose values the next engine casts.
     """
 
-    _hf_zero_flat: Any
+    _hf_zero_flat: OwningBuffer
     _hf_zero_name: str
 
     @classmethod
@@ -441,7 +464,7 @@ class ReleasedTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         tensor = next((a for a in args if isinstance(a, ReleasedTensor)), None)
         if name in CONVERSIONS and tensor is args[0]:
-            engine: OwningEngine[Any] | None = tensor._hf_zero_flat.engine_flats.engine()
+            engine = tensor._hf_zero_flat.engine
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             result = func(probe, *args[1:], **(kwargs or {}))
             if engine is not None and engine.shard_only and result.device == probe.device:
@@ -451,13 +474,13 @@ class ReleasedTensor(torch.Tensor):
         raise _refuse(getattr(tensor, "_hf_zero_name", "a released parameter"), name)
 
 
-def _without_values(bare: torch.Tensor, flat: object, name: str) -> ReleasedTensor:
+def _without_values(bare: torch.Tensor, flat: OwningBuffer, name: str) -> ReleasedTensor:
     released = bare.as_subclass(ReleasedTensor)
     released._hf_zero_flat, released._hf_zero_name = flat, name
     return released
 
 
-class ReleasedParameter(_Stage3Facts, OwnedParameter):
+class ReleasedParameter(_Stage3Parameter):
     """A stage 3 parameter whose values are sharded: metadata only."""
 
     ds_status = _Status(ZeroParamStatus.NOT_AVAILABLE)
@@ -484,7 +507,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         if released is None:
             raise _refuse("a released parameter", name)
         if setting or (name.endswith("_") and not name.endswith("__")):
-            raise _refuse(name_of(released), name, released.__dict__["_hf_zero_flat"])
+            raise _refuse(name_of(released), name, released._hf_zero_flat)
         return released._read(func, name, args, kwargs)
 
     def _read(
@@ -497,11 +520,11 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         """Call ``func``, ``name`` in messages, which reads this parameter: with its values in a
         forward, and elsewhere on an engine that only shards. Raises PartitionError otherwise.
         """
-        flat = self.__dict__["_hf_zero_flat"]
+        flat = self._hf_zero_flat
         if name in ("data", "detach"):
             with torch._C.DisableTorchFunctionSubclass():
                 return _without_values(torch.Tensor.detach(self), flat, name_of(self))
-        engine: OwningEngine[Any] | None = flat.live_engine
+        engine = flat.live_engine
         if engine is not None and engine.gather_on_use(flat):
             return func(*args, **kwargs)
         if name in CONVERSIONS and self is args[0]:
@@ -518,8 +541,8 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         return f"ReleasedParameter({name_of(self)}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
-        flat = self.__dict__["_hf_zero_flat"]
-        engine: OwningEngine[Any] | None = flat.live_engine
+        flat = self._hf_zero_flat
+        engine = flat.live_engine
         if engine is None or not engine.shard_only:
             raise _refuse(name_of(self), "deepcopy", flat)
         dtype = self.dtype  # after a cast it differs from the dtype of the values
@@ -530,7 +553,7 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
         return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise _refuse(name_of(self), "pickling", self.__dict__["_hf_zero_flat"])
+        raise _refuse(name_of(self), "pickling", self._hf_zero_flat)
 
 
 # ---- the gradient that autograd leaves on a parameter, past the guard of OwnedParameter.grad ----

@@ -137,14 +137,14 @@ class RemainingForwards:
         awaited = calls.awaited()
         if (
             awaited is not None
-            and (awaited.began < reached or awaited.root is recomputation)
+            and (awaited.began < reached or awaited.outermost is recomputation)
             and (awaited in calls.in_backward or awaited in calls.pending)
         ):
             return True
         last: UnitCall | None = None  # a backward reaches it last
         for candidates in (calls.in_backward, calls.pending):
             for call in candidates:
-                may_come = call.began < reached or call.root is recomputation
+                may_come = call.began < reached or call.outermost is recomputation
                 if may_come and (last is None or call.began < last.began):
                     last = call
         if last is None:

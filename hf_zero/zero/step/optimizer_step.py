@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 
@@ -51,10 +50,10 @@ class OptimizerStep:
     ):
         self.model, self.scaler, self.sanity = model, scaler, sanity
         self.kernels, self.feature_hooks, self.changes = config.kernels, hooks, changes
-        # its attributes are checked; that there is one, by the callers
-        self.bound: BoundOptimizer | Any = (
-            None if optimizer is None else model.bind(optimizer, config)
-        )
+        # None without an optimizer; the callers of what needs one have checked
+        self.bound: BoundOptimizer = None  # type: ignore[assignment]
+        if optimizer is not None:
+            self.bound = model.bind(optimizer, config)
         self.agreement = StepAgreement(model.trainable, model.mesh, model.mesh.device)
         # Features set these: copies of gradients to the host; updates of offloaded state; what
         # moves the state that fits beside a first step to the device (collective); what waits for
@@ -103,7 +102,6 @@ class OptimizerStep:
         """Run one optimizer step, number ``steps_before`` + 1 (collective). Return True if it was
         skipped for non-finite gradients: with ``may_overflow``, or with ``refuses_infinite``.
         """
-        assert self.bound is not None
         if self._updated_on is not None:  # torch's engine waits for streams of leaves alone
             self._follow_updates(self.model.mesh.device)
         model, may_skip = self.model, may_overflow or self.refuses_infinite
@@ -425,7 +423,7 @@ class OptimizerStep:
         if not self.model.placement.offloads_anything:
             return False
         hooked = bool(self.bound.optimizer._optimizer_step_pre_hooks)
-        return bool(self.model.schedule.agree("hooks before the step", int(hooked)))
+        return bool(self.model.schedule.largest("hooks before the step", int(hooked)))
 
     @torch.no_grad()
     def begin_update_in_backward(self, flats: Sequence[FlatBuffer], steps_before: int) -> bool:
@@ -507,7 +505,7 @@ class OptimizerStep:
             return ""
         self.updater.finish()
         error = model.placement.files.write_error()
-        if not model.schedule.agree("a look at what was written", int(error is not None)):
+        if not model.schedule.largest("a look at what was written", int(error is not None)):
             return ""
         errors = model.mesh.all_gather_object(str(error or ""), "writes that failed")
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
@@ -553,7 +551,7 @@ class OptimizerStep:
         if self.model.placement.offloads_anything:
             # no copy may outlive the host memory that it reads or fills
             kinds.synchronize(self.model.mesh.device)
-        self.bound, self.feature_hooks = None, NO_HOOKS
+        self.bound, self.feature_hooks = None, NO_HOOKS  # type: ignore[assignment]
         for failure in filter(None, failures):  # the model lacks values of the last step
             raise failure
 

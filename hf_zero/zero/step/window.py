@@ -152,7 +152,7 @@ class AccumulationWindow:
         """Set the place in the window after ``micro_steps`` micro-batches in the whole run."""
         self.micro_batches = micro_steps % self.accumulation_steps
 
-    def uncount(self) -> None:
+    def undo_backward(self) -> None:
         """Take the last backward out of the counts: an exception has broken it."""
         self.micro_batches, self.open_backwards, self.closing_backward = self.before_last_backward
 
