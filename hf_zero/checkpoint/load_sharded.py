@@ -128,15 +128,15 @@ def load(
         verify=level,
     )
 
-    def open_and_check() -> _RankLoad:
-        target = LoadTarget.of(engine)
-        hashes = level is not VerifyLevel.NOTHING
-        folder = find.locate(directory, tag)
-        checkpoint = _open(folder, target, hashes=hashes, sizes=not in_memory)
-        opened.callback(checkpoint.close)
-        return _RankLoad(engine, target, checkpoint, options)
-
     with ExitStack() as opened:
+
+        def open_and_check() -> _RankLoad:
+            target, folder = LoadTarget.of(engine), find.locate(directory, tag)
+            hashes = level is not VerifyLevel.NOTHING
+            checkpoint = _open(folder, target, hashes=hashes, sizes=not in_memory)
+            opened.callback(checkpoint.close)
+            return _RankLoad(engine, target, checkpoint, options)
+
         rank_load, seen = collective_try(
             engine.mesh.job,
             open_and_check,
@@ -222,30 +222,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
             for each in (one, other)
         )
     )
-
-
-def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> set[int]:
-    """Return the indices of the rank files of ``manifest`` that a load of everything into this
-    rank's ``engine`` reads. Raises CheckpointError if it is of another model.
-    """
-    where = f"checkpoint {manifest.tag}"
-    names = match_names(LoadTarget.of(engine), manifest, where, strict=strict)
-    needed = {
-        stored.flat.chunks[stored.chunk].file
-        for flat in engine.flats
-        for stored in copy_ranges(
-            manifest, flat.layout, flat.owned[0], flat.owned[1], names.saved_names
-        )
-    }
-    saved = manifest.optimizer.tensor_states if manifest.optimizer else {}
-    bound = engine.bound if saved else None
-    whole = set() if bound is None else set(map(names.saved_names.get, bound.tensor_state.names))
-    needed |= {of.file for name, of in saved.items() if name in whole}
-    if any(name in manifest.buffers for name in names.buffers.values()):
-        needed.add(0)
-    if manifest.world["size"] == engine.mesh.dims.world:
-        needed.add(engine.global_rank)  # the states of its random generators
-    return needed
 
 
 class _RankLoad(StateSource):

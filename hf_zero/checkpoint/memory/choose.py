@@ -15,13 +15,14 @@ import torch
 
 from hf_zero.checkpoint import find, host_folders
 from hf_zero.checkpoint.generations import Newest
-from hf_zero.checkpoint.load_sharded import files_needed
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hf_zero.checkpoint.match import LoadTarget, match_names
 from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.inventory import Generation, HeldFile, is_later
 from hf_zero.checkpoint.memory.job_folders import Hosts, JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
 from hf_zero.checkpoint.memory.slot_files import SlotFiles
+from hf_zero.checkpoint.reader import copy_ranges
 from hf_zero.checkpoint.storage import (
     as_path,
     collective_try,
@@ -369,7 +370,9 @@ class _Taking:
         memory = saving.checkpoints_of(engine)
         assert memory is not None
         _, wanted = collective_try(
-            self._ranks, lambda: files_needed(engine, manifest, strict), share=lambda needed: needed
+            self._ranks,
+            lambda: _files_needed(engine, manifest, strict),
+            share=lambda needed: needed,
         )
         wanted_by = {
             (host, n)
@@ -507,3 +510,28 @@ def _write_beside(folder: Path, manifest: Manifest, records: Sequence[RankRecord
 def _say(rank: int, text: str) -> None:
     if rank == 0:
         logger.warning("%s", text)
+
+
+def _files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> set[int]:
+    """Return the indices of the rank files of ``manifest`` that a load of everything into this
+    rank's ``engine`` reads. Raises CheckpointError if it is of another model.
+    """
+    where = f"checkpoint {manifest.tag}"
+    names = match_names(LoadTarget.of(engine), manifest, where, strict=strict)
+    needed = {
+        stored.flat.chunks[stored.chunk].file
+        for flat in engine.flats
+        for stored in copy_ranges(
+            manifest, flat.layout, flat.owned[0], flat.owned[1], names.saved_names
+        )
+    }
+    saved = manifest.optimizer.tensor_states if manifest.optimizer else {}
+    bound = engine.bound if saved else None
+    whole = set() if bound is None else set(map(names.saved_names.get, bound.tensor_state.names))
+    needed |= {of.file for name, of in saved.items() if name in whole}
+    if any(name in manifest.buffers for name in names.buffers.values()):
+        needed.add(0)
+    if manifest.world["size"] == engine.mesh.dims.world:
+        # the states of its random generators
+        needed |= {n for n, of in enumerate(manifest.files) if of.rank == engine.global_rank}
+    return needed
