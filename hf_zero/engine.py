@@ -315,7 +315,7 @@ class Engine(TrainingEngine):
         self.wait_for_checkpoint(f"the load of {load_dir}")
         if self.sharded_model.engine_flats.trainability_changed:
             if self.changes.unconfirmed is not None:
-                self._drop_gradients()
+                self._end_window()
             self.changes.begin_load()
             self.rebuild_if_unfrozen(loads=True)
         with torch.device("cpu"), self.mesh.job.during("load"):

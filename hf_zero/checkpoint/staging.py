@@ -78,19 +78,17 @@ def deferred_states(engine: TrainingEngine, report: RankReport) -> list[Deferred
             deferrable = deferrable_kinds(flat, kinds_in_file)
             names[flat] = frozenset(f"{key}::{kind}" for kind in deferrable)
     on_device = [f for f in names if f.trainable and not f.optimizer_shard.offloaded]
-    groups = [[flat] for flat in names if flat not in on_device]
-    states = []
-    for flats in [on_device, *groups] if on_device else groups:
-        gates: list[CopyGate] = [flat.optimizer_shard for flat in flats]
-        states.append(
-            DeferredState(
-                listed([flat.key for flat in flats], 3),
-                frozenset[str]().union(*(names[flat] for flat in flats)),
-                (*gates, engine.schedule.shards) if flats is on_device else (*gates,),
-                tuple(tensor for flat in flats for tensor in _writable(engine, flat)),
-            )
+
+    def state_of(flats: Sequence[FlatBuffer], *gates: CopyGate) -> DeferredState:
+        return DeferredState(
+            listed([flat.key for flat in flats], 3),
+            frozenset[str]().union(*(names[flat] for flat in flats)),
+            (*(flat.optimizer_shard for flat in flats), *gates),
+            tuple(tensor for flat in flats for tensor in _writable(engine, flat)),
         )
-    return states
+
+    others = [state_of([flat]) for flat in names if flat not in on_device]
+    return [state_of(on_device, engine.schedule.shards), *others] if on_device else others
 
 
 def deferrable_kinds(flat: FlatBuffer, states: Iterable[str]) -> set[str]:
@@ -210,6 +208,9 @@ class StagedFile:
     def __init__(
         self, plan: FilePlan, memory: torch.Tensor, device: torch.device, timeout: float = math.inf
     ) -> None:
+        # Once ``stage`` has returned, the thread that writes the file alone uses these, but for
+        # ``_copies`` and ``_abandoned``, which both threads change with ``_filling`` held, and
+        # ``stall``, which the training thread adds up.
         self._plan, self._memory, self._device = plan, memory[: plan.size], device
         self._tensors: dict[str, TensorOrFetch] = {}
         self._fetched: tuple[str, torch.Tensor] | None = None  # the last of those fetched

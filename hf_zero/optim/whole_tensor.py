@@ -24,8 +24,6 @@ from hf_zero.ops.updates import divided
 from hf_zero.optim.segments import ParamGroup, ParamState
 
 T = TypeVar("T")
-"""The entry of a parameter's state for state of its whole tensor, neither per-element nor scalar:
-tensors by name, replicated in each part. Checkpoints and state dicts have this word."""
 
 
 class TensorPlace(NamedTuple):

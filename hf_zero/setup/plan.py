@@ -136,7 +136,7 @@ def _plan_once(
     return Planned(resolved, engine_plan, spare, is_final, inputs), checkpoint
 
 
-def _make_optimizer(request: SetupRequest[Any]) -> torch.optim.Optimizer | None:
+def _make_optimizer(request: SetupRequest[E]) -> torch.optim.Optimizer | None:
     """Return the optimizer of ``request``, made while parameters that are one memory are one."""
     with trial():
         if request.user_optimizer is None:
@@ -184,7 +184,7 @@ def resolve(
     return Resolved(request, settings, dims, optimizer, checkpoint, features)
 
 
-def check_inputs(resolved: Resolved[Any]) -> None:
+def check_inputs(resolved: Resolved[E]) -> None:
     """Raise for data, and for a model or an optimizer, that features do not support."""
     request, settings = resolved.request, resolved.settings
     model = request.model
@@ -202,7 +202,7 @@ def check_inputs(resolved: Resolved[Any]) -> None:
     )
 
 
-def _checked_plan(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engine]]:
+def _checked_plan(resolved: Resolved[E]) -> tuple[EnginePlan, bool, list[Engine]]:
     """Return the plan of the engine, checked against model and optimizer; whether the parameters
     have their final shapes and values; and the engines of the model that end when this one begins.
     Collective for a model in stages.
@@ -231,7 +231,7 @@ def _checked_plan(resolved: Resolved[Any]) -> tuple[EnginePlan, bool, list[Engin
     return engine_plan, not cuts and not without_values, ending
 
 
-def _trial_scheduler(resolved: Resolved[Any]) -> Any:
+def _trial_scheduler(resolved: Resolved[E]) -> Any:
     """Return the scheduler as :meth:`SetupRequest.make_scheduler` makes it, of a twin of the
     optimizer. The script's callable is called only for a checkpoint, which may be of another class.
     """
@@ -251,7 +251,7 @@ def _freed(ending: list[Engine]) -> tuple[int, int]:
     return device, ram
 
 
-def plan_to_build(planned: Planned[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
+def plan_to_build(planned: Planned[E], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
     """Return the plan of the engine of the model as it is now: the one that was checked, if no step
     has changed its inputs.
     """
@@ -267,7 +267,6 @@ def plan_to_build(planned: Planned[Any], optimizer: torch.optim.Optimizer | None
     return _fresh_plan(resolved, optimizer)
 
 
-def _fresh_plan(resolved: Resolved[Any], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
+def _fresh_plan(resolved: Resolved[E], optimizer: torch.optim.Optimizer | None) -> EnginePlan:
     settings, model = resolved.settings, resolved.request.model
-    plan: EnginePlan = resolved.engine_class.plan(model, settings, optimizer, extensions_of)
-    return plan
+    return resolved.engine_class.plan(model, settings, optimizer, extensions_of)

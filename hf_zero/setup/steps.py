@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic
 
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -22,6 +22,7 @@ from hf_zero.engine import release_holders
 from hf_zero.logging import counted, log_rank0
 from hf_zero.optim.elementwise import adopt
 from hf_zero.setup.plan import Planned, plan_to_build
+from hf_zero.setup.request import E
 from hf_zero.setup.training_loader import data_loader, warn_lost_position
 from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
@@ -36,15 +37,15 @@ from hf_zero.zero.transaction import (
 
 
 @dataclass(eq=False)
-class Setup:
+class Setup(Generic[E]):
     """The objects that the steps of :data:`ORDER` create from ``planned``."""
 
-    planned: Planned[Any]
+    planned: Planned[E]
     optimizer: Any
     tied: Tied = field(default_factory=dict)
     loader: Any = None
     scheduler: Any = None
-    engine: Any = None
+    engine: E = field(init=False)
 
     @property
     def model(self) -> nn.Module:
@@ -55,30 +56,30 @@ class Setup:
         return self.planned.resolved.settings
 
 
-def materialize_meta(setup: Setup) -> None:
+def materialize_meta(setup: Setup[E]) -> None:
     if {parameter.is_meta for parameter in parameters_of(setup.model)} == {True}:
         provided("meta_values")(setup.model)
 
 
-def tie_parameters(setup: Setup) -> None:
+def tie_parameters(setup: Setup[E]) -> None:
     setup.tied = tie_shared_memory(setup.model)
 
 
-def cut_parameters(setup: Setup) -> None:
+def cut_parameters(setup: Setup[E]) -> None:
     """Have the features cut parameters along axes besides ZeRO."""
     setup.planned.resolved.features.cut(setup.model)
 
 
-def prepare_features(setup: Setup) -> None:
+def prepare_features(setup: Setup[E]) -> None:
     """Have the features replace modules, in their order."""
     setup.planned.resolved.features.prepare(setup.model)
 
 
-def mark_units(setup: Setup) -> None:
+def mark_units(setup: Setup[E]) -> None:
     mark_configured(setup.model, setup.settings.zero.leaf_module)
 
 
-def prepare_optimizer(setup: Setup) -> None:
+def prepare_optimizer(setup: Setup[E]) -> None:
     """Replace tied parameters in the optimizer, and its class by one that updates shards. One that
     created state of parameters before they were cut is built again.
     """
@@ -93,7 +94,7 @@ def prepare_optimizer(setup: Setup) -> None:
         adopt(setup.optimizer)
 
 
-def _warn_all_frozen(setup: Setup) -> None:
+def _warn_all_frozen(setup: Setup[E]) -> None:
     """Warn of an optimizer whose parameters are all frozen. A stage of a pipeline may be."""
     groups = setup.optimizer.param_groups
     frozen = not any(parameter.requires_grad for group in groups for parameter in group["params"])
@@ -107,7 +108,7 @@ def _warn_all_frozen(setup: Setup) -> None:
         )
 
 
-def load_data(setup: Setup) -> None:
+def load_data(setup: Setup[E]) -> None:
     request, features = setup.planned.resolved.request, setup.planned.resolved.features
     loader: Any = data_loader(request.training_data, request.collate_fn, setup.settings)
     loader = features.follow_loader(loader)
@@ -115,7 +116,7 @@ def load_data(setup: Setup) -> None:
     setup.loader = loader
 
 
-def build_engine(setup: Setup) -> None:
+def build_engine(setup: Setup[E]) -> None:
     """Build the engine: parameters, optimizer state and offloaded memory in shards, and hooks."""
     resolved, model = setup.planned.resolved, setup.model
     if resolved.request.takes_over is not None:
@@ -129,7 +130,7 @@ def build_engine(setup: Setup) -> None:
     setup.engine.training_dataloader = setup.loader
 
 
-def create_scheduler(setup: Setup) -> None:
+def create_scheduler(setup: Setup[E]) -> None:
     request = setup.planned.resolved.request
     scheduler = request.make_scheduler(setup.settings, setup.optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
@@ -140,7 +141,7 @@ def create_scheduler(setup: Setup) -> None:
     setup.engine.lr_scheduler = setup.scheduler = scheduler
 
 
-def resume(setup: Setup) -> None:
+def resume(setup: Setup[E]) -> None:
     """Load the checkpoint, with counters, generators and the place in the data."""
     engine, checkpoint = setup.engine, setup.planned.resolved.checkpoint
     folder = setup.planned.resolved.request.resume
@@ -154,7 +155,7 @@ def resume(setup: Setup) -> None:
         )
 
 
-ORDER: tuple[Callable[[Setup], None], ...] = (
+ORDER: tuple[Callable[[Setup[Any]], None], ...] = (
     materialize_meta,  # the steps after this one read shapes, names and memory of parameters
     tie_parameters,  # before cuts, which give each parameter memory of its own
     cut_parameters,  # of whole layers, before others replace them
@@ -168,7 +169,7 @@ ORDER: tuple[Callable[[Setup], None], ...] = (
 )
 
 
-def apply(planned: Planned[Any]) -> Setup:
+def apply(planned: Planned[E]) -> Setup[E]:
     """Run :data:`ORDER` in one transaction, and return its results. Collective."""
     request, spare = planned.resolved.request, planned.spare
     try:

@@ -262,7 +262,7 @@ def _transfer_flat(
         for kind, of_kind in entries.items()
     }
     errors = None  # of weights that were saved in bf16, to be added to those in fp32
-    for kind, of_kind in entries.items():
+    for kind, of_kind in entries.items():  # sorted: COMPENSATION comes before MASTER
         if begun and kind != MASTER and len(missing[kind]) == len(of_kind):
             continue
         out = None  # frees the last one before the next is fetched

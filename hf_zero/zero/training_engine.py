@@ -188,8 +188,8 @@ class TrainingEngine(EngineParts):
 
     @torch.no_grad()
     def measure_gradient(self) -> torch.Tensor:
-        """Return the norm of the gradient for the next step as :meth:`clip_gradient` does, and
-        leave the clipping to the step. A backward may have made its update already.
+        """Return the norm of the gradient for the next step, before any clipping, in the form of
+        :meth:`clip_gradient`. A backward may have made its update already.
         """
         self._reduce_for_norm()
         step = self.optimizer_step
@@ -299,7 +299,7 @@ class TrainingEngine(EngineParts):
         if in_backward:
             self.pass_runner.reducer.drop_stray_gradients()  # that a hook after the step has set
         else:
-            self._drop_gradients(overflow)
+            self._end_window(overflow)
         scaler = losses.update_scale(overflow)
         self._end_update(overflow, scaler)
         # a scheduler that takes a metric is stepped by the script
@@ -338,8 +338,10 @@ class TrainingEngine(EngineParts):
                 scaler.scale,
             )
 
-    def _drop_gradients(self, overflow: bool = False) -> None:
-        """Drop the gradients of a window whose update is made, or skipped for an ``overflow``."""
+    def _end_window(self, overflow: bool = False) -> None:
+        """End a window whose update is made, or skipped for an ``overflow``: count it, drop its
+        gradients, and after the first one move the state that fits back to the device (collective).
+        """
         self.accumulation.updates += 1
         self.accumulation.restarts_in_a_row = 0
         self.pass_runner.reducer.clear()
@@ -432,7 +434,7 @@ class TrainingEngine(EngineParts):
         self.accumulation.take_count(restart=True)
         changes.unconfirmed = None
         with changes.change(f"step {self.counters.global_steps}"):
-            self._drop_gradients()
+            self._end_window()
         return failure
 
     # ---- batches ----

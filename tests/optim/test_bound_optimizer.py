@@ -197,7 +197,7 @@ def test_every_class_keeps_its_numbers_on_every_rank(case):
     it = world(case, shards=4, units=[{"a.weight": (3, 5)}, {"a.bias": (2,), "a.scale": ()}])
     for _ in range(3):
         it.step()
-    expected = it.bound[0].scalars()
+    expected = it.bound[0].group_scalars.scalars()
     assert all(bound.group_scalars.scalars() == expected for bound in it.bound)
     for index, group in enumerate(it.plain.param_groups):
         for name, value in it.plain.state[group["params"][0]].items():
@@ -223,7 +223,7 @@ def test_options_of_the_user(options):
         assert all(bool(group["fused"]) == (options == {}) for group in it.bound[0].groups)
     it.step()
     it.assert_equal(**CLOSE)
-    assert it.bound[0].scalars()[0] == {"step": 1.0}
+    assert it.bound[0].group_scalars.scalars()[0] == {"step": 1.0}
 
 
 @pytest.mark.filterwarnings("error")
@@ -288,7 +288,7 @@ def test_saved_state_continues_exactly_on_another_number_of_ranks(case):
     two = world(case, shards=2, together=together, foreach=False, **unfused(case))
     for _ in range(3):
         one.step()
-    scalars = one.bound[-1].scalars()
+    scalars = one.bound[-1].group_scalars.scalars()
     settings_ = json.loads(json.dumps(one.bound[0].hyperparameters()))
     for name in sorted(one.bound[0].tensors(one.ranks[0][0])):
         whole = one.sharded(name)

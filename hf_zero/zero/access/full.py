@@ -27,7 +27,7 @@ from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.state_entries import EngineState, StateEntry
 
 
-def _engine_of(flat: FlatBuffer) -> EngineParts:
+def engine_of(flat: FlatBuffer) -> EngineParts:
     engine = flat.engine_as(EngineParts)
     if engine is None:
         raise PartitionError(f"the engine of {next(iter(flat.parameters))} {LEFT_SHARDED}")
@@ -103,7 +103,7 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         flats = [flat for flat in map(owner_of, self._params) if flat is not None]
         units = {
-            unit_of(flat): _engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.index)
+            unit_of(flat): engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.index)
         }
         if self._modifier is not None:
             for engine in dict.fromkeys(units.values()):
@@ -162,7 +162,7 @@ class GatheredParameters:
             for name in flat.user_writes.names():
                 if id(parameter := flat.parameters[name]) in given:
                     flat.refuse_changed(name)
-                    written.setdefault(_engine_of(flat), []).append(parameter)
+                    written.setdefault(engine_of(flat), []).append(parameter)
         for engine, parameters in written.items():
             names = listed([name_of(parameter) for parameter in parameters], 6)
             digest = hashlib.sha256(repr([name_of(p) for p in parameters]).encode())
@@ -239,7 +239,7 @@ class GatheredParameters:
             return
         name = name_of(parameter)
         flat.refuse_changed(name)
-        _engine_of(flat).changes.refuse_until_step(f"a write to {name}")
+        engine_of(flat).changes.refuse_until_step(f"a write to {name}")
         view = flat.views[name]
         if parameter.data_ptr() != view.data_ptr() and parameter.numel():
             view.copy_(parameter.data)  # another tensor was assigned to parameter.data
@@ -248,7 +248,7 @@ class GatheredParameters:
         if modifier is not None and group is not None:
             # a part that the modifier does not have is taken from the first rank that has it
             group.broadcast(view, modifier if modifier in group.ranks else group.ranks[0])
-        with _engine_of(flat).schedule.shards.writing():
+        with engine_of(flat).schedule.shards.writing():
             flat.store_gathered(name)
 
 
@@ -284,7 +284,7 @@ def _owned(parameter: torch.Tensor, what: str) -> FlatBuffer:
     return flat
 
 
-def _writes(parameter: torch.Tensor, what: str) -> FlatBuffer:
+def flat_to_write(parameter: torch.Tensor, what: str) -> FlatBuffer:
     """Return the flat buffer of ``parameter``, for a write by ``what``.
 
     Raises PartitionError for a frozen one, and where a backward has made an update.
@@ -295,17 +295,17 @@ def _writes(parameter: torch.Tensor, what: str) -> FlatBuffer:
             f"{what}: parameter {name_of(parameter)} is frozen and has no gradient or optimizer "
             "state; unfreeze it before initialize"
         )
-    _engine_of(flat).changes.refuse_until_step(what)
+    engine_of(flat).changes.refuse_until_step(what)
     return flat
 
 
-def _reads(parameter: torch.Tensor, what: str) -> FlatBuffer | None:
+def flat_to_read(parameter: torch.Tensor, what: str) -> FlatBuffer | None:
     """Return the flat buffer of ``parameter``; None for a frozen one, which has nothing to read."""
     flat = _owned(parameter, what)
     return flat if flat.optimizer_shard.has_master else None
 
 
-def _reduced_gradient(flat: FlatBuffer) -> tuple[EngineParts, torch.Tensor | None]:
+def reduced_gradient(flat: FlatBuffer) -> tuple[EngineParts, torch.Tensor | None]:
     """Return the engine of ``flat`` and this rank's part of its averaged gradient, loss scale
     included: [owned]; None before the first backward of a step. Collective: reduces unreduced
     gradients.
@@ -313,7 +313,7 @@ def _reduced_gradient(flat: FlatBuffer) -> tuple[EngineParts, torch.Tensor | Non
     Raises PartitionError while momenta are sent in place of gradients, which are not averaged then,
     and after an update in the backward, which frees gradients.
     """
-    engine = _engine_of(flat)
+    engine = engine_of(flat)
     engine.changes.refuse_gradients("reading or setting a whole gradient")
     engine.reduce_gradients()
     if flat.gradient.stays_local:
@@ -327,11 +327,11 @@ def _reduced_gradient(flat: FlatBuffer) -> tuple[EngineParts, torch.Tensor | Non
     return engine, flat.gradient.shard if flat.gradient.has_reduced else None
 
 
-def _gradient_to_replace(
+def gradient_to_replace(
     flat: FlatBuffer, parameter: torch.Tensor, what: str
 ) -> tuple[EngineParts, torch.Tensor]:
-    """Return :func:`_reduced_gradient`; raise PartitionError if there is no gradient yet."""
-    engine, own = _reduced_gradient(flat)
+    """Return :func:`reduced_gradient`; raise PartitionError if there is no gradient yet."""
+    engine, own = reduced_gradient(flat)
     if own is None:
         raise PartitionError(
             f"{what}: parameter {name_of(parameter)} has no gradient yet, and the next backward "
@@ -375,7 +375,7 @@ def write_master(flat: FlatBuffer, parameter: torch.Tensor, values: torch.Tensor
     weights from them (collective).
     """
     unit_of(flat).take_user_writes()
-    engine = _engine_of(flat)
+    engine = engine_of(flat)
     with engine.schedule.shards.writing():
         flat.optimizer_shard.store_master(values, flat.spec.own_range(name_of(parameter))[1])
     engine.refresh_params([flat])
@@ -385,14 +385,14 @@ def write_state(
     flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str, values: torch.Tensor
 ) -> None:
     """Write ``values`` (1-D), this rank's of ``parameter``, to the state ``kind`` of ``flat``."""
-    held, start = _state(flat, parameter, kind, what), flat.spec.own_range(name_of(parameter))[1]
+    held, start = state_of(flat, parameter, kind, what), flat.spec.own_range(name_of(parameter))[1]
     flat.optimizer_shard.writing()
-    bound = _engine_of(flat).bound
+    bound = engine_of(flat).bound
     assert bound is not None
     bound.load_tensor(flat.optimizer_shard, kind, values.to(held), start)
 
 
-def _own_part(
+def own_part(
     flat: FlatBuffer, parameter: torch.Tensor, value: torch.Tensor, what: str
 ) -> torch.Tensor:
     """Return this rank's part of ``value``, 1-D; raise PartitionError unless its shape fits."""
@@ -428,8 +428,8 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
             engine.updated(param).copy_(value)
         param.copy_(value)
         return
-    flat = _writes(param, "safe_set_full_fp32_param")
-    write_master(flat, param, _own_part(flat, param, value, "safe_set_full_fp32_param"))
+    flat = flat_to_write(param, "safe_set_full_fp32_param")
+    write_master(flat, param, own_part(flat, param, value, "safe_set_full_fp32_param"))
 
 
 @torch.no_grad()
@@ -446,7 +446,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
         return param.grad if engine is None else engine.full_gradient(param)
     if not flat.optimizer_shard.has_master:
         return None
-    engine, own = _reduced_gradient(flat)
+    engine, own = reduced_gradient(flat)
     if own is None:
         return None
     whole = whole_of(flat, param, own.to(step_dtype(own.dtype)))
@@ -459,17 +459,17 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     if (holder := holder_of_whole(param)) is not None:
         holder.set_full_gradient(param, value)
         return
-    flat = _writes(param, "safe_set_full_grad")
-    engine, _ = _gradient_to_replace(flat, param, "safe_set_full_grad")
-    own = _own_part(flat, param, value, "safe_set_full_grad")
+    flat = flat_to_write(param, "safe_set_full_grad")
+    engine, _ = gradient_to_replace(flat, param, "safe_set_full_grad")
+    own = own_part(flat, param, value, "safe_set_full_grad")
     scale = engine.optimizer_step.held_scale(value.device)
     # a product in fp16 would overflow: the scale is about its largest number
     flat.gradient.write_own(name_of(param), own.to(step_dtype(own.dtype)) * scale)
 
 
-def _state(flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str) -> torch.Tensor:
+def state_of(flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str) -> torch.Tensor:
     """Return the state ``kind`` [owned] of ``flat``, in which ``parameter`` has its elements."""
-    engine, name = _engine_of(flat), name_of(parameter)
+    engine, name = engine_of(flat), name_of(parameter)
     state, kinds, bound = EngineState(engine), set[str](), engine.bound
     arrays = state.arrays(flat)
     assert bound is not None
@@ -492,11 +492,11 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     if (engine := holder_of_whole(param)) is not None:
         whole: torch.Tensor | None = engine.full_optimizer_state(param, optim_state_key)
         return whole
-    flat = _reads(param, "safe_get_full_optimizer_state")
+    flat = flat_to_read(param, "safe_get_full_optimizer_state")
     if flat is None:
         return None
-    with _engine_of(flat).optimizer_step.counted_state():
-        held = _state(flat, param, optim_state_key, "safe_get_full_optimizer_state")
+    with engine_of(flat).optimizer_step.counted_state():
+        held = state_of(flat, param, optim_state_key, "safe_get_full_optimizer_state")
         return whole_of(flat, param, held)
 
 
@@ -509,5 +509,5 @@ def safe_set_full_optimizer_state(
         engine.full_optimizer_state(param, optim_state_key).copy_(value)
         return
     what = "safe_set_full_optimizer_state"
-    flat = _writes(param, what)
-    write_state(flat, param, optim_state_key, what, _own_part(flat, param, value, what))
+    flat = flat_to_write(param, what)
+    write_state(flat, param, optim_state_key, what, own_part(flat, param, value, what))

@@ -14,14 +14,14 @@ import torch
 from hf_zero.errors import PartitionError
 from hf_zero.optim.segments import step_dtype
 from hf_zero.zero.access.full import (
-    _engine_of,
-    _gradient_to_replace,
-    _reads,
-    _reduced_gradient,
-    _state,
-    _writes,
+    engine_of,
+    flat_to_read,
+    flat_to_write,
+    gradient_to_replace,
+    reduced_gradient,
     safe_get_full_grad,
     safe_set_full_grad,
+    state_of,
     write_master,
     write_state,
 )
@@ -51,7 +51,7 @@ def _checked(
 @torch.no_grad()
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of this rank's fp32 master weights of ``param``; None for a frozen one."""
-    flat = _reads(param, "safe_get_local_fp32_param")
+    flat = flat_to_read(param, "safe_get_local_fp32_param")
     if flat is None:
         return None
     unit_of(flat).take_user_writes()
@@ -64,7 +64,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 @torch.no_grad()
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set this rank's master weights of ``param``, working weights from them (collective)."""
-    flat = _writes(param, "safe_set_local_fp32_param")
+    flat = flat_to_write(param, "safe_set_local_fp32_param")
     write_master(flat, param, _checked(flat, param, value, "safe_set_local_fp32_param"))
 
 
@@ -74,10 +74,10 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     scale; None for a frozen one, and before the first backward of a step. Collective: reduces
     unreduced gradients.
     """
-    flat = _reads(param, "safe_get_local_grad")
+    flat = flat_to_read(param, "safe_get_local_grad")
     if flat is None:
         return None
-    engine, own = _reduced_gradient(flat)
+    engine, own = reduced_gradient(flat)
     if own is None:
         return None
     part = _part(flat, param, own)
@@ -87,8 +87,8 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 @torch.no_grad()
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's part of the gradient for the next step (collective)."""
-    flat = _writes(param, "safe_set_local_grad")
-    engine, _ = _gradient_to_replace(flat, param, "safe_set_local_grad")
+    flat = flat_to_write(param, "safe_set_local_grad")
+    engine, _ = gradient_to_replace(flat, param, "safe_set_local_grad")
     values = _checked(flat, param, value, "safe_set_local_grad")
     scale = engine.optimizer_step.held_scale(value.device)
     flat.gradient.write_own(name_of(param), values.to(step_dtype(values.dtype)) * scale)
@@ -101,11 +101,11 @@ def safe_get_local_optimizer_state(
     """Return a copy of this rank's part of the state ``optim_state_key`` ("exp_avg", ...) of
     ``param``; None for a frozen one.
     """
-    flat = _reads(param, "safe_get_local_optimizer_state")
+    flat = flat_to_read(param, "safe_get_local_optimizer_state")
     if flat is None:
         return None
-    with _engine_of(flat).optimizer_step.counted_state():
-        held = _state(flat, param, optim_state_key, "safe_get_local_optimizer_state")
+    with engine_of(flat).optimizer_step.counted_state():
+        held = state_of(flat, param, optim_state_key, "safe_get_local_optimizer_state")
         return _part(flat, param, held).clone()
 
 
@@ -115,7 +115,7 @@ def safe_set_local_optimizer_state(
 ) -> None:
     """Overwrite this rank's part of the optimizer state ``optim_state_key`` of ``param``."""
     what = "safe_set_local_optimizer_state"
-    flat = _writes(param, what)
+    flat = flat_to_write(param, what)
     write_state(flat, param, optim_state_key, what, _checked(flat, param, value, what))
 
 

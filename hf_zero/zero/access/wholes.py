@@ -3,7 +3,7 @@ state dicts, of checkpoints in one file and of weights for other programs.
 
 A group is gathered into memory of its own, beside the units', so ranks may hold different units
 gathered when they begin. Two groups share this memory in turn, where the next is gathered while the
-caller uses one: the values of a group are overwritten when the second one after it is asked for.
+caller uses one. In either case the values of a group are valid until the next one is asked for.
 """
 
 from __future__ import annotations
