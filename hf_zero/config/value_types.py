@@ -402,9 +402,15 @@ def key(
 ) -> Any:
     """Declare a field of a section's dataclass as a key of DeepSpeed's dialect, or of ours.
 
-    ``name`` is the key if it differs from the field's name. ``note`` is empty for the keys that
-    ``keys.toml`` describes. ``more`` goes to ``dataclasses.field`` and may override the
-    default that the field has when a section is constructed directly.
+    Args:
+        default: the value of a key that is not written.
+        note: empty for the keys that ``keys.toml`` describes.
+        name: the key, if it differs from the field's name.
+        idle: returns, of all values by path, why the key has no effect, or "".
+        unit: what a number counts.
+        more: for ``dataclasses.field``: ``default`` or ``default_factory`` of a section that is
+            constructed directly, ``hash=False`` for dicts and lists; ``required=True`` leaves the
+            field without a default.
     """
     declared = Key(name, value_type, Status.ACTIVE, note, default, idle=idle or _busy, unit=unit)
     if not {"default", "default_factory", "required"} & set(more):
