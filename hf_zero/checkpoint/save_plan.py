@@ -163,8 +163,10 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class SavePlan:
-    """Plan of this rank's file: the place of each tensor, and the tensors by name."""
+class RankFile:
+    """This rank's file before it is written: the place of each tensor in it, the tensors by name,
+    and what other ranks learn of it.
+    """
 
     file: FilePlan
     tensors: dict[str, Stored]
@@ -178,7 +180,7 @@ def plan_save(
     exclude_frozen: bool,
     names: WholeNames,
     buffers: Mapping[str, torch.Tensor],
-) -> SavePlan:
+) -> RankFile:
     """Return the plan of this rank's file. ``buffers`` go into the file of rank 0."""
     bound, rank, engine_state = engine.bound, engine.global_rank, EngineState(engine)
     pp_stage_flats = [flat for flat in engine.flats if saved_by_this_pp_stage(flat)]
@@ -233,7 +235,7 @@ def plan_save(
         if rank == engine.mesh.ranks[0]
         else None,
     )
-    return SavePlan(plan, tensors, report)
+    return RankFile(plan, tensors, report)
 
 
 def stored_width(plan: EnginePlan, flat: FlatPlan) -> int:

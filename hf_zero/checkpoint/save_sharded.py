@@ -41,8 +41,8 @@ from hf_zero.checkpoint.run_state import NonTensorState, non_tensor_state, objec
 from hf_zero.checkpoint.save_job import NOTHING_SAVED, ByCollectives, SaveJob, SharedFiles
 from hf_zero.checkpoint.save_plan import (
     ModelEntries,
+    RankFile,
     RankReport,
-    SavePlan,
     buffers_of_other_stages,
     model_buffers,
     plan_save,
@@ -158,11 +158,11 @@ def save(
 
 
 class _RankPlan(NamedTuple):
-    """One rank's plan of a save. file_plan: of its file. not_staged: why its state could not be
+    """One rank's plan of a save. rank_file: of its file. not_staged: why its state could not be
     staged; "" if it was, or the save blocks. non_tensors, buffers: the parts that rank 0 adds.
     """
 
-    file_plan: SavePlan
+    rank_file: RankFile
     not_staged: str
     non_tensors: NonTensorState | None
     buffers: dict[str, torch.Tensor]
@@ -187,7 +187,7 @@ class _RankSave:
         # of this save, whether or not its thread starts
         self._number = 0 if self.saver is None else self.saver.number + 1
 
-    def plan_on_all_ranks(self) -> tuple[SavePlan, SharedFiles | None, list[str]]:
+    def plan_on_all_ranks(self) -> tuple[RankFile, SharedFiles | None, list[str]]:
         """Return the plan of this rank's file, the files that rank 0 writes beside its own, and the
         ranks whose state could not be staged, with the reason. Collective.
         """
@@ -199,7 +199,7 @@ class _RankSave:
             partial(self.plan_and_stage, names, other_buffers),
             self.path,
             nothing_saved,
-            lambda plan: (plan.file_plan.report, plan.not_staged),
+            lambda plan: (plan.rank_file.report, plan.not_staged),
         )
         self.exchanged = _Exchanged.PLANS
         reports = [report for report, _ in planned]
@@ -208,7 +208,7 @@ class _RankSave:
             job_ranks, partial(self.shared_files, plan, reports), self.path.parent, nothing_saved
         )
         self.exchanged = _Exchanged.MANIFEST
-        return plan.file_plan, shared, not_staged
+        return plan.rank_file, shared, not_staged
 
     def plan_and_stage(
         self, names: WholeNames, other_buffers: dict[str, torch.Tensor]
@@ -252,7 +252,7 @@ class _RankSave:
             above[find.LATEST] = target.tag.encode()
         return SharedFiles(manifest, files, above)
 
-    def write(self, plan: SavePlan) -> FileHashes:
+    def write(self, plan: RankFile) -> FileHashes:
         """Write this rank's file, under a progress bar on rank 0."""
         shown = None if self.rank == 0 else False
         with progress_bar(shown, plan.file.size, f"saving {self.target.directory}") as tick:

@@ -32,7 +32,7 @@ import torch
 
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.manifest import MASTER, SHARD
-from hf_zero.checkpoint.save_plan import RankReport, SavePlan, saved_by_this_pp_stage, saved_key
+from hf_zero.checkpoint.save_plan import RankFile, RankReport, saved_by_this_pp_stage, saved_key
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, TensorEntry, bytes_view
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
@@ -195,7 +195,7 @@ class ReadyFile(Protocol):
     @property
     def save_id(self) -> str: ...
 
-    def image_of(self, plan: SavePlan) -> torch.Tensor | None:
+    def image_of(self, plan: RankFile) -> torch.Tensor | None:
         """Return the file if it is the one that ``plan`` describes; else None."""
 
 

@@ -41,7 +41,7 @@ from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_reco
 from hf_zero.checkpoint.memory.slot_files import SlotCopy, SlotFiles, Staged, changes_of
 from hf_zero.checkpoint.run_state import copy_as_saved, non_tensor_state, objects_file
 from hf_zero.checkpoint.save_plan import (
-    SavePlan,
+    RankFile,
     buffers_of_other_stages,
     model_buffers,
     plan_save,
@@ -315,7 +315,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         beside: Mapping[str, bytes],
         client_state: Mapping[str, object],
         tag: str,
-    ) -> tuple[RankRecord, SavePlan]:
+    ) -> tuple[RankRecord, RankFile]:
         """Return this rank's record without hashes, and the plan of its file."""
         save_id = sha256(f"{self.token} {self._saves}".encode()).hexdigest()[:32]
         head, shared, step = None, {}, engine.counters.global_steps
@@ -360,7 +360,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         return staged
 
     def _copy_to_slot(
-        self, record: RankRecord, plan: SavePlan, changes: tuple[Hashable, ...]
+        self, record: RankRecord, plan: RankFile, changes: tuple[Hashable, ...]
     ) -> Staged:
         """Copy this rank's file into its slot."""
         if self.acts_for_host:

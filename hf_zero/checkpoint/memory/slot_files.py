@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.checkpoint.memory.record import RankRecord
-from hf_zero.checkpoint.save_plan import SavePlan
+from hf_zero.checkpoint.save_plan import RankFile
 from hf_zero.checkpoint.tensorfile import FilePlan
 from hf_zero.ops.host_memory import HostArena
 
@@ -76,7 +76,7 @@ class Staged:
     def save_id(self) -> str:
         return self.record.save_id
 
-    def image_of(self, plan: SavePlan) -> torch.Tensor | None:
+    def image_of(self, plan: RankFile) -> torch.Tensor | None:
         """Return the file if it is the one that ``plan`` describes, tensors outside of flat buffers
         included (generators, buffers, the place in the data); else None.
         """

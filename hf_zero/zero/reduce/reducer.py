@@ -227,12 +227,12 @@ class Reducer:
     def configure_backward(self, settings: BackwardSettings) -> None:
         """Set ``settings`` for the next backward."""
         self._settings, averaging, weight = settings, self._averaging, settings.weight
-        # on gradients put on the wire, and on their reduced sum
-        self._wire_factor = averaging.before(weight, on_the_wire=True) * settings.unscale
-        self._sum_factor = averaging.after(weight, on_the_wire=True)
-        # on gradients added to the sum of the window, and on the reduced sum of these
-        self._accumulation_factor = averaging.before(weight) * settings.unscale
-        self._accumulated_sum_factor = averaging.after(weight)
+        # of gradients that are sent now: before the message, and after its sum over the ranks
+        self._factor_before_message = averaging.before(weight, on_the_wire=True) * settings.unscale
+        self._factor_after_message = averaging.after(weight, on_the_wire=True)
+        # of gradients that the window adds up: before that sum, and after its sum over the ranks
+        self._factor_before_window = averaging.before(weight) * settings.unscale
+        self._factor_after_window = averaging.after(weight)
         self._reduces_now = settings.ends_window or self._reduces_every_backward
 
     def begin(self, key: Hashable) -> None:
@@ -284,7 +284,7 @@ class Reducer:
         if progress.learns:
             progress.observed.depths[unit.index] = self._schedule.issued
         if not self._reduces_now:
-            progress.observed.has_gradients |= self._sums.add(unit, self._accumulation_factor)
+            progress.observed.has_gradients |= self._sums.add(unit, self._factor_before_window)
 
     def take_next(self) -> Unit | None:
         """Return the next unit in order, to be launched; None if it may still get gradients on this
@@ -318,7 +318,7 @@ class Reducer:
             if unit.streams.computing:
                 unit.streams.wait_for_gradients()
         else:
-            self.progress.observed.has_gradients |= self._sums.add(unit, self._accumulation_factor)
+            self.progress.observed.has_gradients |= self._sums.add(unit, self._factor_before_window)
         # the update of the unit may begin once its gradients are reduced
         if settings.on_reduced is not None:
             for flat in unit.trainable_flats:
@@ -331,10 +331,10 @@ class Reducer:
             wire = self._buffers.acquire(
                 flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device
             )
-            used = collect_gradients(flat, wire, False, self._wire_factor)
+            used = collect_gradients(flat, wire, False, self._factor_before_message)
             flat.gradient.mark_used(used)
             self.progress.observed.has_gradients |= used > 0
-            self._messages.send(flat, wire, wire, self._sum_factor * flat.mesh.gain)
+            self._messages.send(flat, wire, wire, self._factor_after_message * flat.mesh.gain)
         if self._messages.waiting:
             units, at = self.progress.units, self.progress.next
             comes = at < len(units) and units[at] not in self._order.reduced_last
@@ -344,7 +344,7 @@ class Reducer:
         if flat.gradient.stays_local:
             return
         accumulated = flat.gradient.accumulated_grad
-        scale = self._accumulated_sum_factor * flat.mesh.gain
+        scale = self._factor_after_window * flat.mesh.gain
         assert accumulated is not None
         dtype = self._wire_dtype or flat.dtype
         encoded = flat.spec.reduce_codec is not None
@@ -443,7 +443,7 @@ class Reducer:
                 pool.clear()
         else:
             for unit in progress.units:
-                progress.observed.has_gradients |= self._sums.add(unit, self._accumulation_factor)
+                progress.observed.has_gradients |= self._sums.add(unit, self._factor_before_window)
         self.idle.end_backward()
         if self._settings.ends_window:
             self._record_left_out()
@@ -535,7 +535,7 @@ class Reducer:
     @property
     def local_scale(self) -> float:
         """Factor from unreduced gradients to this rank's part of a mean over the ranks."""
-        return self._accumulated_sum_factor * self._mesh.pp_stage_ranks
+        return self._factor_after_window * self._mesh.pp_stage_ranks
 
     def unreduced_scale(self, flat: FlatBuffer) -> float:
         """Return the factor that turns an averaged gradient of ``flat`` into a local one such that

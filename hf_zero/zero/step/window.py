@@ -268,9 +268,11 @@ class SanityChecks:
         loss, self._loss = self._loss, None
         if not self._warns or "finite" in self._warned:
             return
-        self._look()
         if self._copied is not None:
-            return
+            if not self._copied.query():
+                return
+            self._copied = None
+            self._report()
         if self._numbers is None:
             self._numbers = (
                 torch.empty(2, dtype=torch.float64)
@@ -287,11 +289,6 @@ class SanityChecks:
             self._report()
         else:
             self._copied = streams.record_here(self._device)
-
-    def _look(self) -> None:
-        if self._copied is not None and self._copied.query():
-            self._copied = None
-            self._report()
 
     def _report(self) -> None:
         assert self._values is not None
