@@ -223,7 +223,7 @@ class OptimizerStep:
         self.take_user_writes()
         if not any(flat.copies_master for flat in self.model.trainable):
             return
-        if self.model.schedule.agree("writes to members", int(self.bound.members_written)):
+        if self.model.schedule.largest("writes to members", int(self.bound.members_written)):
             self.refresh_copies()
             self.model.lend_to_hooks()
 
