@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.config import ZeroConfig
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_zero.checkpoint.background_saves import BackgroundSaver
     from hf_zero.checkpoint.staging import ReadyFile
     from hf_zero.zero.layout.engine_plan import EnginePlan
-    from hf_zero.zero.training_engine import TrainingEngine
+    from hf_zero.zero.training_engine import TrainingEngine as Engine
 
 Folder = str | os.PathLike[str]
 
@@ -74,9 +74,7 @@ class Generations:
         return None
 
     @classmethod
-    def of(
-        cls, engine: TrainingEngine, plan: EnginePlan, before: Generations | None
-    ) -> Generations:
+    def of(cls, engine: Engine, plan: EnginePlan, before: Generations | None) -> Generations:
         """Return the generations of ``engine``, built by ``plan``; ``before``: of the engine before
         it was built again. Collective.
         """
@@ -92,13 +90,13 @@ class Generations:
     def note_run(self, folder: Folder | None) -> None:
         """Note a ``folder`` of the run: what it resumes from, saves to or is configured with."""
 
-    def end_step(self, engine: TrainingEngine) -> None:
+    def end_step(self, engine: Engine) -> None:
         """Act at the end of a step of all ranks, after which they may save."""
 
     def break_step(self) -> None:
         """Note a step that was broken off."""
 
-    def ready_file(self, engine: TrainingEngine, saver: BackgroundSaver) -> ReadyFile | None:
+    def ready_file(self, engine: Engine, saver: BackgroundSaver) -> ReadyFile | None:
         """Return a copy of this rank's file of the present state, for a save in the background by
         ``saver``; None without one. Collective.
         """
@@ -110,12 +108,7 @@ class Generations:
         """
 
     def choose(
-        self,
-        engine: TrainingEngine,
-        directory: Folder,
-        tag: str | None,
-        strict: bool,
-        resumes: bool,
+        self, engine: Engine, directory: Folder, tag: str | None, strict: bool, resumes: bool
     ) -> Newest:
         """Return the checkpoint that a load of ``directory`` means. ``resumes``: it loads all
         state. Collective.
@@ -144,5 +137,4 @@ class Generations:
 
 def kept_generations() -> type[Generations]:
     """Return the class that a row provides."""
-    kind: type[Generations] = provided("generations", Generations)
-    return kind
+    return cast(type[Generations], provided("generations", Generations))

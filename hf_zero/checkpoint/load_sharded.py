@@ -400,7 +400,6 @@ class _RankLoad(StateSource):
         scalars = {name: saved.get(saved_names[name]) for name in parameters if name in saved_names}
         scalars |= dict.fromkeys(self._never_stepped & scalars.keys())
         optimizer, bound = self.saved_optimizer, self.engine.bound
-        assert bound is not None
         other = optimizer is not None and optimizer.class_name != class_name(bound.optimizer)
         if other and not bound.keeps("step"):
             # of classes with one update, those with moments in 8 bits may count steps
@@ -410,7 +409,6 @@ class _RankLoad(StateSource):
 
     def tensor_state(self, parameters: Mapping[str, nn.Parameter]) -> TensorsByParameter:
         saved_names, bound = self.match.saved_names, self.engine.bound
-        assert bound is not None
         return {
             name: self.checkpoint.tensor_states(saved_names[name])
             for name in bound.tensor_state.names
@@ -425,7 +423,6 @@ class _RankLoad(StateSource):
 
     def _load_hyperparameters(self) -> None:
         bound = self.engine.bound
-        assert bound is not None
         settings = [dict(group.hyperparameters) for group in self._groups()]
         if self.engine.lr_scheduler is not None and self.match.schedule is None:
             # a schedule that starts anew sets these, and some of torch's multiply their last value

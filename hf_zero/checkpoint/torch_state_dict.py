@@ -202,7 +202,6 @@ class _TorchStates:
     def scalars(self) -> dict[str, dict[str, float]]:
         """Return the scalars that the optimizer keeps for each trained parameter (collective)."""
         bound = self.engine.bound
-        assert bound is not None
         groups = bound.group_of
         saved = self._state.scalars(self.whole.own_of(groups))
 
@@ -217,7 +216,6 @@ class _TorchStates:
         memory on the first rank only (collective).
         """
         bound, state = self.engine.bound, dict[str, States]()
-        assert bound is not None
         read = self.wholes if whole else self.part
         dropped = whole and self._on_host and self.engine.global_rank != 0
         names = {
@@ -264,7 +262,6 @@ class _TorchStates:
                 "get_optimizer_state_dict"
             )
         scalars, source, bound = self.scalars(), _LoadedStates(), self.engine.bound
-        assert bound is not None
         missing, unexpected = list[str](), list[str]()
         existing = self._state.existing(self.whole.own_of(bound.group_of))
         for flat, slots in groupby(self.trained(), itemgetter(0)):
@@ -303,7 +300,6 @@ class _TorchStates:
         its parameters; by number if none of them has a group there.
         """
         bound = self.engine.bound
-        assert bound is not None
         names_by_group: list[list[str]] = [[] for _ in bound.groups]
         for _, name, fqn in self.trained():
             names_by_group[bound.group_of[name]].append(fqn)
@@ -495,7 +491,6 @@ def _one_box_a_file(write: Callable[..., object]) -> Callable[..., object]:
 def _nested(flattened: Mapping[str, object], states: _TorchStates) -> States:
     """Return the nested form of a state dict of ``flatten_optimizer_state_dict``."""
     bound, state = states.engine.bound, dict[str, States]()
-    assert bound is not None
     for path, value in flattened.items():
         if path.startswith("state."):
             fqn, _, key = path.removeprefix("state.").rpartition(".")

@@ -110,9 +110,8 @@ class BoundOptimizer:
         self._bf16 = bf16
         self._groups = GroupsInStep()
         self._entries = SegmentStateAccess(optimizer, bf16)
-        device = self.device_state = DeviceState(
-            self._entries, self._base, self._base in BEGIN_WITH_GRADIENT
-        )
+        device = DeviceState(self._entries, self._base, self._base in BEGIN_WITH_GRADIENT)
+        self.device_state = device
         self._own = OwnStep(optimizer, self._base, bf16, self._groups, device)
         self._fused = step_launch()(optimizer, self._base, self._own.step, kernels, device, bf16)
         # by default those that train

@@ -365,7 +365,7 @@ class EngineParts(ModelWrapper):
         return self.config.stage
 
     @property
-    def bound(self) -> BoundOptimizer | None:
+    def bound(self) -> BoundOptimizer:
         """The optimizer bound to the shards; None without one, and after :meth:`destroy`."""
         return self.optimizer_step.bound
 

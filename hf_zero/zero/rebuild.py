@@ -104,7 +104,6 @@ class CarriedState(StateSource):
             parameters[name]: dtype for name, dtype in engine.sharded_model.param_dtypes.items()
         }
         # in host memory: a pickled tensor returns to its own device, in every process
-        assert engine.bound is not None
         local_tensor_state = {
             shared[name]: {key: tensor.cpu() for key, tensor in tensors.items()}
             for name, tensors in engine.bound.tensor_state.by_parameter(firsts=True).items()

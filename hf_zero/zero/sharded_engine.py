@@ -32,7 +32,7 @@ class ShardedEngine(Protocol):
     def optimizer_step(self) -> OptimizerStep: ...
 
     @property
-    def bound(self) -> BoundOptimizer | None:
+    def bound(self) -> BoundOptimizer:
         """None without an optimizer."""
 
     @property

@@ -122,7 +122,6 @@ class EngineState:
         of one element. ``like``: the dtype of its master weights.
         """
         if (group, like) not in self._initial:
-            assert self.bound is not None
             state = self.bound.initial_states.of_group(group, torch.zeros(1, dtype=like))
             self._initial[group, like] = {
                 kind: value if is_elementwise(kind, value, (1,)) else float(value)
@@ -134,7 +133,6 @@ class EngineState:
         """Return one element of each state of parameter ``name`` of ``flat`` before its first step;
         none for one that no group has.
         """
-        assert self.bound is not None
         group = self.bound.group_of.get(name)
         if group is None:
             return {}
@@ -184,7 +182,6 @@ class EngineState:
         """Return by parameter the kinds of optimizer state that exist on any rank; ``names`` maps
         this rank's names to whole-model names. Collective.
         """
-        assert self.bound is not None
         here = {names[name]: kinds for name, kinds in self.bound.existing().items()}
         everywhere = dict[str, set[str]]()
         for of_rank in self._mesh.all_gather_object(here, "kinds of optimizer state"):
@@ -196,7 +193,6 @@ class EngineState:
         """Return the scalars of each parameter of a group, as far as known on any rank; ``names``
         maps this rank's names to whole-model names. Collective.
         """
-        assert self.bound is not None
         return self.bound.by_parameter(
             names, lambda counts: self._mesh.all_gather_object(counts, "step counts")
         )
@@ -284,7 +280,6 @@ def _transfer_flat(
             if kind == MASTER and errors is not None and out.dtype == torch.float32:
                 out.add_(errors)
         if kind != MASTER:
-            assert bound is not None
             bound.load_tensor(shard, kind, out)
         elif shard.has_master:
             shard.store_master(out)

@@ -368,15 +368,14 @@ class TrainingEngine(EngineParts):
         """Run the hooks of the optimizer's step, as torch's step does for which ``zero_grad()`` has
         left no gradient, and take over what they write (collective). No step is counted.
         """
-        bound = self.optimizer_step.bound
-        optimizer = bound.optimizer
+        optimizer = self.bound.optimizer
         if not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
             return
-        bound.check_groups()
+        self.bound.check_groups()
         with torch.no_grad(), self.changes.change("a step without gradients"):
             self.sharded_model.lend_to_hooks()
             self.optimizer_step.run_pre_hooks()
-            bound.accept_writes()
+            self.bound.accept_writes()
             failure = self._run_post_hooks()
         if failure is not None:
             raise failure

@@ -387,9 +387,7 @@ def write_state(
     """Write ``values`` (1-D), this rank's of ``parameter``, to the state ``kind`` of ``flat``."""
     held, start = state_of(flat, parameter, kind, what), flat.spec.own_range(name_of(parameter))[1]
     flat.optimizer_shard.writing()
-    bound = engine_of(flat).bound
-    assert bound is not None
-    bound.load_tensor(flat.optimizer_shard, kind, values.to(held), start)
+    engine_of(flat).bound.load_tensor(flat.optimizer_shard, kind, values.to(held), start)
 
 
 def own_part(
@@ -472,7 +470,6 @@ def state_of(flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str) ->
     engine, name = engine_of(flat), name_of(parameter)
     state, kinds, bound = EngineState(engine), set[str](), engine.bound
     arrays = state.arrays(flat)
-    assert bound is not None
     # in host memory and in files there is state before the first step
     if engine.global_steps > engine.skipped_steps or bound.group_scalars.writes:
         kinds = {each.kind for each in state.optimizer_entries(flat, arrays) if each.name == name}

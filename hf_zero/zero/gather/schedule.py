@@ -502,10 +502,9 @@ class Schedule:
                     self._describe_pass(), proposal, self._describe_proposal, self._reducer.launched
                 )
             self._reducer.finish_beyond(consensus.gathers.all_launched)
-        chosen_kind, signed_index = agreed
-        if chosen_kind == END_OF_PASS:
+        if agreed[0] == END_OF_PASS:
             return False
-        chosen = self._units[abs(signed_index)]
+        chosen = self._units[abs(agreed[1])]  # an index with the sign of its pass
         # outside passes the gather is for a script or a checkpoint, with exact values
         chosen.launch_gather(under_way is None, under_way is not None and under_way.backward)
         self._mesh.shard.advance_gathers()  # all ranks have issued it, or are about to

@@ -15,38 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from hf_zero.zero.layout.parameter_views import ParameterGuard, ParameterViews, UserWrites
+from hf_zero.zero.layout.parameter_views import UserWrites
 
 # Changes the parameters of one flat buffer, by name, in place. Must be deterministic: the same
 # result for the same values, on all ranks, from a forward to the end of its backward.
 Change = Callable[[Mapping[str, torch.Tensor]], None]
 
 
-class ChangedBuffer(Protocol):
-    """A flat buffer, as the changed values of its parameters call it."""
-
-    full: torch.Tensor
-    sharded: bool
-    views: dict[str, torch.Tensor]
-    parameter_views: ParameterViews
-    guard: ParameterGuard
-    transform: WeightTransform | None
-
-    def set_transform(self, change: Change | None, values: str) -> None: ...
-
-    def take_user_writes(self) -> None: ...
-
-    def refuse_changed(self, name: str) -> None: ...
-
-
 class WeightTransform:
     """Changed values of ``flat`` that modules compute with; ``values`` names them in messages."""
 
-    def __init__(self, flat: ChangedBuffer, change: Change, values: str):
+    def __init__(self, flat: Any, change: Change, values: str):
         self._flat = flat
         self._change = change
         self.values = values
@@ -123,7 +106,6 @@ class WeightTransform:
         finally:
             with torch.inference_mode(False), torch.no_grad():
                 if flat.sharded:
-                    assert self._other is not None
                     flat.full.copy_(self._other)
                     self._other = None
                 else:
@@ -145,7 +127,7 @@ class ChangedValues:
         self.on = False  # some flat buffer has changed values
 
     def change(
-        self, flats: Sequence[ChangedBuffer], change: Change | None, values: str = "changed weights"
+        self, flats: Sequence[Any], change: Change | None, values: str = "changed weights"
     ) -> None:
         """Call ``set_transform`` on each of ``flats``. Called between passes."""
         for flat in flats:
@@ -153,7 +135,7 @@ class ChangedValues:
         self._changed = self._changed - {*flats} if change is None else self._changed | {*flats}
         self.on = bool(self._changed)
 
-    def use(self, flats: Iterable[ChangedBuffer], renew: bool) -> None:
+    def use(self, flats: Iterable[Any], renew: bool) -> None:
         """Switch gathered flat buffers to their changed values before a module reads them;
         ``renew``: in a forward.
         """

@@ -65,9 +65,8 @@ class EngineFlats:
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.flats: list[FlatBuffer] = []
-        self.engine: Callable[[], OwningEngine[FlatBuffer] | None] = lambda: (
-            None
-        )  # a weak reference
+        # a weak reference
+        self.engine: Callable[[], OwningEngine[FlatBuffer] | None] = lambda: None
         # whether requires_grad of a frozen parameter has been switched since the engine looked
         self.trainability_changed = False
         self._switched: str | None = ""  # None: to be listed again

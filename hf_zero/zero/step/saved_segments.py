@@ -64,7 +64,6 @@ class SavedSegments(StateSource):
 
     def __init__(self, packed: Mapping[str, Any], engine: ShardedEngine):
         bound, flats = engine.bound, engine.sharded_model.trainable
-        assert bound is not None
         self._kind = type(engine.optimizer).__name__
         self._of_wholes, self._keeps = tensor_state_names(engine.optimizer), bound.keeps
         self._shapes = {slot.name: tuple(slot.shape) for f in flats for slot in f.layout.slots}
