@@ -94,7 +94,7 @@ def full_grads(engine: Any) -> dict[str, torch.Tensor]:
     """Whole gradients of the trainable parameters, averaged and unscaled. Collective."""
 
     def own(flat: FlatBuffer) -> torch.Tensor:
-        engine, own = gathered._reduced_gradient(flat)
+        engine, own = gathered.reduced_gradient(flat)
         assert own is not None
         return own.float() / engine.scaler.scale
 
