@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.storage import COMPENSATION, MASTER
 from hf_zero.ops.stochastic_rounding import round_stochastically
 from hf_zero.optim.elementwise import adopted_class, update_base
@@ -173,6 +173,13 @@ class Bf16State:
         def run(hooks: Callable[[], None]) -> None:
             before = [arrays[MASTER].clone() for arrays in narrow.values()]
             hooks()
+            current = {each for segment in narrow for each in segment.region.segments}
+            if not narrow.keys() <= current:
+                raise PartitionError(
+                    "a hook before the step has loaded a state dict of the optimizer, whose state "
+                    "in bf16 is stepped in fp32 meanwhile; load it before the backward, or in a "
+                    "hook after the step (optimizer.register_step_post_hook)"
+                )
             for (segment, arrays), weights in zip(narrow.items(), before):
                 if not torch.equal(arrays[MASTER], weights):
                     segment.tensor.data.copy_(arrays[MASTER])

@@ -316,9 +316,12 @@ class Alone:
     def hooked(self, number: int) -> None:
         """A step whose hooks load the state that is there, and decay all members of the groups."""
         optimizer = self.optimizer
-        before = optimizer.register_step_pre_hook(
-            lambda *_: optimizer.load_state_dict(optimizer.state_dict())
-        )
+
+        def load(*_: object) -> None:
+            if self.life.bf16 in ("", "enabled"):  # refused where bf16 state is stepped in fp32
+                optimizer.load_state_dict(optimizer.state_dict())
+
+        before = optimizer.register_step_pre_hook(load)
         after = optimizer.register_step_post_hook(lambda *_: self.decay())
         self.window(number, 1)
         before.remove()

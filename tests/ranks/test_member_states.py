@@ -689,6 +689,20 @@ def test_hooks_before_a_step_in_bf16_leave_members_out(rank: int, model: nn.Modu
     assert counts <= {2.0, 3.0} and 3.0 in counts
 
 
+@in_turn("keys", [(), ("bf16_optimizer_states",)])
+@on_each_rank(RANKS)
+def test_a_hook_before_a_step_in_bf16_that_loads_is_refused(
+    rank: int, model: nn.Module, keys: tuple[str, ...]
+) -> None:
+    narrow = dict.fromkeys(("enabled", "bf16_master_weights_and_grads", *keys), True)
+    engine = start(model, ADAMW(model), config_of(1, Plan(precision="bf16"), bf16=narrow))
+    run_steps(engine, rank, range(1))
+    optimizer = engine.optimizer
+    optimizer.register_step_pre_hook(lambda *_: optimizer.load_state_dict(optimizer.state_dict()))
+    with pytest.raises(PartitionError, match="load it before the backward, or in a hook after"):
+        run_steps(engine, rank, range(1, 2))
+
+
 # ---- members ----
 
 
