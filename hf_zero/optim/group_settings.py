@@ -118,11 +118,10 @@ class SharedSettings:
         if values != self._last:
             self._last = values
             self._changes = abridged(
-                # hosts may differ in the last bits of a schedule's cosine
-                f"{name} {f'{value:.6g}' if isinstance(value, float) else value} in group {at}"
+                f"{name} {_text(value)} in group {at}"
                 for at, (group, first) in enumerate(zip(values, self._first))
                 for name, value, before in zip(self._names, group, first)
-                if value != before
+                if value != before and _text(value) != _text(before)
             )
         return self._changes
 
@@ -131,6 +130,15 @@ class SharedSettings:
             [v if type(v) in _NUMBERS else _compared(v) for v in map(group.get, self._names)]
             for group in self._optimizer.param_groups
         ]
+
+
+def _text(value: object) -> str:
+    """Return ``value`` as text, without the last bits of a schedule's cosine, in which hosts may
+    differ.
+    """
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def compared_settings(group: ParamGroup) -> dict[str, object]:

@@ -239,13 +239,34 @@ def load(lines: Lines, stage: int, folder: Path) -> str:
         engine.destroy()
 
 
+def load_state(lines: Lines, stage: int, folder: Path) -> str:
+    engine = engine_at(stage)
+    try:
+        for number in range(3):
+            backward(engine, number)
+            engine.step()
+            if number == 1:
+                state = engine.optimizer.state_dict()
+                with lines.over():
+                    engine.optimizer.load_state_dict(state)
+        right = equal(engine, plainly([[0], [1], [2]]), 3)
+        return "complete" if right else "other weights"
+    except hf_zero.HfZeroError as error:
+        return "refused" if refused(error) else f"raised {error}"
+    finally:
+        engine.destroy()
+
+
 Change = Callable[[Lines, int, Path], str]
+CHANGES = (begin, step, save, load, load_state)
 FOLDERS = {begin: "zero"}  # of the lines, by change; all others: those of the package
 RIGHT = ("complete", "undone", "refused")
 
 
 @pytest.mark.parametrize("stage", fast((0, 1, 2, 3), (1, 3).__contains__))
-@pytest.mark.parametrize("change", [begin, step, save, load], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [begin, step, save, load, load_state], ids=lambda change: change.__name__
+)
 def test_at_any_line(
     change: Change,
     stage: int,

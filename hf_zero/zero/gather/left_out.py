@@ -26,7 +26,7 @@ class LeftOutModules:
         self._held: dict[nn.Module, list[tuple[FlatBuffer, int]]] = {}
 
     def record(self, forward: OutermostForward) -> None:
-        """Record on the forward ``forward`` the units and parameters that no rank uses in
+        """Record on ``forward``, an outermost one, the units and parameters that no rank uses in
         it. A submodule that is called directly is never left out.
         """
         modules = {module for source in self.sources for module in source(forward)}

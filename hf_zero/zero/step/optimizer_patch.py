@@ -151,9 +151,10 @@ class _EngineMethods:
             state_dict = alive.bound.with_parts(state_dict)
             source = SavedSegments(state_dict, alive)
             settings = alive.bound.settings_of(state_dict)
-            type(self._optimizer).load_state_dict(self._optimizer, settings)
-            alive.bound.drop_state()
-            transfer(source, alive, weights=False)
+            with alive.changes.change("optimizer.load_state_dict()"):
+                type(self._optimizer).load_state_dict(self._optimizer, settings)
+                alive.bound.drop_state()
+                transfer(source, alive, weights=False)
         for hook in after:
             hook(self._optimizer)
 
