@@ -224,6 +224,13 @@ def _weights(engine: RecordedEngine, frozen: bool = False) -> JsonObject:
     return line | ({"units": units} if frozen else {})
 
 
+def _ended_windows(engine: RecordedEngine) -> int:
+    """Return how many windows ``step()`` of ``engine`` has ended: an update in the backward counts
+    its step in ``global_steps`` before ``step()`` confirms it.
+    """
+    return engine.accumulation.updates if isinstance(engine, Engine) else engine.global_steps
+
+
 def _sizes(engine: RecordedEngine) -> dict[str, int]:
     if isinstance(engine, Observed):
         return engine.sizes()
@@ -287,9 +294,9 @@ class RecordedMethods:
             return super().backward(loss, *args, **kwargs)  # type: ignore[misc]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        before = self.global_steps  # type: ignore[attr-defined]
+        before = _ended_windows(self)  # type: ignore[arg-type]
         super().step(*args, **kwargs)  # type: ignore[misc]
-        if self.global_steps != before:  # type: ignore[attr-defined]
+        if _ended_windows(self) != before:  # type: ignore[arg-type]
             self.recorder.end_step(self)  # type: ignore[arg-type]
 
     def save_checkpoint(self, save_dir: Any = None, *args: Any, **kwargs: Any) -> bool:

@@ -45,6 +45,15 @@ def test_right_scripts_are_equal(ranks: int, stage: int, accumulation: int, prec
         assert not result.measured
 
 
+@pytest.mark.parametrize(("stage", "accumulation"), [(2, 2), (3, 1)])
+def test_updates_in_the_backward_are_recorded_at_their_step(stage: int, accumulation: int) -> None:
+    settings = config(stage, accumulation=accumulation, gradient_clipping=0.0)
+    settings["zero_optimization"]["update_in_backward"] = True
+    result = answer(2, settings, steps=4)
+    assert result.equal, str(result)
+    assert result.outcome.steps == 4
+
+
 OFFLOADED = [
     (stage, way, precision)
     for way in WAYS
