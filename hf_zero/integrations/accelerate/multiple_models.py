@@ -224,16 +224,22 @@ class EngineSteps:
 
     def step(self, wrapped: AcceleratedOptimizer, *closure: object, **kwargs: object) -> None:
         """Make the step of the engine of ``wrapped``: its ``step`` method. Raises PartitionError
-        for a gradient of ``loss.backward()``, and for a step that was made before a forward.
+        for an optimizer of none of the engines, for a gradient of ``loss.backward()``, and for a
+        step that was made before a forward.
         """
         optimizer, single = wrapped.optimizer, self._single
+        engine = next((engine for engine in self.engines if engine.optimizer is optimizer), None)
+        if engine is None:
+            raise PartitionError(
+                f"{type(optimizer).__name__}.step(): no engine that this Accelerator trains has "
+                "this optimizer, as after destroy() of its engine; call step() of the optimizer "
+                "that accelerator.prepare has returned with the model that trains"
+            )
         if closure or kwargs:
             optimizer.step(*closure, **kwargs)  # the engine's, which takes no closure
         if single is None:
             if wrapped.gradient_state.sync_gradients and not _were_dropped(optimizer):
-                self._step_engine(
-                    next(engine for engine in self.engines if engine.optimizer is optimizer)
-                )
+                self._step_engine(engine)
             return
         earlier, self.claim = self.claim, StepCaller.OPTIMIZER
         if earlier in (StepCaller.CLIPPING, StepCaller.BACKWARD):

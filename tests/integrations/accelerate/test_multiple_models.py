@@ -129,6 +129,23 @@ def test_two_models_step_and_forget_when_their_optimizers_are_told() -> None:
     assert engine.global_steps == 1
 
 
+@in_turn("models", [1, 2])
+def test_the_step_of_an_engine_that_was_destroyed_is_no_step_of_another(models: int) -> None:
+    forget()
+    accelerator = accelerator_with()
+    former, of_former = prepared(accelerator)
+    former.destroy()
+    pairs = [prepared(accelerator) for _ in range(models)]
+    engines = [engine for engine, _ in pairs]
+    accelerator.backward(loss_of(*engines))
+    with pytest.raises(PartitionError, match=r"SGD\.step\(\): no engine that this"):
+        of_former.step()
+    assert [engine.global_steps for engine in engines] == [0] * models
+    for _, optimizer in pairs:
+        optimizer.step()
+    assert [engine.global_steps for engine in engines] == [1] * models
+
+
 def test_a_scheduler_of_torch_and_the_end_of_two_models(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = accelerator_with()
     (one, of_one), (two, _) = prepared(accelerator), prepared(accelerator)
