@@ -349,6 +349,12 @@ class Mesh:
         """Return ``value`` of each peer, in the order of :attr:`ranks` (collective)."""
         return [value] if self.peers is None else self.peers.all_gather_object(value, what)
 
+    def gather_from_stages(self, value: T, what: str) -> list[T]:
+        """Return ``value`` of each rank of all stages of a pipeline, which the ranks of a stage
+        agree on (collective over all ranks). Without stages: that of this rank alone.
+        """
+        return [value] if self.dims.pipeline == 1 else self.job.all_gather_object(value, what)
+
     def store_messages(self, topic: str) -> StoreMessages | None:
         """Return the channel on ``topic`` between background threads of the ranks; None for one
         rank, or if ranks share no store.

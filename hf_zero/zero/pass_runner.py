@@ -350,8 +350,7 @@ class PassRunner:
         """Raise UnusedParameterError, on all ranks, for trainable parameters without a gradient on
         one rank or more (collective).
         """
-        names = self._optimizer_step.agreement.missing()
-        if names:
+        if names := self._optimizer_step.agreement.missing():
             raise UnusedParameterError(
                 f"{listed(names, 6)} got no gradient on at least one rank, and "
                 "zero_optimization.ignore_unused_parameters is false; freeze what is not used, use "

@@ -293,7 +293,8 @@ def test_what_is_sent(launched):
     # reductions once a step, whatever the number of micro-batches
     assert 0 < launched[0]["2 stages"]["reductions"]["reduce_scatter"] <= 6
     tied = [entry for entry in first["log"] if "tied" in entry[1]]
-    assert len(tied) == 1 and tied[0][2] >= 11 * 8 * 4
+    assert [key.startswith("gradient of ") for _, key, _ in tied] == [True, False]
+    assert tied[0][2] >= 11 * 8 * 4 and tied[1][2] == 4  # which of its parameters are used
 
 
 def test_a_checkpoint_resumes_over_other_stages(launched):

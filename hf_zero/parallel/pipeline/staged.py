@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.device.pinned import upload
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import MeshDim
@@ -294,8 +295,17 @@ class TiedParameters:
                 along.all_reduce(total, f"gradient of {flat.key}, tied").wait()
                 if total.data_ptr() != shard.data_ptr():
                     shard.copy_(total)
-                flat.gradient.mark_used(flat.gradient.all_used)
+                self._add_used(flat, along)
                 flat.gradient.mark_reduced()
+
+    def _add_used(self, flat: FlatBuffer, along: MeshDim) -> None:
+        """Mark the parameters of ``flat`` as used that a stage has used (collective)."""
+        gradient, count = flat.gradient, len(flat.layout.slots)
+        bits = [float(gradient.used >> index & 1) for index in range(count)]
+        used = upload(torch.tensor(bits), self._device)
+        along.all_reduce(used, f"used parameters of {flat.key}, tied").wait()
+        if gradient.used != gradient.all_used:  # else do not wait for the device
+            gradient.mark_used(sum(1 << at for at, n in enumerate(used.tolist()) if n))
 
     @property
     def mesh_dims(self) -> list[MeshDim]:

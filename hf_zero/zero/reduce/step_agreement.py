@@ -78,7 +78,7 @@ class StepAgreement:
         while self._powers[-1] * self._base**2 <= EXACT:
             self._powers.append(self._powers[-1] * self._base)
         # the message of a rank that has used all parameters
-        self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
+        self._all = self._message(self._flats, all_used=True)
         self.restarts = 0  # of accumulation windows on this rank, the same on all
         self._settings = SettingsCheck(mesh, device)
         self._codes = self._settings.upload()
@@ -90,11 +90,11 @@ class StepAgreement:
             numbers = 2 + self._codes.numel() + self.batches.allowance
             dim.allow_small_sums(self._all.numel() + numbers)
 
-    def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
-        """Return [words] fp64: a digit for each parameter, 1 if its bit in ``used`` is set."""
+    def _message(self, flats: Sequence[FlatBuffer], all_used: bool = False) -> torch.Tensor:
+        """Return [words] fp64: a digit for each parameter, 1 if it is used, or ``all_used``."""
         digits = [
-            bits >> index & 1
-            for flat, bits in zip(flats, used)
+            all_used or flat.gradient.used >> index & 1
+            for flat in flats
             for index in range(len(flat.members))
         ]
         length = len(self._powers)
@@ -120,11 +120,8 @@ class StepAgreement:
         restarts = f" after {self.restarts} restarted windows" if self.restarts else ""
         dims.stages.all_reduce(numbers, "gradient norm of stages").wait()
         complete = _complete(self._flats)
-        words = (
-            self._all
-            if complete and not any(map(_idle, self._flats))
-            else self._message(self._flats, [flat.gradient.used for flat in self._flats])
-        )
+        has_all = complete and not any(map(_idle, self._flats))
+        words = self._all if has_all else self._message(self._flats)
         batches = self.batches if self.batches.active and not graphs.capturing() else None
         batch = None if batches is None else batches.numbers()
         codes = self._codes if batch is None else torch.cat([batch, self._codes])
@@ -156,16 +153,18 @@ class StepAgreement:
         """Return the names of parameters without a gradient on one rank or more. Equal on all ranks
         (collective).
         """
-        words = self._message(self._flats, [flat.gradient.used for flat in self._flats])
+        words = self._message(self._flats)
         for dim in (self._mesh.sums.counted, self._mesh.sums.repeats):
             if dim.size > 1:
                 dim.all_reduce(words, "parameters that have a gradient").wait()
-        return [
+        names = [
             slot.name
             for flat, counts in zip(self._flats, self.counts(self._flats, words))
             for slot, count in zip(flat.layout.slots, counts)
             if count < self._mesh.pp_stage_ranks
         ]
+        of_stages = self._mesh.gather_from_stages(names, "parameters without a gradient")
+        return list(dict.fromkeys(name for names in of_stages for name in names))
 
     def send(self, unit: Unit) -> None:
         """Send the used parameters of ``unit``, whose last gradients of the window are on the wire;
@@ -173,9 +172,7 @@ class StepAgreement:
         """
         dims = self._mesh.sums
         dim = dims.counted if dims.counted.size > 1 else dims.repeats
-        words = self._message(
-            unit.trainable_flats, [flat.gradient.used for flat in unit.trainable_flats]
-        )
+        words = self._message(unit.trainable_flats)
         self._received.pop(unit, None)
         if unit in self._sent:
             self._sent.pop(unit)[1].wait()

@@ -360,9 +360,9 @@ class OptimizerStep:
         """Return the norm of the reduced gradient, before clipping, without the loss scale; 0.0
         without a gradient (collective).
         """
-        if not any(flat.gradient.ready for flat in self.model.trainable):
-            return 0.0
-        total = self._own_squares()
+        # another stage of a pipeline may have gradients
+        ready = any(flat.gradient.ready for flat in self.model.trainable)
+        total = self._own_squares() if ready else squared_norm((), self.model.mesh.device)
         for dim in (self.model.mesh.sums.stages, self.model.mesh.sums.counted):
             dim.all_reduce(total, "gradient norm").wait()
         return float(total.sqrt()) / self.scaler.scale
@@ -505,9 +505,10 @@ class OptimizerStep:
             return ""
         self.updater.finish()
         error = model.placement.files.write_error()
-        if not model.schedule.largest("a look at what was written", int(error is not None)):
+        failed = model.schedule.largest("a look at what was written", int(error is not None))
+        if not any(model.mesh.gather_from_stages(failed, "whether writes have failed")):
             return ""
-        errors = model.mesh.all_gather_object(str(error or ""), "writes that failed")
+        errors = model.mesh.job.all_gather_object(str(error or ""), "writes that failed")
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
 
     def synchronize(self) -> None:
