@@ -86,6 +86,7 @@ def counts(rank: int) -> dict[str, tuple[int, int, dict[str, int], dict[str, int
             engine.backward(engine(features(0, step, rank)).square().mean())
             engine.step()
         during, weights = connections(), engine.state_dict()
+        dist.barrier()  # a rank that destroys its engine closes its ends of the connections
         engine.destroy()
         del engine
         await_threads(others)
