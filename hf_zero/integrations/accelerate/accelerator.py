@@ -13,6 +13,11 @@ import torch
 from torch import nn
 
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.engine_steps import (
+    EngineSteps,
+    SingleEngineSteps,
+    register_engines,
+)
 from hf_zero.integrations.accelerate.loaders import follow_engines, sequence_ranks, tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import engines_of, save_by_loop
 from hf_zero.integrations.accelerate.open_values import open_values
@@ -31,8 +36,6 @@ from hf_zero.measures.figures import tracked
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from hf_zero.integrations.accelerate.multiple_models import EngineSteps
 
 
 def keep_the_optimizer(original: Original, optimizer: object) -> object:
@@ -62,8 +65,6 @@ def prepare_engines(original: Original, self: Accelerator, *args: object) -> tup
         _split_layers_first(tensor_ranks(self.state), args)
     with open_values(self, args) as clipping_is_open:
         result = original(self, *args)
-    from hf_zero.integrations.accelerate.multiple_models import register_engines
-
     # one that this call has replaced, as of a model that was first prepared without its optimizer
     self._models[:] = [m for m in self._models if not (is_engine(m) and m.destroyed)]
     for engine in result:
@@ -150,25 +151,18 @@ def make_unclaimed_step(accelerator: Accelerator, model: object = None) -> None:
     (collective). A ``model`` that is read by itself must be that engine, at stage 3: at others
     rank 0 may read it alone.
     """
-    steps = _steps_of(accelerator)
-    if steps is not None and (
-        model is None or (model is steps.engine and steps.engines[0].config.stage == 3)
+    steps: object = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    if isinstance(steps, SingleEngineSteps) and (
+        model is None or (model is steps.engine and steps.engine.config.stage == 3)
     ):
         steps.make_unclaimed_step()
 
 
 def forget_window(accelerator: Accelerator) -> None:
     """Have the engines of ``accelerator`` forget backwards whose gradients a load has dropped."""
-    steps = _steps_of(accelerator)
-    if steps is not None:
-        steps.forget_window()
-
-
-def _steps_of(accelerator: Accelerator) -> EngineSteps | None:
-    from hf_zero.integrations.accelerate.multiple_models import EngineSteps
-
     steps: object = getattr(accelerator, "deepspeed_engine_wrapped", None)
-    return steps if isinstance(steps, EngineSteps) else None
+    if isinstance(steps, EngineSteps):
+        steps.forget_window()
 
 
 def empty_state_dict_elsewhere(

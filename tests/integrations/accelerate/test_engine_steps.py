@@ -1,4 +1,4 @@
-"""Accelerate's objects once a second model trains, and the results and messages of
+"""Steps of one or several engines of an Accelerator, and the results and messages of
 ``clip_grad_norm_``; in one process.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 import hf_zero
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.integrations.accelerate.multiple_models import EngineSteps
+from hf_zero.integrations.accelerate.engine_steps import EngineSteps
 from tests.helpers.cells import in_turn
 from tests.helpers.models import features
 from tests.helpers.plain_process import forget
@@ -316,6 +316,24 @@ def test_a_limit_that_is_written_between_engines_is_that_of_the_later_ones(
     optimizer.step()
     assert (engine.global_steps, engine.max_norm) == (1, 0.5)
     assert any("write gradient_clipping: 0.3" in message for message in heard)
+
+
+def test_a_limit_that_the_script_has_named_is_known_beside_a_second_engine(
+    heard: list[str],
+) -> None:
+    """Its step without clipping is unclipped, as in torch, after the ``prepare`` of another."""
+    forget()
+    accelerator = accelerator_with(None)
+    engine, optimizer = prepared(accelerator)
+    plain, _ = plain_with_limits([0.05])
+    with_limits(engine, accelerator.backward, accelerator.clip_grad_norm_, optimizer, [0.05])
+    prepared(accelerator)
+    accelerator.backward(squared(engine, 1))
+    optimizer.step()
+    (squared(plain, 1) / 2).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_same_weights(engine.module, plain)
+    assert not [message for message in heard if "gradients are clipped" in message]
 
 
 @in_turn(
