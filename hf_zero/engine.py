@@ -16,9 +16,9 @@ from torch import nn
 from hf_zero import checkpoint
 from hf_zero.checkpoint.background_saves import BackgroundSaves
 from hf_zero.checkpoint.commit import SavesOfHost
-from hf_zero.checkpoint.generations import Generations, kept_generations
+from hf_zero.checkpoint.generations import kept_generations
 from hf_zero.checkpoint.load_sharded import load
-from hf_zero.checkpoint.run_state import WindowStart
+from hf_zero.checkpoint.run_state import SavedEngine, WindowStart
 from hf_zero.checkpoint.save_sharded import save
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.config.feature_rows import provided
@@ -32,10 +32,9 @@ from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import flat_of, owner_of
 from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.layout.walk import parameters_with
-from hf_zero.zero.training_engine import TrainingEngine
 
 
-class Engine(TrainingEngine):
+class Engine(SavedEngine):
     """A model under ZeRO, created by :func:`hf_zero.initialize`. Call it like the model.
 
     Pass the unscaled loss of one micro-batch on this rank to :meth:`backward`, or call
@@ -49,15 +48,13 @@ class Engine(TrainingEngine):
 
     client_state: Mapping[str, Any] = MappingProxyType({})
     """The user state in that checkpoint."""
-    generations: Generations
-    """Its checkpoints beside those in its folder."""
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)
         self.background_saves = BackgroundSaves(mesh, self.schedule.shards, self.config.checkpoint)
         self.generations = kept_generations().of(self, plan, self.generations)
         self.window_start = WindowStart()
-        self.save_log: SavesOfHost = provided("save_log", SavesOfHost)()
+        self.save_log = provided("save_log", SavesOfHost)()
 
     def quiesce(self, what: str) -> None:
         self.wait_for_checkpoint(what)

@@ -15,9 +15,9 @@ from hf_zero.config.feature_rows import provided
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.background_saves import BackgroundSaver
+    from hf_zero.checkpoint.run_state import SavedEngine as Engine
     from hf_zero.checkpoint.staging import ReadyFile
     from hf_zero.zero.layout.engine_plan import EnginePlan
-    from hf_zero.zero.training_engine import TrainingEngine as Engine
 
 Folder = str | os.PathLike[str]
 
@@ -74,12 +74,12 @@ class Generations:
         return None
 
     @classmethod
-    def of(cls, engine: Engine, plan: EnginePlan, before: Generations | None) -> Generations:
-        """Return the generations of ``engine``, built by ``plan``; ``before``: of the engine before
-        it was built again. Collective.
+    def of(cls, engine: Engine, plan: EnginePlan, before: Generations) -> Generations:
+        """Return the generations of ``engine``, built by ``plan``; ``before``: those that it had
+        before it was built again. Collective.
         """
         generations = Generations()
-        generations.attempt = 0 if before is None else before.attempt
+        generations.attempt = before.attempt
         return generations
 
     # ---- of an engine ----

@@ -19,12 +19,11 @@ from torch import nn
 
 from hf_zero.checkpoint import find, run_state
 from hf_zero.checkpoint.find import complete_tags_beside
-from hf_zero.checkpoint.generations import Generations
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, MASTER, RNG, GroupEntry, Manifest, class_name
 from hf_zero.checkpoint.match import LoadTarget, match, match_names
 from hf_zero.checkpoint.match_schedule import scheduled_settings
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
-from hf_zero.checkpoint.run_state import set_rng_state
+from hf_zero.checkpoint.run_state import SavedEngine, set_rng_state
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import TensorReader
 from hf_zero.device import kinds
@@ -36,7 +35,6 @@ from hf_zero.zero.state_entries import StateEntry, StateSource, transfer
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
-    from hf_zero.zero.training_engine import TrainingEngine
 
 Read = TypeVar("Read")
 
@@ -67,7 +65,7 @@ class LoadOptions:
 
 
 def load(
-    engine: TrainingEngine,
+    engine: SavedEngine,
     directory: str | os.PathLike[str],
     tag: str | None = None,
     *,
@@ -111,13 +109,11 @@ def load(
     """
     started = time.perf_counter()
     engine.refuse_destroyed("load into")
-    if verify is None:
-        compares = engine.config.checkpoint.verify and not in_memory
-        level = VerifyLevel.BLOCKS if compares else VerifyLevel.NOTHING
-    elif verify:
+    level = VerifyLevel.NOTHING
+    if verify:
         level = VerifyLevel.BLOCKS if in_memory else VerifyLevel.FILES
-    else:
-        level = VerifyLevel.NOTHING
+    elif verify is None and engine.config.checkpoint.verify and not in_memory:
+        level = VerifyLevel.BLOCKS
     options = LoadOptions(
         strict=load_module_strict,
         optimizer=load_optimizer_states and not load_module_only and engine.bound is not None,
@@ -147,10 +143,9 @@ def load(
         _check_same(seen, directory)
         folder, manifest = rank_load.checkpoint.folder, rank_load.manifest
         rank_load.apply()
-    generations: Generations = engine.generations
-    if generations.exist or not load_module_only:
+    if engine.generations.exist or not load_module_only:
         step = manifest.counters.get("global_steps", -1)
-        generations.loaded(manifest.attempt, step, options.optimizer and not in_memory)
+        engine.generations.loaded(manifest.attempt, step, options.optimizer and not in_memory)
     log_rank0(
         f"loaded {folder}, {_origin(manifest)}: "
         f"{in_units(rank_load.nbytes)} on this rank in {time.perf_counter() - started:.2f} s"
@@ -231,7 +226,7 @@ class _RankLoad(StateSource):
 
     def __init__(
         self,
-        engine: TrainingEngine,
+        engine: SavedEngine,
         target: LoadTarget,
         checkpoint: Checkpoint,
         options: LoadOptions,

@@ -21,15 +21,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import torch
 
+from hf_zero.checkpoint.generations import Generations
 from hf_zero.checkpoint.manifest import LOADER, RNG, FileEntry, Manifest, class_name
 from hf_zero.checkpoint.tensorfile import TensorReader, hash_of
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, log_rank0, logger, parse_json
+from hf_zero.zero.training_engine import TrainingEngine
 
 if TYPE_CHECKING:
+    from hf_zero.checkpoint.commit import SavesOfHost
     from hf_zero.zero.step.window import Counters
-    from hf_zero.zero.training_engine import TrainingEngine
 
 T = TypeVar("T")
 
@@ -113,6 +115,15 @@ class WindowStart:
         return {LOADER: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
 
 
+class SavedEngine(TrainingEngine):
+    """A training engine with what its saves and loads keep on it."""
+
+    generations: Generations = Generations()
+    """Its checkpoints beside those in its folder."""
+    window_start: WindowStart
+    save_log: SavesOfHost
+
+
 def is_stateful(loader: object) -> bool:
     """Return whether ``loader`` has its own ``state_dict`` and ``load_state_dict``, like
     torchdata's ``StatefulDataLoader``.
@@ -144,7 +155,7 @@ def _serialized(loader: Any) -> bytes:
         ) from error
 
 
-def restore(engine: TrainingEngine, manifest: Manifest, file: TensorReader | None) -> None:
+def restore(engine: SavedEngine, manifest: Manifest, file: TensorReader | None) -> None:
     """Put the engine's loader at the saved place; log why if it begins anew. ``file``: that of this
     rank, if as many ranks have saved.
     """

@@ -26,7 +26,7 @@ from hf_zero.checkpoint.manifest import (
     strip_wrappers,
     tensor_state_key,
 )
-from hf_zero.checkpoint.run_state import rng_states
+from hf_zero.checkpoint.run_state import SavedEngine, rng_states
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
 from hf_zero.config.feature_rows import provided
 from hf_zero.errors import CheckpointError
@@ -174,7 +174,7 @@ class RankFile:
 
 
 def plan_save(
-    engine: TrainingEngine,
+    engine: SavedEngine,
     file_name: str,
     save_id: str,
     exclude_frozen: bool,

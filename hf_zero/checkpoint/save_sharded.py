@@ -61,7 +61,7 @@ from hf_zero.zero.layout.walk import attribute_of, config_of, modules_of
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.background_saves import BackgroundSaver
-    from hf_zero.zero.training_engine import TrainingEngine
+    from hf_zero.checkpoint.run_state import SavedEngine
 
 
 class _Exchanged(Enum):
@@ -75,7 +75,7 @@ class _Exchanged(Enum):
 
 
 def save(
-    engine: TrainingEngine,
+    engine: SavedEngine,
     directory: str | os.PathLike[str],
     tag: str | None = None,
     client_state: Mapping[str, object] | None = None,
@@ -172,7 +172,7 @@ class _RankPlan(NamedTuple):
 class _RankSave:
     """One rank's steps of :func:`save`, with its arguments."""
 
-    engine: TrainingEngine
+    engine: SavedEngine
     target: CommitTarget
     client_state: Mapping[str, object]
     exclude_frozen: bool
@@ -276,7 +276,7 @@ class _RankSave:
 
 
 def _agree_on_target(
-    engine: TrainingEngine,
+    engine: SavedEngine,
     directory: str | os.PathLike[str],
     tag: str | None,
     keep: int | None,
@@ -330,7 +330,7 @@ def config_files(module: torch.nn.Module) -> dict[str, bytes]:
 
 
 def manifest_head(
-    engine: TrainingEngine,
+    engine: SavedEngine,
     tag: str,
     save_id: str,
     extra: NonTensorState,
@@ -343,13 +343,8 @@ def manifest_head(
         engine.measures.finish(engine)  # which adds the samples of the last steps to the counters
     optimizer = None
     if engine.bound is not None:
-        optimizer = OptimizerEntry(
-            class_name(engine.bound.optimizer),
-            tuple(
-                GroupEntry(dict(hyperparameters), {}, ())
-                for hyperparameters in engine.bound.hyperparameters()
-            ),
-        )
+        groups = (GroupEntry(dict(settings), {}, ()) for settings in engine.bound.hyperparameters())
+        optimizer = OptimizerEntry(class_name(engine.bound.optimizer), tuple(groups))
     return Manifest(
         save_id=save_id,
         tag=tag,
@@ -382,7 +377,7 @@ def manifest_head(
     )
 
 
-def _batch_of(engine: TrainingEngine) -> dict[str, int]:
+def _batch_of(engine: SavedEngine) -> dict[str, int]:
     """Return the sizes of a step's batch as the configuration gives them, and the number of ranks
     that read it; {} if no batch size is configured.
     """
@@ -407,7 +402,7 @@ def parallel_sizes(config: ZeroConfig, dims: ParallelDims) -> dict[str, int]:
     return {axis: max(getattr(dims, axis), written.get(axis, 1)) for axis in AXES}
 
 
-def manifest_of_run(engine: TrainingEngine) -> Manifest:
+def manifest_of_run(engine: SavedEngine) -> Manifest:
     """Return what rank 0 knows of the manifest of a save without a collective: the head, and the
     flat buffers, without chunks, unless ranks hold different parts of the model.
     """

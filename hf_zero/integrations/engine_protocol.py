@@ -7,7 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -125,11 +125,9 @@ def holder_of(parameters: Iterable[torch.Tensor]) -> EngineProtocol | None:
     """Return the engine that has the first of ``parameters`` that an engine has."""
     for parameter in parameters:
         flat = owner_of(parameter)
-        engine: EngineProtocol | None = (
-            holder_of_whole(parameter) if flat is None else flat.engine_as(Engine)
-        )
+        engine = holder_of_whole(parameter) if flat is None else flat.engine_as(Engine)
         if engine is not None:
-            return engine
+            return cast(EngineProtocol, engine)
     return None
 
 

@@ -14,6 +14,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint import memory
+from hf_zero.checkpoint.run_state import SavedEngine
 from hf_zero.integrations.seams import replaced
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def save_if_due(engine: EngineProtocol, write: Callable[[Path], Path]) -> None:
     checkpoints = memory.checkpoints_of(engine)
     if checkpoints is None or not checkpoints.is_due(engine.global_steps):
         return
+    assert isinstance(engine, SavedEngine)
     where = checkpoints.folder(checkpoints.base)
     checkpoints.mark_job(checkpoints.base)
     where.mkdir(parents=True, exist_ok=True, mode=0o700)

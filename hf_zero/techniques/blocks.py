@@ -124,46 +124,46 @@ class BlockCalls:
 
     def __init__(self, blocks: Sequence[nn.Module], take_over: TakesOver):
         self._classes = {block: type(block) for block in blocks}
-        subclasses = {kind: _subclass(kind, take_over) for kind in set(self._classes.values())}
-        for block, kind in self._classes.items():
-            block.__class__ = subclasses[kind]
+        subclasses = {base: _subclass(base, take_over) for base in set(self._classes.values())}
+        for block, base in self._classes.items():
+            block.__class__ = subclasses[base]
 
     def remove(self) -> None:
         """Restore the classes of the blocks. Idempotent."""
-        for block, kind in self._classes.items():
-            block.__class__ = kind
+        for block, base in self._classes.items():
+            block.__class__ = base
         self._classes = {}
 
 
-def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
-    plain = getattr(kind, "_hf_zero_plain", kind)
+def _subclass(base: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
+    plain = getattr(base, "_hf_zero_plain", base)
 
     def call(self: nn.Module, *args: object, **kwargs: object) -> object:
-        return take_over(self, kind.__call__.__get__(self), args, kwargs)
+        return take_over(self, base.__call__.__get__(self), args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[object, ...]:
-        subclass = kind.__reduce_ex__(self, protocol)
+        subclass = base.__reduce_ex__(self, protocol)
         return _new, (plain, *subclass[1][1:]), *subclass[2:]
 
-    metaclass: type = type(kind)
-    subclass: type[nn.Module] = metaclass(kind.__name__, (kind,), {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
+    metaclass: type = type(base)
+    subclass: type[nn.Module] = metaclass(base.__name__, (base,), {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
         "__call__": outside_graphs(call),
         "__reduce_ex__": reduce,
         "_hf_zero_plain": plain,
     })  # fmt: skip
-    if subclass.forward is not kind.forward:  # transformers wraps the forward of each subclass
-        subclass.forward = kind.forward  # type: ignore[method-assign]
+    if subclass.forward is not base.forward:  # transformers wraps the forward of each subclass
+        subclass.forward = base.forward  # type: ignore[method-assign]
     return subclass
 
 
-def _new(kind: type[nn.Module], *args: object) -> nn.Module:
+def _new(plain: type[nn.Module], *args: object) -> nn.Module:
     """Construct an instance for a pickle; unlike ``copyreg.__newobj__`` it permits a class other
     than the block's.
     """
-    return kind.__new__(kind, *args)
+    return plain.__new__(plain, *args)
 
 
 def hidden_state(

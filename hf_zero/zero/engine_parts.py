@@ -114,7 +114,6 @@ class EngineParts(ModelWrapper):
     elsewhere: frozenset[str] = frozenset()
     measures: StepMeasures[Any] = StepMeasures()
     feature_set: EngineFeatures[Self]
-    generations: Any = None  # of checkpoints, of an engine that has them
 
     def __init__(self, plan: EnginePlan, features: EngineFeatures[Self]):
         super().__init__()
@@ -128,10 +127,6 @@ class EngineParts(ModelWrapper):
         # the step after which the engine last stepped the scheduler, and its position then
         self._scheduled: tuple[int, object] | None = None
         self.training_dataloader: Any = None
-        # the start of the accumulation window, for saves inside it (hf_zero/checkpoint)
-        self.window_start: Any = None
-        # the ids of its saves, for other jobs of this host (hf_zero/checkpoint)
-        self.save_log: Any = None
         # names of frozen parameters that whole state dicts keep even with exclude_frozen
         self.kept_when_frozen: frozenset[str] = frozenset()
         self.counters = Counters()

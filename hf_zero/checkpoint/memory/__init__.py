@@ -5,18 +5,18 @@ hosts, from which a restarted job goes on (FORMAT.md section 11).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from hf_zero.checkpoint.generations import Newest
 from hf_zero.checkpoint.memory.choose import newest, newest_in_memory
 from hf_zero.checkpoint.memory.saving import checkpoints_of
+from hf_zero.checkpoint.run_state import SavedEngine
 from hf_zero.errors import CheckpointError
 
 __all__ = ["Newest", "checkpoints_of", "newest", "newest_in_memory", "save"]
 
 
 def save(
-    engine: Any,
+    engine: SavedEngine,
     beside: Mapping[str, bytes] | None = None,
     client_state: Mapping[str, object] | None = None,
     tag: str | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,9 +39,9 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, listed, log_rank0, logger
 
 if TYPE_CHECKING:
+    from hf_zero.checkpoint.run_state import SavedEngine
     from hf_zero.distributed.host_transfers import Peer
     from hf_zero.distributed.world_group import RankGroup
-    from hf_zero.zero.training_engine import TrainingEngine
 
 # files compared by `newest_in_memory`, which the load right after it need not hash again
 _compared: set[tuple[Path, str, int, int]] = set()
@@ -57,7 +57,7 @@ class OnDisk:
 
 
 def newest(
-    engine: Any,
+    engine: SavedEngine,
     directory: str | os.PathLike[str] | None,
     strict: bool = True,
     run: str | os.PathLike[str] | None = None,
@@ -116,7 +116,7 @@ def newest_in_memory(
 
 
 def choose_checkpoint(
-    engine: TrainingEngine,
+    engine: SavedEngine,
     directory: str | os.PathLike[str],
     tag: str | None,
     strict: bool,
@@ -242,7 +242,7 @@ class _Taking:
         self._chooses = False  # a load follows
         self._marks: list[folders.InUse] = []  # of the folders that a load reads
 
-    def take(self, engine: TrainingEngine | None = None, strict: bool = True) -> Newest | None:
+    def take(self, engine: SavedEngine | None = None, strict: bool = True) -> Newest | None:
         """Return the generation in a folder of this host, with the files that its ranks read for a
         load into ``engine``, if there is one; None, logged, if it is not complete. Collective.
         """
@@ -364,7 +364,7 @@ class _Taking:
         return folder
 
     def _complete(
-        self, engine: TrainingEngine, manifest: Manifest, folder: Path, strict: bool
+        self, engine: SavedEngine, manifest: Manifest, folder: Path, strict: bool
     ) -> None:
         """Add the files that the ranks of this host read for a load into ``engine``. Collective."""
         memory = saving.checkpoints_of(engine)
@@ -512,7 +512,7 @@ def _say(rank: int, text: str) -> None:
         logger.warning("%s", text)
 
 
-def _files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> set[int]:
+def _files_needed(engine: SavedEngine, manifest: Manifest, strict: bool) -> set[int]:
     """Return the indices of the rank files of ``manifest`` that a load of everything into this
     rank's ``engine`` reads. Raises CheckpointError if it is of another model.
     """

@@ -11,7 +11,7 @@ from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.config import ZeroConfig
 
 if TYPE_CHECKING:
-    from hf_zero.zero.training_engine import TrainingEngine
+    from hf_zero.checkpoint.run_state import SavedEngine
 
 
 class GenerationsInMemory(MemoryCheckpoints):
@@ -30,7 +30,7 @@ class GenerationsInMemory(MemoryCheckpoints):
 
     def choose(
         self,
-        engine: TrainingEngine,
+        engine: SavedEngine,
         directory: Folder,
         tag: str | None,
         strict: bool,

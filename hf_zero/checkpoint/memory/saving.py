@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -39,7 +39,7 @@ from hf_zero.checkpoint.memory.inventory import generation_to_keep, is_later, re
 from hf_zero.checkpoint.memory.job_folders import JobFolders, remember
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
 from hf_zero.checkpoint.memory.slot_files import SlotCopy, SlotFiles, Staged, changes_of
-from hf_zero.checkpoint.run_state import copy_as_saved, non_tensor_state, objects_file
+from hf_zero.checkpoint.run_state import SavedEngine, copy_as_saved, non_tensor_state, objects_file
 from hf_zero.checkpoint.save_plan import (
     RankFile,
     buffers_of_other_stages,
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from hf_zero.checkpoint.background_saves import BackgroundSaver
     from hf_zero.distributed.world_group import WorldGroup
     from hf_zero.zero.layout.engine_plan import EnginePlan
-    from hf_zero.zero.training_engine import TrainingEngine
 
 ENDING_SECONDS = 2.0  # a process that fails waits so long for its thread
 _claimed: weakref.WeakValueDictionary[tuple[str, int, int], MemoryCheckpoints] = (
@@ -95,7 +94,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
     _owns = False  # the generations are this attempt's to remove: it has loaded or saved one
     _saver: BackgroundSaver | None = None  # of saves on disk, beside the training
 
-    def __init__(self, engine: TrainingEngine, plan: EnginePlan, number: int | None = None) -> None:
+    def __init__(self, engine: SavedEngine, plan: EnginePlan, number: int | None = None) -> None:
         settings, mesh = engine.config.section_of(MemorySection), engine.mesh
         assert settings.every is not None
         self.every, self.saved_by_trainer = settings.every, False
@@ -147,9 +146,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         return bool(config.section_of(MemorySection).every)
 
     @classmethod
-    def of(
-        cls, engine: TrainingEngine, plan: EnginePlan, before: Generations | None
-    ) -> Generations:
+    def of(cls, engine: SavedEngine, plan: EnginePlan, before: Generations) -> Generations:
         """Return the checkpoints in memory of ``engine``, built by ``plan``, in the folders of
         those ``before``; none if its configuration has none. Raises CheckpointError on all ranks if
         a host has no room.
@@ -209,7 +206,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         """Return whether a save belongs to the end of ``step`` and was not made yet."""
         return step > 0 and step % self.every == 0 and step != self._last_step
 
-    def end_step(self, engine: TrainingEngine) -> None:
+    def end_step(self, engine: SavedEngine) -> None:
         """Save at the end of a step, if a save is due and no trainer makes it."""
         self.has_stepped = True
         if not self.saved_by_trainer and self.is_due(engine.counters.global_steps):
@@ -220,7 +217,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
 
     def save(
         self,
-        engine: TrainingEngine,
+        engine: SavedEngine,
         beside: Mapping[str, bytes] | None = None,
         client_state: Mapping[str, object] | None = None,
         tag: str | None = None,
@@ -264,7 +261,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
 
     def _copy(
         self,
-        engine: TrainingEngine,
+        engine: SavedEngine,
         beside: Mapping[str, bytes],
         client_state: Mapping[str, object],
         tag: str | None,
@@ -309,7 +306,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
 
     def _plan(
         self,
-        engine: TrainingEngine,
+        engine: SavedEngine,
         names: WholeNames,
         elsewhere: Mapping[str, torch.Tensor],
         beside: Mapping[str, bytes],
@@ -338,7 +335,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         )
         return record, own
 
-    def ready_file(self, engine: TrainingEngine, saver: BackgroundSaver) -> Staged | None:
+    def ready_file(self, engine: SavedEngine, saver: BackgroundSaver) -> Staged | None:
         """Return this rank's file of the last generation, for a save on disk by ``saver``; None if
         the state has changed since. A generation is given once: at most one save on disk shares
         its save_id. If the trainer has yet to save at this step, the file is copied now.
@@ -644,7 +641,14 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         self._is_closed = True
 
 
-def checkpoints_of(engine: Any) -> MemoryCheckpoints | None:
+class HasGenerations(Protocol):
+    """An engine, or the reference in its place."""
+
+    @property
+    def generations(self) -> Generations: ...
+
+
+def checkpoints_of(engine: HasGenerations) -> MemoryCheckpoints | None:
     """Return the checkpoints in memory of ``engine``, or None."""
     kept = engine.generations
     return kept if isinstance(kept, MemoryCheckpoints) else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.memory import checkpoints_of, newest
+from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.engine_protocol import EngineProtocol, is_engine, trains
 from hf_zero.integrations.memory_checkpoints import save_if_due
@@ -100,6 +101,6 @@ def newer_in_memory(accelerator: Accelerator, folder: str | None) -> str | None:
     checkpoints = [
         newest(engine, folder, run=accelerator.project_dir)
         for engine in engines_of(accelerator)
-        if checkpoints_of(engine) is not None and trains(engine)
+        if isinstance(engine, Engine) and checkpoints_of(engine) is not None and trains(engine)
     ]
     return str(checkpoints[0].directory) if checkpoints and checkpoints[0] is not None else folder

@@ -19,6 +19,7 @@ from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.config import ZeroConfig
 from hf_zero.config.memory import MemorySection
 from hf_zero.distributed.world_group import get_world_group
+from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (
@@ -306,7 +307,7 @@ def resume_from_memory(
     checkpoint, damage = None, getattr(self, DAMAGE, None)
     setattr(self, DAMAGE, None)
     if (
-        is_engine(engine)
+        isinstance(engine, Engine)
         and checkpoints_of(engine) is not None
         and trainer.state.fn == "fit"
         and getattr(self, LAST, False)

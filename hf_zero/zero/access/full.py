@@ -440,8 +440,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """
     flat = owner_of(param)
     if flat is None:
-        engine = holder_of_whole(param)
-        return param.grad if engine is None else engine.full_gradient(param)
+        holder = holder_of_whole(param)
+        return param.grad if holder is None else holder.full_gradient(param)
     if not flat.optimizer_shard.has_master:
         return None
     engine, own = reduced_gradient(flat)
@@ -487,8 +487,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> 
     rank (collective); None for a frozen one.
     """
     if (engine := holder_of_whole(param)) is not None:
-        whole: torch.Tensor | None = engine.full_optimizer_state(param, optim_state_key)
-        return whole
+        return engine.full_optimizer_state(param, optim_state_key)
     flat = flat_to_read(param, "safe_get_full_optimizer_state")
     if flat is None:
         return None

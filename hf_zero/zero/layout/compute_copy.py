@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_zero.zero.layout.parameter_views import UserWrites
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 # Changes the parameters of one flat buffer, by name, in place. Must be deterministic: the same
 # result for the same values, on all ranks, from a forward to the end of its backward.
@@ -29,7 +32,7 @@ Change = Callable[[Mapping[str, torch.Tensor]], None]
 class WeightTransform:
     """Changed values of ``flat`` that modules compute with; ``values`` names them in messages."""
 
-    def __init__(self, flat: Any, change: Change, values: str):
+    def __init__(self, flat: FlatBuffer, change: Change, values: str):
         self._flat = flat
         self._change = change
         self.values = values
@@ -96,7 +99,7 @@ class WeightTransform:
         PartitionError if a module has written to them.
         """
         flat = self._flat
-        if self._unchanged or (flat.sharded and self._other is None):
+        if self._unchanged or self._other is None:
             return
         try:
             flat.take_user_writes()
@@ -123,11 +126,11 @@ class ChangedValues:
 
     def __init__(self) -> None:
         self.used: list[WeightTransform] = []  # in the pass under way
-        self._changed: set[object] = set()  # flat buffers
+        self._changed: set[FlatBuffer] = set()
         self.on = False  # some flat buffer has changed values
 
     def change(
-        self, flats: Sequence[Any], change: Change | None, values: str = "changed weights"
+        self, flats: Sequence[FlatBuffer], change: Change | None, values: str = "changed weights"
     ) -> None:
         """Call ``set_transform`` on each of ``flats``. Called between passes."""
         for flat in flats:
@@ -135,7 +138,7 @@ class ChangedValues:
         self._changed = self._changed - {*flats} if change is None else self._changed | {*flats}
         self.on = bool(self._changed)
 
-    def use(self, flats: Iterable[Any], renew: bool) -> None:
+    def use(self, flats: Iterable[FlatBuffer], renew: bool) -> None:
         """Switch gathered flat buffers to their changed values before a module reads them;
         ``renew``: in a forward.
         """

@@ -99,9 +99,23 @@ class OwningBuffer(Protocol):
     def mark_views(self, tensors: Sequence[torch.Tensor]) -> None: ...
 
 
-def holder_of_whole(parameter: torch.Tensor) -> Any:
+class WholeHolder(Protocol):
+    """An engine that trains parameters whole, in no flat buffer, as what reads and writes whole
+    state calls it.
+    """
+
+    def updated(self, parameter: torch.Tensor) -> torch.Tensor: ...
+
+    def full_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None: ...
+
+    def set_full_gradient(self, parameter: torch.Tensor, value: torch.Tensor) -> None: ...
+
+    def full_optimizer_state(self, parameter: torch.Tensor, kind: str) -> torch.Tensor: ...
+
+
+def holder_of_whole(parameter: torch.Tensor) -> WholeHolder | None:
     """Return the engine that trains ``parameter`` whole, in no flat buffer, if there is one."""
-    holder = parameter.__dict__.get(HOLDER)
+    holder: Callable[[], WholeHolder | None] | None = parameter.__dict__.get(HOLDER)
     return None if holder is None else holder()
 
 
