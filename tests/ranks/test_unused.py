@@ -1,6 +1,6 @@
 """Parameters that no rank has used in a step: weight and state stay as they are, as where plain
 PyTorch finds no gradient; ``optimizer.state_dict()`` kept in memory and loaded again, where
-segments were cut otherwise then.
+segments were cut otherwise then. Blocks that ranks use in other orders, and others in later steps.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.update import StagedCopies
 from hf_zero.ops import dispatch
 from hf_zero.optim import Adafactor
+from hf_zero.zero.gather.schedule import merged
+from hf_zero.zero.layout import wrap
 from hf_zero.zero.state_entries import EngineState
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
@@ -108,6 +110,64 @@ REPLICAS = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
 )
 def test_an_unused_parameter_is_left_as_it_is(kind, plan, stage, more):
     check(kind, plan, stage, **more)
+
+
+class Ways(nn.Module):
+    """Blocks in the order that a call names."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x, order):
+        for number in order:
+            x = x + torch.tanh(self.blocks[number](x))
+        return x
+
+
+# the blocks of each step, of all ranks but the last one, and of the last one
+SAME = range(8)
+ORDERS = {
+    "another order on one rank": [(SAME, SAME), (SAME, SAME[::-1]), (SAME, (5, 1, 7, 0))],
+    "blocks that no rank has used before": [((0, 3), (2, 7)), (SAME, (1, 2, 4)), ((6,), SAME)],
+    "a block of two calls": [(SAME, SAME), (SAME, (0, 7, 1, 2, 0)), ((7, 1, 7), (0, 5, 0))],
+}
+
+
+@dataclass
+class WaysJob(Job):
+    name: str
+    ranks: int = 2
+
+    def build(self):
+        return seeded(Ways)
+
+    def loss(self, net, at):
+        order = ORDERS[self.name][at.step % 3][at.rank == self.ranks - 1]
+        return net(torch.randn(3, 16, generator=at_seed(at)), order).pow(2).mean()
+
+
+def at_seed(at):
+    return torch.Generator().manual_seed(100 * at.step + 10 * at.micro + at.rank)
+
+
+@pytest.mark.parametrize("prefetch", [0, 300, 50_000])
+@pytest.mark.parametrize("name", [*ORDERS])
+def test_ranks_take_other_ways_through_the_model(name, prefetch, monkeypatch):
+    """More reductions than may be in flight: a rank waits for one before its backward is over."""
+    monkeypatch.setattr(wrap, "GRANULARITY", 0)
+    monkeypatch.setattr(wrap, "PERSISTENCE", 0)
+    job, plan = WaysJob(name), Plan(2, 6)
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": prefetch, "reduce_bucket_size": 0}
+    opener = engine_opener(3, zero_optimization=zero)
+    oracle.accept(train_on_threads(job, plan, opener, timeout=60), job, plan, 3)
+
+
+def test_orders_of_ranks_are_merged_where_the_model_has_them():
+    orders = [[8, 5, 2], [8, 3], [7, 5, 3], [9, 8, 7, 6, 5, 4, 3, 2]]
+    assert merged(orders, lambda item: -item) == [9, 8, 7, 6, 5, 4, 3, 2]
+    assert merged([[1, 3, 1], [2, 3]], lambda item: item) == [1, 2, 3, 1]
+    assert merged([[3, 1], [2]], lambda item: item) == [2, 3, 1]
 
 
 def test_in_one_launch(monkeypatch):

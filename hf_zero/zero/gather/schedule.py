@@ -6,9 +6,10 @@ Gathers happen in passes: a forward from the outermost module called, or a backw
 hook to its end. Each kind of pass (see :meth:`Schedule.begin`) has a plan, the order of its
 gathers, and all ranks issue exactly that order, including units that this rank does not use. The
 first pass of a kind is recorded: before every gather the ranks agree, so that a block used on only
-one rank enters the plan of every rank. A gather that is not in the rest of a plan is a fetch (the
-note in consensus.py) if other ranks hold shards of the unit, and sends nothing if this rank holds
-all of it.
+one rank enters the plan of every rank. A gather that is not in the rest of a plan, or in the part
+that this rank may wait for now (the note in reduction_order.py), is a fetch (the note in
+consensus.py) if other ranks hold shards of the unit, and sends nothing if this rank holds all of
+it.
 
 A pass may leave out units that no rank uses in it, if all ranks know this before its first gather:
 they keep their positions in its plan and are skipped there. If one is needed after all, it is
@@ -99,6 +100,8 @@ class Schedule:
         self._prefetched: list[Unit] = []
         # units gathered only for other ranks so far, with their positions in the plan
         self.gathered_for_others: list[tuple[int, Unit]] = []
+        # length of the prefix of the plan that this rank may wait for; None: the whole plan
+        self.reach: int | None = None
         self._kept_units: list[Unit] = []  # for the backward that may follow
         self.before_rounding = tuple(before_rounding)
 
@@ -119,18 +122,27 @@ class Schedule:
         self.abort_broken_backward = abort_broken_backward
         self._on_use = on_use
 
-    @property
-    def last_plan(self) -> Sequence[Unit]:
-        """The order of gathers of the last pass that has issued all of them."""
-        return self._last_complete.plan or ()
-
-    @property
-    def last_plan_positions(self) -> Sequence[int]:
-        """The numbers of gathers of :attr:`last_plan` issued after 0, 1, 2... of the gathers that
-        the last complete pass has recorded.
+    def depths_of_last_pass(self) -> tuple[dict[int, int], Sequence[int]]:
+        """Return the numbers of gathers of the plan that a rank may have issued, with those that it
+        prefetches, once it has needed each unit of it, by index; and once it has issued 0, 1, 2...
+        of those that the pass has recorded, and all. Of the last pass to issue all its gathers.
         """
-        recorded, plan = self._last_complete.record, self.last_plan
-        return positions_in_plan(recorded, plan) if recorded else range(len(plan) + 1)
+        plan = self._last_complete.plan or []
+
+        def with_prefetched(needed: int) -> int:
+            end, waiting = needed, 0
+            while self._ahead_bytes and end < min(len(plan), needed + MAX_PREFETCHED_UNITS):
+                waiting += plan[end].nbytes
+                if end > needed and waiting > self._ahead_bytes:
+                    break
+                end += 1
+            return end
+
+        positions = [0]
+        for unit in self._last_complete.record or plan:  # a subsequence of the plan
+            positions.append(plan.index(unit, positions[-1]) + 1)
+        of_units = {unit.index: with_prefetched(number) for number, unit in enumerate(plan, 1)}
+        return of_units, [*map(with_prefetched, positions), len(plan)]
 
     @property
     def resident(self) -> tuple[int, ...]:
@@ -197,13 +209,10 @@ class Schedule:
                 pass
             # Units that no rank used in this pass keep their positions, since they may be used
             # again: a fetch of a unit outside the plan is slow.
-            plan = merged(
-                [
-                    under_way.record,
-                    self._former_plans.get(under_way.key, ()),
-                    self._with_left_out(under_way),
-                ]
-            )
+            sign = -1 if under_way.backward else 1
+            left_out = [[unit] for unit in self._sharded if unit in under_way.left_out]
+            former = self._former_plans.get(under_way.key, ())
+            plan = merged([under_way.record, former, *left_out], lambda unit: sign * unit.index)
             under_way.plan = self._plans[under_way.key] = plan
             under_way.cursor = len(plan)
         else:
@@ -243,22 +252,15 @@ class Schedule:
             unit = under_way.plan[under_way.cursor]
             if unit not in under_way.left_out:
                 self.gathered_for_others.append((under_way.cursor, unit))
+                if unit in self._to_release and not unit.in_use:  # else this waits for the gather
+                    self._to_release.remove(unit)
+                    unit.release()
                 unit.launch_gather(backward=under_way.backward)
             under_way.cursor += 1
         if self._mesh.shard.gathers_in_stages:
             prefetched = under_way.plan[count : under_way.cursor]
             ahead = sum(unit not in under_way.left_out for unit in prefetched)
             self._mesh.shard.advance_gathers(ahead)
-
-    def _with_left_out(self, under_way: Pass) -> list[Unit]:
-        """Return the recorded and the left-out units of a pass in model order (backward: reversed),
-        to place the latter in the plan.
-        """
-        if not under_way.left_out:
-            return []
-        used = under_way.left_out.union(under_way.record)
-        units = self._units[1:] if not under_way.backward else self._units[:0:-1]
-        return [unit for unit in units if unit in used and unit.sharded_flats]
 
     def release_skipped(self, through: int, awaits: Callable[[Unit], bool]) -> None:
         """Release units among the first ``through`` of the plan that were gathered only for other
@@ -327,7 +329,7 @@ class Schedule:
             if (
                 under_way is not None
                 and plan
-                and unit in plan[under_way.cursor :]
+                and unit in plan[under_way.cursor : self.reach]
                 and unit not in under_way.left_out
             ):
                 # planned: issue the gathers of the plan up to this one
@@ -341,7 +343,7 @@ class Schedule:
                 # this rank holds all of it
                 unit.launch_gather(backward=under_way.backward)
             elif plan is not None and self._mesh.consensus is not None:
-                # outside the plan
+                # outside the plan, or of no order that the ranks share
                 self.shards.fetch(unit)
             else:
                 # recording, or no pass: agree on gathers until this unit is the one chosen
@@ -366,7 +368,8 @@ class Schedule:
         if not self._ahead_bytes:
             return
         waiting = sum(map(_nbytes, self._prefetched))
-        while under_way.cursor < len(plan) and len(self._prefetched) < MAX_PREFETCHED_UNITS:
+        end = len(plan) if self.reach is None else self.reach
+        while under_way.cursor < end and len(self._prefetched) < MAX_PREFETCHED_UNITS:
             coming = plan[under_way.cursor]
             if coming in under_way.left_out:
                 under_way.cursor += 1
@@ -535,29 +538,22 @@ class Schedule:
         self._to_release, self._prefetched, self.gathered_for_others = [], [], []
 
 
-def merged(orders: Sequence[Sequence[T]]) -> list[T]:
-    """Return the first of ``orders`` with the items that only a later one holds, each right after
-    its predecessor in that order.
+def merged(orders: Sequence[Sequence[T]], place: Callable[[T], int]) -> list[T]:
+    """Return the first of ``orders`` with the items that only a later one holds: each between its
+    neighbors in that order, and there before the first item of a greater ``place``.
     """
     result = list(orders[0])
     members = set(result)
     for order in orders[1:]:
-        position = 0  # after what precedes, or at the start
-        for unit in order:
-            if unit in members:
-                position = len(result) - result[::-1].index(unit)
-            else:
-                result.insert(position, unit)
-                members.add(unit)
-                position += 1
+        at = 0  # after the item before it
+        for number, item in enumerate(order):
+            if item in members:
+                at = len(result) - result[::-1].index(item)
+                continue
+            after = members.intersection(order[number:])
+            while at < len(result) and result[at] not in after and place(result[at]) < place(item):
+                at += 1
+            result.insert(at, item)
+            members.add(item)
+            at += 1
     return result
-
-
-def positions_in_plan(record: Sequence[T], plan: Sequence[T]) -> list[int]:
-    """Return the number of gathers of ``plan`` issued after the first 0, 1, 2... of ``record``,
-    which is a subsequence of it.
-    """
-    positions = [0]
-    for index in record:
-        positions.append(plan.index(index, positions[-1]) + 1)
-    return positions

@@ -213,6 +213,7 @@ class Reducer:
             mesh, self._sums, self._buffers, offload, kernels, packed, self._issue_gathers
         )
         self.idle = IdleParameters()
+        self._left_some_out = False  # some backward of the window has left units out
         self._known: set[Hashable] = set()  # kinds of backward whose order is known
         self.progress = BackwardProgress()  # of the backward under way, or of the last one
         # units left out of the backward under way that it uses after all: reduced last
@@ -243,6 +244,7 @@ class Reducer:
         learns = self._schedule.recording or key not in self._known
         self.progress = BackwardProgress(key, True, list(self._order.units), learns=learns)
         self._restored = set()
+        self._limit_gathers()
         # A rank must not wait for a reduction that others launch only after a gather that this rank
         # has not joined yet.
         self._messages.begin(
@@ -260,8 +262,9 @@ class Reducer:
         """
         # Other ranks may have gradients of earlier backwards, and this one none to show that.
         if self._reduces_every_backward or (self._reduces_now and self._settings.alone):
-            self._order.left_some_out |= bool(units)
+            self._left_some_out |= bool(units)
             self.progress.units = [unit for unit in self._order.units if unit not in units]
+            self._limit_gathers()
 
     def restore_left_out(self, units: frozenset[Unit]) -> None:
         """Undo leaving out ``units``, which all ranks use after all: they are reduced last."""
@@ -273,6 +276,7 @@ class Reducer:
         """
         self.progress.observed.older_pending = True
         self._messages.set_waits_jointly(self._schedule.has_sharded_units)
+        self._schedule.reach = None
 
     def mark_complete(self, unit: Unit) -> None:
         """Mark the gradients of ``unit`` as complete on this rank, as far as hooks can tell."""
@@ -300,14 +304,21 @@ class Reducer:
         awaits = remaining.awaits_reruns if unit in progress.ready else remaining.awaits
         if awaits(unit, progress.learns):
             return None
-        self._take(unit)
-        return unit
-
-    def _take(self, unit: Unit) -> None:
-        progress = self.progress
         progress.next += 1
         depth = self._order.depths.get(progress.key, {}).get(unit.index, 0)
         progress.depth = max(progress.depth, depth)
+        self._limit_gathers()
+        return unit
+
+    def _limit_gathers(self) -> None:
+        """Let this rank wait for no gather that others issue only after the next reduction."""
+        progress, reach = self.progress, None
+        depths = self._order.depths.get(progress.key)
+        jointly = progress.learns or progress.observed.older_pending or not self._reduces_now
+        coming = None if progress.next == len(progress.units) else progress.units[progress.next]
+        if depths and not jointly and coming and coming not in self._order.reduced_last:
+            reach = max(progress.depth, depths.get(coming.index, 0))
+        self._schedule.reach = reach
 
     def launch(self, unit: Unit) -> None:
         """Take in the gradients of ``unit`` and send its reductions, together with those of the
@@ -434,7 +445,7 @@ class Reducer:
                 if before is not None and before != grad_versions(unit):
                     progress.observed.parts.append(unit.index)
             for unit in waited:
-                self._take(unit)
+                progress.next += 1
                 self.launch(unit)
             self._reduce_late(launched, learns)
             self._messages.finish()
@@ -454,7 +465,7 @@ class Reducer:
             drop_raw_grads(self._frozen)
 
     def _end_progress(self) -> None:
-        self.progress.under_way = False
+        self.progress.under_way, self._schedule.reach = False, None
         self._messages.set_waits_jointly(False)
 
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
@@ -484,9 +495,9 @@ class Reducer:
         # If an older forward is pending, units are not complete before the end: nothing to learn.
         if any(r.has_gradients for r in observed) and not any(r.older_pending for r in observed):
             self._known.add(progress.key)
-            plan = [unit.index for unit in self._schedule.last_plan]
-            positions = self._schedule.last_plan_positions
-            self._order.learn(progress.key, observed, positions, plan)
+            self._order.learn(progress.key, observed, *self._schedule.depths_of_last_pass())
+        else:
+            self._known.discard(progress.key)  # its depths may be those of another plan
 
     def _launch_again(self, late: Set[int]) -> None:
         """Reduce the units with the indices ``late`` again, which some rank asks for. Raise
@@ -507,9 +518,9 @@ class Reducer:
 
     def _record_left_out(self) -> None:
         """Record idle and left-out parameters once the gradients of the window are reduced."""
-        if self._order.left_some_out:
+        if self._left_some_out:
             zero_left_out(self._order.units)
-            self._order.left_some_out = False
+            self._left_some_out = False
         self.idle.set_on_flats()
 
     # ---- gradients of earlier backwards ----

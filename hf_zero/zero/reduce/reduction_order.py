@@ -9,7 +9,8 @@ two conditions hold:
   (:class:`RemainingForwards`), so it has then waited only for gathers that lead to this unit.
 - Before a rank waits for a reduction it has issued all gathers that any rank may wait for before it
   launches the last reduction launched here. Their number is measured in the first backward of a
-  kind (:meth:`ReductionOrder.learn`).
+  kind (:meth:`ReductionOrder.learn`). A rank that needs a later one first, since its rows take
+  another way through the model, fetches that unit from the others' threads.
 
 So gathers and reductions have one common order, in which each wait follows the operation that it
 waits for.
@@ -54,46 +55,35 @@ class ReductionOrder:
         # units with gradients in several parts, and those whose end no hook reports
         self.reduced_last: set[Unit] = set(outside)
         self._known = False
-        # by kind of backward and unit: the number of gathers of the plan that a rank may wait for
-        # before it launches the reduction of the unit
+        # by kind of backward and unit: the number of gathers of the plan that a rank may issue, and
+        # wait for, before it launches the reduction of the unit
         self.depths: dict[Hashable, dict[int, int]] = {}
-        self.left_some_out = False  # some backward of the window has left units out
 
     def learn(
         self,
         key: Hashable,
         observed: Sequence[BackwardObservations],
-        plan_positions: Sequence[int],
-        plan: Sequence[int],
+        depths_of_units: Mapping[int, int],
+        depths: Sequence[int],
     ) -> None:
         """Update the order from the observations of each rank in the first backward of a kind.
-        Equal on all ranks.
-
-        plan_positions: position in the plan after 0, 1, ... of the issued gathers. plan: unit
-        indices of the gathers of the plan.
+        Equal on all ranks. ``depths_of_units``, ``depths``: as
+        :meth:`Schedule.depths_of_last_pass` returns them.
         """
         by_index = {unit.index: unit for unit in self.units}
         late = {by_index[index] for record in observed for index in (*record.late, *record.parts)}
         if not self._known:
             self._known = True
-            indices = merged(
-                [*(record.complete for record in observed), [unit.index for unit in self.units]]
-            )
+            defined = [unit.index for unit in self.units]
+            indices = merged([*(record.complete for record in observed), defined], defined.index)
             unfinished = {index for record in observed for index in record.unfinished}
             self.units = [
                 by_index[index] for index in sorted(indices, key=lambda index: index in unfinished)
             ]
         self.reduced_last |= late
         self.units.sort(key=lambda unit: unit in self.reduced_last)
-        depths: dict[int, int] = {index: position + 1 for position, index in enumerate(plan)}
+        self.depths[key] = known = dict(depths_of_units)
         for record in observed:
-            _raise_to(
-                depths, {index: plan_positions[count] for index, count in record.depths.items()}
-            )
-            _raise_to(depths, dict.fromkeys(record.unfinished, len(plan)))
-        self.depths[key] = depths
-
-
-def _raise_to(depths: dict[int, int], others: Mapping[int, int]) -> None:
-    for index, depth in others.items():
-        depths[index] = max(depths.get(index, 0), depth)
+            issued = record.depths | dict.fromkeys(record.unfinished, -1)  # all of them
+            for index, count in issued.items():
+                known[index] = max(known.get(index, 0), depths[count])
