@@ -16,7 +16,7 @@ from torch import nn
 from hf_zero import checkpoint
 from hf_zero.checkpoint.background_saves import BackgroundSaves
 from hf_zero.checkpoint.commit import SavesOfHost
-from hf_zero.checkpoint.generations import kept_generations
+from hf_zero.checkpoint.generations import Generations, kept_generations
 from hf_zero.checkpoint.load_sharded import load
 from hf_zero.checkpoint.run_state import SavedEngine, WindowStart
 from hf_zero.checkpoint.save_sharded import save
@@ -48,6 +48,8 @@ class Engine(SavedEngine):
 
     client_state: Mapping[str, Any] = MappingProxyType({})
     """The user state in that checkpoint."""
+    generations: Generations = Generations()
+    """Its checkpoints beside those in its folder."""
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)

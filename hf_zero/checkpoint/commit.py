@@ -510,8 +510,6 @@ def drop(folder: AnyPath, aside: str = DROPPED) -> None:
 
 
 def _stem(folder: AnyPath) -> str:
-    return (
-        ""
-        if folder.name.startswith(".") or folder.is_symlink()
-        else re.sub(r"\d+", "#", folder.name)
-    )
+    if folder.name.startswith(".") or folder.is_symlink():
+        return ""
+    return re.sub(r"\d+", "#", folder.name)

@@ -222,11 +222,8 @@ def _remedy(root: AnyPath) -> str:
     tags = [tag for tag in tags_in(root) if recognize(root / tag) != HUGGINGFACE]
     if tags:
         return f"pass one of the tags that exist: {', '.join(tags)}"
-    below = (
-        sorted(folder.name for folder in root.iterdir() if folder.is_dir() and tags_in(folder))
-        if root.is_dir()
-        else []
-    )
+    inner = root.iterdir() if root.is_dir() else ()
+    below = sorted(folder.name for folder in inner if folder.is_dir() and tags_in(folder))
     if below:
         return (
             f"its folders {', '.join(below[:4])}{' …' if len(below) > 4 else ''} hold "
@@ -252,11 +249,9 @@ def integrity_error(folder: AnyPath) -> str:
     For a checkpoint of another program only its presence is checked.
     """
     if not is_checkpoint(folder):
-        return (
-            ""
-            if can_be_read(folder)
-            else f"{folder} holds no checkpoint; restore it, or load another one"
-        )
+        if can_be_read(folder):
+            return ""
+        return f"{folder} holds no checkpoint; restore it, or load another one"
     try:
         with ShardedCheckpoint(folder) as checkpoint:
             for index in range(len(checkpoint.manifest.files)):

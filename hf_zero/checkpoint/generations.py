@@ -15,7 +15,7 @@ from hf_zero.config.feature_rows import provided
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.background_saves import BackgroundSaver
-    from hf_zero.checkpoint.run_state import SavedEngine as Engine
+    from hf_zero.checkpoint.run_state import SavedEngine
     from hf_zero.checkpoint.staging import ReadyFile
     from hf_zero.zero.layout.engine_plan import EnginePlan
 
@@ -74,7 +74,7 @@ class Generations:
         return None
 
     @classmethod
-    def of(cls, engine: Engine, plan: EnginePlan, before: Generations) -> Generations:
+    def of(cls, engine: SavedEngine, plan: EnginePlan, before: Generations) -> Generations:
         """Return the generations of ``engine``, built by ``plan``; ``before``: those that it had
         before it was built again. Collective.
         """
@@ -90,13 +90,13 @@ class Generations:
     def note_run(self, folder: Folder | None) -> None:
         """Note a ``folder`` of the run: what it resumes from, saves to or is configured with."""
 
-    def end_step(self, engine: Engine) -> None:
+    def end_step(self, engine: SavedEngine) -> None:
         """Act at the end of a step of all ranks, after which they may save."""
 
     def break_step(self) -> None:
         """Note a step that was broken off."""
 
-    def ready_file(self, engine: Engine, saver: BackgroundSaver) -> ReadyFile | None:
+    def ready_file(self, engine: SavedEngine, saver: BackgroundSaver) -> ReadyFile | None:
         """Return a copy of this rank's file of the present state, for a save in the background by
         ``saver``; None without one. Collective.
         """
@@ -108,7 +108,7 @@ class Generations:
         """
 
     def choose(
-        self, engine: Engine, directory: Folder, tag: str | None, strict: bool, resumes: bool
+        self, engine: SavedEngine, directory: Folder, tag: str | None, strict: bool, resumes: bool
     ) -> Newest:
         """Return the checkpoint that a load of ``directory`` means. ``resumes``: it loads all
         state. Collective.

@@ -345,11 +345,8 @@ def _match_optimizer(
             f"use {saved.class_name.rpartition('.')[2]}, {remedy}"
         )
     # A known class implies its states. Where it is not recorded, each saved state is looked up.
-    states = (
-        ()
-        if saved.class_name
-        else sorted({name for flat in manifest.flats for name in flat.states} - {COMPENSATION})
-    )
+    names = {name for flat in manifest.flats for name in flat.states} - {COMPENSATION}
+    states = () if saved.class_name else sorted(names)
     known = set[str]().union(*(kept_states(optimizer, group) for group in groups if states))
     if unknown := [name for name in states if name not in known]:
         raise CheckpointError(

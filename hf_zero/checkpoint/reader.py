@@ -400,11 +400,9 @@ class ShardedCheckpoint(Checkpoint):
 
     def scheduler_state(self) -> dict[str, object]:
         saved = self.manifest.lr_scheduler
-        return (
-            {}
-            if saved is None
-            else self._joined("the lr scheduler", saved["state"], "lr_scheduler")
-        )
+        if saved is None:
+            return {}
+        return self._joined("the lr scheduler", saved["state"], "lr_scheduler")
 
     def _joined(self, what: str, state: JsonObject, key: str) -> dict[str, object]:
         objects = self.manifest.objects

@@ -16,12 +16,11 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 
-from hf_zero.checkpoint.generations import Generations
 from hf_zero.checkpoint.manifest import LOADER, RNG, FileEntry, Manifest, class_name
 from hf_zero.checkpoint.tensorfile import TensorReader, hash_of
 from hf_zero.device import kinds
@@ -115,11 +114,19 @@ class WindowStart:
         return {LOADER: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
 
 
+class LoadCount(Protocol):
+    """The count of loads of a run, which its generations keep (``generations.py``)."""
+
+    exist: bool
+    attempt: int
+
+    def loaded(self, attempt: int, step: int, goes_back: bool) -> None: ...
+
+
 class SavedEngine(TrainingEngine):
     """A training engine with what its saves and loads keep on it."""
 
-    generations: Generations = Generations()
-    """Its checkpoints beside those in its folder."""
+    generations: LoadCount
     window_start: WindowStart
     save_log: SavesOfHost
 

@@ -23,6 +23,7 @@ from hf_zero.checkpoint.memory.job_folders import Hosts, JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
 from hf_zero.checkpoint.memory.slot_files import SlotFiles
 from hf_zero.checkpoint.reader import copy_ranges
+from hf_zero.checkpoint.run_state import SavedEngine
 from hf_zero.checkpoint.storage import (
     as_path,
     collective_try,
@@ -39,7 +40,6 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, listed, log_rank0, logger
 
 if TYPE_CHECKING:
-    from hf_zero.checkpoint.run_state import SavedEngine
     from hf_zero.distributed.host_transfers import Peer
     from hf_zero.distributed.world_group import RankGroup
 

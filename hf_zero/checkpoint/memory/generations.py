@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.generations import Folder, Newest
 from hf_zero.checkpoint.memory.choose import choose_checkpoint, newest_in_memory
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
+from hf_zero.checkpoint.run_state import SavedEngine
 from hf_zero.config import ZeroConfig
-
-if TYPE_CHECKING:
-    from hf_zero.checkpoint.run_state import SavedEngine
 
 
 class GenerationsInMemory(MemoryCheckpoints):

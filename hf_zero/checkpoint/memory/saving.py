@@ -645,7 +645,7 @@ class HasGenerations(Protocol):
     """An engine, or the reference in its place."""
 
     @property
-    def generations(self) -> Generations: ...
+    def generations(self) -> object: ...
 
 
 def checkpoints_of(engine: HasGenerations) -> MemoryCheckpoints | None:

@@ -15,24 +15,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from hf_zero.zero.layout.parameter_views import UserWrites
-
-if TYPE_CHECKING:
-    from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.parameter_views import ParameterGuard, ParameterViews, UserWrites
 
 # Changes the parameters of one flat buffer, by name, in place. Must be deterministic: the same
 # result for the same values, on all ranks, from a forward to the end of its backward.
 Change = Callable[[Mapping[str, torch.Tensor]], None]
 
 
+class ChangedBuffer(Protocol):
+    """A flat buffer, as what changes its values calls it."""
+
+    sharded: bool
+    full: torch.Tensor
+    views: dict[str, torch.Tensor]
+    parameter_views: ParameterViews
+    guard: ParameterGuard
+    transform: WeightTransform | None
+
+    def take_user_writes(self) -> None: ...
+
+    def refuse_changed(self, name: str) -> None: ...
+
+    def set_transform(self, change: Change | None, values: str) -> None: ...
+
+
 class WeightTransform:
     """Changed values of ``flat`` that modules compute with; ``values`` names them in messages."""
 
-    def __init__(self, flat: FlatBuffer, change: Change, values: str):
+    def __init__(self, flat: ChangedBuffer, change: Change, values: str):
         self._flat = flat
         self._change = change
         self.values = values
@@ -71,7 +85,9 @@ class WeightTransform:
     def gathered(self) -> None:
         """Change the values after a gather into ``full``, unless a script asked for it."""
         if not self._for_script:
-            self._change_in_place()
+            with torch.inference_mode(False), torch.no_grad():
+                self._change(self._flat.views)
+            self._unchanged = False
 
     def use(self, renew: bool) -> None:
         """Switch to the changed values; ``renew``: recompute them, for a forward."""
@@ -79,19 +95,18 @@ class WeightTransform:
             return
         flat = self._flat
         flat.take_user_writes()
-        if flat.sharded:
-            if flat.guard.pins:
-                with torch.inference_mode(False), torch.no_grad():
-                    self._other = flat.full.clone()
-            self._change_in_place()
-            return
         with torch.inference_mode(False), torch.no_grad():
-            assert self._other is not None
-            if renew:
-                self._other.copy_(flat.full)
-                self._change(self._views)
-                self._writes.accept()
-            flat.parameter_views.point_at(self._views)
+            if flat.sharded:
+                if flat.guard.pins:
+                    self._other = flat.full.clone()
+                self._change(flat.views)
+            else:
+                assert self._other is not None
+                if renew:
+                    self._other.copy_(flat.full)
+                    self._change(self._views)
+                    self._writes.accept()
+                flat.parameter_views.point_at(self._views)
         self._unchanged = False
 
     def end(self) -> None:
@@ -115,22 +130,20 @@ class WeightTransform:
                     flat.parameter_views.point_at(flat.views)
             self._unchanged = True
 
-    def _change_in_place(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self._change(self._flat.views)
-        self._unchanged = False
-
 
 class ChangedValues:
     """The flat buffers of an engine whose modules compute with changed values, pass by pass."""
 
     def __init__(self) -> None:
         self.used: list[WeightTransform] = []  # in the pass under way
-        self._changed: set[FlatBuffer] = set()
+        self._changed: set[ChangedBuffer] = set()
         self.on = False  # some flat buffer has changed values
 
     def change(
-        self, flats: Sequence[FlatBuffer], change: Change | None, values: str = "changed weights"
+        self,
+        flats: Sequence[ChangedBuffer],
+        change: Change | None,
+        values: str = "changed weights",
     ) -> None:
         """Call ``set_transform`` on each of ``flats``. Called between passes."""
         for flat in flats:
@@ -138,7 +151,7 @@ class ChangedValues:
         self._changed = self._changed - {*flats} if change is None else self._changed | {*flats}
         self.on = bool(self._changed)
 
-    def use(self, flats: Iterable[FlatBuffer], renew: bool) -> None:
+    def use(self, flats: Iterable[ChangedBuffer], renew: bool) -> None:
         """Switch gathered flat buffers to their changed values before a module reads them;
         ``renew``: in a forward.
         """
