@@ -267,14 +267,13 @@ class Schedule:
         ranks, unless ``awaits(unit)``: this backward still needs them.
         """
         remaining = []
+        later = {unit for position, unit in self.gathered_for_others if position >= through}
         for position, unit in self.gathered_for_others:
-            if position >= through or awaits(unit):
+            if unit in later or awaits(unit):
                 remaining.append((position, unit))
-            elif (
-                unit.state is GatherState.GATHERING
-                and not unit.in_use
-                and unit not in self._kept_units
-            ):
+                continue
+            free = not unit.in_use and unit not in self._kept_units
+            if free and unit.state is GatherState.GATHERING:
                 unit.release()
         self.gathered_for_others = remaining
 

@@ -291,8 +291,9 @@ class Unit:
         unchanged values. ``backward``: for a backward, which needs the values of its forward.
 
         If the unit is gathered already, this waits for the gather and the values are new on return.
+        A gather that is in flight stays so: the other ranks may join it only later.
         """
-        self.finish_gather()
+        handles, earlier = self.in_flight or ([], None)
         self.take_user_writes()
         self.guard.exact = exact
         with torch.inference_mode(False):
@@ -303,12 +304,13 @@ class Unit:
                 if flat.transform is not None:
                     flat.transform.expect(exact)
             device = self.sharded_flats[0].full.device
+            if earlier is not None:
+                streams.current_stream(device).wait_event(earlier)
             offloaded = any(map(_shard_offloaded, self.sharded_flats))
             copying = streams.shard_stream(device) if offloaded else None
             if copying is not None:
                 # it must follow the compute stream, which has used this memory before
                 copying.wait_stream(streams.current_stream(device))
-            handles = list[Handle]()
             on_stream = streams.on_stream(copying) if copying is not None else spans.NOTHING
             with torch.no_grad(), on_stream:
                 request = None if self.source is None else self.source.request(exact, backward)
@@ -326,10 +328,10 @@ class Unit:
                     copying = streams.current_stream(device)
                 copied = streams.record_event(copying) if copying is not None else None
             self.in_flight = handles, copied
-        if self.state is GatherState.RELEASED:
-            self.state = GatherState.GATHERING
-        else:
+        if self.state is GatherState.GATHERED:
             self.finish_gather()
+        else:
+            self.state = GatherState.GATHERING
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and point the parameters at the values."""
