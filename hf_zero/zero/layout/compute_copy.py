@@ -44,30 +44,30 @@ class ChangedBuffer(Protocol):
 
 
 class WeightTransform:
-    """Changed values of ``flat`` that modules compute with; ``values`` names them in messages."""
+    """Changed values of ``flat`` that modules compute with; ``values`` names them in messages.
+
+    A pass calls :meth:`use` before a module reads, and :meth:`end` once it is over
+    (:class:`ChangedValues`). Each gather of a sharded flat buffer calls :meth:`expect` before and
+    :meth:`gathered` after it; changed values then stay in ``full`` until the next gather.
+    """
 
     def __init__(self, flat: ChangedBuffer, change: Change, values: str):
-        self._flat = flat
-        self._change = change
-        self.values = values
-        self._unchanged = True  # the parameters have their unchanged values
+        self._flat, self._change, self.values = flat, change, values
+        self.under_way = False  # modules compute with changed values, which must not be written to
         self._for_script = False  # the gather under way is for a script
-        # for whole parameters the second buffer; for parameters that a script has gathered, their
-        # unchanged values
-        with torch.inference_mode(False):
-            self._other = None if flat.sharded else torch.empty_like(flat.full)
-            self._views = {} if self._other is None else flat.parameter_views.views_of(self._other)
+        # of a sharded flat buffer that a script has gathered: its values, during a pass
+        self._unchanged: torch.Tensor | None = None
+        with torch.inference_mode(False):  # of parameters that stay whole
+            self._second = None if flat.sharded else torch.empty_like(flat.full)
+            self._views = {}
+            if self._second is not None:
+                self._views = flat.parameter_views.views_of(self._second)
         self._writes = UserWrites(self._views)
 
     @property
-    def under_way(self) -> bool:
-        """Return whether a pass computes with changed values, which must not be written to."""
-        return not self._unchanged
-
-    @property
     def memory(self) -> Sequence[torch.Tensor]:
-        """The second buffer, if any."""
-        return () if self._other is None else (self._other,)
+        """The buffers beside ``full``."""
+        return [buffer for buffer in (self._second, self._unchanged) if buffer is not None]
 
     def data_of(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return ``values``, the memory of parameter ``name``, as a tensor whose writes are
@@ -80,41 +80,40 @@ class WeightTransform:
 
     def expect(self, for_script: bool) -> None:
         """Prepare for a gather into ``full``; ``for_script``: a script reads it, unchanged."""
-        self._unchanged, self._for_script = True, for_script
+        self.under_way, self._for_script = False, for_script
 
     def gathered(self) -> None:
         """Change the values after a gather into ``full``, unless a script asked for it."""
         if not self._for_script:
             with torch.inference_mode(False), torch.no_grad():
                 self._change(self._flat.views)
-            self._unchanged = False
+            self.under_way = True
 
     def use(self, renew: bool) -> None:
         """Switch to the changed values; ``renew``: recompute them, for a forward."""
-        if not self._unchanged:
+        if self.under_way:
             return
         flat = self._flat
         flat.take_user_writes()
         with torch.inference_mode(False), torch.no_grad():
-            if flat.sharded:
+            if self._second is None:
                 if flat.guard.pins:
-                    self._other = flat.full.clone()
+                    self._unchanged = flat.full.clone()
                 self._change(flat.views)
             else:
-                assert self._other is not None
                 if renew:
-                    self._other.copy_(flat.full)
+                    self._second.copy_(flat.full)
                     self._change(self._views)
                     self._writes.accept()
                 flat.parameter_views.point_at(self._views)
-        self._unchanged = False
+        self.under_way = True
 
     def end(self) -> None:
-        """End the pass: parameters that stay whole have their unchanged values again. Raises
-        PartitionError if a module has written to them.
+        """End the pass: parameters that are whole between passes have their unchanged values again.
+        Raises PartitionError if a module has written to them.
         """
         flat = self._flat
-        if self._unchanged or self._other is None:
+        if not self.under_way or (self._second is None and self._unchanged is None):
             return
         try:
             flat.take_user_writes()
@@ -123,12 +122,12 @@ class WeightTransform:
                 flat.refuse_changed(name)
         finally:
             with torch.inference_mode(False), torch.no_grad():
-                if flat.sharded:
-                    flat.full.copy_(self._other)
-                    self._other = None
+                if self._unchanged is not None:
+                    flat.full.copy_(self._unchanged)
+                    self._unchanged = None
                 else:
                     flat.parameter_views.point_at(flat.views)
-            self._unchanged = True
+            self.under_way = False
 
 
 class ChangedValues:
