@@ -23,8 +23,8 @@ from .plan import SparsePlan, plan_for
 
 WIDEST_HEAD = 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# layouts of tensors, with the versions that were read, by id and block
-_GIVEN: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int, BlockLayout]] = {}
+# layouts read from tensors, with the versions of these, by id and block
+_READ_LAYOUTS: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int, BlockLayout]] = {}
 
 
 def sparse_attention(
@@ -52,8 +52,8 @@ def sparse_attention(
     """
     if (dtype := autocast_dtype(q.device.type)) is not None:
         q, k, v = (x.to(dtype) for x in (q, k, v))
-    _checked(q, k, v, dropout)
-    config = layout if isinstance(layout, SparsityConfig) else _given(layout, q.shape[2])
+    _check_inputs(q, k, v, dropout)
+    config = layout if isinstance(layout, SparsityConfig) else _layout_in(layout, q.shape[2])
     if causal is None:
         causal = config.attention == "unidirectional"
     padding = None
@@ -73,7 +73,8 @@ def sparse_attention(
     return o
 
 
-def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> None:
+def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> None:
+    """Raise KernelError for shapes, dtypes and devices that are not those of self-attention."""
     if (
         q.dim() != 4
         or k.shape != v.shape
@@ -105,9 +106,9 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) 
         raise KernelError(f"dropout is {dropout}; it must be at least 0 and below 1")
 
 
-def _given(layout: torch.Tensor, length: int) -> BlockLayout:
-    """Return the layout of a tensor for ``length`` tokens, read from the device once while the
-    tensor is unchanged. Inference tensors do not count writes, so they are read each time.
+def _layout_in(layout: torch.Tensor, length: int) -> BlockLayout:
+    """Return the layout that a tensor holds for ``length`` tokens, read from the device once while
+    the tensor is unchanged. Inference tensors do not count writes, so they are read each time.
     """
     if layout.dim() != 3:
         raise KernelError(
@@ -124,30 +125,30 @@ def _given(layout: torch.Tensor, length: int) -> BlockLayout:
     if version is None:
         return BlockLayout(layout, block)
     key = id(layout), block
-    cached = _GIVEN.get(key)
+    cached = _READ_LAYOUTS.get(key)
     if cached is not None and cached[0]() is layout and cached[1] == version:
         return cached[2]
     block_layout = BlockLayout(layout, block)
-    forget = weakref.ref(layout, lambda _: _GIVEN.pop(key, None))
-    _GIVEN[key] = forget, version, block_layout
+    forget = weakref.ref(layout, lambda _: _READ_LAYOUTS.pop(key, None))
+    _READ_LAYOUTS[key] = forget, version, block_layout
     return block_layout
 
 
 def _plan(handle: int, q: torch.Tensor, k: torch.Tensor, causal: bool) -> SparsePlan:
+    """Return the plan of the kernels, whose tensors a graph under capture keeps."""
     plan = plan_for(handle, q.shape[2], q.shape[1], q.shape[1] // k.shape[1], causal, q.device)
     for lists in (plan.rows, plan.columns):
         graphs.hold(lists.items, lists.index, lists.bits, lists.splits)
     return plan
 
 
-def _too_much(q: torch.Tensor) -> str:
+def _refusal(q: torch.Tensor) -> str:
+    """Return why the Triton kernels do not compute ``q``, or "" if they do."""
     if q.dtype not in _DTYPES:
         return f"it computes in bf16, fp16 and fp32, not in {q.dtype}"
-    return (
-        "tiles of fp32 with heads above 128 do not fit shared memory"
-        if q.dtype == torch.float32 and q.shape[3] > 128
-        else ""
-    )
+    if q.dtype == torch.float32 and q.shape[3] > 128:
+        return "tiles of fp32 with heads above 128 do not fit shared memory"
+    return ""
 
 
 def _example(device: torch.device) -> tuple[object, ...]:
@@ -168,14 +169,14 @@ FORWARD = Kernel(
     "sparse_attention",
     "sparse_attention:forward",
     reference.forward,
-    refuses=lambda q, *_: _too_much(q),
+    refuses=lambda q, *_: _refusal(q),
     example=_example,
 )
 BACKWARD = Kernel(
     "sparse_attention_backward",
     "sparse_attention_backward:backward",
     reference.backward,
-    refuses=lambda grad, q, *_: _too_much(q),
+    refuses=lambda grad, q, *_: _refusal(q),
     example=_backward_example,
 )
 
@@ -262,16 +263,16 @@ def _attend_backward_fake(
     )
 
 
-def _saved(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, padding, seed, *ctx.told = inputs
+def _save_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, padding, seed, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, padding, seed)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     q, k, v, o, lse, padding, seed = ctx.saved_tensors
-    grads = _attend_backward(grad, q, k, v, o, lse, padding, seed, *ctx.told)
+    grads = _attend_backward(grad, q, k, v, o, lse, padding, seed, *ctx.settings)
     return *grads, None, None, None, None, None, None
 
 
-_attend.register_autograd(_backward, setup_context=_saved)
+_attend.register_autograd(_backward, setup_context=_save_for_backward)

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
@@ -24,7 +25,20 @@ from hf_zero.zero.layout.sharding import WHOLE as WHOLE_OF_ALL
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.walk import named_modules_of
 
+# attributes of attention modules of transformers: the width of a head
+_HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+class PlannedLayer(NamedTuple):
+    """A layer that a plan means by the name of a module: the module, or a layer of the adapter
+    around it.
+    """
+
+    name: str
+    layer: nn.Module
+    style: LayerStyle
+    adapts: bool = False  # it belongs to the adapter
 
 
 @dataclass
@@ -61,14 +75,8 @@ class Target:
         """
         if self.style.runs is not layers.Colwise:
             return
-        width = next(
-            (
-                value
-                for name in ("head_dim", "attention_head_size", "key_value_proj_dim")
-                if isinstance(value := getattr(attention, name, None), int)
-            ),
-            0,
-        )
+        widths = (getattr(attention, name, None) for name in _HEAD_WIDTHS)
+        width = next((width for width in widths if isinstance(width, int)), 0)
         module: object = self.module
         outputs = int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))
         outputs //= self.style.packed
@@ -159,21 +167,23 @@ def targets(path: str, model: nn.Module, plan: Mapping[str, str], suffixes: bool
         styles = {
             parameter: style_of(style, f"{name}.{parameter}")
             for parameter in module._parameters
-            if (style := _look(plan, f"{name}.{parameter}", suffixes)) is not None
+            if (style := _style_in(plan, f"{name}.{parameter}", suffixes)) is not None
         }
-        style = _look(plan, name, suffixes) if name else None
+        style = _style_in(plan, name, suffixes) if name else None
         if style is None and not styles:
             continue
-        whole = f"{path}.{name}" if path else name
-        named = style_of(style, name) if style is not None else WHOLE
-        for part, layer, how, adapts in _layers(whole, module, named):
-            target = by_layer.setdefault(layer, Target(part, layer, how, whole, adapts))
-            if layer is module:
+        place = f"{path}.{name}" if path else name
+        layer_style = style_of(style, name) if style is not None else WHOLE
+        for planned in _layers(place, module, layer_style):
+            target = Target(planned.name, planned.layer, planned.style, place, planned.adapts)
+            target = by_layer.setdefault(planned.layer, target)
+            if planned.layer is module:
                 target.own.update(styles)
     return list(by_layer.values())
 
 
-def _look(plan: Mapping[str, str], name: str, suffixes: bool) -> str | None:
+def _style_in(plan: Mapping[str, str], name: str, suffixes: bool) -> str | None:
+    """Return the style of ``name`` in ``plan``; ``suffixes``: or that of its longest end."""
     generic = _NUMBER.sub("*", name)
     if not suffixes:
         return plan.get(generic)
@@ -183,15 +193,13 @@ def _look(plan: Mapping[str, str], name: str, suffixes: bool) -> str | None:
     )
 
 
-def _layers(
-    name: str, module: nn.Module, style: LayerStyle
-) -> Iterator[tuple[str, nn.Module, LayerStyle, bool]]:
-    """Yield the layers that the plan means by ``module``: itself, or those of adapters around it;
-    the last item is whether the layer belongs to an adapter.
+def _layers(name: str, module: nn.Module, style: LayerStyle) -> Iterator[PlannedLayer]:
+    """Yield the layers that the plan means by ``module``: itself, or what adapters hold of it and
+    beside it.
     """
     base = getattr(module, "base_layer", None)
     if isinstance(base, nn.Module):
-        yield from _adapted(name, module, base, style)
+        yield from _low_rank_layers(name, module, base, style)
         return
     original = getattr(module, "original_module", None)
     if isinstance(original, nn.Module):  # PEFT's modules_to_save
@@ -208,7 +216,7 @@ def _layers(
             f"hf_zero.tensor_parallel(model, size, plan={{{_NUMBER.sub('*', name)!r}: None}}), or "
             "remove tensor_parallel.autotp_size"
         )
-    yield name, module, style, False
+    yield PlannedLayer(name, module, style)
 
 
 def _own_parts(module: nn.Module) -> set[str]:
@@ -227,18 +235,17 @@ def _unbuilt_adapter(name: str, module: nn.Module) -> ConfigError:
 _LOW_RANK = ("lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B")
 
 
-def _adapted(
+def _low_rank_layers(
     name: str, module: nn.Module, base: nn.Module, style: LayerStyle
-) -> Iterator[tuple[str, nn.Module, LayerStyle, bool]]:
+) -> Iterator[PlannedLayer]:
     """Yield the layers of LoRA around a layer (arXiv 2106.09685): the base layer, and of A and B
     the one that has the dimension that is cut; the outer dimensions of their product are the
     layer's own.
     """
     yield from _layers(f"{name}.base_layer", base, style)
     adapters = {kind: getattr(module, kind, {}) for kind in _LOW_RANK}
-    plain = not any(getattr(module, "use_dora", {}).values()) and not getattr(
-        module, "lora_magnitude_vector", {}
-    )
+    uses_dora = any(getattr(module, "use_dora", {}).values())
+    plain = not (uses_dora or getattr(module, "lora_magnitude_vector", {}))
     others = _own_parts(module) - {*_LOW_RANK, "base_layer"}
     weight = getattr(base, "weight", None)  # None: experts, whose other parameters LoRA may adapt
     if others or not plain or weight is None:
@@ -256,14 +263,14 @@ def _adapted(
             "hf_zero.tensor_parallel"
         )
     if adapters["lora_embedding_A"] and style.cuts:
-        yield name, module, LayerStyle(layers.AdapterOfPart, takes="any"), True
+        yield PlannedLayer(name, module, LayerStyle(layers.AdapterOfPart, takes="any"), adapts=True)
     inputs = style.cuts == "inputs"
     for kind, is_cut in (("lora_A", inputs), ("lora_B", not inputs)):
         for key, layer in adapters[kind].items():
             if is_cut:
-                yield f"{name}.{kind}.{key}", layer, style, True
+                yield PlannedLayer(f"{name}.{kind}.{key}", layer, style, adapts=True)
     if style.runs is not None and issubclass(style.runs, layers.Rowwise):
         for key, layer in adapters["lora_dropout"].items():
             if isinstance(layer, nn.Dropout):
                 dropout = LayerStyle(layers.PartDropout, takes="any")
-                yield f"{name}.lora_dropout.{key}", layer, dropout, True
+                yield PlannedLayer(f"{name}.lora_dropout.{key}", layer, dropout, adapts=True)
