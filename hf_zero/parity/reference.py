@@ -7,6 +7,14 @@ optimizer, no kernel. Read it from :meth:`Reference.backward` to :meth:`Referenc
 
 In 16 bits the model computes in bf16 or fp16, and the optimizer updates fp32 copies of the weights,
 the master weights (Micikevicius et al., arXiv:1710.03740). In fp32 a parameter is its own master.
+
+[Note: where gradients are]
+In fp32 autograd adds them up on the parameters, and the average over the ranks replaces them there.
+In 16 bits each backward leaves one on the parameters; ``_take_gradients`` adds it to the sums of
+this rank in ``_local``, in fp32, and ``_average`` adds the average of these to the gradients of the
+masters. A gradient gets the weight of its micro-batch once: in fp32 in :meth:`Reference.backward`
+(``_weighted``) or, after a plain ``loss.backward()``, in the step; in 16 bits when it is taken, or
+averaged.
 """
 
 from __future__ import annotations
@@ -29,6 +37,7 @@ from hf_zero.errors import CheckpointError, ConfigError, PartitionError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FILE, LATEST = "reference.pt", "latest"
+COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 class Reference(nn.Module):
@@ -65,13 +74,14 @@ class Reference(nn.Module):
         self._boundary: bool | None = None  # whether the window ends, where the script says so
         self._syncs = True  # False inside no_sync
         self._in_backward = False  # of a loss that was passed to :meth:`backward`
-        self._weighted = False  # fp32: gradients carry the weight of their micro-batch
-        self._averaged = False  # gradients are those of all ranks
-        self._backwards = 0  # calls of :meth:`backward` whose gradients the next step uses
-        self._counted = 0  # of them, those that a step has counted
-        self._versions: list[int | None] = []  # of gradients that a step has counted
-        # by parameter: its gradient on this rank that is not averaged yet, in 16-bit training
+        # where gradients are (the note)
+        self._weighted = False  # fp32: they carry the weight of their micro-batch
+        self._averaged = False  # they are those of all ranks
         self._local: dict[nn.Parameter, torch.Tensor] = {}
+        # whether a backward came since the last call of step: calls of :meth:`backward` before the
+        # next update, those that a step has counted, and the versions of gradients then
+        self._backwards = self._counted = 0
+        self._versions: list[int | None] = []
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         self._begin()
 
@@ -193,8 +203,7 @@ class Reference(nn.Module):
             gradient = grads.get(parameter)
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            sent = gradient.contiguous()
+            sent = (gradient.to_dense() if gradient.is_sparse else gradient).contiguous()
             if self.world_size > 1:
                 sent = sent.to(DTYPES[wire] if wire else parameter.dtype)
                 sent = sent.float() if adds_in_fp32 else sent
@@ -211,11 +220,8 @@ class Reference(nn.Module):
     @property
     def _adds_in_fp32(self) -> bool:
         """Whether ranks add 16-bit gradients in fp32, as over gloo where each has a shard."""
-        return (
-            self.world_size > 1
-            and self.config.stage > 0
-            and backends.serving_backend(self.device) == "gloo"
-        )
+        has_shards = self.world_size > 1 and self.config.stage > 0
+        return has_shards and backends.serving_backend(self.device) == "gloo"
 
     @property
     def _averages(self) -> bool:
@@ -236,7 +242,8 @@ class Reference(nn.Module):
         if any(parameter.grad is not None for parameter in self.masters) and not self._averaged:
             self._end_micro_batch(1 / self.accumulation_steps)  # of a plain loss.backward()
         self._applied = False
-        self._count()
+        self.micro_steps += 1
+        self.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
         if not (self.ends_window or not self.config.managed_gradient_accumulation):
             self._micro_batches += 1
             self._counted, self._versions = self._backwards, self._versions_now()
@@ -287,10 +294,6 @@ class Reference(nn.Module):
         scheduler = self.lr_scheduler
         if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau) and not overflow:
             scheduler.step()
-
-    def _count(self) -> None:
-        self.micro_steps += 1
-        self.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; the next micro-batch is the first of its window."""
@@ -422,12 +425,10 @@ class Reference(nn.Module):
             "masters": [master.detach() for master in self.masters.values()],
             "optimizer": None if optimizer is None else type(optimizer).state_dict(optimizer),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "counters": (
-                self.global_steps, self.micro_steps, self.skipped_steps, self.global_samples
-            ),
+            "counters": tuple(getattr(self, name) for name in COUNTERS),
             "scaler": vars(self.scaler).copy(),
             "client_state": dict(client_state),
-        }  # fmt: skip
+        }
 
     @torch.no_grad()
     def load_checkpoint(
@@ -455,8 +456,7 @@ class Reference(nn.Module):
         for master, value in zip(self.masters.values(), saved["masters"]):
             master.copy_(value)
         if not load_module_only:
-            names = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
-            for name, count in zip(names, saved["counters"]):
+            for name, count in zip(COUNTERS, saved["counters"]):
                 setattr(self, name, count)
             vars(self.scaler).update(saved["scaler"])
             if load_optimizer_states and self.optimizer is not None:
