@@ -38,10 +38,13 @@ class SecondaryShards(GatherSource):
         # May still be COMING where the gather was not waited for; :meth:`Unit.launch_gather`
         # finishes it before it asks again, so ranks choose alike.
         self._kept = Kept.NO
+        self._versions: list[int] = []  # of the flat buffers, when their values were kept
 
     def request(self, exact: bool, backward: bool) -> GatherRequest | None:
         node = self._flats[0].mesh.node
-        if backward and self._kept is Kept.YES and node is not None:
+        # a module may have written to its weights in the forward
+        current = self._kept is Kept.YES and self._versions == self._read_versions()
+        if backward and current and node is not None:
             pairs = [(flat.full, self.shards[flat]) for flat in self._flats]
             # no codec: the values kept are decoded ones
             return GatherRequest(node, f"{self._label} in a node", pairs)
@@ -60,7 +63,12 @@ class SecondaryShards(GatherSource):
                 if flat not in self.shards:
                     self.shards[flat] = torch.empty_like(part)
                 self.shards[flat].copy_(part)
+        self._versions = self._read_versions()
         self._kept = Kept.YES
+
+    def _read_versions(self) -> list[int]:
+        """Return the numbers of changes of the values, which ranks count alike."""
+        return [flat.version for flat in self._flats]
 
     def forget(self) -> None:
         self._kept = Kept.NO

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import hf_zero
 from hf_zero.errors import ConfigError
@@ -66,6 +67,45 @@ def test_a_run_is_bit_for_bit_the_one_without(way, zero, more, monkeypatch):
     for plain, found in zip(without, within):
         assert found.losses == plain.losses
         assert all(torch.equal(found.weights[name], value) for name, value in plain.weights.items())
+
+
+class Following(nn.Module):
+    """A layer times one that follows its weights, which the forward writes (momentum encoders)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.follower = nn.Linear(7, 7), nn.Linear(7, 7).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.follower.weight.lerp_(self.layer.weight, 0.5)
+        return x + self.layer(x) * self.follower(x)
+
+
+class Followers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Following() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_backward_within_a_node_has_the_weights_that_its_forward_has_written(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def run(rank, model, zero):
+        engine = start(model, plain_sgd(model), config(zero))
+        run_steps(engine, rank, range(2))
+        weights = dict(engine.consolidated())
+        engine.destroy()
+        return weights
+
+    build = partial(seeded, Followers)
+    without, within = (on_ranks(4, run, zero, build=build)[0] for zero in ({}, HPZ))
+    assert all(torch.equal(within[name], value) for name, value in without.items())
 
 
 @in_turn("here, message", [("3", "hosts have 3: choose"), ("4", "")])
