@@ -72,10 +72,9 @@ class WindowStart:
 
     def counters(self, engine: TrainingEngine) -> Counters:
         """Return the counters without the micro-batches of an open window."""
-        window = engine.accumulation
-        counted = window.managed and window.micro_batches > 0 and engine.window_is_open
-        before = window.counters_before
-        return before if counted and before is not None else engine.counters
+        if not engine.window_is_open:
+            return engine.counters
+        return engine.accumulation.counters_before(engine.counters)
 
     def data_position(self, engine: TrainingEngine) -> dict[str, int]:
         """Return the place in the training data from which a resumed run continues, equal on all

@@ -39,7 +39,7 @@ from hf_zero.zero.step.optimizer_patch import patch_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep, failed_write
 from hf_zero.zero.step.state_changes import StateChanges
 from hf_zero.zero.step.step_interfaces import StepHooks, StepMeasures, StopRequests
-from hf_zero.zero.step.window import AccumulationWindow, Counters, SanityChecks
+from hf_zero.zero.step.window import AccumulationWindow, Counters
 from hf_zero.zero.transaction import on_rollback, transaction
 
 # attributes of an OptimizerStep that a rebuild keeps
@@ -131,7 +131,9 @@ class EngineParts(ModelWrapper):
         self.kept_when_frozen: frozenset[str] = frozenset()
         self.counters = Counters()
         self.accumulation = AccumulationWindow(
-            config.gradient_accumulation_steps or 1, config.managed_gradient_accumulation
+            config.gradient_accumulation_steps or 1,
+            config.managed_gradient_accumulation,
+            warns=plan.rank == 0 and plan.optimizer is not None,
         )
         # the compute dtype, if floating-point inputs are cast to it
         self._cast_to = (
@@ -239,9 +241,8 @@ class EngineParts(ModelWrapper):
         """Build the backward and the optimizer step of the sharded model, with their reports."""
         config, sharded = self.config, self.sharded_model
         scaler = self._loss_scaler()
-        sanity = SanityChecks(mesh.device, self.accumulation, config.precision, mesh.rank)
         self.optimizer_step = OptimizerStep(
-            sharded, self.optimizer, config, scaler, sanity, self.feature_set.hooks, self.changes
+            sharded, self.optimizer, config, scaler, self.feature_set.hooks, self.changes
         )
         # before the parts below, which take over what features set on the step
         self.feature_set.bind(self.optimizer_step)
@@ -250,7 +251,7 @@ class EngineParts(ModelWrapper):
         self.changes.connect(self.updater)
         sharded.patches.refuse_load = self.changes.refuse_until_step
         self.pass_runner = PassRunner(
-            sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
+            sharded, self.optimizer_step, config, self.accumulation, self.counters
         )
         installed.callback(self.pass_runner.remove)
         self.pass_runner.install(scaler)

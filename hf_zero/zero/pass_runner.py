@@ -21,7 +21,7 @@ from hf_zero.zero.reduce.losses import AveragingFactors, Fp16LossScaler, LossSca
 from hf_zero.zero.reduce.reducer import BackwardSettings, Reducer
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.optimizer_step import OptimizerStep
-from hf_zero.zero.step.window import AccumulationWindow, Counters, SanityChecks
+from hf_zero.zero.step.window import AccumulationWindow, BackwardPlace, Counters
 
 NO_GRADIENT = (
     "step() has no gradient: there was no backward since the last step or zero_grad(), or its loss "
@@ -47,7 +47,6 @@ class PassRunner:
         config: ZeroConfig,
         window: AccumulationWindow,
         counters: Counters,
-        sanity: SanityChecks,
     ):
         wire = config.communication_data_type
         self.reducer = Reducer(
@@ -75,7 +74,6 @@ class PassRunner:
         self._fp16 = config.precision == "fp16"
         self._window = window
         self._counters = counters
-        self._sanity = sanity
         self._removable = ExitStack()
         self._removed = False
         self.runs_captured = False  # a backward of the step runner is under way
@@ -153,8 +151,8 @@ class PassRunner:
                 "depends on trains"
             )
         self.reduce_stray_gradients()
-        self._window.expects_gradients = True
-        self._sanity.on_loss(loss)
+        self._window.expect_gradients()
+        self._optimizer_step.norm_check.record_loss(loss)
         with self.losses.carrying(loss.dtype, weight) as scale:
             scaled = loss.float() * scale if scale != 1.0 else loss
             if self.step_runner is not None and self.step_runner.is_open:
@@ -170,7 +168,7 @@ class PassRunner:
         rank: they carry its loss scale.
         """
         self.reduce_stray_gradients()
-        self._window.expects_gradients = True
+        self._window.expect_gradients()
         with self.losses.carrying(torch.float32, None), ExitStack() as backward:
             for output in outputs:
                 backward.enter_context(self.module_hooks.backward_of(output))
@@ -186,7 +184,6 @@ class PassRunner:
                 "built again because what trains has changed; run the forward again after that"
             )
         step, window = self._optimizer_step, self._window
-        closes = window.syncs and window.boundary is not False
         for begin in step.feature_hooks.begin_backward:
             begin()
         if step.bound is not None:
@@ -198,8 +195,8 @@ class PassRunner:
                     "that are; clip after the last backward of a step (with Accelerate: if "
                     "accelerator.sync_gradients), or step before this backward"
                 )
-            self._sanity.on_backward(window.managed and closes)
-        ends_window = window.syncs and window.ends
+        place = window.next_backward
+        ends_window = place is BackwardPlace.LAST
         # A backward that no hook has seen may be followed by another one, unless a step() takes its
         # gradients in: ranks whose hooks have seen theirs have made the update by then.
         updates = (
@@ -213,8 +210,7 @@ class PassRunner:
             assert engine is not None
             engine.refuse_update()  # collective: the conditions are equal on all ranks
             updates = not step.waits_for_hooks()
-        window.begin_backward(closes)
-        alone = not any(window.before_last_backward)
+        is_first = window.begin_backward(place)
         weight, unscale = self.losses.begin(1.0 / window.accumulation_steps)
         on_reduced = on_finished = None
         if updates and not self.losses.may_overflow:
@@ -222,7 +218,7 @@ class PassRunner:
             on_reduced = partial(step.begin_update_in_backward, steps_before=steps_before)
             on_finished = step.updater.end_backward
         self.reducer.configure_backward(
-            BackwardSettings(weight, unscale, ends_window, on_reduced, alone, on_finished)
+            BackwardSettings(weight, unscale, ends_window, on_reduced, is_first, on_finished)
         )
 
     def _end_backward(self) -> None:
@@ -296,7 +292,7 @@ class PassRunner:
     def write_gradient(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:
         """Set the gradient of parameter ``name``, as :meth:`EngineParts.write_gradient`."""
         self._optimizer_step.changes.refuse_until_step(f"writing {name}.grad")
-        self._window.expects_gradients = True
+        self._window.expect_gradients()
         self.reducer.wait_for_offload()
         shard = flat.gradient.shard
         device = flat.full.device if shard is None else shard.device
@@ -314,16 +310,15 @@ class PassRunner:
         window = self._window
         if self._optimizer_step.bound is None or not window.awaits_backward:
             return True
-        if self.module_hooks.forward_count != window.forwards_at_step and not window.was_dropped:
-            # perhaps a batch without a loss
+        if window.has_forward(self.module_hooks.forward_count):  # perhaps a batch without a loss
             shared = self._model.mesh.pp_stage_ranks > 1 and not self._model.policy.shards_gradients
             if shared or (not window.micro_batches and window.ends_by_step):
                 self.reducer.idle.end_backward()  # other ranks' may use all parameters
                 return True
-        if window.was_dropped or not window.steps:
+        if window.lacks_backward:
             self._optimizer_step.applied = False
             raise PartitionError(NO_GRADIENT)
-        self._sanity.on_empty_step()
+        window.warn_of_empty_step()
         return False
 
     def refuse_unusable(self) -> None:

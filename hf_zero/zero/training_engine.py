@@ -150,17 +150,14 @@ class TrainingEngine(EngineParts):
         """
         if self.bound is not None and self.bound.is_stepping:
             self.changes.refuse_gradients("zero_grad()")
-        self.optimizer_step.sanity.on_step(inside_window=False)
         self.pass_runner.module_hooks.abort_broken_pass()
         self.changes.refuse_until_step("zero_grad()")
         self.pass_runner.reducer.clear()
         self.optimizer_step.forget_gradient()
         self.pass_runner.losses.reset()
         self.measures.zero_grad()
-        window = self.accumulation
-        window.restart()
-        self.optimizer_step.agreement.restarts = window.restarts
-        self.optimizer_step.sanity.on_restart(window.restarts_in_a_row)
+        self.accumulation.restart()
+        self.optimizer_step.agreement.restarts = self.accumulation.restarts
 
     def restart_window(self) -> None:
         """Drop all gradients and restart the accumulation window, as :meth:`zero_grad` does."""
@@ -217,26 +214,21 @@ class TrainingEngine(EngineParts):
         if self.changes.broken:
             self.changes.refuse("step()")
         window, runner = self.accumulation, self.pass_runner
-        ends_window = window.ends_by_step or self.changes.unconfirmed is not None
-        self.optimizer_step.sanity.on_step(inside_window=not ends_window)
+        ends_window = window.begin_step(self.changes.unconfirmed is not None)
         runner.module_hooks.abort_broken_pass()
         runner.reduce_stray_gradients(by_step=True)
         self.sharded_model.patches.check()
         runner.refuse_unusable()
-        came = window.open_backwards or window.closing_backward
-        if not came and not runner.has_micro_batch():
+        if not window.backwards and not runner.has_micro_batch():
             return
         # a backward has made the update, or the stray gradients have just now
         is_updated = self.changes.unconfirmed is not None
         if not is_updated:
             self.optimizer_step.applied = False
-        window.was_dropped = False
-        window.steps += 1
-        window.forwards_at_step = runner.module_hooks.forward_count
+        forwards = runner.module_hooks.forward_count
         if not ends_window:
             with self.changes.change(f"a micro-batch of step {self.counters.global_steps + 1}"):
-                window.add_micro_batch(self.counters)
-                self._count_micro_batches(window.take_count())
+                self._count_micro_batches(window.end_micro_batch(forwards, self.counters))
             return
         self.refuse_update()
         if is_updated:
@@ -251,7 +243,7 @@ class TrainingEngine(EngineParts):
             if not self.config.zero.ignore_unused_parameters:
                 runner.refuse_unused()
             with self.changes.change(f"step {self.counters.global_steps + 1}"):
-                self._count_micro_batches(window.take_count(restart=True))
+                self._count_micro_batches(window.end_window(forwards))
                 failure = self._update()
         if failure is not None:
             raise failure
@@ -339,11 +331,9 @@ class TrainingEngine(EngineParts):
             )
 
     def _end_window(self, overflow: bool = False) -> None:
-        """End a window whose update is made, or skipped for an ``overflow``: count it, drop its
-        gradients, and after the first one move the state that fits back to the device (collective).
+        """Drop the gradients of a window whose update is made, or skipped for an ``overflow``, and
+        after the first one move the state that fits back to the device (collective).
         """
-        self.accumulation.updates += 1
-        self.accumulation.restarts_in_a_row = 0
         self.pass_runner.reducer.clear()
         if self.optimizer_step.known is not None or self.optimizer_step.is_clipped:
             self.optimizer_step.forget_gradient()
@@ -410,10 +400,10 @@ class TrainingEngine(EngineParts):
         self.pass_runner.reduce_for_step()
         with self.changes.change(f"step {self.counters.global_steps + 1}"):
             before = window.micro_batches
-            self._count_micro_batches(window.take_count(restart=True))
+            self._count_micro_batches(window.begin_update_in_backward())
             failure = self._update(in_backward=True)
             settings, hooks = step.settings(), step.hook_ids()
-            window.micro_batches, window.closing_backward = before, True  # until step() confirms
+            window.await_step(1, before)
         self.changes.unconfirmed = settings, hooks, failure
 
     def _confirm_update(self) -> Exception | None:
@@ -430,7 +420,7 @@ class TrainingEngine(EngineParts):
         if step.settings() != settings:
             changes.refuse_unconfirmed("a change of the optimizer's settings")
         step.refuse_writes()
-        self.accumulation.take_count(restart=True)
+        self.accumulation.end_window(self.pass_runner.module_hooks.forward_count)
         changes.unconfirmed = None
         with changes.change(f"step {self.counters.global_steps}"):
             self._end_window()
@@ -467,7 +457,7 @@ class TrainingEngine(EngineParts):
         from the next window on.
         """
         self.config = self.config_with_batches(micro, accumulation_steps)
-        self.accumulation.accumulation_steps = accumulation_steps
+        self.accumulation.set_accumulation_steps(accumulation_steps)
 
     def trust_loader(self) -> None:
         """Compare no batches of the ranks: a loader divides them."""

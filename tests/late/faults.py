@@ -396,7 +396,7 @@ ON_ONE_RANK: dict[str, Fault] = {
         ("a forward does not wait for the copies of an update",
          HOST, left_out("wait", "update.py finish")),
         ("the gradient norm is reported under its copy",
-         "stage 2, in the most adverse order", left_out("query", "window.py _look")),
+         "stage 2, in the most adverse order", left_out("query", "norm.py check")),
     )
 }  # fmt: skip
 

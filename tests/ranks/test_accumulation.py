@@ -205,6 +205,28 @@ def test_a_micro_batch_without_a_loss(stage, counts):
     on_ranks(RANKS, run)
 
 
+@in_turn("stage", [0, 1])
+def test_a_step_that_was_refused_counts_when_it_is_repeated(stage):
+    """Also on a rank whose batch has no loss."""
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
+        run_steps(engine, rank, [0])
+        with engine.no_sync():
+            loss = squared(engine, At(0, 1, rank))
+            if rank == 0:
+                engine.backward(loss)
+        group = engine.optimizer.param_groups[0]
+        params, group["params"] = group["params"], list(group["params"])
+        with pytest.raises(PartitionError, match="groups"):
+            engine.step()
+        group["params"] = params
+        engine.step()
+        assert (engine.global_steps, engine.micro_steps) == (1, 2)
+
+    on_ranks(RANKS, run)
+
+
 @in_turn("stage, offload", [(1, True), (3, False)])
 def test_windows_that_steps_end(stage, offload, heard):
     """``managed_gradient_accumulation: false``: a step uses what came since the last."""

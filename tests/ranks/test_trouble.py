@@ -179,13 +179,13 @@ def test_labels_that_are_all_ignored_and_an_overflow_in_fp16(heard):
 
 
 def never_steps(engine):
-    engine.accumulation.accumulation_steps = 2
+    engine.accumulation.set_accumulation_steps(2)
     backwards(engine, 12)
 
 
 def collects_by_itself(engine):
     """It steps once a window: each step counts one micro-batch, and nothing is updated."""
-    engine.accumulation.accumulation_steps = 3
+    engine.accumulation.set_accumulation_steps(3)
     for _ in range(4):
         backwards(engine, 3)
         engine.step()

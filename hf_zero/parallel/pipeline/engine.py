@@ -116,19 +116,19 @@ class PipelineTraining(TrainingEngine):
         steps, window = self.gradient_accumulation_steps(), self.accumulation
         before = window.boundary
         try:
-            window.boundary = False
+            window.set_boundary(False)
             try:
                 losses = self._run(steps, training=True)
             except BaseException:
                 self.restart_window()  # the next train_batch runs all micro-batches again
                 raise
-            window.boundary = True
+            window.set_boundary(True)
             self.reduce_gradients()
             self.tied.add_up(self.flats)
-            window.open_backwards = steps
+            window.await_step(steps)
             super().step()
         finally:
-            window.boundary = before
+            window.set_boundary(before)
         mean, requests = self._means(losses, float(self.stop_requests.asked))
         self.stop_requests.end_run(requests)
         return mean

@@ -1,13 +1,24 @@
-"""The sum of squares of gradients, in fp64, wherever they are."""
+"""The sum of squares of gradients, in fp64, wherever they are, and the warning of a norm that is
+not finite.
+
+[Note: read one step late]
+Only the device knows whether a norm is finite, and the host does not wait for it. Rank 0 copies the
+norm and its loss to host memory after the step, with an event, and reads them in a later step, once
+the event is over. Only one copy is under way at a time: a host that runs far ahead of its device
+may name a step after the first bad one.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
 
-from hf_zero.device.pinned import upload
+from hf_zero.device import kinds, pinned, streams
+from hf_zero.logging import logger
 from hf_zero.ops import dispatch, native
 from hf_zero.ops.flat_tiles import RUNS, squared_norms
 from hf_zero.zero.layout.training_state import GradientBuffer
@@ -44,7 +55,7 @@ def squared_norm(
         if sums[gradient].device != device:
             elsewhere.append(gradient)
     if elsewhere:
-        crossed = upload(torch.stack([sums[gradient] for gradient in elsewhere]), device)
+        crossed = pinned.upload(torch.stack([sums[gradient] for gradient in elsewhere]), device)
         sums.update(zip(elsewhere, crossed.unbind()))
     return torch.stack(list(map(sums.__getitem__, gradients))).sum()
 
@@ -97,3 +108,63 @@ def _sums_over_runs(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 torch.linalg.vector_norm(rows, dim=1, dtype=kind, out=out)
     squares = norms.double().square()
     return [squares[start : start + count].sum() for start, count in zip(starts, counts)]
+
+
+class NormCheck:
+    """The warning, once and on rank 0, of a gradient norm that is not finite."""
+
+    def __init__(self, device: torch.device, precision: str, rank: int):
+        self._device, self._precision = device, precision
+        self._on_host = kinds.is_synchronous(device)
+        self._warns = rank == 0  # until it has
+        self._loss: torch.Tensor | None = None
+        self._numbers: torch.Tensor | None = None  # norm and loss of ``_step``, in host memory
+        self._copied: streams.Event | None = None  # recorded after their copy
+        self._step = 0
+
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Record the loss of this rank's backward."""
+        if self._warns:
+            self._loss = loss.detach()
+
+    def check(self, norm: torch.Tensor, step: int) -> None:
+        """Check the gradient norm of ``step``, 0-dim on the device, without waiting for it."""
+        loss, self._loss = self._loss, None
+        if not self._warns:
+            return
+        if self._numbers is None:
+            empty = torch.empty if self._on_host else pinned.empty
+            self._numbers = empty(2, dtype=torch.float64)
+        if self._copied is not None:
+            if not self._copied.query():
+                return
+            self._warn_of(self._numbers)
+        loss = torch.zeros_like(norm) if loss is None or loss.device != norm.device else loss
+        self._numbers.copy_(torch.stack([norm.double(), loss.double().reshape(())]), True)
+        self._step = step
+        if self._on_host:
+            self._warn_of(self._numbers)
+        else:
+            self._copied = streams.record_here(self._device)
+
+    def _warn_of(self, numbers: torch.Tensor) -> None:
+        """Warn if one of ``numbers`` is not finite; no operation of torch could wait here."""
+        norm, loss = (ctypes.c_double * 2).from_address(numbers.data_ptr())
+        if math.isfinite(norm) and math.isfinite(loss):
+            return
+        what = f"the gradient norm is {norm:g}"
+        after = "a NaN in the weights stays there: go on from a checkpoint before this step"
+        if not math.isfinite(loss):
+            what = f"the loss of rank 0 is {loss:g} and the gradient norm {norm:g}"
+        if math.isfinite(norm):
+            after = "the weights are still finite"
+        bf16 = "its precision (bf16: does it happen in fp32?), "
+        narrow = bf16 if self._precision == "bf16" else ""
+        self._warns = False
+        logger.warning(
+            "%s",
+            f"step {self._step}: {what}; {after}. Look at the learning rate and its warm-up, the "
+            "batches of this step (inputs that are not finite, labels that are all ignored), "
+            f"{narrow}gradient_clipping; torch.autograd.set_detect_anomaly(True) names the "
+            "operation",
+        )

@@ -234,7 +234,7 @@ class CapturedStep:
         held = tuple((gradient.state, gradient.address) for gradient in gradients)
         with torch._C.DisableTorchFunctionSubclass():
             trains = tuple(map(_requires_grad, self._members))
-        return self._window.syncs, self._window.ends, self._window.accumulation_steps, held, trains
+        return self._window.next_backward, self._window.accumulation_steps, held, trains
 
     def _capture_forward(
         self, args: tuple[object, ...], kwargs: dict[str, object]
@@ -382,7 +382,7 @@ class CapturedStep:
             step.bound.launch(self._captured_update[1].launch)
         norm = self._captured_update[2]
         step.norm = norm.clone()  # of this step, which the next launch does not change
-        step.sanity.on_norm(step.norm, steps_before + 1)
+        step.norm_check.check(step.norm, steps_before + 1)
         return False
 
     def _take_measured(self, step: OptimizerStep) -> tuple[bool, bool]:

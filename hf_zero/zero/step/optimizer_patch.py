@@ -102,12 +102,9 @@ class _EngineMethods:
         alive = self._engine()
         if alive is None:
             return
-        window = alive.accumulation
-        is_first = window.zeroes_inside is None and not window.zeroed
-        if alive.pass_runner.reducer.gradients_lost or not window.keeps_at_zero_grad():
+        lost = alive.pass_runner.reducer.gradients_lost
+        if lost or not alive.accumulation.keeps_at_zero_grad():
             alive.zero_grad()
-        elif is_first:
-            alive.optimizer_step.sanity.on_zero_grad_inside(window.micro_batches)
 
     def add_param_group(self, group: dict[str, object]) -> None:
         alive = self._engine()

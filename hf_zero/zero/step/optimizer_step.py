@@ -23,12 +23,11 @@ from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.training_state import GradientBuffer, GradState, OptimizerShard
 from hf_zero.zero.reduce.losses import Fp16LossScaler
-from hf_zero.zero.reduce.norm import squared_norm
+from hf_zero.zero.reduce.norm import NormCheck, squared_norm
 from hf_zero.zero.reduce.step_agreement import StepAgreement
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.state_changes import StateChanges
 from hf_zero.zero.step.step_interfaces import NO_HOOKS, StepHooks
-from hf_zero.zero.step.window import SanityChecks
 
 
 class OptimizerStep:
@@ -44,11 +43,11 @@ class OptimizerStep:
         optimizer: torch.optim.Optimizer | None,
         config: ZeroConfig,
         scaler: Fp16LossScaler,
-        sanity: SanityChecks,
         hooks: StepHooks,
         changes: StateChanges,
     ):
-        self.model, self.scaler, self.sanity = model, scaler, sanity
+        self.model, self.scaler = model, scaler
+        self.norm_check = NormCheck(model.mesh.device, config.precision, model.mesh.rank)
         self.kernels, self.feature_hooks, self.changes = config.kernels, hooks, changes
         # None without an optimizer; the callers of what needs one have checked
         self.bound: BoundOptimizer = None  # type: ignore[assignment]
@@ -120,7 +119,7 @@ class OptimizerStep:
         if may_skip and not bool(torch.isfinite(total)):
             return True
         if not may_overflow and not self.is_captured:
-            self.sanity.on_norm(self.norm, steps_before + 1)
+            self.norm_check.check(self.norm, steps_before + 1)
         divisor = None
         if self.clip_divisor is not None:
             divisor = scale * self.clip_divisor
