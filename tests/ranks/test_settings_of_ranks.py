@@ -161,15 +161,14 @@ def test_on_a_device_the_sum_is_read_once_its_copy_is_over(monkeypatch: Any) -> 
         step_agreement.pinned, "empty", lambda n, dtype: torch.empty(n, dtype=dtype)
     )
     mesh: Any = types.SimpleNamespace(pp_stage_ranks=2, rank=1)
-    check = step_agreement.SettingsCheck(mesh, torch.device("cpu"))
     monkeypatch.setattr(step_agreement, "upload", lambda tensor, device: tensor)
-    mine, other = check.upload(), check.upload()
-    assert check.change("lr 0.5 in group 0") and not check.change("lr 0.5 in group 0")
-    mine = check.upload()
+    check, settings = step_agreement.SettingsCheck(mesh, torch.device("cpu")), "lr 0.5 in group 0"
+    other, mine = check.numbers(""), check.numbers(settings)
+    assert not torch.equal(other, mine) and check.numbers(settings) is mine
     check.receive(mine + other)
-    check.look()
+    check.numbers(settings)
     event.over = True
     with pytest.raises(RankMismatchError, match=r"rank 1 has lr 0\.5 in group 0"):
-        check.look()
+        check.numbers(settings)
     check.receive(mine + mine)
-    check.look()
+    check.numbers(settings)

@@ -73,87 +73,77 @@ class StepAgreement:
         self._flats = list(flats)
         self._mesh = mesh
         self._device = device
-        self._base = mesh.pp_stage_ranks + 1
-        self._powers = [1]
-        while self._powers[-1] * self._base**2 <= EXACT:
-            self._powers.append(self._powers[-1] * self._base)
+        self._words = CountWords(mesh.pp_stage_ranks)
         # the message of a rank that has used all parameters
-        self._all = self._message(self._flats, all_used=True)
+        self._all_used = self._words.pack([1 for flat in flats for _ in flat.members], device)
         self.restarts = 0  # of accumulation windows on this rank, the same on all
         self._settings = SettingsCheck(mesh, device)
-        self._codes = self._settings.upload()
         self.batches = BatchCodes(mesh)
         self._sent: dict[Unit, tuple[torch.Tensor, Handle]] = {}
         self._received: dict[Unit, torch.Tensor] = {}
-        # stages of a pipeline differ in the words of their parameters
+        # Stages of a pipeline differ in the words of their parameters. Beside these: squares, and
+        # two numbers each for settings and batches.
         for dim in (mesh.sums.counted, mesh.sums.repeats):
-            numbers = 2 + self._codes.numel() + self.batches.allowance
-            dim.allow_small_sums(self._all.numel() + numbers)
+            dim.allow_small_sums(self._all_used.numel() + 4 + self.batches.allowance)
 
-    def _message(self, flats: Sequence[FlatBuffer], all_used: bool = False) -> torch.Tensor:
-        """Return [words] fp64: a digit for each parameter, 1 if it is used, or ``all_used``."""
-        digits = [
-            all_used or flat.gradient.used >> index & 1
-            for flat in flats
-            for index in range(len(flat.members))
+    def _used(self, flats: Sequence[FlatBuffer]) -> torch.Tensor:
+        """Return [words] fp64: a count for each parameter of ``flats``, 1 if it is used."""
+        used = [
+            flat.gradient.used >> index & 1 for flat in flats for index in range(len(flat.members))
         ]
-        length = len(self._powers)
-        words = [
-            sum(map(mul, digits[at : at + length], self._powers))
-            for at in range(0, len(digits), length)
-        ]
-        return upload(torch.tensor(words, dtype=torch.float64), self._device)
+        return self._words.pack(used, self._device)
 
-    def agree(self, numbers: torch.Tensor, step: int, settings: str = "") -> torch.Tensor:
-        """Return the sum of ``numbers`` (a few, fp64) over the shards, and set the unused
-        parameters of the flat buffers (collective). Replicas then hold equal sums. ``settings``:
-        what a script has set, in words.
+    def agree(self, squares: torch.Tensor, step: int, settings: str = "") -> torch.Tensor:
+        """Return the sum of ``squares``, [1] fp64, over the shards, and set the unused parameters
+        of the flat buffers (collective). Replicas then hold equal sums. ``settings``: what a script
+        has set, in words.
 
         Raises PartitionError if some ranks only have a gradient of a parameter that all have left
         out, and RankMismatchError if the ranks have different settings.
         """
-        self._settings.look()
-        if self._settings.change(settings):
-            self._codes = self._settings.upload()
-        dims = self._mesh.sums
-        # The collectives' names reveal a rank that has restarted a window alone.
-        restarts = f" after {self.restarts} restarted windows" if self.restarts else ""
-        dims.stages.all_reduce(numbers, "gradient norm of stages").wait()
+        settings_numbers = self._settings.numbers(settings)
         complete = _complete(self._flats)
         has_all = complete and not any(map(_idle, self._flats))
-        words = self._all if has_all else self._message(self._flats)
-        batches = self.batches if self.batches.active and not graphs.capturing() else None
-        batch = None if batches is None else batches.numbers()
-        codes = self._codes if batch is None else torch.cat([batch, self._codes])
+        used = self._all_used if has_all else self._used(self._flats)
+        # The message: ``squares``, and what each rank counts in. A code of batches is in the first
+        # ones alone.
+        counts = [used, settings_numbers]
+        if self.batches.active and not graphs.capturing():
+            counts += self.batches.numbers()
+        dims, handle = self._mesh.sums, None
+        # The collectives' names reveal a rank that has restarted a window alone.
+        restarts = f" after {self.restarts} restarted windows" if self.restarts else ""
+        dims.stages.all_reduce(squares, "gradient norm of stages").wait()
         if dims.counted.size > 1:
-            both = torch.cat([numbers, words, codes])
-            dims.counted.all_reduce(both, f"gradient norm{restarts}").wait()
-            numbers, words = both[: numbers.numel()], both[numbers.numel() :]
+            message = torch.cat([squares, *counts])
+            dims.counted.all_reduce(message, f"gradient norm{restarts}").wait()
+            squares, *counts = message.split([1, *map(torch.numel, counts)])
         if dims.repeats.size > 1:
-            words = words.clone() if dims.counted.size > 1 else torch.cat([words, codes])
+            message = torch.cat(counts)
             # The collective's name reveals a rank that is at another micro-batch.
             issued = dims.repeats.reductions.num_issued
             handle = dims.repeats.verify_same_collective(
-                f"step {step} after {issued} reductions{restarts}", words
+                f"step {step} after {issued} reductions{restarts}", message
             )
-            self._settings.receive(words[-2:], handle)
-            if not complete or batch is not None or graphs.capturing():
+            counts = list(message.split([*map(torch.numel, counts)]))
+            if not complete or len(counts) > 2 or graphs.capturing():
                 handle.wait()
-        elif dims.counted.size > 1:
-            self._settings.receive(words[-2:])
-        if batch is not None:
-            self.batches.end_step(words[-4:-2])
-        if complete:
+        used, settings_sums, *batch_sums = counts
+        if self._mesh.pp_stage_ranks > 1:
+            self._settings.receive(settings_sums, handle)
+        for sums in batch_sums:
+            self.batches.end_step(sums)
+        if not complete:
+            self._read(self._flats, used)
+        elif not has_all:
             _mark_idle(self._flats)
-        else:
-            self._read(self._flats, words)
-        return numbers
+        return squares
 
     def missing(self) -> list[str]:
         """Return the names of parameters without a gradient on one rank or more. Equal on all ranks
         (collective).
         """
-        words = self._message(self._flats)
+        words = self._used(self._flats)
         for dim in (self._mesh.sums.counted, self._mesh.sums.repeats):
             if dim.size > 1:
                 dim.all_reduce(words, "parameters that have a gradient").wait()
@@ -172,7 +162,7 @@ class StepAgreement:
         """
         dims = self._mesh.sums
         dim = dims.counted if dims.counted.size > 1 else dims.repeats
-        words = self._message(unit.trainable_flats)
+        words = self._used(unit.trainable_flats)
         self._received.pop(unit, None)
         if unit in self._sent:
             self._sent.pop(unit)[1].wait()
@@ -232,9 +222,31 @@ class StepAgreement:
 
     def counts(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:
         """Return the number of ranks with a gradient, for each parameter of each flat buffer."""
-        words = [int(word) for word in total.tolist()]
-        digits = iter([word // power % self._base for word in words for power in self._powers])
-        return [[next(digits) for _ in flat.members] for flat in flats]
+        counts = self._words.unpack(total)
+        return [[next(counts) for _ in flat.members] for flat in flats]
+
+
+class CountWords:
+    """Counts of ranks in fp64 numbers, each with as many as fit exactly: digits whose base is above
+    the number of ``ranks``, so that a sum over the ranks carries nothing over.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._base, self._powers = ranks + 1, [1]
+        while self._powers[-1] * self._base**2 <= EXACT:
+            self._powers.append(self._powers[-1] * self._base)
+
+    def pack(self, counts: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return [words] fp64 on ``device``."""
+        length = len(self._powers)
+        starts = range(0, len(counts), length)
+        words = [sum(map(mul, counts[start : start + length], self._powers)) for start in starts]
+        return upload(torch.tensor(words, dtype=torch.float64), device)
+
+    def unpack(self, words: torch.Tensor) -> Iterator[int]:
+        """Yield the counts; waits for the device."""
+        for word in map(int, words.tolist()):
+            yield from (word // power % self._base for power in self._powers)
 
 
 class IdleParameters:
@@ -332,22 +344,32 @@ class SettingsCheck:
         self._mesh = mesh
         self._on_host = kinds.is_synchronous(device)
         self._device = device
-        self._settings = ""
+        self._settings, self._numbers = "", numbers_of(0, device)
         # sums that no wait has completed
         self._unread: tuple[torch.Tensor, Handle] | None = None
         self._copy: torch.Tensor | None = None  # [2] in pinned memory
         self._copied: streams.Event | None = None
 
-    def change(self, settings: str) -> bool:
-        """Compare ``settings``, in words, from now on; return whether they are new."""
-        is_new = settings != self._settings and not graphs.capturing()
-        if is_new:
+    def numbers(self, settings: str) -> torch.Tensor:
+        """Return what this rank adds to the message of a step with ``settings``, in words: [2] fp64
+        on the device. Before, compare the sums of earlier steps that have come: raises as
+        :meth:`receive`.
+        """
+        if not self._on_host and graphs.capturing():
+            return self._numbers
+        if self._copied is not None and self._copied.query():
+            assert self._copy is not None
+            self._copied = None
+            if not are_equal(self._copy, self._mesh.pp_stage_ranks):
+                self._refuse()
+        if self._unread is not None:
+            (sums, handle), self._unread = self._unread, None
+            handle.wait()
+            self.receive(sums)
+        if settings != self._settings:
             self._settings = settings
-        return is_new
-
-    def upload(self) -> torch.Tensor:
-        """Return what this rank adds to a message: [2] fp64, on the device."""
-        return numbers_of(zlib.crc32(self._settings.encode()) % CODES, self._device)
+            self._numbers = numbers_of(zlib.crc32(settings.encode()) % CODES, self._device)
+        return self._numbers
 
     def receive(self, sums: torch.Tensor, handle: Handle | None = None) -> None:
         """Take the ``sums`` [2] of the numbers over all ranks, which are complete once ``handle``
@@ -365,20 +387,6 @@ class SettingsCheck:
                 self._copy = pinned.empty(2, torch.float64)
             self._copy.copy_(sums, non_blocking=True)
             self._copied = streams.record_here(self._device)
-
-    def look(self) -> None:
-        """Compare the sums of earlier steps that have come. Raises as :meth:`receive`."""
-        if not self._on_host and graphs.capturing():
-            return
-        if self._copied is not None and self._copied.query():
-            assert self._copy is not None
-            self._copied = None
-            if not are_equal(self._copy, self._mesh.pp_stage_ranks):
-                self._refuse()
-        if self._unread is not None:
-            (sums, handle), self._unread = self._unread, None
-            handle.wait()
-            self.receive(sums)
 
     def _refuse(self) -> None:
         """Raise RankMismatchError with the settings of the ranks, which differ."""
@@ -452,11 +460,11 @@ class BatchCodes:
         # a batch without tensors says nothing of rows: the codes of ranks differ then
         self._code = digest % CODES if has_tensors else self._rank
 
-    def numbers(self) -> torch.Tensor | None:
-        """Return the code and its square for the message of a step; None after the first steps."""
+    def numbers(self) -> list[torch.Tensor]:
+        """Return [code and its square] for the message of a step; [] after the first steps."""
         if not self._left:
-            return None
-        return numbers_of(self._rank if self._code is None else self._code, self._device)
+            return []
+        return [numbers_of(self._rank if self._code is None else self._code, self._device)]
 
     def end_step(self, sums: torch.Tensor) -> None:
         """Keep ``sums``, over all ranks, of the :meth:`numbers` of a step, on the rank that warns:
