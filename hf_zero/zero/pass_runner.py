@@ -189,7 +189,7 @@ class PassRunner:
         if step.bound is not None:
             refuse_switched(self._model.flats)
             step.changes.refuse_until_step("another backward")
-            if step.clip_divisor is not None:
+            if step.held.divisor is not None:
                 raise PartitionError(
                     "a backward after clip_grad_norm_ adds gradients that are not clipped to those "
                     "that are; clip after the last backward of a step (with Accelerate: if "

@@ -153,7 +153,7 @@ class TrainingEngine(EngineParts):
         self.pass_runner.module_hooks.abort_broken_pass()
         self.changes.refuse_until_step("zero_grad()")
         self.pass_runner.reducer.clear()
-        self.optimizer_step.forget_gradient()
+        self.optimizer_step.held.forget()
         self.pass_runner.losses.reset()
         self.measures.zero_grad()
         self.accumulation.restart()
@@ -189,8 +189,7 @@ class TrainingEngine(EngineParts):
         :meth:`clip_gradient`. A backward may have made its update already.
         """
         self._reduce_for_norm()
-        step = self.optimizer_step
-        return step.squares_of_all_ranks(self.counters.global_steps).sqrt() / step.scaler.scale
+        return self.optimizer_step.measure(self.counters.global_steps)
 
     def _reduce_for_norm(self) -> None:
         if self.changes.broken:
@@ -335,8 +334,9 @@ class TrainingEngine(EngineParts):
         after the first one move the state that fits back to the device (collective).
         """
         self.pass_runner.reducer.clear()
-        if self.optimizer_step.known is not None or self.optimizer_step.is_clipped:
-            self.optimizer_step.forget_gradient()
+        held = self.optimizer_step.held
+        if held.is_measured or held.is_clipped:
+            held.forget()
         if self.sharded_model.placement.awaits_first_step and not overflow:
             self.optimizer_step.bring_state_back()
 

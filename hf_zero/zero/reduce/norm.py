@@ -135,23 +135,22 @@ class NormCheck:
         if self._numbers is None:
             empty = torch.empty if self._on_host else pinned.empty
             self._numbers = empty(2, dtype=torch.float64)
+        # read without an operation of torch, which could wait
+        values = (ctypes.c_double * 2).from_address(self._numbers.data_ptr())
         if self._copied is not None:
             if not self._copied.query():
                 return
-            self._warn_of(self._numbers)
+            if not all(map(math.isfinite, values)):
+                self._warn(*values)
         loss = torch.zeros_like(norm) if loss is None or loss.device != norm.device else loss
         self._numbers.copy_(torch.stack([norm.double(), loss.double().reshape(())]), True)
         self._step = step
-        if self._on_host:
-            self._warn_of(self._numbers)
-        else:
+        if not self._on_host:
             self._copied = streams.record_here(self._device)
+        elif not all(map(math.isfinite, values)):
+            self._warn(*values)
 
-    def _warn_of(self, numbers: torch.Tensor) -> None:
-        """Warn if one of ``numbers`` is not finite; no operation of torch could wait here."""
-        norm, loss = (ctypes.c_double * 2).from_address(numbers.data_ptr())
-        if math.isfinite(norm) and math.isfinite(loss):
-            return
+    def _warn(self, norm: float, loss: float) -> None:
         what = f"the gradient norm is {norm:g}"
         after = "a NaN in the weights stays there: go on from a checkpoint before this step"
         if not math.isfinite(loss):

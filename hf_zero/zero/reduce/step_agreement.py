@@ -166,10 +166,8 @@ class StepAgreement:
         self._received.pop(unit, None)
         if unit in self._sent:
             self._sent.pop(unit)[1].wait()
-        self._sent[unit] = (
-            words,
-            dim.all_reduce(words, f"used parameters of {unit.label}", ordered=True),
-        )
+        handle = dim.all_reduce(words, f"used parameters of {unit.label}", ordered=True)
+        self._sent[unit] = words, handle
 
     def receive(self, unit: Unit, flats: Sequence[FlatBuffer]) -> None:
         """Set the unused parameters of ``flats``, flat buffers of ``unit`` that are reduced: what
@@ -201,16 +199,13 @@ class StepAgreement:
         self._received = {}
 
     def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
+        ranks = self._mesh.pp_stage_ranks
         for flat, counts in zip(flats, self.counts(flats, total)):
             gradient = flat.gradient
             if gradient.unused and gradient.all_unused:
                 continue  # these counts are stale: ranks that know this send full words
             lacking = sum(1 << index for index, count in enumerate(counts) if count == 0)
-            few = sum(
-                1 << index
-                for index, count in enumerate(counts)
-                if count < self._mesh.pp_stage_ranks
-            )
+            few = sum(1 << index for index, count in enumerate(counts) if count < ranks)
             if refused := _names(flat, few & gradient.used & gradient.idle):
                 raise PartitionError(
                     f"{sorted(refused)} got a gradient on some ranks only (from weight "

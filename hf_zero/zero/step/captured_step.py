@@ -360,7 +360,7 @@ class CapturedStep:
                 tensors = step.bound.prepare_launch(step.shards_to_write())
             places = tuple(tensor.data_ptr() for tensor in tensors)
             states = tuple(flat.gradient.state for flat in self._model.trainable)
-            key = places, step.max_norm, states, step.is_clipped, self._take_measured(step)
+            key = places, step.max_norm, states, step.held.is_clipped, self._take_measured(step)
         # one that is new runs as it is first: it compiles kernels and copies tables from the host
         is_new, self._prepared = key is None or key != self._prepared, key
         if is_new or self._steps < WARM_UP:
@@ -389,13 +389,13 @@ class CapturedStep:
         """Copy the norm of a gradient that was measured before its step, and the divisor by which a
         script has clipped it, to where a graph reads them. Return whether there are such.
         """
-        measured, divisor = step.known_squares(), step.clip_divisor
+        measured, divisor = step.held.squares, step.held.divisor
         if measured is not None:
             self._measured[0].copy_(measured)
-            step.set_known_squares(self._measured[0])
+            step.held.measure(self._measured[0])
         if divisor is not None:
             self._measured[1].copy_(divisor)
-            step.clip_divisor = self._measured[1]
+            step.held.clip(self._measured[1])
         return measured is not None, divisor is not None
 
     def _repeats(self, step: OptimizerStep) -> bool:

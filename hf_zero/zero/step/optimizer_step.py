@@ -26,6 +26,7 @@ from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.reduce.norm import NormCheck, squared_norm
 from hf_zero.zero.reduce.step_agreement import StepAgreement
 from hf_zero.zero.sharded_model import ShardedModel
+from hf_zero.zero.step.held_gradient import HeldGradient, clip_divisor
 from hf_zero.zero.step.state_changes import StateChanges
 from hf_zero.zero.step.step_interfaces import NO_HOOKS, StepHooks
 
@@ -65,15 +66,9 @@ class OptimizerStep:
         )
         # the norm to which gradients are clipped; 0.0: no clipping
         self.max_norm = float(config.gradient_clipping or 0.0)
-        # whether a script has clipped the gradient that is held, in place of ``max_norm``, and the
-        # divisor by which it has (0-dim on the device); None: by none
-        self.is_clipped = False
-        self.clip_divisor: torch.Tensor | None = None
+        self.held = HeldGradient(model.engine_flats.gradient_version)
         # the norm of the last step, or of a gradient measured since, 0-dim on the device
         self.norm: torch.Tensor | None = None
-        # the sum of squares of the gradient over all ranks, and the version of gradients before it
-        self.known: tuple[int, torch.Tensor] | None = None
-        self._gradient_version = model.engine_flats.gradient_version
         # whether non-finite gradients prevent a step even without a loss scale
         self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
         self.lr_scale = 1.0  # factor of an update on the learning rates of the groups
@@ -107,28 +102,44 @@ class OptimizerStep:
         local = False
         for begin in self.feature_hooks.begin_step:
             local |= begin(may_skip)
-        total = None if self.known is None else self.known_squares()
-        if total is None:
-            total = self._own_squares(local)
-            if not local:
-                (total,) = self._agree(total, steps_before)
-        scale, limit = self.scaler.scale, self.max_norm
-        self.norm = total.sqrt() / scale
-        if model.updates_in_backward and not self.feature_hooks.begin_step:
-            self.set_known_squares(total)  # step() may come later
+        # with an update in the backward, step() may come later
+        total = self._squares(steps_before, model.updates_in_backward, local)
+        self.norm = norm = total.sqrt() / self.scaler.scale
         if may_skip and not bool(torch.isfinite(total)):
             return True
         if not may_overflow and not self.is_captured:
-            self.norm_check.check(self.norm, steps_before + 1)
-        divisor = None
-        if self.clip_divisor is not None:
-            divisor = scale * self.clip_divisor
-        elif limit > 0.0 and not self.is_clipped:
+            self.norm_check.check(norm, steps_before + 1)
+        written, fresh = self._update_state(self._divisor(norm), steps_before)
+        stale = []
+        for flat in model.flats:
+            if flat.trainable and flat.gradient.unused and flat.gradient.all_unused:
+                fresh.add(flat)
+            elif flat.trainable:
+                flat.user_writes.mark_updated()
+            if not flat.optimizer_shard.offloaded and flat not in fresh:
+                stale.append(flat)
+        model.schedule.refresh(stale, model.flats, frozenset(written), after_step=True)
+        return False
+
+    def _divisor(self, norm: torch.Tensor) -> torch.Tensor | None:
+        """Return by what the update divides gradients of ``norm``: the loss scale and clipping, on
+        the device; None: by nothing.
+        """
+        scale = self.scaler.scale
+        if self.held.divisor is not None:
+            return scale * self.held.divisor
+        if self.max_norm > 0.0 and not self.held.is_clipped:
             self._warn_of_ungrouped()
-            divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)
-        elif scale != 1.0:
-            divisor = torch.full((), scale, device=model.mesh.device)
-        skip_refresh = set[FlatBuffer]()
+            return scale * clip_divisor(norm, self.max_norm)
+        return None if scale == 1.0 else torch.full((), scale, device=self.model.mesh.device)
+
+    def _update_state(
+        self, divisor: torch.Tensor | None, steps_before: int
+    ) -> tuple[set[str], set[FlatBuffer]]:
+        """Update weights and state, after the hooks before the update. Return the keys of flat
+        buffers whose shards a kernel has written, and the flat buffers that features have updated.
+        """
+        model, by_features = self.model, set[FlatBuffer]()
         # fp32: the optimizer writes the shards that other ranks may be fetching
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
             for prepare in self.feature_hooks.before_update:
@@ -136,9 +147,7 @@ class OptimizerStep:
             if self.bound.optimizer._optimizer_step_pre_hooks:
                 self._warn_of_hooks()
                 model.lend_to_hooks()
-            already_updated = (
-                self._apply_rest(divisor, steps_before) if model.updates_in_backward else ()
-            )
+            rest = self._apply_rest(divisor, steps_before) if model.updates_in_backward else ()
             hooks = self.bound.optimizer._optimizer_step_post_hooks
             put_off = self.bound.without_post_hooks() if hooks else NOTHING
             with span("update", "parameters on the device"), put_off:
@@ -146,26 +155,17 @@ class OptimizerStep:
                     divisor,
                     shards=self.shards_to_write(),
                     steps_before=steps_before,
-                    without=already_updated,
+                    without=rest,
                     run_pre_hooks=self.run_pre_hooks,
                 )
             for update_flats in self.feature_hooks.update:
-                skip_refresh.update(update_flats(divisor))
+                by_features.update(update_flats(divisor))
             if self.updater.units or self.updater.backward_update is not None:
                 update = self.updater.backward_update or self.bound.offloaded_update(
                     1.0 if divisor is None else float(divisor), steps_before
                 )
                 self.updater.start(update)
-        stale = []
-        for flat in model.flats:
-            if flat.trainable and flat.gradient.unused and flat.gradient.all_unused:
-                skip_refresh.add(flat)
-            elif flat.trainable:
-                flat.user_writes.mark_updated()
-            if not flat.optimizer_shard.offloaded and flat not in skip_refresh:
-                stale.append(flat)
-        model.schedule.refresh(stale, model.flats, frozenset(written), after_step=True)
-        return False
+        return written, by_features
 
     def _apply_rest(self, divisor: torch.Tensor | None, steps_before: int) -> set[OptimizerShard]:
         """Update each flat buffer on the device that the backward has not updated, unless pre-step
@@ -298,17 +298,26 @@ class OptimizerStep:
 
     # ---- norm and clipping ----
 
-    def squares_of_all_ranks(self, steps_before: int) -> torch.Tensor:
-        """Return the sum of squares of the reduced gradient over all ranks, 0-dim, fp64, and agree
-        on the parameters that have one (collective): once, as long as no gradient changes. With
-        a feature that acts at the beginning of a step, the step measures again.
+    def measure(self, steps_before: int) -> torch.Tensor:
+        """Return the norm of the reduced gradient before clipping, without the loss scale, 0-dim,
+        and agree on the parameters that have one (collective): once, as long as no gradient
+        changes. With a feature that acts at the beginning of a step, the step measures again.
         """
-        total = self.known_squares()
+        self.norm = self._squares(steps_before, holds=True).sqrt() / self.scaler.scale
+        return self.norm.clone()  # the caller's own
+
+    def _squares(self, steps_before: int, holds: bool, local: bool = False) -> torch.Tensor:
+        """Return the sum of squares of the reduced gradient over all ranks, 0-dim, fp64, unless it
+        is measured already (collective), and hold it if it ``holds``. ``local``: without the other
+        ranks.
+        """
+        total = self.held.squares if self.held.is_measured else None
         if total is None:
-            (total,) = self._agree(self._own_squares(), steps_before)
-            self.norm = total.sqrt() / self.scaler.scale
-            if not self.feature_hooks.begin_step:
-                self.set_known_squares(total)
+            total = self._own_squares(local)
+            if not local:
+                (total,) = self._agree(total, steps_before)
+            if holds and not self.feature_hooks.begin_step:
+                self.held.measure(total)
         return total
 
     def _own_squares(self, local: bool = False) -> torch.Tensor:
@@ -344,16 +353,6 @@ class OptimizerStep:
                 settings = f"{settings}, {count} hooks {where} the step".removeprefix(", ")
         return self.agreement.agree(squares.view(1), steps_before, settings)
 
-    def known_squares(self) -> torch.Tensor | None:
-        """Return what :meth:`squares_of_all_ranks` has returned; None if a gradient has changed."""
-        if self.known is None or self.known[0] != self._gradient_version.number:
-            return None
-        return self.known[1]
-
-    def set_known_squares(self, total: torch.Tensor) -> None:
-        """Set what :meth:`squares_of_all_ranks` returns until a gradient changes."""
-        self.known = self._gradient_version.number, total
-
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """Return the norm of the reduced gradient, before clipping, without the loss scale; 0.0
@@ -372,15 +371,14 @@ class OptimizerStep:
         """
         if limit != math.inf:
             self.changes.refuse_until_step("clip_grad_norm_")
-        norm = self.squares_of_all_ranks(steps_before).sqrt() / self.scaler.scale
-        if self.clip_divisor is not None:
-            norm = norm / self.clip_divisor
-        self.is_clipped = True
+        norm, divisor = self.measure(steps_before), self.held.divisor
+        if divisor is not None:
+            norm = norm / divisor
         if limit != math.inf:
             self._warn_of_ungrouped()
-            divisor = ((norm + 1e-6) / limit).clamp(min=1.0)
-            earlier = self.clip_divisor
-            self.clip_divisor = divisor if earlier is None else earlier * divisor
+            last = clip_divisor(norm, limit)
+            divisor = last if divisor is None else divisor * last
+        self.held.clip(divisor)
         return norm
 
     def _warn_of_ungrouped(self) -> None:
@@ -405,12 +403,8 @@ class OptimizerStep:
         """Return the factor on the gradients held: the loss scale, and what a script's clipping has
         yet to divide by, then on ``device``.
         """
-        scale = self.scaler.scale
-        return scale if self.clip_divisor is None else self.clip_divisor.to(device) * scale
-
-    def forget_gradient(self) -> None:
-        """Forget the norm and the clipping of a gradient that is used or dropped."""
-        self.known, self.is_clipped, self.clip_divisor = None, False, None
+        scale, divisor = self.scaler.scale, self.held.divisor
+        return scale if divisor is None else divisor.to(device) * scale
 
     # ---- an update in the backward ----
 
