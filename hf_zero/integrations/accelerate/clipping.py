@@ -16,7 +16,7 @@ from enum import Enum
 import torch
 
 from hf_zero.errors import PartitionError
-from hf_zero.integrations.engine_protocol import EngineProtocol
+from hf_zero.integrations.engine_protocol import EngineProtocol, holder_of, trains
 from hf_zero.logging import log_rank0
 
 SMALLEST_LIMIT = 1e-30  # max_norm = 0 means no clipping to an engine
@@ -59,9 +59,10 @@ class EngineClipping:
 
     def check_call(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
         """Check the arguments of ``clip_grad_norm_``: warn once of a limit that differs from that
-        of the configuration, raise PartitionError for a part of the engine's parameters where
-        the configuration leaves the limit open.
+        of the configuration, raise PartitionError for parameters of several models, and for a
+        part of the engine's where the configuration leaves the limit open.
         """
+        self._refuse_other_models(parameters)
         if self.source is LimitSource.CONFIGURATION:
             self._warn_of_unused(limit)
         else:
@@ -77,12 +78,12 @@ class EngineClipping:
 
     def clip(self, limit: float) -> torch.Tensor:
         """Clip the gradients to ``limit`` if the configuration leaves it open or has the same.
-        Return their norm before, on the device, or without gradients that of the last step.
+        Return their norm before, on the device: 0 without gradients, as after ``zero_grad()``.
         Collective.
         """
         engine = self._engine
         if not engine.holds_gradients():
-            return engine.grad_norm_tensor()
+            return torch.zeros_like(engine.grad_norm_tensor())
         if self.source is LimitSource.CONFIGURATION and limit != engine.max_norm:
             return engine.measure_gradient()
         self.is_clipped = True
@@ -132,6 +133,21 @@ class EngineClipping:
                 + f"; write gradient_clipping: {max_norm:g} there",
                 logging.WARNING,
             )
+
+    def _refuse_other_models(self, parameters: Iterable[torch.Tensor]) -> None:
+        own = {id(parameter) for parameter in self._engine.module.parameters()}
+        for other in parameters:
+            if id(other) in own or not other.requires_grad:
+                continue
+            holder = holder_of([other])
+            # the engine's optimizer may have parameters outside the model: of the same holder
+            trained = other.grad is not None if holder is None else trains(holder)
+            if trained and (holder is None or holder.module is not self._engine.module):
+                raise PartitionError(
+                    "clip_grad_norm_ got parameters of several models: each engine clips by the "
+                    "norm of its own gradient. Call it for each model with its parameters(), and "
+                    "torch.nn.utils.clip_grad_norm_ for parameters that no engine trains"
+                )
 
     def _refuse_part(self, parameters: Iterable[torch.Tensor]) -> None:
         named = {id(parameter) for parameter in parameters}

@@ -132,8 +132,8 @@ class EngineSteps:
 
     def clip(self, engine: EngineProtocol, limit: float, syncs: bool) -> torch.Tensor | None:
         """Clip the gradient of ``engine`` to ``limit`` if its configuration leaves the limit to the
-        script, or has the same. Return the norm before, on the device: that of the last step where
-        none is due, None inside a window (not ``syncs``).
+        script, or has the same. Return the norm before, on the device: 0 without gradients, None
+        inside a window (not ``syncs``).
         """
         clipping = clipping_of(engine)
         clipping.name_limit(limit)
@@ -297,12 +297,13 @@ class SingleEngineSteps(EngineSteps):
             self._make_overdue_step()
 
     def clip(self, engine: EngineProtocol, limit: float, syncs: bool) -> torch.Tensor | None:
-        """Clip as for several engines; make the step if the script leaves its steps to this call.
-        Raises PartitionError if the step was made before.
+        """Clip as for several engines, at the end of a window: inside return the norm of the last
+        step. Make the step if the script leaves its steps to this call. Raises PartitionError if
+        the step was made before.
         """
         self._refuse_if_stepped_early("clip_grad_norm_")
         self._clipping.name_limit(limit)
-        if self.window is not WindowState.ENDED:
+        if self.window not in (WindowState.ENDED, WindowState.DROPPED):
             return engine.grad_norm_tensor()
         norm = self._clipping.clip(limit)
         if self.caller is StepCaller.CLIPPING and self._clipping.is_clipped:

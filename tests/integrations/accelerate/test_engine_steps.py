@@ -182,6 +182,50 @@ def test_inside_a_window_nothing_steps_and_nothing_is_forgotten() -> None:
     assert norms == [None, pytest.approx(norm)]
 
 
+@in_turn("clip", [None, 0.5])
+def test_a_norm_over_several_models_is_refused(clip: float | None) -> None:
+    """Each engine would clip alone; frozen models and weights of the loss take no part."""
+    forget()
+    accelerator = accelerator_with(clip)
+    teacher, alone, scale = stack().requires_grad_(False), stack(), nn.Parameter(torch.ones(()))
+    model = stack()
+    engine, of_one = accelerator.prepare(
+        model, torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    )
+    two, of_two = prepared(accelerator)
+    for step in range(2):
+        accelerator.backward(loss_of(engine, two) * scale, retain_graph=step == 0)
+    before = [parameter.detach().clone() for parameter in two.parameters()]
+    for others in (two, alone):
+        squared(alone).backward()
+        with pytest.raises(PartitionError, match="several models"):
+            accelerator.clip_grad_norm_([*engine.parameters(), *others.parameters()], 0.5)
+    alone.zero_grad()
+    rest = [*teacher.parameters(), *alone.parameters(), scale]
+    norms = [accelerator.clip_grad_norm_([*engine.parameters(), *rest], 0.5)]
+    norms.append(accelerator.clip_grad_norm_(two.parameters(), 0.5))
+    assert all(float(norm) > 0.5 for norm in norms)
+    of_one.step()
+    of_two.step()
+    moved = [(after.detach() - was).norm() for after, was in zip(two.parameters(), before)]
+    assert float(torch.stack(moved).norm()) == pytest.approx(0.1 * 0.5, rel=1e-5)
+
+
+@in_turn(("models", "of_model"), [(n, m) for n in (1, 2) for m in (False, True)])
+def test_the_norm_of_gradients_that_were_dropped_is_zero(models: int, of_model: bool) -> None:
+    forget()
+    accelerator = accelerator_with(None)
+    (engine, optimizer), *_ = [prepared(accelerator) for _ in range(models)]
+    for drops in (False, True):
+        accelerator.backward(squared(engine))
+        if drops:
+            (engine if of_model else optimizer).zero_grad()
+        norm = accelerator.clip_grad_norm_(engine.parameters(), 0.5)
+        assert norm is not None and (float(norm) == 0.0) == drops
+        if not drops:
+            optimizer.step()
+
+
 @in_turn("clip", [2.0, 0.5])
 def test_a_limit_that_the_engine_does_not_use_is_told_once(clip: float, heard: list[str]) -> None:
     forget()
