@@ -95,7 +95,9 @@ def assign(optimizer: Any, step: int) -> None:
 def swap(optimizer: Any, step: int) -> None:
     for state in optimizer.state.values():
         first, second = "exp_avg", "exp_avg_sq"
-        state[first], state[second] = state[second].sqrt(), state[first].square()
+        # not the square alone: where a mean is near zero, Adam would divide rounding by itself
+        square = state[first].square() + state[second]
+        state[first], state[second] = state[second].sqrt(), square
 
 
 def delete(optimizer: Any, step: int) -> None:
