@@ -91,13 +91,13 @@ class ModuleHooks:
         }
         root = self._units[0]
         in_root = {id(parameter) for flat in root.flats for parameter, _ in flat.items}
-        for module in names:
+        for module, path in names.items():
             # A script may call a submodule directly, so each module with a parameter of the root
-            # gathers the root.
-            if module not in around and any(
-                id(p) in in_root for p in module._parameters.values() if p is not None
-            ):
-                around[module] = root
+            # gathers the root; for a ParameterList, which no script calls, the module around it.
+            if any(id(p) in in_root for p in module._parameters.values() if p is not None):
+                while path and type(module).forward is nn.Module.forward:
+                    module = model.get_submodule(path := path.rpartition(".")[0])
+                around.setdefault(module, root)
         outer = {""}  # paths of modules with units inside
         for path in (name for unit in self._units for name in unit.modules):
             while (path := path.rpartition(".")[0]) not in outer:

@@ -187,6 +187,31 @@ def one_block(net: Driver, at: At) -> torch.Tensor:
     return net.module.blocks[1](x).float().pow(2).mean()
 
 
+class Listed(nn.Module):
+    """A layer whose weights are in containers that nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList([torch.randn(7, 6), torch.randn(6, 5)])
+        self.rest = nn.ModuleDict({"shifts": nn.ParameterDict({"last": torch.randn(5)})})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.factors[0] @ self.factors[1] + self.rest["shifts"]["last"]
+
+
+class AroundListed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.head = Listed(), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.part(x))
+
+
+def listed_alone(net: Driver, at: At) -> torch.Tensor:
+    return net.module.part(features(at.step, at.micro, at.rank).to(net.dtype)).float().pow(2).mean()
+
+
 def parts_in_turn(net: Driver, at: At) -> torch.Tensor:
     return (bert_body if (at.step + at.micro) % 2 else own_loss("bert"))(net, at)
 
@@ -229,6 +254,7 @@ CALLED: list[Job] = [
     ),
     Way("a part of the model alone: T5's encoder", T5, t5_encoder),
     Way("one block called from outside the model", loss_of=one_block),
+    Way("a part of the model alone: one with a ParameterList", AroundListed, listed_alone),
     Way("the whole model and a part of it, in turn", BERT, parts_in_turn),
     Way(
         "autograd.grad of the input, then the backward of the same graph",
