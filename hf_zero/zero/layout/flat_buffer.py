@@ -170,9 +170,9 @@ class FlatBuffer:
         """Number of changes of the values by steps, loads and scripts, on any rank; those of an
         update under way are counted.
         """
-        own = 0 if self._member is None else self._member._version
-        own += self.optimizer_shard.member_writes + self.user_writes.updates
-        return self.other_changes + own
+        writes = 0 if self._member is None else self._member._version
+        writes += self.optimizer_shard.member_writes + self.user_writes.updates
+        return self.other_changes + writes
 
     def count_change(self) -> None:
         """Count a change of the values, on every rank, whichever owns them."""
