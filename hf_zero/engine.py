@@ -238,7 +238,7 @@ class Engine(SavedEngine):
         self.changes.refuse_within("save_checkpoint()")
         self.changes.refuse("save_checkpoint()")
         if self.bound is not None:
-            self.bound.check_groups()
+            self.bound.members.check()
         self.take_user_writes()
         if keep is None and tag is None:
             keep = self.config.checkpoint.keep
@@ -309,8 +309,8 @@ class Engine(SavedEngine):
             )
         self.changes.refuse_within("load_checkpoint()")
         if self.bound is not None:
-            self.bound.accept_writes()
-            self.bound.check_groups()
+            self.bound.members.accept_writes()
+            self.bound.members.check()
         self.wait_for_checkpoint(f"the load of {load_dir}")
         if self.sharded_model.engine_flats.trainability_changed:
             if self.changes.unconfirmed is not None:

@@ -29,7 +29,7 @@ from hf_zero.checkpoint.tensorfile import TensorReader
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, in_units, listed, log_rank0
-from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
+from hf_zero.optim.optimizer_state import ParameterScalars, TensorsByParameter
 from hf_zero.zero.layout.sharding import persistent_buffers
 from hf_zero.zero.state_entries import StateEntry, StateSource, transfer
 
@@ -252,7 +252,7 @@ class _RankLoad(StateSource):
             for kind, ranges in self.ranges[flat].items():
                 self.nbytes += checkpoint.nbytes(ranges, kind)
         saved = self.saved_optimizer.tensor_states if self.saved_optimizer else {}
-        for name in engine.bound.tensor_state.names if saved and engine.bound else ():
+        for name in engine.bound.state.tensor_state.names if saved and engine.bound else ():
             if self.match.saved_names.get(name) in saved:
                 checkpoint.file(saved[self.match.saved_names[name]].file)
         self.buffers = self._read_buffers()
@@ -396,7 +396,7 @@ class _RankLoad(StateSource):
         scalars |= dict.fromkeys(self._never_stepped & scalars.keys())
         optimizer, bound = self.saved_optimizer, self.engine.bound
         other = optimizer is not None and optimizer.class_name != class_name(bound.optimizer)
-        if other and not bound.keeps("step"):
+        if other and not bound.state.keeps("step"):
             # of classes with one update, those with moments in 8 bits may count steps
             for name, numbers in scalars.items():
                 scalars[name] = numbers and {k: n for k, n in numbers.items() if k != "step"}
@@ -406,7 +406,7 @@ class _RankLoad(StateSource):
         saved_names, bound = self.match.saved_names, self.engine.bound
         return {
             name: self.checkpoint.tensor_states(saved_names[name])
-            for name in bound.tensor_state.names
+            for name in bound.state.tensor_state.names
             if name in saved_names
         }
 
@@ -423,7 +423,7 @@ class _RankLoad(StateSource):
             # a schedule that starts anew sets these, and some of torch's multiply their last value
             for values, live in zip(settings, bound.groups):
                 values |= scheduled_settings(self.engine.lr_scheduler, live, values)
-        bound.load_hyperparameters(settings)
+        bound.settings.load(settings)
 
     def _load_scheduled(self) -> None:
         """Write the settings of the loaded schedule into the groups of an optimizer that is not
@@ -439,7 +439,7 @@ class _RankLoad(StateSource):
             {name: value for name, value in values.items() if name in live}
             for values, live in zip(saved, bound.groups, strict=True)
         ]
-        bound.load_hyperparameters(
+        bound.settings.load(
             [
                 scheduled_settings(scheduler, values, live) | {"lr": rate}
                 for values, live, rate in zip(settings, bound.groups, rates, strict=True)

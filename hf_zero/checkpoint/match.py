@@ -354,7 +354,7 @@ def _match_optimizer(
             f"{listed(unknown)}; use the optimizer it was saved with, {remedy}"
         )
     tensor_states = {name for state in saved.tensor_states.values() for name in state.shapes}
-    if unknown := sorted(tensor_states - {*tensor_state_names(optimizer)}):
+    if tensor_states and (unknown := sorted(tensor_states - {*tensor_state_names(optimizer)})):
         raise CheckpointError(
             f"{where} has {listed(unknown)} of whole parameters, of which {engine_class} keeps "
             "none (torch's Adafactor is not transformers'); use the optimizer it was saved with, "

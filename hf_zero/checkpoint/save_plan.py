@@ -31,7 +31,7 @@ from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
 from hf_zero.config.feature_rows import provided
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
-from hf_zero.optim.segment_table import GroupReport
+from hf_zero.optim.optimizer_state import GroupReport
 from hf_zero.optim.segments import FetchedArrays
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
@@ -204,7 +204,7 @@ def plan_save(
         tensors |= {BUFFER + name: buffer for name, buffer in buffers.items()}
     tensors |= rng_states() | engine.window_start.loader_state(engine)
     # the state of a whole tensor is written by the rank that has its first element
-    first_elements = {} if bound is None else bound.tensor_state.by_parameter(firsts=True)
+    first_elements = {} if bound is None else bound.state.tensor_state.by_parameter(firsts=True)
     tensor_states = {name: state for name, state in first_elements.items() if name in written}
     tensors |= {
         tensor_state_key(parameter, name): tensor.reshape(-1)
@@ -225,7 +225,7 @@ def plan_save(
     report = RankReport(
         file=FileEntry(file_name, rank, plan.size, ""),
         chunks=chunks,
-        groups=[] if bound is None else bound.reports(names.own),
+        groups=[] if bound is None else bound.state.scalars.reports(names.own),
         tensor_states={
             parameter: {name: tuple(tensor.shape) for name, tensor in state.items()}
             for parameter, state in tensor_states.items()
@@ -288,7 +288,7 @@ class ModelEntries:
         group_of = {} if engine.bound is None else engine.bound.group_of
         every = names.every_of([*order, *left_out, *group_of])
         groups: list[list[str]]
-        groups = [] if engine.bound is None else [[] for _ in engine.bound.groups]
+        groups = [] if engine.bound is None else [[] for _ in engine.bound.optimizer.param_groups]
         for name, index in group_of.items():
             groups[index] += every[name]
         return cls(

@@ -55,7 +55,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units, logger
-from hf_zero.optim.segment_table import report_of, scalars_in
+from hf_zero.optim.optimizer_state import report_of, scalars_in
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.layout.walk import attribute_of, config_of, modules_of
 
@@ -343,7 +343,7 @@ def manifest_head(
         engine.measures.finish(engine)  # which adds the samples of the last steps to the counters
     optimizer = None
     if engine.bound is not None:
-        groups = (GroupEntry(dict(settings), {}, ()) for settings in engine.bound.hyperparameters())
+        groups = (GroupEntry(dict(of), {}, ()) for of in engine.bound.settings.hyperparameters())
         optimizer = OptimizerEntry(class_name(engine.bound.optimizer), tuple(groups))
     return Manifest(
         save_id=save_id,

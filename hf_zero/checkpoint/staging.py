@@ -114,7 +114,7 @@ def _writable(engine: TrainingEngine, flat: FlatBuffer) -> list[torch.Tensor]:
     tensors = [shard.contents.entry(name) for name in names]
     tensors += [shard.members] if names and shard.members is not None else []
     if flat.trainable and engine.bound is not None and not shard.offloaded:
-        tensors += engine.bound.device_state.memory(shard)
+        tensors += engine.bound.state.device.memory(shard)
     return tensors
 
 

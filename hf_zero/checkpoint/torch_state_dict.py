@@ -222,7 +222,7 @@ class _TorchStates:
             name: self.whole.every(name) if whole else (self.whole.own(name),)
             for _, name, _ in self.trained()
         }
-        if bound.tensor_state.by_parameter():
+        if bound.state.tensor_state.by_parameter():
             raise CheckpointError(
                 f"{type(self.engine.optimizer).__name__} keeps sums of whole tensors, for which "
                 "torch.distributed.checkpoint has no names; use engine.save_checkpoint"
@@ -275,7 +275,7 @@ class _TorchStates:
                 further = [
                     StateEntry(flat, name, key)
                     for key in values.keys() - kinds
-                    if key == COMPENSATION or bound.initial_states.is_switched_off(group, key)
+                    if key == COMPENSATION or bound.state.initial.is_switched_off(group, key)
                 ]
                 shards = [*shards, *further]
                 expected = scalars[name].keys() | {entry.kind for entry in shards}
@@ -292,7 +292,7 @@ class _TorchStates:
                 "optimizer's state dict", f"optimizer ({kind})", sorted(missing), sorted(unexpected)
             )
         groups = self._groups(content["param_groups"], strict)
-        bound.load_hyperparameters(groups)
+        bound.settings.load(groups)
         transfer(source, self.engine, weights=False, keeps=True)
 
     def _groups(self, saved: Sequence[ParamGroup], strict: bool) -> list[dict[str, object]]:

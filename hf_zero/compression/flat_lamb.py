@@ -45,7 +45,7 @@ class FlatLamb(FlatMomentum):
 
     def freeze(self) -> None:
         self.state(FRESH).copy_(self.state(VARIANCE))
-        tensor_state = self._bound.tensor_state
+        tensor_state = self._bound.state.tensor_state
         tensor_state.put(FACTOR, dict.fromkeys(tensor_state.names))
 
     def _denominators_of(self, group: ParamGroup, variance: Tensor, step: int) -> Tensor:
@@ -69,7 +69,7 @@ class FlatLamb(FlatMomentum):
 
     def held_scales(self) -> Tensor:
         """Return c and f of the tensors with a part on this rank, else zeros: [2, tensors]."""
-        factors = self._bound.tensor_state.by_parameter()
+        factors = self._bound.state.tensor_state.by_parameter()
         scales = torch.zeros(self._scales.shape, dtype=torch.float32)
         for index, slot in enumerate(self._slots):
             numbers = factors.get(slot.name, {})
@@ -84,7 +84,7 @@ class FlatLamb(FlatMomentum):
 
     def store_scales(self) -> None:
         """Write f of each tensor into the optimizer's state, before a save."""
-        tensor_state, factors = self._bound.tensor_state, self._scales[1].cpu()
+        tensor_state, factors = self._bound.state.tensor_state, self._scales[1].cpu()
         stored = tensor_state.by_parameter()
         names = [slot.name for slot in self._slots]
         by_name = dict(zip(names, factors.split(1)))

@@ -79,8 +79,8 @@ class FlatMomentum:
     def state(self, name: str) -> Tensor:
         """Return the state ``name`` of this rank's chunk: [owned], a view of the optimizer's."""
         array, shard = self._state.get(name), self.flat.optimizer_shard
-        if array is None or array.data_ptr() != self._bound.device_state.address(shard, name):
-            self._state = self._bound.tensors(shard)
+        if array is None or array.data_ptr() != self._bound.state.device.address(shard, name):
+            self._state = self._bound.state.tensors(shard)
             array = self._state.get(name)
         assert array is not None
         return array

@@ -73,14 +73,14 @@ class LocalMomentum:
     @property
     def pending(self) -> bool:
         """Return whether there are local steps that have not been synchronized."""
-        return bool(self._totals) and self._loads == self._bound.group_scalars.loads
+        return bool(self._totals) and self._loads == self._bound.state.scalars.loads
 
     def add(self, gradient: Tensor, beta: float, factor: Tensor, step: int) -> None:
         """Make step number ``step`` by ``factor`` times ``gradient`` [padded]."""
         flat, synchronized = self.synchronized.flat, self.synchronized
         if not self.pending:
             self.forget()
-            self._loads = self._bound.group_scalars.loads
+            self._loads = self._bound.state.scalars.loads
             self._momentum = synchronized.values().clone()
             self._displacement = torch.zeros_like(self._momentum)
         assert self._momentum is not None and self._displacement is not None

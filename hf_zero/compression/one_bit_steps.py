@@ -116,9 +116,9 @@ class OneBitSteps(Feature):
         """Keep gradients that the next step takes unreduced on their rank."""
         if not self._chosen:
             return
-        if self._loads != self._bound.group_scalars.loads:
-            self._loads = self._bound.group_scalars.loads
-            self._made = self._bound.group_scalars.loaded_steps
+        if self._loads != self._bound.state.scalars.loads:
+            self._loads = self._bound.state.scalars.loads
+            self._made = self._bound.state.scalars.loaded_steps
             self._compressing = False
             for momentum in (*self._chosen, *self._local.uncoded):
                 momentum.forget()
@@ -179,7 +179,7 @@ class OneBitSteps(Feature):
         """Return whether a script on any rank has written to weights or state (collective)."""
         if not self.sends or not self._compressing:
             return False
-        is_stale = self._writes != self._bound.group_scalars.writes
+        is_stale = self._writes != self._bound.state.writes
         is_stale |= any(momentum.is_stale for momentum in self._momenta)
         return any(self._mesh.shard.maximum_on_hosts([is_stale], "writes to weights and state"))
 
@@ -303,7 +303,7 @@ class OneBitSteps(Feature):
         renews = not self._local.pending
         pairs = [pair for m, local in zip(momenta, denominators) for pair in m.begin(local, renews)]
         self._mesh.shard.all_gather(pairs, "denominators, weights and momenta").wait()
-        self._writes = self._bound.group_scalars.writes
+        self._writes = self._bound.state.writes
         for momentum in momenta:
             momentum.note_master()
         if self._lamb:
@@ -324,7 +324,7 @@ class OneBitSteps(Feature):
         """Return by how many steps parameters lag behind, because they were unused in these."""
         return {
             name: self._made - int((numbers or {}).get("step", 0))
-            for name, numbers in self._bound.group_scalars.of_parameters().items()
+            for name, numbers in self._bound.state.scalars.of_parameters().items()
         }
 
     def _all_sums(
@@ -464,7 +464,7 @@ class OneBitSteps(Feature):
         """Move all ranks' errors into the optimizer's state, as a save and a resume would."""
         self.synchronize()
         # after a load, the errors belong to another run
-        loaded = self._loads != self._bound.group_scalars.loads
+        loaded = self._loads != self._bound.state.scalars.loads
         if loaded or any(momentum.error is None for momentum in self._chosen):
             return
         dim, beta = self._mesh.shard, self._beta
@@ -485,7 +485,7 @@ class OneBitSteps(Feature):
         """Rescale the variance in this rank's state to the last step made, as in a checkpoint,
         inside this context. Yields whether it did. Errors are not added to the state.
         """
-        if not self._compressing or self._loads != self._bound.group_scalars.loads:
+        if not self._compressing or self._loads != self._bound.state.scalars.loads:
             yield False
             return
         variances = [m.state(name) for m in self._momenta for name in m.VARIANCES]

@@ -17,7 +17,7 @@ from hf_zero.offload.storage import MASTER, Storage
 from hf_zero.ops.moment_blocks import Blocks, Moment
 
 if TYPE_CHECKING:
-    from hf_zero.optim.offloaded_segments import SubGroupOptimizer
+    from hf_zero.optim.offloaded_segments import StepSubGroup
     from hf_zero.optim.segment_entries import NarrowStates
     from hf_zero.optim.segments import Segment
     from hf_zero.optim.sharded_tensors import ShardedTensors
@@ -81,14 +81,16 @@ class Counted:
 
 
 class SubGroupUpdate:
-    """One step of the offloaded state. Each flat buffer is to be run once. ``count`` advances the
-    step counters of a flat buffer and returns its segments with their counts, both without those of
-    unused parameters.
+    """One step of the offloaded state. Each flat buffer is to be run once. ``segments_of`` returns
+    the segments of a flat buffer; ``count`` advances their step counters and returns them with
+    their counts, both without those of unused parameters; ``step_sub_group`` updates what no rule
+    does.
     """
 
     def __init__(
         self,
-        bound: SubGroupOptimizer,
+        segments_of: Callable[[OptimizerShard], Sequence[Segment]],
+        step_sub_group: StepSubGroup,
         count: Callable[[OptimizerShard], Mapping[Segment, Counted]],
         rules: Sequence[Rule | None],
         groups: Sequence[Mapping[str, object]],
@@ -97,7 +99,8 @@ class SubGroupUpdate:
         tensors: ShardedTensors | None,
         bf16: NarrowStates | None,
     ) -> None:
-        self._bound, self._count, self._steps_before = bound, count, steps_before
+        self._segments_of, self._step_sub_group = segments_of, step_sub_group
+        self._count, self._steps_before = count, steps_before
         self._rules, self.groups, self._divisor = rules, groups, divisor
         self._counted: dict[Segment, Counted] = {}
         self._tensors = tensors
@@ -133,7 +136,7 @@ class SubGroupUpdate:
 
     def _sub_groups(self, flat: OptimizerShard) -> list[tuple[int, list[Segment]]]:
         """Return the sub-groups of ``flat``, with segments; none if its parameters are unused."""
-        segments = self._bound.offloaded_segments(flat)
+        segments = self._segments_of(flat)
         if not any(segment in self._counted for segment in segments):
             return []
         return [
@@ -238,7 +241,7 @@ class SubGroupUpdate:
         wide = arrays if self._bf16 is None else self._bf16.widen(arrays)
         writes = rule is not None and wide[MASTER] is arrays[MASTER]
         if rule is None:
-            self._bound.step_sub_group(segment, wide, grad, self._divisor, counted.is_first_step)
+            self._step_sub_group(segment, wide, grad, self._divisor, counted.is_first_step)
         else:
             rule.update(wide, grad, out if writes else None, self._call(segment))
         if self._bf16 is not None:

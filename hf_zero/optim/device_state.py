@@ -35,6 +35,7 @@ from torch import Tensor
 from hf_zero.offload.storage import MASTER
 from hf_zero.ops.coded_arrays import CodedArray, StateArray, decoded
 from hf_zero.ops.flat_tiles import PHASE
+from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT
 from hf_zero.optim.initial_state import MADE_BY_CONSTRUCTORS, InitialStates, InitialValues
 from hf_zero.optim.moment_formats import codec_of
 from hf_zero.optim.segment_entries import (
@@ -60,29 +61,24 @@ class DeviceState(Regions):
     a region with state in blocks of 8 bits, an array is in pieces, one for each span, that are
     allocated by the first step.
 
-    ``base``: the optimizer's class among those with a known update; ``momentum_is_first_gradient``:
-    whether its first step sets the momentum to the gradient.
+    ``base``: the optimizer's class among those with a known update.
     """
 
-    def __init__(
-        self, entries: SegmentStateAccess, base: type | None, momentum_is_first_gradient: bool
-    ) -> None:
+    def __init__(self, entries: SegmentStateAccess, base: type | None) -> None:
         super().__init__()
         self.entries, self._initial = entries, InitialStates(entries)
         self._constructor_creates_state = isinstance(entries.optimizer, MADE_BY_CONSTRUCTORS)
         # whether a throw-away twin shows the values before the first step
         self._initial_is_known = base is not None or self._constructor_creates_state
-        self._momentum_is_first_gradient = momentum_is_first_gradient
+        # whether the first step sets the momentum to the gradient
+        self._momentum_is_first_gradient = base in BEGIN_WITH_GRADIENT
         # whether the first step sets state to what only the class knows
-        self.step_creates_state = momentum_is_first_gradient or not self._initial_is_known
-        self.names_in_8_bits: frozenset[str] = frozenset()  # parameters with moments in 8 bits
+        self.step_creates_state = self._momentum_is_first_gradient or not self._initial_is_known
         self.allocations = 0  # number of arrays allocated so far: they are then at other places
 
-    def _is_coded(self, segment: Segment) -> bool:
-        return not self.names_in_8_bits.isdisjoint(segment.names)
-
     def _is_in_blocks(self, region: MemoryRegion) -> bool:
-        return bool(self.names_in_8_bits) and any(map(self._is_coded, region.spans))
+        in_8_bits = self.entries.is_in_8_bits
+        return bool(self.entries.names_in_8_bits) and any(map(in_8_bits, region.spans))
 
     def reset_all(self) -> None:
         """Reset all segments to before the first step; entries must have been removed. Allocate the
@@ -138,7 +134,7 @@ class DeviceState(Regions):
         codec = codec_of(optimizer, name)
         return [
             codec.zeros(span.stop - span.start, device)
-            if codec is not None and self._is_coded(span)
+            if codec is not None and self.entries.is_in_8_bits(span)
             else torch.zeros(span.stop - span.start, dtype=dtype, device=device)
             for span in region.spans
         ]
@@ -150,8 +146,6 @@ class DeviceState(Regions):
         whose state only the step itself can create, for :meth:`move_into_arrays` afterwards.
         """
         new = [segment for segment in segments if not segment.begun]
-        if not new:
-            return []
         created_by_step: list[Segment] = []
         first, groups = self._initial.cached(), self.entries.groups
         # a hook before the step may yet change the rate, on which initial values can depend

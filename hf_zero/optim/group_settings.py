@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.logging import JsonObject, abridged
 from hf_zero.optim.moment_formats import FORMATS
 from hf_zero.optim.segments import ParamGroup
@@ -92,16 +93,16 @@ def _plain_value(value: object) -> Any:
     return _MISSING
 
 
-# ---- settings that a script changes, compared with those of other ranks ----
+# ---- settings in and out of checkpoints, and compared with those of other ranks ----
 
 
 _NUMBERS = frozenset({float, bool, int})
 
 
-class SharedSettings:
-    """The settings ``names`` of the groups of ``optimizer``, which are equal on all ranks when this
-    object is made, and in words what a script has changed since. Tensors on a device, for which the
-    host would wait, are left out.
+class GroupSettings:
+    """The settings of the groups of ``optimizer``, as checkpoints have them, and what a script has
+    changed of ``names``, which are equal on all ranks when this object is made. Tensors on a
+    device, for which the host would wait, are left out of that.
     """
 
     def __init__(self, optimizer: Optimizer, names: Iterable[str]) -> None:
@@ -124,6 +125,26 @@ class SharedSettings:
                 if value != before and _text(value) != _text(before)
             )
         return self._changes
+
+    def hyperparameters(self) -> list[ParamGroup]:
+        """Return the :func:`plain_settings` of each group."""
+        return [plain_settings(group) for group in self._optimizer.param_groups]
+
+    def load(self, saved: Sequence[Mapping[str, object]]) -> None:
+        """Write ``saved`` into the live group dicts, so that a schedule continues from there."""
+        self.refuse_other_groups(saved, "hyperparameters")
+        for group, values in zip(self._optimizer.param_groups, saved):
+            load_settings(group, values)
+
+    def refuse_other_groups(self, saved: Sequence[object], what: str) -> None:
+        """Raise UnsupportedOptimizerError if ``saved`` has another number of groups."""
+        live = len(self._optimizer.param_groups)
+        if len(saved) != live:
+            raise UnsupportedOptimizerError(
+                f"{what} of {len(saved)} groups cannot go into optimizer "
+                f"{type(self._optimizer).__name__} with {live}; build the optimizer with the "
+                "groups it was saved with, or load without optimizer states"
+            )
 
     def _values(self) -> list[list[object]]:
         return [

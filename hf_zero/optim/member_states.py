@@ -19,7 +19,6 @@ from hf_zero.ops.coded_arrays import CodedArray
 from hf_zero.optim.initial_state import InitialStates
 from hf_zero.optim.pre_step_hooks import PreStepHooks
 from hf_zero.optim.segment_entries import (
-    SegmentStateAccess,
     copy_of,
     is_elementwise,
     is_scalar,
@@ -118,15 +117,13 @@ class MemberStates(MutableMapping[Any, Any]):
 
     def __init__(
         self,
-        entries: SegmentStateAccess,
         table: SegmentTable,
         members: Sequence[Sequence[Tensor]],
         parts: Sequence[Sequence[MemberPart]],
-        restart: Callable[[], None],
     ) -> None:
-        self._access, self._table, self._groups = entries, table, (members, parts)
-        self.run_hooks = PreStepHooks(self, entries, table).run
-        self.restart = restart
+        self._access, self._table, self._groups = table.entries, table, (members, parts)
+        self.run_hooks = PreStepHooks(self, table).run
+        self.restart: Callable[[], object] = nothing
         self.wait: Callable[[], object] = nothing
         self.refuse: Callable[[object], None] = _allow
         self.before_write: Callable[[], None] = _allow
@@ -276,8 +273,8 @@ class MemberStates(MutableMapping[Any, Any]):
         if pieces:
             candidates = [pieces[0][0]]
         else:
-            candidates = [segment for segment in self._table.current if segment.group == group]
-        begun = (s for s in candidates if not self._table.is_unstepped(s) and self._access.of(s))
+            candidates = [segment for segment in self._table.segments if segment.group == group]
+        begun = (s for s in candidates if not self._access.is_unstepped(s) and self._access.of(s))
         return pieces, next(begun, None)
 
     def show(self, entry: MemberState) -> None:
@@ -394,7 +391,7 @@ class MemberStates(MutableMapping[Any, Any]):
             if apart or changed:
                 changes[member] = changed, apart
         for names in alone.values():
-            self._table.separate(self._table.current, frozenset(names))
+            self._table.separate(self._table.segments, frozenset(names))
         self._table.device.reallocate(assigned)
         for member, (changed, apart) in changes.items():
             self._write(member, entries[member].values_by_name, changed, apart)
@@ -410,7 +407,7 @@ class MemberStates(MutableMapping[Any, Any]):
         part, group = self.parts[member]
         pieces, states = self.pieces(part), self._access.states
         if not pieces and apart:
-            stand_ins = [s for s in self._table.current if s.group == group and not s.parts]
+            stand_ins = [s for s in self._table.segments if s.group == group and not s.parts]
             pieces = [(segment, 0, 0) for segment in stand_ins]
         at = 0
         for segment, first, last in pieces:

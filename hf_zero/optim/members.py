@@ -5,27 +5,25 @@ order of the script. A step of torch's code has segments (``segments.py``) in th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hf_zero.config.feature_rows import provided
 from hf_zero.errors import PartitionError
+from hf_zero.optim.own_step import GroupsInStep
+from hf_zero.optim.snapshots import parts_of
 
 if TYPE_CHECKING:
+    from hf_zero.optim.segment_table import SegmentTable
     from hf_zero.optim.segments import Segment
     from hf_zero.zero.layout.training_state import OptimizerShard
 
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
-
-
-@dataclass(eq=False)
-class GroupsInStep:
-    """Whether a step of the optimizer is under way, in which its hooks may set gradients."""
-
-    in_step: bool = False
 
 
 class GroupMember(torch.nn.Parameter):
@@ -190,3 +188,134 @@ class HiddenStates(dict[Any, Any]):
         """
         run()
         return [*segments], gradients
+
+
+# writes to members, which other ranks or copies of the weights miss
+_writes_to = attrgetter("member_writes")
+
+
+class GroupMembers:
+    """The members of the groups of an optimizer, in the lists that are its ``group["params"]``
+    between steps, and ``optimizer.state`` by member.
+
+    Args:
+        table: the segments of the optimizer.
+        names: the name of each parameter of each group, in the order of a script, and that
+            parameter if it is frozen: whole, or this rank's part.
+        parameters: parameter name -> the object that the optimizer holds.
+        copied: keys of the flat buffers whose copies of master weights a script's writes would
+            miss.
+    """
+
+    def __init__(
+        self,
+        table: SegmentTable,
+        names: Sequence[Sequence[tuple[str, Tensor | None]]],
+        parameters: Mapping[str, Tensor],
+        copied: Collection[str],
+    ) -> None:
+        self._optimizer, self._table = table.entries.optimizer, table
+        self.groups, flats = GroupsInStep(), table.flats
+        # members of a flat buffer share a count of changes, which steps leave as it is
+        memory = {flat.key: flat.memory_of_members() for flat in flats}
+        kinds = {key: member_class(values) for key, values in memory.items()}
+        # others refuse writes
+        writable = {key for key, kind in kinds.items() if kind is GroupMember}
+        self._watched = [flat for flat in flats if flat.key in writable.intersection(copied)]
+        self.parts = parts_of(names, flats)
+        self.lists = list[list[Tensor]]()  # kept so that no other list can have its id
+        for parts, of_group in zip(self.parts, names):
+            self.lists.append([])
+            for part, (name, frozen) in zip(parts, of_group):
+                member: Any = frozen
+                if part.flat is not None:
+                    # without calls of Python, of which a large model would make many
+                    elements = memory[part.flat.key].narrow(0, part.start, part.last - part.first)
+                    kind = kinds[part.flat.key]
+                    member = Tensor._make_subclass(kind, elements.view(part.shape), False)
+                    member.shard, member.groups = part.flat, self.groups
+                if isinstance(member, GroupMember):
+                    member.parameter = parameters.get(name)
+                self.lists[-1].append(member)
+        self._identities = list[int]()
+        for group, members in zip(self._optimizer.param_groups, self.lists):
+            group["params"] = members
+            self._identities += id(members), *map(id, members)
+        self._accepted = 0
+        self.accept_writes()
+        self.states: Any = provided("member_states", HiddenStates)(table, self.lists, self.parts)
+        self.show_states()
+
+    def show_states(self) -> None:
+        """Let ``optimizer.state`` be by member, in place of what torch, or a script, has set."""
+        self._optimizer.state = self.states
+
+    def take_states(self) -> None:
+        """Store what a script has written to ``optimizer.state``."""
+        now: Any = self._optimizer.state
+        if now is not self.states and now is not self._table.entries.states:
+            self.show_states()
+            self.states.replace(now)
+        if self.states.open:
+            self.states.take()
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The current segments, with what a script has written to ``optimizer.state``."""
+        self.take_states()
+        return self._table.segments
+
+    def move(self) -> None:
+        """Continue in the memory that the master weights have now."""
+        memory = {flat.key: flat.memory_of_members() for flat in self._table.flats}
+        for member, part in zip(chain(*self.lists), chain(*self.parts)):
+            if isinstance(member, GroupMember) and part.flat is not None:
+                member.move(part.of(memory[part.flat.key]))
+
+    def check(self) -> None:
+        """Raise PartitionError if the optimizer's groups are others, in another order or with other
+        members than the engine has given them: groups are found by their place; or if a script
+        has written to members where other ranks, or copies of the weights, miss that.
+        """
+        if self.groups.in_step:  # they have the segments
+            return
+        self.take_states()
+        identities: list[int] = []
+        for group in self._optimizer.param_groups:
+            identities += id(group["params"]), *map(id, group["params"])
+        if identities != self._identities:
+            raise PartitionError(
+                f"optimizer.param_groups of {type(self._optimizer).__name__} was reordered, or "
+                "groups or members were added, removed or moved, and an engine finds groups by "
+                "their place; undo that, and call optimizer.add_param_group, engine.replace or "
+                "parameter.requires_grad_(False), or change the settings of a group (lr) instead"
+            )
+        self.refuse_written()
+
+    # ---- writes that other ranks, or copies of the weights, miss ----
+
+    @property
+    def written(self) -> int:
+        """Number of a script's writes to members that are not taken over."""
+        return int(sum(map(_writes_to, self._watched))) - self._accepted
+
+    def accept_writes(self) -> None:
+        """Note that all writes to members so far are taken over."""
+        self._accepted += self.written
+
+    def refuse_written(self) -> None:
+        """Raise PartitionError if members were :attr:`written`."""
+        if not self.written:
+            return
+        remedy = "register what reads the weights as another hook, after this one"
+        if not self.groups.in_hook:
+            remedy = (
+                "load a checkpoint, and write to the parameters of the model, or in a hook after "
+                "the step (optimizer.register_step_post_hook)"
+            )
+        raise PartitionError(
+            f"the members of optimizer.param_groups of {type(self._optimizer).__name__} were "
+            f"written to {'in this hook' if self.groups.in_hook else 'between steps'}; they are "
+            "this rank's parts of the master weights, and other ranks and copies of the weights "
+            f"miss that; {remedy}"
+        )

@@ -5,7 +5,7 @@ provides the state and its updates; without one all state is on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,20 +16,12 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.training_state import OptimizerShard
 
 
-class SubGroupOptimizer(Protocol):
-    """The interface of the bound optimizer that an update of offloaded state needs."""
-
-    def offloaded_segments(self, flat: OptimizerShard) -> Sequence[Segment]:
-        """Return the segments of ``flat``, whose state is offloaded."""
-
-    def used_segments(self, flat: OptimizerShard) -> Sequence[Segment]:
-        """Return :meth:`offloaded_segments` without those of unused parameters."""
-
-    @property
-    def step_sub_group(self) -> Callable[[Segment, StateArrays, Tensor, float, bool], None]:
-        """The update of a segment by the optimizer itself, over arrays, with a gradient, its
-        divisor, and whether the step is the first.
-        """
+UsedSegments = Callable[["OptimizerShard"], Sequence[Segment]]
+"""The segments of a flat buffer, whose state is offloaded, without those of unused parameters."""
+StepSubGroup = Callable[[Segment, StateArrays, Tensor, float, bool], None]
+"""Update a segment by the optimizer itself, over arrays, with a gradient, its divisor, and whether
+the step is the first.
+"""
 
 
 class OffloadedSegments(Regions):
@@ -39,18 +31,21 @@ class OffloadedSegments(Regions):
     known update.
     """
 
-    names_in_8_bits: frozenset[str] = frozenset()
-    """The parameters with moments in 8 bits."""
-
     def __init__(self, entries: SegmentStateAccess, base: type | None, moments: str) -> None:
         super().__init__()
 
     def cut(self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> None:
         """Cut ``flats``, whose state is offloaded, into regions."""
 
-    def offloaded_update(self, bound: SubGroupOptimizer, divisor: float, steps_before: int) -> Any:
-        """Return the update of all state by ``bound`` in one step, with the group settings of this
-        moment, and gradients divided by ``divisor``; ``steps_before``: number of earlier steps.
+    def offloaded_update(
+        self,
+        used_segments: UsedSegments,
+        step_sub_group: StepSubGroup,
+        divisor: float,
+        steps_before: int,
+    ) -> Any:
+        """Return the update of all state in one step, with the group settings of this moment, and
+        gradients divided by ``divisor``; ``steps_before``: number of earlier steps.
         """
         return object()
 

@@ -25,7 +25,7 @@ from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, ada
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
 from hf_zero.optim.initial_state import InitialStates, InitialValues, counted_elsewhere
 from hf_zero.optim.moment_formats import codec_of
-from hf_zero.optim.offloaded_segments import OffloadedSegments, SubGroupOptimizer
+from hf_zero.optim.offloaded_segments import OffloadedSegments, StepSubGroup, UsedSegments
 from hf_zero.optim.segment_entries import SegmentStateAccess, copy_of, is_elementwise
 from hf_zero.optim.segments import (
     FetchedArrays,
@@ -125,7 +125,11 @@ class OffloadedState(OffloadedSegments):
     # ---- steps ----
 
     def offloaded_update(
-        self, bound: SubGroupOptimizer, divisor: float, steps_before: int
+        self,
+        used_segments: UsedSegments,
+        step_sub_group: StepSubGroup,
+        divisor: float,
+        steps_before: int,
     ) -> SubGroupUpdate:
         """Return the update of all state in one step, with the group settings of this moment."""
         self.create_momenta()
@@ -134,20 +138,20 @@ class OffloadedState(OffloadedSegments):
         rules = [self.rule(index) for index in range(len(groups))]
 
         def count(flat: OptimizerShard) -> dict[Segment, Counted]:
-            return self.count(bound, flat, rules)
+            return self.count(used_segments(flat), rules)
 
         settings = [current_settings(group) for group in groups]
         optimizer = self._entries.optimizer
         tensors: Any = optimizer.tensors if isinstance(optimizer, WholeTensorOptimizer) else None
-        return SubGroupUpdate(bound, count, rules, settings, divisor, steps_before, tensors, narrow)
+        return SubGroupUpdate(
+            self.segments, step_sub_group, count, rules, settings, divisor, steps_before, tensors,
+            narrow,
+        )  # fmt: skip
 
     def count(
-        self, bound: SubGroupOptimizer, flat: OptimizerShard, rules: Sequence[Rule | None]
+        self, segments: Sequence[Segment], rules: Sequence[Rule | None]
     ) -> dict[Segment, Counted]:
-        """Advance the step counters of ``flat`` and return its segments with their counts. Segments
-        of unused parameters are left out of both.
-        """
-        segments = bound.used_segments(flat)
+        """Advance the step counters of ``segments``; return these with their counts."""
         for segment in segments:
             self.reset_removed(segment)
         first, counted = self.mark_first_steps(segments), {}
@@ -193,7 +197,7 @@ class OffloadedState(OffloadedSegments):
         coded = {
             segment.sub_group
             for segment in self.segments(flat)
-            if not self.names_in_8_bits.isdisjoint(segment.names)
+            if self._entries.is_in_8_bits(segment)
         }
         others = frozenset(range(len(flat.contents.sub_groups))) - coded if coded else None
         return stored_format(self._entries, self._moments, segment.group, name, dtype, others)

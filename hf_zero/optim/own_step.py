@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,9 +18,8 @@ from torch import Tensor
 from hf_zero.offload.storage import MASTER
 from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.device_state import DeviceState
-from hf_zero.optim.members import GroupsInStep
 from hf_zero.optim.probing import bare_step
-from hf_zero.optim.segment_entries import NarrowStates, without_none
+from hf_zero.optim.segment_entries import without_none
 from hf_zero.optim.segments import ParamState, Segment, StateArrays, step_dtype
 
 # Classes whose fused step reads ``optimizer.grad_scale``, with its op.
@@ -86,43 +87,53 @@ def _is_fused(base: type, op: str, device_type: str) -> bool:
     return True
 
 
+PRE_HOOKS, POST_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+
+
 @contextmanager
-def _without_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context in which a step runs none of the optimizer's own pre hooks."""
-    hooks = optimizer._optimizer_step_pre_hooks
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
+def taken_hooks(optimizer: torch.optim.Optimizer, name: str) -> Iterator[list[Callable[..., Any]]]:
+    """Yield the hooks ``name`` of ``optimizer``, which torch does not call meanwhile."""
+    hooks = vars(optimizer).setdefault(name, OrderedDict())
+    setattr(optimizer, name, OrderedDict())
     try:
-        yield
+        yield [*hooks.values()]
     finally:
-        optimizer._optimizer_step_pre_hooks = hooks
+        setattr(optimizer, name, hooks)
 
 
+_has_begun = attrgetter("begun")
 RunHooks = Callable[
     [Callable[[], None], Sequence[Segment], list[Tensor]], tuple[list[Segment], list[Tensor]]
 ]
 """Run hooks before a step of segments with their gradients; return those that are stepped."""
 
 
+@dataclass(eq=False)
+class GroupsInStep:
+    """Whether a step of the optimizer is under way, in which its hooks may set gradients, and
+    whether one of its hooks runs.
+    """
+
+    in_step: bool = False
+    in_hook: bool = False
+
+
 class OwnStep:
-    """Steps of ``optimizer``; ``base``: its class among the classes with a known update; ``bf16``:
-    its state in bf16; ``device``: the state of its segments on the device.
+    """Steps of the optimizer whose segments have their state in ``device``, noted in ``groups``.
+    ``base``: its class among the classes with a known update.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
         base: type[torch.optim.Optimizer] | None,
-        bf16: NarrowStates | None,
-        groups: GroupsInStep,
         device: DeviceState,
+        groups: GroupsInStep,
+        run_hooks: RunHooks,
     ) -> None:
-        self._optimizer = optimizer
-        self._base = base
-        self._groups = groups
-        self._bf16 = bf16
-        self._device, self._states = device, device.entries.states
-        self.run_hooks: RunHooks  # set by the bound optimizer
-        self.step = optimizer.step  # with the wrappers LR schedulers have put on the object
+        self._device, self._states, self._bf16 = device, device.entries.states, device.entries.bf16
+        self._base, self._groups, self._run_hooks = base, groups, run_hooks
+        self._optimizer = device.entries.optimizer
+        self.step = self._optimizer.step  # with the wrappers LR schedulers have put on the object
 
     def update_rounded(
         self,
@@ -178,7 +189,8 @@ class OwnStep:
                 run_pre_hooks = None
             elif grad_scale is not None:
                 in_kernel = False  # the hooks read and write gradients that have been divided
-            created_by_step = self._device.create_for_first_step(segments)
+            is_first = not all(map(_has_begun, segments))
+            created_by_step = self._device.create_for_first_step(segments) if is_first else []
             gradients = [*map(Segment.gradient, segments)]
             step = step or self.step
             self._over(segments, gradients, grad_scale, in_kernel, step, run_pre_hooks)
@@ -254,7 +266,7 @@ class OwnStep:
             if in_kernel and grad_scale is not None:
                 optimizer.grad_scale = grad_scale.detach().to(torch.float32).reshape(())
             if run_pre_hooks is not None:
-                stepped, grads = self.run_hooks(run_pre_hooks, segments, gradients)
+                stepped, grads = self._run_hooks(run_pre_hooks, segments, gradients)
             groups = optimizer.param_groups  # a hook that loads a state dict has replaced them
             members = [group["params"] for group in groups]
             optimizer.state = self._states
@@ -263,7 +275,7 @@ class OwnStep:
             for segment, gradient in zip(stepped, grads):
                 segment.tensor.grad = gradient
                 groups[segment.group]["params"].append(segment.tensor)
-            with _without_pre_hooks(optimizer) if run_pre_hooks is not None else nullcontext():
+            with nullcontext() if run_pre_hooks is None else taken_hooks(optimizer, PRE_HOOKS):
                 step()
         finally:
             for segment in stepped:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_zero.optim.segment_entries import SegmentStateAccess
 from hf_zero.optim.segment_table import SegmentTable
 from hf_zero.optim.segments import MemoryRegion, Segment, concatenate, shares_memory, start_of
 from hf_zero.optim.snapshots import MemberPart
@@ -35,8 +34,8 @@ class Members(Protocol):
 class PreStepHooks:
     """Runs of the hooks of an optimizer before its step, whose groups have ``members``."""
 
-    def __init__(self, members: Members, access: SegmentStateAccess, table: SegmentTable) -> None:
-        self._members, self._access, self._table = members, access, table
+    def __init__(self, members: Members, table: SegmentTable) -> None:
+        self._members, self._table = members, table
 
     def run(
         self,
@@ -59,7 +58,7 @@ class PreStepHooks:
             weights = [segment.tensor.data[first:last] for segment, first, last in pieces]
             grads = [gradient_of[segment][first:last] for segment, first, last in pieces]
             former = None
-            if self._access.bf16 is not None and pieces:
+            if self._table.entries.bf16 is not None and pieces:
                 former = member.move(concatenate(weights).view(part.shape))
             lent.append((member, part, former, weights, grads))
             member.lend(concatenate(grads).view(part.shape) if grads else torch.zeros_like(member))
@@ -80,7 +79,7 @@ class PreStepHooks:
                     member.move(former)
         self._members.take()
         updated = frozenset[str]().union(*(segment.names for segment in segments)) - dropped
-        self._table.separate(self._table.current, updated)
+        self._table.separate(self._table.segments, updated)
         return self._in_current(gradient_of, dropped)
 
     @staticmethod

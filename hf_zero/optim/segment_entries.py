@@ -135,11 +135,16 @@ class NarrowStates(Protocol):
 class SegmentStateAccess:
     """The optimizer's state by segment: ``states``, which ``optimizer.state`` is in a step of its
     own, with views of the arrays, placeholders and scalars. ``wait`` waits for the update of
-    offloaded state.
+    offloaded state. ``names_in_8_bits``: the parameters with moments in 8 bits.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, bf16: NarrowStates | None = None) -> None:
-        self.optimizer, self.bf16 = optimizer, bf16
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        bf16: NarrowStates | None = None,
+        names_in_8_bits: frozenset[str] = frozenset(),
+    ) -> None:
+        self.optimizer, self.bf16, self.names_in_8_bits = optimizer, bf16, names_in_8_bits
         self.of_wholes = tensor_state_names(optimizer)  # state of whole tensors
         self.states = defaultdict[Tensor, ParamState](dict)
         self.wait: Callable[[], object] = nothing
@@ -149,11 +154,26 @@ class SegmentStateAccess:
         """The optimizer's live ``param_groups``."""
         return self.optimizer.param_groups
 
+    def is_in_8_bits(self, segment: Segment) -> bool:
+        """Return whether the moments of ``segment`` are in 8 bits."""
+        return not self.names_in_8_bits.isdisjoint(segment.names)
+
     def of(self, segment: Segment) -> ParamState:
         """Return the state of ``segment`` by name; empty if it has none."""
         self.wait()
         state = self.states.get(segment.tensor)
         return without_none(state) if state else {}
+
+    def is_unstepped(self, segment: Segment) -> bool:
+        """Return whether ``segment`` was never stepped: torch would have no entry for it.
+
+        ``not segment.begun`` says less: that the next step is a first one. On the device a load of
+        a state at step 0 creates entries and does not begin them; a script may remove the entries
+        of a segment that has begun. Offloaded, entries exist from the bind on.
+        """
+        if segment.offloaded:
+            return not segment.begun
+        return segment.tensor not in self.states
 
     def of_whole(self, segment: Segment) -> ParamState:
         """Return the live entries of ``segment``, which must have been stepped or be stepped now,

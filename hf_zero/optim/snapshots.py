@@ -1,5 +1,5 @@
-"""State dicts of an optimizer under an engine: an entry for each parameter of its groups, as torch
-has them, with this rank's part of each. ``hf_zero/zero/step/saved_segments.py`` reads them.
+"""The form of state dicts of an optimizer under an engine: an entry for each parameter of its
+groups, as torch has them, with this rank's part of each. ``state_dicts.py`` writes them.
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ class OffloadedUpdates(Feature):
             shard_spec(flat.spec) for flat in model.trainable if flat.optimizer_shard.offloaded
         ]
         names = {
-            name for flat in model.trainable for name in step.bound.arrays(flat.optimizer_shard)
+            name
+            for flat in model.trainable
+            for name in step.bound.state.arrays(flat.optimizer_shard)
         } - {MASTER}
         free = min(
             model.mesh.all_gather_object(
@@ -85,7 +87,7 @@ class OffloadedUpdates(Feature):
         )
         with_master = {flat.key for flat in model.trainable if keeps_master(flat)}
         chosen = model.placement.fitting(specs, len(names), free, with_master)
-        step.bound.move_to_device(
+        step.bound.state.move_to_device(
             moves_to_device(
                 [flat for flat in model.trainable if flat.key in chosen],
                 model.mesh.device,

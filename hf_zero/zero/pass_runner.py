@@ -124,7 +124,7 @@ class PassRunner:
         """
         self._optimizer_step.changes.refuse_until_step(what, trains)
         if not trains and self._optimizer_step.bound is not None:
-            self._optimizer_step.bound.refuse_written_members()
+            self._optimizer_step.bound.members.refuse_written()
 
     # ---- a backward ----
 

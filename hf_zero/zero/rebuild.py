@@ -23,7 +23,7 @@ from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError
 from hf_zero.logging import listed
 from hf_zero.optim.elementwise import adopt
-from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
+from hf_zero.optim.optimizer_state import ParameterScalars, TensorsByParameter
 from hf_zero.zero.access.full import join_parts
 from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, flat_of
@@ -58,7 +58,7 @@ def refuse_now(engine: EngineParts, what: str, loads: bool = False) -> None:
     engine.changes.refuse_until_step(what)
     if engine.bound is None:
         raise PartitionError(f"{what} needs an engine with an optimizer; initialize it with one")
-    engine.bound.check_groups()
+    engine.bound.members.check()
     if engine.mesh.dims.pipeline > 1:
         raise PartitionError(
             f"{what}: the parameters of a model in pipeline stages that train are fixed at "
@@ -106,7 +106,7 @@ class CarriedState(StateSource):
         # in host memory: a pickled tensor returns to its own device, in every process
         local_tensor_state = {
             shared[name]: {key: tensor.cpu() for key, tensor in tensors.items()}
-            for name, tensors in engine.bound.tensor_state.by_parameter(firsts=True).items()
+            for name, tensors in engine.bound.state.tensor_state.by_parameter(firsts=True).items()
         }
         tensor_state = dict[str, Mapping[str, torch.Tensor]]()
         keys = dict[str, dict[str, torch.dtype]]()

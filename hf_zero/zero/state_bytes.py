@@ -81,7 +81,7 @@ def tensors_on_device(engine: ShardedEngine) -> Iterator[tuple[str, torch.Tensor
                 assert master is not None
                 yield MASTERS, master
             if flat.trainable and bound is not None:
-                yield from ((MOMENTS, tensor) for tensor in bound.device_state.memory(shard))
+                yield from ((MOMENTS, tensor) for tensor in bound.state.device.memory(shard))
         if gradient.memory is not None and gradient.memory.nbytes:
             yield "gradients", gradient.on_device()
         if flat.cast_master is not None:

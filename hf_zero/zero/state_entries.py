@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from hf_zero.offload.storage import COMPENSATION, MASTER
+from hf_zero.optim.optimizer_state import ParameterScalars, TensorsByParameter
 from hf_zero.optim.segment_entries import is_elementwise
-from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
 from hf_zero.optim.segments import FetchedArrays, ParamState, step_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
@@ -108,7 +108,7 @@ class EngineState:
         """
         shard = flat.optimizer_shard
         if optimizer and flat.trainable and self.bound is not None:
-            return self.bound.arrays(shard)
+            return self.bound.state.arrays(shard)
 
         def weights(kind: str) -> torch.Tensor:
             master = shard.master
@@ -122,7 +122,7 @@ class EngineState:
         of one element. ``like``: the dtype of its master weights.
         """
         if (group, like) not in self._initial:
-            state = self.bound.initial_states.of_group(group, torch.zeros(1, dtype=like))
+            state = self.bound.state.initial.of_group(group, torch.zeros(1, dtype=like))
             self._initial[group, like] = {
                 kind: value if is_elementwise(kind, value, (1,)) else float(value)
                 for kind, value in state.items()
@@ -182,7 +182,7 @@ class EngineState:
         """Return by parameter the kinds of optimizer state that exist on any rank; ``names`` maps
         this rank's names to whole-model names. Collective.
         """
-        here = {names[name]: kinds for name, kinds in self.bound.existing().items()}
+        here = {names[name]: kinds for name, kinds in self.bound.state.existing().items()}
         everywhere = dict[str, set[str]]()
         for of_rank in self._mesh.all_gather_object(here, "kinds of optimizer state"):
             for name, kinds in of_rank.items():
@@ -193,7 +193,7 @@ class EngineState:
         """Return the scalars of each parameter of a group, as far as known on any rank; ``names``
         maps this rank's names to whole-model names. Collective.
         """
-        return self.bound.by_parameter(
+        return self.bound.state.scalars.by_parameter(
             names, lambda counts: self._mesh.all_gather_object(counts, "step counts")
         )
 
@@ -224,12 +224,12 @@ def transfer(
     if optimizer and bound is not None:
         parameters = {name: engine.sharded_model.parameters[name] for name in bound.group_of}
         scalars = source.scalars(parameters)
-        bound.load_by_parameter(
+        bound.state.scalars.load(
             {n: value for n, value in scalars.items() if value or keeps or n not in without}
         )
         tensor_state = source.tensor_state(parameters)
         if tensor_state is not None:
-            bound.tensor_state.load(tensor_state)
+            bound.state.tensor_state.load(tensor_state)
 
 
 def _transfer_flat(
@@ -246,7 +246,7 @@ def _transfer_flat(
     shard.writing()
     if not flat.trainable:
         flat.restore_views()
-    begun = optimizer and bound is not None and bound.create_offloaded(shard)
+    begun = optimizer and bound is not None and bound.state.create_offloaded(shard)
     arrays = state.arrays(flat, optimizer)
     kinds = {*names_of, *arrays} if optimizer else {MASTER}
     entries = {
@@ -263,7 +263,7 @@ def _transfer_flat(
             continue
         out = None  # frees the last one before the next is fetched
         out = arrays.get(kind)
-        if kind == COMPENSATION and (bound is None or not bound.keeps_errors(shard)):
+        if kind == COMPENSATION and (bound is None or not bound.state.keeps_errors(shard)):
             errors = torch.zeros_like(arrays[MASTER], dtype=torch.float32)
             source.read(of_kind, errors)
             continue
@@ -280,7 +280,7 @@ def _transfer_flat(
             if kind == MASTER and errors is not None and out.dtype == torch.float32:
                 out.add_(errors)
         if kind != MASTER:
-            bound.load_tensor(shard, kind, out)
+            bound.state.load_tensor(shard, kind, out)
         elif shard.has_master:
             shard.store_master(out)
         else:

@@ -148,7 +148,7 @@ class TrainingEngine(EngineParts):
         first. Every rank must call it, or none. ``optimizer.zero_grad()`` does the same, unless the
         script calls it after every micro-batch of a window.
         """
-        if self.bound is not None and self.bound.is_stepping:
+        if self.bound is not None and self.bound.members.groups.in_step:
             self.changes.refuse_gradients("zero_grad()")
         self.pass_runner.module_hooks.abort_broken_pass()
         self.changes.refuse_until_step("zero_grad()")
@@ -257,7 +257,7 @@ class TrainingEngine(EngineParts):
                 "step() needs an optimizer, and the engine was built without one; pass one with "
                 "its model to hf_zero.initialize, or to prepare, or name one in the config"
             )
-        self.optimizer_step.bound.check_groups()
+        self.optimizer_step.bound.members.check()
         step, position = self._scheduled or (None, None)
         current = getattr(self.lr_scheduler, "last_epoch", None)
         # a load has changed the number of steps
@@ -280,7 +280,7 @@ class TrainingEngine(EngineParts):
         overflow = update(self.counters.global_steps, losses.may_overflow)
         self._announce_to_ranks()
         self.schedule.end_step()
-        self.optimizer_step.bound.accept_writes()
+        self.optimizer_step.bound.members.accept_writes()
         failure = None
         if not overflow and self.optimizer_step.bound.optimizer._optimizer_step_post_hooks:
             failure = self._run_post_hooks()
@@ -361,11 +361,11 @@ class TrainingEngine(EngineParts):
         optimizer = self.bound.optimizer
         if not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
             return
-        self.bound.check_groups()
+        self.bound.members.check()
         with torch.no_grad(), self.changes.change("a step without gradients"):
             self.sharded_model.lend_to_hooks()
             self.optimizer_step.run_pre_hooks()
-            self.bound.accept_writes()
+            self.bound.members.accept_writes()
             failure = self._run_post_hooks()
         if failure is not None:
             raise failure

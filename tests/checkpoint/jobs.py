@@ -107,7 +107,7 @@ def state_of(engines: Sequence[Engine]) -> dict[str, dict[str, torch.Tensor]]:
             master = flat.optimizer_shard.master
             held = {"weights": flat.shard if master is None else master}
             if engine.bound is not None and flat.trainable:
-                held |= engine.bound.tensors(flat.optimizer_shard)
+                held |= engine.bound.state.tensors(flat.optimizer_shard)
             held.pop("master", None)
             for slot in flat.layout.slots:
                 for kind, tensor in held.items() if slot.numel else ():

@@ -154,7 +154,7 @@ class Reader:
     def weights(self, folder: Any, **options: Any) -> dict[str, torch.Tensor]:
         for flat in self.engine.flats:
             flat.shard.zero_()
-            for state in self.engine.bound.tensors(flat.optimizer_shard).values():
+            for state in self.engine.bound.state.tensors(flat.optimizer_shard).values():
                 state.zero_()
         checkpoint.load(self.engine, folder, verify=True, **options)
         return weights([self.engine])
@@ -260,4 +260,7 @@ def test_the_fault_layer_sees_a_save_that_does_not_flush_its_files(tmp_path: Pat
         checkpoint.save(engine, tmp_path / "run", tag="b")
     disk.power_cut()
     assert integrity_error(tmp_path / "run" / "b")
-    assert {*engine.bound.tensors(engine.flats[0].optimizer_shard)} >= {"exp_avg", "exp_avg_sq"}
+    assert {*engine.bound.state.tensors(engine.flats[0].optimizer_shard)} >= {
+        "exp_avg",
+        "exp_avg_sq",
+    }

@@ -90,8 +90,8 @@ def test_any_ranks_stage_units_precision_and_order_of_groups(tmp_path, before, w
     after, _ = loaded(wanted, tmp_path / str(number))
     assert_equal(before, after)
     there, here = before[0].bound, after[0].bound
-    assert here.group_scalars.scalars()[::turn] == there.group_scalars.scalars()
-    assert here.hyperparameters()[::turn] == there.hyperparameters()
+    assert here.state.scalars.of_groups()[::turn] == there.state.scalars.of_groups()
+    assert here.settings.hyperparameters()[::turn] == there.settings.hyperparameters()
     assert after[0].counters == before[0].counters
 
 

@@ -202,7 +202,7 @@ def state_of(engine: Any) -> dict[str, Any]:
     found = {}
     for key, each in momenta.items():
         flat = each.flat
-        tensors = engine.bound.tensors(flat.optimizer_shard)
+        tensors = engine.bound.state.tensors(flat.optimizer_shard)
         found[key] = {
             "layout": flat.layout,
             "master": flat.optimizer_shard.master.clone(),
@@ -348,7 +348,7 @@ def local_state(engine: Any) -> dict[str, Any]:
     one_bit = one_bit_steps(engine)
     found = {}
     for each in (*one_bit._chosen, *one_bit._local.uncoded):
-        tensors = engine.bound.tensors(each.flat.optimizer_shard)
+        tensors = engine.bound.state.tensors(each.flat.optimizer_shard)
         found[each.flat.key] = {
             "layout": each.flat.layout,
             "bits": each in one_bit._chosen,

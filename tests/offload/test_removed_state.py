@@ -126,7 +126,7 @@ def test_a_change_first_waits_for_the_copy_of_a_save(change: Any) -> None:
     engine.backward(engine(ROWS[0]).square().mean())
     engine.step()
     shard = engine.flats[0].optimizer_shard
-    saved = engine.bound.arrays(shard)["exp_avg"].clone()
+    saved = engine.bound.state.arrays(shard)["exp_avg"].clone()
     copies: list[torch.Tensor] = []
 
     def wait_until_copied() -> None:

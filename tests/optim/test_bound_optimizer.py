@@ -93,7 +93,7 @@ class World:
         out = {key: torch.zeros_like(parameter.data) for key, parameter in self.whole.items()}
         for flats, bound in zip(self.ranks, self.bound):
             for flat in flats:
-                flat.read(bound.tensors(flat)[name], out)
+                flat.read(bound.state.tensors(flat)[name], out)
         return out
 
     def assert_equal(self, **tolerance):
@@ -197,8 +197,8 @@ def test_every_class_keeps_its_numbers_on_every_rank(case):
     it = world(case, shards=4, units=[{"a.weight": (3, 5)}, {"a.bias": (2,), "a.scale": ()}])
     for _ in range(3):
         it.step()
-    expected = it.bound[0].group_scalars.scalars()
-    assert all(bound.group_scalars.scalars() == expected for bound in it.bound)
+    expected = it.bound[0].state.scalars.of_groups()
+    assert all(bound.state.scalars.of_groups() == expected for bound in it.bound)
     for index, group in enumerate(it.plain.param_groups):
         for name, value in it.plain.state[group["params"][0]].items():
             if not isinstance(value, Tensor) or value.shape != group["params"][0].shape:
@@ -223,7 +223,7 @@ def test_options_of_the_user(options):
         assert all(bool(group["fused"]) == (options == {}) for group in it.bound[0].groups)
     it.step()
     it.assert_equal(**CLOSE)
-    assert it.bound[0].group_scalars.scalars()[0] == {"step": 1.0}
+    assert it.bound[0].state.scalars.of_groups()[0] == {"step": 1.0}
 
 
 @pytest.mark.filterwarnings("error")
@@ -247,11 +247,11 @@ def test_hooks_and_wrappers_of_the_user_run_once_a_step_and_not_for_a_load():
     bound.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     bound.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     bound.optimizer.step = lambda *_: calls.append("what the engine put there")  # type: ignore[method-assign,assignment,func-returns-value]
-    bound.load_by_parameter({key: {"step": 3.0} for key in GROUP_OF})
+    bound.state.scalars.load({key: {"step": 3.0} for key in GROUP_OF})
     assert calls == []
     it.step()
     assert calls == ["before", "after"]
-    assert bound.group_scalars.scalars() == [{"step": 4.0}, {"step": 4.0}]
+    assert bound.state.scalars.of_groups() == [{"step": 4.0}, {"step": 4.0}]
 
 
 # ---- the table ----
@@ -288,19 +288,19 @@ def test_saved_state_continues_exactly_on_another_number_of_ranks(case):
     two = world(case, shards=2, together=together, foreach=False, **unfused(case))
     for _ in range(3):
         one.step()
-    scalars = one.bound[-1].group_scalars.scalars()
-    settings_ = json.loads(json.dumps(one.bound[0].hyperparameters()))
-    for name in sorted(one.bound[0].tensors(one.ranks[0][0])):
+    scalars = one.bound[-1].state.scalars.of_groups()
+    settings_ = json.loads(json.dumps(one.bound[0].settings.hyperparameters()))
+    for name in sorted(one.bound[0].state.tensors(one.ranks[0][0])):
         whole = one.sharded(name)
         for flats, bound in zip(two.ranks, two.bound):
             for flat in flats:
                 chunk = torch.zeros_like(flat.master)
                 flat.write(whole, chunk)
-                bound.load_tensor(flat, name, chunk)
+                bound.state.load_tensor(flat, name, chunk)
     for bound in two.bound:
-        bound.load_by_parameter({n: scalars[group] for n, group in GROUP_OF.items()})
-        bound.load_hyperparameters(settings_)
-        assert bound.group_scalars.scalars() == scalars
+        bound.state.scalars.load({n: scalars[group] for n, group in GROUP_OF.items()})
+        bound.settings.load(settings_)
+        assert bound.state.scalars.of_groups() == scalars
     two.whole, two.plain, two.seed = one.whole, one.plain, one.seed
     for _ in range(2):
         two.step()
@@ -311,24 +311,24 @@ def test_state_before_the_first_step_and_views_that_may_be_written():
     """What is created starts where the class starts."""
     it = world("AdamW", shards=1)
     bound, flat = it.bound[0], it.ranks[0][0]
-    assert set(bound.tensors(flat)) == {"master"}
-    assert bound.group_scalars.scalars() == [{}, {}]
-    bound.load_by_parameter({key: {} for key in GROUP_OF})
-    assert bound.group_scalars.scalars() == [{}, {}]
-    bound.load_tensor(flat, "exp_avg", torch.ones_like(flat.master))
-    found, again = bound.tensors(flat), bound.tensors(flat)
+    assert set(bound.state.tensors(flat)) == {"master"}
+    assert bound.state.scalars.of_groups() == [{}, {}]
+    bound.state.scalars.load({key: {} for key in GROUP_OF})
+    assert bound.state.scalars.of_groups() == [{}, {}]
+    bound.state.load_tensor(flat, "exp_avg", torch.ones_like(flat.master))
+    found, again = bound.state.tensors(flat), bound.state.tensors(flat)
     assert found["master"].data_ptr() == flat.master.data_ptr()
     for name, value in (("exp_avg", 1.0), ("exp_avg_sq", 0.0)):
         assert torch.equal(found[name], torch.full_like(flat.master, value))
         assert again[name].data_ptr() == found[name].data_ptr()
-    assert bound.group_scalars.scalars() == [{"step": 0.0}, {"step": 0.0}]
+    assert bound.state.scalars.of_groups() == [{"step": 0.0}, {"step": 0.0}]
     it = world("Adagrad", shards=1, together=False)
     for state in it.bound[0].optimizer.state.values():
         assert torch.all(state["sum"] == 0.1)
     it = world("Rprop", shards=1)
     flat = it.ranks[0][0]
-    it.bound[0].load_tensor(flat, "prev", torch.zeros_like(flat.master))
-    step_sizes = it.bound[0].tensors(flat)["step_size"]
+    it.bound[0].state.load_tensor(flat, "prev", torch.zeros_like(flat.master))
+    step_sizes = it.bound[0].state.tensors(flat)["step_size"]
     torch.testing.assert_close(step_sizes.unique(), torch.tensor([0.003, 0.01]))
 
 
@@ -337,12 +337,15 @@ def test_state_of_another_optimizer_is_refused():
     bound, flat = it.bound[0], it.ranks[0][0]
     zeros = torch.zeros_like(flat.master)
     for call, said in (
-        (lambda: bound.load_tensor(flat, "exp_avg", zeros), "SGD keeps no state 'exp_avg' .*unit0"),
         (
-            lambda: bound.load_by_parameter({key: {"step": 1.0} for key in GROUP_OF}),
+            lambda: bound.state.load_tensor(flat, "exp_avg", zeros),
+            "SGD keeps no state 'exp_avg' .*unit0",
+        ),
+        (
+            lambda: bound.state.scalars.load({key: {"step": 1.0} for key in GROUP_OF}),
             "no number 'step' in group 0",
         ),
-        (lambda: bound.load_hyperparameters([{}, {}, {}]), "hyperparameters of 3 groups"),
+        (lambda: bound.settings.load([{}, {}, {}]), "hyperparameters of 3 groups"),
     ):
         with pytest.raises(UnsupportedOptimizerError, match=said):
             call()
@@ -355,11 +358,11 @@ def test_hyperparameters_are_json_and_keep_their_form():
     group["note"], group["milestones"] = (lambda: None), [1, 2]
     [[flat]] = shard([{"p": parameter.data}], 1, together=True)
     bound = BoundOptimizer(optimizer, [flat], {"p": 0}, {"p": parameter})
-    saved = json.loads(json.dumps(bound.hyperparameters()))
+    saved = json.loads(json.dumps(bound.settings.hyperparameters()))
     flags = {"amsgrad", "maximize", "decoupled_weight_decay", "milestones"}
     assert set(saved[0]) == {"lr", "betas", "eps", "weight_decay"} | flags
     saved[0].update(lr=0.25, betas=[0.5, 0.75], initial_lr=0.5, fused=False)
     lr = group["lr"]
-    bound.load_hyperparameters(saved)
+    bound.settings.load(saved)
     assert group is optimizer.param_groups[0] and group["lr"] is lr and lr.item() == 0.25
     assert group["betas"] == (0.5, 0.75) and group["initial_lr"] == 0.5 and group["fused"] is True

@@ -38,7 +38,7 @@ class Pair:
         self.bound.step()
 
     def arrays(self):
-        return [self.bound.arrays(flat) for flat in self.flats]
+        return [self.bound.state.arrays(flat) for flat in self.flats]
 
     def of(self, name):
         out = {key: torch.zeros(shape) for key, shape in SHAPES.items()}
@@ -64,12 +64,12 @@ def test_state_stays_in_memory_that_binding_has_allocated(together):
     """In the first step, in later ones, and in those that leave parameters out."""
     it = Pair(adamw, together)
     flat = it.flats[1]
-    places = {tensor.data_ptr() for tensor in it.bound.device_state.memory(flat)}
-    assert len(places) == 2 and set(it.bound.arrays(flat)) == {"master"}
+    places = {tensor.data_ptr() for tensor in it.bound.state.device.memory(flat)}
+    assert len(places) == 2 and set(it.bound.state.arrays(flat)) == {"master"}
     for unused in ((), ("b.weight",), ("a.weight", "b.bias"), ()):
         it.step(unused=unused)
         assert {
-            it.bound.arrays(flat)[name].data_ptr() for name in ("exp_avg", "exp_avg_sq")
+            it.bound.state.arrays(flat)[name].data_ptr() for name in ("exp_avg", "exp_avg_sq")
         } == places
         it.assert_equal()
     storages = {
@@ -83,7 +83,7 @@ def test_a_reset_leaves_earlier_state_dicts_as_they_are():
     it.step()
     kept = it.optimizer.state_dict()["state"][0]["exp_avg"]
     values = kept.clone()
-    it.bound.forget()
+    it.bound.state.forget()
     it.plain.state.clear()
     it.step()
     it.assert_equal()
@@ -121,7 +121,7 @@ def test_tensors_that_a_script_assigns_are_moved_in():
     it = Pair(adamw)
     it.step()
     places = {
-        tensor.data_ptr() for flat in it.flats for tensor in it.bound.device_state.memory(flat)
+        tensor.data_ptr() for flat in it.flats for tensor in it.bound.state.device.memory(flat)
     }
     for entry in it.optimizer.state.values():
         entry["exp_avg"] = torch.full_like(entry["exp_avg"], 0.25)
@@ -131,7 +131,7 @@ def test_tensors_that_a_script_assigns_are_moved_in():
     it.step()
     it.assert_equal()
     assert len(places) == len(
-        {*it.bound.device_state.memory(it.flats[0]), *it.bound.device_state.memory(it.flats[1])}
+        {*it.bound.state.device.memory(it.flats[0]), *it.bound.state.device.memory(it.flats[1])}
     )
 
 
@@ -171,9 +171,9 @@ def test_a_load_joins_what_it_gives_equal_counts():
         it.step(unused=unused)
     assert len(it.bound._table.segments) > whole
     before = [{name: of.clone() for name, of in arrays.items()} for arrays in it.arrays()]
-    it.bound.load_by_parameter({key: {"step": 5.0} for key in SHAPES})
+    it.bound.state.scalars.load({key: {"step": 5.0} for key in SHAPES})
     assert len(it.bound._table.segments) == whole
-    assert it.bound.reports(str) == [({"step": 5.0}, {})]
+    assert it.bound.state.scalars.reports(str) == [({"step": 5.0}, {})]
     for arrays, former in zip(it.arrays(), before):
         assert all(torch.equal(arrays[name], of) for name, of in former.items())
     for state in it.plain.state.values():
@@ -181,7 +181,7 @@ def test_a_load_joins_what_it_gives_equal_counts():
     it.step()
     it.assert_equal()
     it.step(unused=("b.weight",))
-    it.bound.forget()
+    it.bound.state.forget()
     assert len(it.bound._table.segments) == whole
 
 
@@ -191,8 +191,8 @@ def test_a_load_joins_what_has_begun_and_what_has_not():
     it.step(unused=("b.weight",))
     assert len(it.bound._table.segments) > whole
     for flat in it.flats:
-        it.bound.load_tensor(flat, "exp_avg", torch.full_like(flat.master, 0.5))
-    it.bound.load_by_parameter({key: {"step": 5.0} for key in SHAPES})
+        it.bound.state.load_tensor(flat, "exp_avg", torch.full_like(flat.master, 0.5))
+    it.bound.state.scalars.load({key: {"step": 5.0} for key in SHAPES})
     assert len(it.bound._table.segments) == whole
     assert all(segment.begun for segment in it.bound._table.segments)
 
@@ -200,10 +200,10 @@ def test_a_load_joins_what_has_begun_and_what_has_not():
 def test_a_load_through_a_view_reaches_parameters_that_have_not_begun():
     it = Pair(adamw)
     it.step(unused=("b.weight",))
-    views = it.bound.arrays(it.flats[1])
+    views = it.bound.state.arrays(it.flats[1])
     for name, value in (("exp_avg", 0.25), ("exp_avg_sq", 0.5)):
         views[name].fill_(value)
-        it.bound.load_tensor(it.flats[1], name, views[name])
+        it.bound.state.load_tensor(it.flats[1], name, views[name])
     for name, value in (("exp_avg", 0.25), ("exp_avg_sq", 0.5)):
         assert all((it.of(name)[key] == value).all() for key in ("b.weight", "b.bias"))
 

@@ -89,7 +89,7 @@ class Bound:
         return {
             f"{flat.key} {name}": t.clone()
             for flat in self.flats
-            for name, t in self.bound.tensors(flat).items()
+            for name, t in self.bound.state.tensors(flat).items()
         }
 
 
@@ -99,7 +99,7 @@ def same(ours, theirs, tolerance=5e-7):
     for name, tensor in want.items():
         told = lambda said, name=name: f"{name}: {said}"  # noqa: E731
         torch.testing.assert_close(got[name], tensor, rtol=tolerance, atol=tolerance, msg=told)
-    assert ours.bound.group_scalars.scalars() == theirs.bound.group_scalars.scalars()
+    assert ours.bound.state.scalars.of_groups() == theirs.bound.state.scalars.of_groups()
 
 
 def pair(make=adamw, **more):
@@ -132,7 +132,7 @@ def test_equal_to_the_optimizer_s_own_step(make, together, shards, rank, forced)
     launches = 4 if together else 4 * len(ours.flats)
     assert forced.count("lion_" if make is lion else "adam_") == launches
     assert forced.count("advance_") == 4 and called == [ours.optimizer] * 4
-    assert make is lion or ours.bound.group_scalars.scalars()[0]["step"] == 4.0
+    assert make is lion or ours.bound.state.scalars.of_groups()[0]["step"] == 4.0
 
 
 def test_parts_that_are_stepped_apart_upload_their_rows_once(forced, monkeypatch):
@@ -163,10 +163,10 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
             saved = copy.deepcopy(torch.optim.AdamW.state_dict(each.optimizer))
             each.step(seed)
         same(ours, theirs)  # shared counters were parted for a while, and not counted once a tensor
-    assert forced.count("adam_") == 3 and ours.bound.group_scalars.scalars()[0]["step"] == 4.0
+    assert forced.count("adam_") == 3 and ours.bound.state.scalars.of_groups()[0]["step"] == 4.0
     for each in (ours, theirs):
         torch.optim.AdamW.load_state_dict(each.optimizer, copy.deepcopy(saved))
-        each.bound.group_scalars.note_load(each.bound.group_scalars.scalars())
+        each.bound.state.scalars.note_load(each.bound.state.scalars.of_groups())
     ours.bound._fused._slices = {}
     ours.step(4)
     assert forced.count("adam_") == 4
@@ -175,13 +175,13 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
     theirs.step(4)
     for each in (ours, theirs):
         flat = each.flats[0]
-        each.bound.load_tensor(flat, "exp_avg", torch.full_like(flat.master, 0.25))
-        each.bound.load_by_parameter({key: {"step": 7.0} for key in GROUP_OF})
+        each.bound.state.load_tensor(flat, "exp_avg", torch.full_like(flat.master, 0.25))
+        each.bound.state.scalars.load({key: {"step": 7.0} for key in GROUP_OF})
         each.step(5)
     same(ours, theirs)
-    assert ours.bound.group_scalars.scalars()[1]["step"] == 8.0
+    assert ours.bound.state.scalars.of_groups()[1]["step"] == 8.0
     for each in (ours, theirs):
-        each.bound.forget()
+        each.bound.state.forget()
         each.step(6)
     same(ours, theirs)
     monkeypatch.setitem(dispatch._BROKEN, "flat_adam", "RuntimeError: PassManager")
@@ -193,7 +193,7 @@ def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
 
 def counts(bound):
     """The step counts of the parameters that begin segments."""
-    state = bound._entries.states
+    state = bound._table.entries.states
     return {min(s.names): float(state[s.tensor]["step"]) for s in bound._table.segments}
 
 
@@ -212,8 +212,8 @@ def test_counts_of_whole_segments_that_differ_in_a_load_stay_apart(late, begun, 
             each.step(1)
         for flat in each.flats:
             for name in ("exp_avg", "exp_avg_sq"):
-                each.bound.load_tensor(flat, name, torch.full_like(flat.master, 0.01))
-        each.bound.load_by_parameter(numbers)
+                each.bound.state.load_tensor(flat, name, torch.full_like(flat.master, 0.01))
+        each.bound.state.scalars.load(numbers)
         assert not ours.bound.repeats_launch()
         each.step(0)
     same(ours, theirs)
@@ -246,7 +246,7 @@ def test_what_other_code_updates_is_only_counted(counted, together, forced):
     def kept(bound):
         segments = [s for s in bound._table.segments if names.issuperset(s.names)]
         return [s.tensor.clone() for s in segments] + [
-            bound._entries.states[s.tensor]["exp_avg"].clone() for s in segments
+            bound._table.entries.states[s.tensor]["exp_avg"].clone() for s in segments
         ]
 
     for make in pair(together=together):
@@ -286,13 +286,13 @@ def test_a_load_of_equal_counts_lets_a_group_count_once_again(together, forced):
         each.step(1)
         each.flats[2].gradient.unused = frozenset()
         assert not each.bound.repeats_launch()
-        each.bound.load_by_parameter({name: {"step": 7.0} for name in GROUP_OF})
+        each.bound.state.scalars.load({name: {"step": 7.0} for name in GROUP_OF})
         each.step(2)
     assert ours.bound.repeats_launch()
     same(ours, theirs)
     assert counts(ours.bound) == counts(theirs.bound) and {*counts(ours.bound).values()} == {8.0}
     before = ours.bound.prepare_launch({})
-    ours.bound.load_by_parameter({name: {"step": 9.0} for name in GROUP_OF})
+    ours.bound.state.scalars.load({name: {"step": 9.0} for name in GROUP_OF})
     after = ours.bound.prepare_launch({})
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(after, before, strict=True))
 
@@ -325,7 +325,7 @@ def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(forced):
         else:
             assert ours.step(0) == set(), change
         assert "adam_" not in forced, change
-        assert ours.bound.group_scalars.scalars()[0]["step"] == 1.0
+        assert ours.bound.state.scalars.of_groups()[0]["step"] == 1.0
 
 
 WANTED = [

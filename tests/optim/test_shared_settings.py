@@ -6,13 +6,13 @@ import math
 
 import torch
 
-from hf_zero.optim.group_settings import SharedSettings
+from hf_zero.optim.group_settings import GroupSettings
 
 
 def test_last_bits_of_numbers_and_of_pairs_make_no_difference() -> None:
     def after(rate: float, beta: float) -> str:
         optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.1, betas=(0.9, 0.99))
-        settings = SharedSettings(optimizer, optimizer.defaults)
+        settings = GroupSettings(optimizer, optimizer.defaults)
         optimizer.param_groups[0].update(lr=rate, betas=(beta, 0.99))
         return settings.changes()
 

@@ -54,7 +54,7 @@ def test_the_states_of_one_step_arrive_in_place_and_the_old_ones_go():
         for member, moment in zip(members, moments):
             kept = optimizer.state[member]["exp_avg"]
             assert kept.dtype == torch.float32 and torch.equal(kept.reshape(-1), moment)
-        assert bound.group_scalars.scalars() == [{"step": 1.0}]
+        assert bound.state.scalars.of_groups() == [{"step": 1.0}]
 
 
 Adam, SGD = torch.optim.Adam, torch.optim.SGD
@@ -126,10 +126,10 @@ def test_an_optimizer_the_user_vouches_for_runs_with_python_counters():
     plain.step()
     bound.step(torch.tensor(2.0))
     out = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    flats[0].read(bound.tensors(flats[0])["master"], out)
+    flats[0].read(bound.state.tensors(flats[0])["master"], out)
     assert all(torch.equal(out[name], p) for name, p in twins.items())
-    assert bound.group_scalars.scalars() == [{"step": 2.0, "warm": 1.0}]
-    bound.load_by_parameter({key: {"step": 7.0, "warm": 0.0} for key in parameters})
+    assert bound.state.scalars.of_groups() == [{"step": 2.0, "warm": 1.0}]
+    bound.state.scalars.load({key: {"step": 7.0, "warm": 0.0} for key in parameters})
     state = next(iter(optimizer.state.values()))
     assert state["step"] == 7 and type(state["step"]) is int and state["warm"] is False
 
@@ -152,7 +152,7 @@ def test_a_class_that_only_claims_to_be_element_wise_is_found_out_at_its_first_s
         bound.step()
     with pytest.raises(UnsupportedOptimizerError, match=said + r"parameter of shape \(1,\)"):
         bound = bind(RowMeans(parameters.values()), parameters)
-        bound.load_by_parameter({key: {"step": 1.0} for key in parameters})
+        bound.state.scalars.load({key: {"step": 1.0} for key in parameters})
     one = torch.tensor(1.0)
     assert is_scalar("step", one, ()) and not is_elementwise("step", one, ())
     assert is_elementwise("exp_avg", one, ()) and not is_scalar("exp_avg", one, ())

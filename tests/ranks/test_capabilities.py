@@ -251,7 +251,7 @@ def everything(session):
     return {
         "weights": session.weights(),
         "optimizer": copy.deepcopy(engine.optimizer.state_dict()),
-        "numbers": copy.deepcopy(engine.bound.group_scalars.scalars()),
+        "numbers": copy.deepcopy(engine.bound.state.scalars.of_groups()),
     }
 
 

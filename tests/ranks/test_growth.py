@@ -88,9 +88,9 @@ def operations_of_a_mixture(size: int, folder: Path, by_parameter: bool = False)
         step(index)
     if by_parameter:
         numbers = {name: {"step": 1.0 + n} for n, name in enumerate(engine.bound.group_of)}
-        engine.bound.load_by_parameter(numbers)
+        engine.bound.state.scalars.load(numbers)
         assert (
-            len({of["step"] for of in engine.bound.group_scalars.of_parameters().values()})
+            len({of["step"] for of in engine.bound.state.scalars.of_parameters().values()})
             == 2 * size
         )
     yield "step", lambda: step(0)

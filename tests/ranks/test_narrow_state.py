@@ -76,7 +76,9 @@ def run(engine, steps):
 
 
 def states(engine):
-    names = {name for flat in engine.bound._flats for name in engine.bound.tensors(flat)}
+    names = {
+        name for flat in engine.bound._table.flats for name in engine.bound.state.tensors(flat)
+    }
     return {
         (name, key): hf_zero.safe_get_full_optimizer_state(p, key)
         for name, p in engine.module.named_parameters()
@@ -142,7 +144,7 @@ def test_a_load_keeps_the_formats_of_the_optimizer_that_loads(former, tmp_path):
         # an engine that is built again reads the groups
         model.head.bias.requires_grad_(False)
         run(engine, [3])
-        assert engine.bound.names_in_8_bits == {"up.weight", "down.weight"}
+        assert engine.bound._table.entries.names_in_8_bits == {"up.weight", "down.weight"}
         engine.destroy()
 
     on_ranks(2, save, build=wide)

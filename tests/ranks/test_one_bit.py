@@ -372,7 +372,7 @@ def test_a_state_dict_in_one_bit_is_of_one_step(cls):
         taken = copy.deepcopy(built.state_dict())
         shown = hf_zero.safe_get_full_optimizer_state(weight, "exp_avg_sq")
         sends = [flat for flat in engine.flats if flat.spec.momentum_blocks is not None]
-        held = [engine.bound.tensors(flat.optimizer_shard)["exp_avg_sq"] for flat in sends]
+        held = [engine.bound.state.tensors(flat.optimizer_shard)["exp_avg_sq"] for flat in sends]
         before = [variance.clone() for variance in held]
         run_steps(engine, rank, [8])
         assert held and all(map(torch.equal, before, held))
@@ -391,12 +391,12 @@ LAMB_FREEZE, LAMB_STEPS = 4, 7
 
 
 def lamb_state(engine):
-    found, held = state_of(engine), engine.bound.tensor_state.by_parameter()
+    found, held = state_of(engine), engine.bound.state.tensor_state.by_parameter()
     for each in one_bit_steps(engine)._momenta:
         mine, names = found[each.flat.key], each.flat.layout.by_name
         mine["ratios"] = {name: float(held[name]["ratio"]) for name in names if name in held}
         mine["factors"] = each._scales[1].tolist()
-        fresh = engine.bound.tensors(each.flat.optimizer_shard).get("exp_avg_sq_fresh")
+        fresh = engine.bound.state.tensors(each.flat.optimizer_shard).get("exp_avg_sq_fresh")
         mine["fresh"] = None if fresh is None else fresh.clone()
     return found
 

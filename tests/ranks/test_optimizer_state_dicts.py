@@ -170,7 +170,7 @@ def of_release_0_2(engine):
     optimizer, table = engine.optimizer, engine.bound._table
     groups, shown = optimizer.param_groups, optimizer.state
     members = [group["params"] for group in groups]
-    optimizer.state = engine.bound._entries.states
+    optimizer.state = engine.bound._table.entries.states
     for index, group in enumerate(groups):
         group["params"] = [s.tensor for s in table.segments if s.group == index]
     packed = copy.deepcopy(type(optimizer).state_dict(optimizer))
@@ -237,7 +237,7 @@ def test_ranks_without_a_part_of_a_group_count_its_steps():
         engine.optimizer.load_state_dict(packed)
         parts = packed["segments"]["parts"]
         return parts[-1][1] < parts[-1][2], [
-            each["step"] for each in engine.bound.group_scalars.scalars()
+            each["step"] for each in engine.bound.state.scalars.of_groups()
         ]
 
     found = on_ranks(RANKS, run, build=partly_frozen)

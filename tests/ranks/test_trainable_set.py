@@ -567,7 +567,7 @@ def test_a_load_begins_the_state_anew_that_a_checkpoint_lacks(stage: int, tmp_pa
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        steps = engine.bound.group_scalars.of_parameters()
+        steps = engine.bound.state.scalars.of_parameters()
         engine.destroy()
         return state, steps
 

@@ -397,7 +397,7 @@ def test_saves_and_reports_have_the_count_of_each_parameter(tmp_path):
         engine.save_checkpoint(tmp_path, "saved")
         names, reports = {name: name for name in steps}, list[dict[str, Any]]()
         reports.append(EngineState(engine).scalars(names))
-        engine.bound.load_by_parameter(loaded)
+        engine.bound.state.scalars.load(loaded)
         reports.append(EngineState(engine).scalars(names))
         engine.destroy()
         return reports

@@ -85,9 +85,9 @@ def alike(
         state = {
             f"{shard.key} {name}": values.clone()
             for shard in shards
-            for name, values in engine.bound.tensors(shard).items()
+            for name, values in engine.bound.state.tensors(shard).items()
         }
-        return norms, state, engine.bound.group_scalars.scalars(), ended(engine)
+        return norms, state, engine.bound.state.scalars.of_groups(), ended(engine)
 
     want, got = (on_ranks(ranks, run, early, build=model_of) for early in (False, True))
     for one, other in zip(got, want):

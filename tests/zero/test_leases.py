@@ -79,7 +79,7 @@ def test_a_write_of_state_on_the_device_raises_while_a_save_copies_it_and_safe_s
         for shard in shards:
             shard.begin_copy(shard.end_copy)
         with pytest.raises(AssertionError, match="put while a save copies it"):
-            engine.bound.load_tensor(shard, "exp_avg", torch.zeros(shard.spec.owned_numel))
+            engine.bound.state.load_tensor(shard, "exp_avg", torch.zeros(shard.spec.owned_numel))
         hf_zero.safe_set_full_optimizer_state(weight, values, "exp_avg")
         assert any(shard.wait_until_copied is None for shard in shards)
         got = hf_zero.safe_get_full_optimizer_state(weight, "exp_avg")

@@ -527,7 +527,9 @@ def _files_needed(engine: SavedEngine, manifest: Manifest, strict: bool) -> set[
     }
     saved = manifest.optimizer.tensor_states if manifest.optimizer else {}
     bound = engine.bound if saved else None
-    whole = set() if bound is None else set(map(names.saved_names.get, bound.tensor_state.names))
+    whole = (
+        set() if bound is None else set(map(names.saved_names.get, bound.state.tensor_state.names))
+    )
     needed |= {of.file for name, of in saved.items() if name in whole}
     if any(name in manifest.buffers for name in names.buffers.values()):
         needed.add(0)

@@ -109,5 +109,5 @@ def changes_of(engine: TrainingEngine) -> tuple[Hashable, ...]:
     """Return values of which one differs once a step, a load or a script has changed a flat buffer
     or its optimizer state.
     """
-    state = () if engine.bound is None else engine.bound.version()
+    state = () if engine.bound is None else engine.bound.state.version()
     return engine.counters.global_steps, sum(flat.version for flat in engine.flats), state

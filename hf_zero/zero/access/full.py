@@ -387,7 +387,7 @@ def write_state(
     """Write ``values`` (1-D), this rank's of ``parameter``, to the state ``kind`` of ``flat``."""
     held, start = state_of(flat, parameter, kind, what), flat.spec.own_range(name_of(parameter))[1]
     flat.optimizer_shard.writing()
-    engine_of(flat).bound.load_tensor(flat.optimizer_shard, kind, values.to(held), start)
+    engine_of(flat).bound.state.load_tensor(flat.optimizer_shard, kind, values.to(held), start)
 
 
 def own_part(
@@ -471,7 +471,7 @@ def state_of(flat: FlatBuffer, parameter: torch.Tensor, kind: str, what: str) ->
     state, kinds, bound = EngineState(engine), set[str](), engine.bound
     arrays = state.arrays(flat)
     # in host memory and in files there is state before the first step
-    if engine.global_steps > engine.skipped_steps or bound.group_scalars.writes:
+    if engine.global_steps > engine.skipped_steps or bound.state.writes:
         kinds = {each.kind for each in state.optimizer_entries(flat, arrays) if each.name == name}
     if kind not in kinds:
         raise PartitionError(

@@ -356,7 +356,7 @@ class CapturedStep:
         step, key = self._optimizer_step, None
         tensors: Sequence[torch.Tensor] = ()
         if not may_overflow and self._steps >= WARM_UP - 1 and self._repeats(step):
-            with step.changing_state(), step.bound.scaled_rates(step.lr_scale):
+            with step.scaled_rates(), step.changing_state():
                 tensors = step.bound.prepare_launch(step.shards_to_write())
             places = tuple(tensor.data_ptr() for tensor in tensors)
             states = tuple(flat.gradient.state for flat in self._model.trainable)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import give_back
 from hf_zero.optim.members import GroupMember
+from hf_zero.optim.own_step import taken_hooks
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter import name_of
@@ -119,12 +120,12 @@ class _EngineMethods:
             plain: dict[str, object] = type(self._optimizer).state_dict(self._optimizer)
             return plain
         alive.changes.refuse("optimizer.state_dict()")
-        alive.bound.check_groups()
+        alive.bound.members.check()
         with (
             alive.optimizer_step.counted_state() as changed,
-            _taken_hooks(self._optimizer, "_optimizer_state_dict_post_hooks") as hooks,
+            taken_hooks(self._optimizer, "_optimizer_state_dict_post_hooks") as hooks,
         ):
-            packed = alive.bound.state_dict(
+            packed = alive.bound.state_dicts.packed(
                 partial(type(self._optimizer).state_dict, self._optimizer)
             )
             packed = deepcopy(packed) if changed else packed
@@ -136,21 +137,22 @@ class _EngineMethods:
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
             return
         alive.changes.refuse_until_step("optimizer.load_state_dict()")
-        alive.bound.check_groups()
+        alive.bound.members.check()
         alive.updater.finish()
         alive.rebuild_if_unfrozen(loads=True)
         names = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
+        # those after belong after what the engine adds to torch's method
         with (
-            _taken_hooks(self._optimizer, names[0]) as before,
-            _taken_hooks(self._optimizer, names[1]) as after,
+            taken_hooks(self._optimizer, names[0]) as before,
+            taken_hooks(self._optimizer, names[1]) as after,
         ):
             state_dict = _through(before, self._optimizer, dict(state_dict))
-            state_dict = alive.bound.with_parts(state_dict)
+            state_dict = alive.bound.state_dicts.with_parts(state_dict)
             source = SavedSegments(state_dict, alive)
-            settings = alive.bound.settings_of(state_dict)
+            settings = alive.bound.state_dicts.settings_of(state_dict)
             with alive.changes.change("optimizer.load_state_dict()"):
                 type(self._optimizer).load_state_dict(self._optimizer, settings)
-                alive.bound.drop_state()
+                alive.bound.state.drop()
                 transfer(source, alive, weights=False)
         for hook in after:
             hook(self._optimizer)
@@ -174,25 +176,12 @@ class _EngineMethods:
 
     def watch_state(self, bound: BoundOptimizer) -> None:
         """Let uses of the state of ``bound`` call the engine."""
-        states = bound.states
+        states = bound.members.states
         states.refuse, states.restart = _refuse_parameter, self._restart
         states.before_write = self._refuse_until_step
         if self._offloads:
             states.wait = self._finish
-            bound.wait_with(self._wait)
-
-
-@contextmanager
-def _taken_hooks(optimizer: torch.optim.Optimizer, name: str) -> Iterator[list[Callable[..., Any]]]:
-    """Yield the hooks ``name`` of ``optimizer``, which torch does not call meanwhile: they belong
-    before or after what the engine adds to torch's method.
-    """
-    hooks = vars(optimizer).get(name, _MISSING)
-    setattr(optimizer, name, OrderedDict())
-    try:
-        yield list(hooks.values()) if isinstance(hooks, Mapping) else []
-    finally:
-        _set_attribute(optimizer, name, hooks)
+            bound.state.wait_with(self._wait)
 
 
 def _through(

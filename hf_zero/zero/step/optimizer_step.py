@@ -6,7 +6,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -17,7 +17,7 @@ from hf_zero.errors import ConfigError, OffloadError
 from hf_zero.logging import counted, listed, log_rank0
 from hf_zero.offload.unit_updates import GradientCopies, UnitUpdates
 from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.optim.group_settings import compared_settings
+from hf_zero.optim.group_settings import compared_settings, scaled_rates
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -141,7 +141,7 @@ class OptimizerStep:
         """
         model, by_features = self.model, set[FlatBuffer]()
         # fp32: the optimizer writes the shards that other ranks may be fetching
-        with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
+        with self.scaled_rates(), self.changing_state():
             for prepare in self.feature_hooks.before_update:
                 prepare()
             if self.bound.optimizer._optimizer_step_pre_hooks:
@@ -222,7 +222,7 @@ class OptimizerStep:
         self.take_user_writes()
         if not any(flat.copies_master for flat in self.model.trainable):
             return
-        if self.model.schedule.largest("writes to members", int(self.bound.members_written)):
+        if self.model.schedule.largest("writes to members", int(self.bound.members.written)):
             self.refresh_copies()
             self.model.lend_to_hooks()
 
@@ -232,16 +232,20 @@ class OptimizerStep:
         for flat in copies:
             flat.count_change()
         self.model.schedule.refresh(copies, copies)
-        self.bound.accept_writes()
+        self.bound.members.accept_writes()
 
     def take_member_writes(self) -> None:
         """Let whole weights that are about to be read have what a script has written to members of
         groups: in a hook of the step (collective). Elsewhere raise PartitionError.
         """
-        if self.bound is not None and self.bound.in_hook:
+        if self.bound is not None and self.bound.members.groups.in_hook:
             self.take_hook_writes()
         elif self.bound is not None:
-            self.bound.refuse_written_members()
+            self.bound.members.refuse_written()
+
+    def scaled_rates(self) -> AbstractContextManager[None]:
+        """Return a context with the learning rate of each group multiplied by ``lr_scale``."""
+        return NOTHING if self.lr_scale == 1.0 else scaled_rates(self.bound.groups, self.lr_scale)
 
     @contextmanager
     def changing_state(self) -> Iterator[None]:
@@ -429,11 +433,11 @@ class OptimizerStep:
             return False
         unit, updater = unit_of(flats[0]), self.updater
         if updater.backward_update is None:
-            self.bound.check_groups()
+            self.bound.members.check()
         if unit.streams.device is not None:
             self._follow_updates(unit.streams.device)
         unit.take_user_writes()
-        with self._updating_state(), self.bound.scaled_rates(self.lr_scale):
+        with self.scaled_rates(), self._updating_state():
             update = updater.backward_update or self.bound.offloaded_update(1.0, steps_before)
             if flats[0].optimizer_shard.offloaded:
                 updater.start_in_backward(update, unit)
@@ -442,7 +446,7 @@ class OptimizerStep:
             else:
                 updater.begin_in_backward(update)
                 self._apply(flats, steps_before)
-            self.bound.accept_writes()
+            self.bound.members.accept_writes()
         for flat in flats:
             if flat.follows_updates and not flat.sharded and not flat.gradient.all_unused:
                 flat.user_writes.mark_updated()  # the rest of the backward must not read it
@@ -460,7 +464,7 @@ class OptimizerStep:
         """Return the settings of the optimizer's groups with which an update is made now, as
         :func:`compared_settings` does.
         """
-        with self.bound.scaled_rates(self.lr_scale):
+        with self.scaled_rates():
             return [compared_settings(group) for group in self.bound.groups]
 
     def hook_ids(self) -> list[int]:
@@ -537,7 +541,7 @@ class OptimizerStep:
         """
         self.changes.refuse_until_step("optimizer.state.clear()")
         self.model.wait_until_writable()
-        self.bound.forget()
+        self.bound.state.forget()
 
     def close(self) -> None:
         """Wait for the update under way and its gathers, and raise their first exception."""

@@ -19,8 +19,8 @@ from torch import nn
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.logging import listed, log_rank0
+from hf_zero.optim.optimizer_state import ParameterScalars, TensorsByParameter
 from hf_zero.optim.segment_entries import is_elementwise, is_scalar
-from hf_zero.optim.segment_table import ParameterScalars, TensorsByParameter
 from hf_zero.optim.snapshots import KEY, layout_of
 from hf_zero.optim.whole_tensor import ShardRanks, tensor_state_names
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -65,7 +65,7 @@ class SavedSegments(StateSource):
     def __init__(self, packed: Mapping[str, Any], engine: ShardedEngine):
         bound, flats = engine.bound, engine.sharded_model.trainable
         self._kind = type(engine.optimizer).__name__
-        self._of_wholes, self._keeps = tensor_state_names(engine.optimizer), bound.keeps
+        self._of_wholes, self._keeps = tensor_state_names(engine.optimizer), bound.state.keeps
         self._shapes = {slot.name: tuple(slot.shape) for f in flats for slot in f.layout.slots}
         self._state = dict[Any, Any](packed["state"])
         self._drop_frozen(packed[KEY])
@@ -95,7 +95,7 @@ class SavedSegments(StateSource):
             kinds.update(*saved.kinds.values())
             for name, of_name in saved.scalars.items():
                 numbers[saved.group_of[name]].update(of_name or ())
-        bound.refuse_unkept(kinds, numbers, packed["param_groups"])
+        bound.state_dicts.refuse_unkept(kinds, numbers, packed["param_groups"])
         groups = {self._own[name]: group for name, group in bound.group_of.items()}
         for target, ranges in enumerate(self._wanted):
             for name in ranges:

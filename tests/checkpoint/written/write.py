@@ -36,7 +36,7 @@ def give_values(engine: Engine) -> None:
     """Give weights and moments the values of their names."""
     parameters = dict(engine.module.named_parameters())
     for flat in engine.flats:
-        held = engine.bound.tensors(flat.optimizer_shard)
+        held = engine.bound.state.tensors(flat.optimizer_shard)
         for piece in flat.layout.pieces(*flat.owned):
             slot, at = flat.layout.by_name[piece.name], piece.offset - flat.owned[0]
             box = sharding_of(parameters[piece.name]).box

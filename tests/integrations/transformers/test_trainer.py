@@ -109,7 +109,7 @@ def test_names_of_bitsandbytes_train_in_8_bits_without_it(
     found = {}
     for stage, name in enumerate(("adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "adamw_8bit")):
         run = trained("ours", stage, tmp_path, "gpt2", model=wide(), optim=name)
-        coded = run.model_wrapped.bound.names_in_8_bits
+        coded = run.model_wrapped.bound._table.entries.names_in_8_bits
         assert {each.rpartition("h.0.")[2] for each in coded} == {
             "attn.c_attn.weight",
             "attn.c_proj.weight",
