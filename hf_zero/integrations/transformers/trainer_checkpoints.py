@@ -209,12 +209,22 @@ def _warn_other_rows(trainer: Trainer, saved: dict[str, int], readers: int) -> N
         if args.train_sampling_strategy == "group_by_length":
             causes.append("train_sampling_strategy='group_by_length' sorts the rows of one rank")
         micro, rows = args.per_device_train_batch_size, len(data)  # type: ignore[arg-type]
+        drops, fills = args.dataloader_drop_last, accelerator.even_batches
         had, has = (
             rows // together * together  # in whole batches of all ranks
-            for together in (saved["micro_batch"] * before, micro * readers)
+            if drops
+            else (-(-rows // together) * together if fills and ranks > 1 else rows)
+            for ranks, together in (
+                (before, saved["micro_batch"] * before),
+                (readers, micro * readers),
+            )
         )
-        if args.dataloader_drop_last and had != has:
+        if drops and had != has:
             causes.append(f"dataloader_drop_last leaves an epoch {has} rows, {had} before")
+        elif had != has and not accelerator.dispatch_batches:
+            causes.append(
+                f"Accelerate fills the last step of an epoch up to {has} rows, {had} before"
+            )
     if causes:
         log_rank0(
             f"resume on {counted(readers, 'data-parallel rank')}, {before} before: steps train on "

@@ -158,7 +158,9 @@ def test_true_and_false_as_text(
 OWN_SHARDS: dict[str, Any] = {"accelerator_config": {"dispatch_batches": False}}
 # changes of the run, rows beyond whole steps, shards of a stream, the setting that is named
 OTHER_ROWS: list[tuple[dict[str, Any], int, int, str]] = [
-    ({}, 4, 0, ""),
+    ({}, 8, 0, ""),
+    ({}, 4, 0, "fills the last step"),
+    ({"accelerator_config": {"even_batches": False}}, 4, 0, ""),
     ({"train_sampling_strategy": "batch_rebalance"}, 0, 0, ""),
     ({"train_sampling_strategy": "group_by_length"}, 0, 0, "'group_by_length'"),
     ({"dataloader_drop_last": True}, 0, 0, ""),
