@@ -379,6 +379,10 @@ class OptimizerState:
         versions = tuple((id(tensor), tensor._version) for tensor in tensors)
         return self.scalars.loads, self.writes, versions
 
+    def writes_on_device(self) -> int:
+        """Return torch's count of writes in place to the arrays on the device."""
+        return sum(array._version for array in self.device.all_arrays)
+
     def move_to_device(self, moved: Mapping[str, Callable[[], None]]) -> None:
         """Move the optimizer state of some flat buffers from their offload tier to the device,
         until the engine ends. ``moved``: key of a flat buffer -> function that moves its master

@@ -403,8 +403,9 @@ class TrainingEngine(EngineParts):
             self._count_micro_batches(window.begin_update_in_backward())
             failure = self._update(in_backward=True)
             settings, hooks = step.settings(), step.hook_ids()
+            writes = step.bound.state.writes_on_device()
             window.await_step(1, before)
-        self.changes.unconfirmed = settings, hooks, failure
+        self.changes.unconfirmed = settings, hooks, writes, failure
 
     def _confirm_update(self) -> Exception | None:
         """Begin another window after an update in the backward, and return the error of a post hook
@@ -412,13 +413,15 @@ class TrainingEngine(EngineParts):
         """
         step, changes = self.optimizer_step, self.changes
         assert changes.unconfirmed is not None
-        settings, hooks, failure = changes.unconfirmed
+        settings, hooks, writes, failure = changes.unconfirmed
         if step.max_norm:
             changes.refuse_unconfirmed("gradient clipping that was switched on after the backward")
         if step.hook_ids() != hooks:
             changes.refuse_unconfirmed("a hook registered or removed after the backward")
         if step.settings() != settings:
             changes.refuse_unconfirmed("a change of the optimizer's settings")
+        if step.bound.state.writes_on_device() != writes:
+            changes.refuse_unconfirmed("a write to optimizer.state")
         step.refuse_writes()
         self.accumulation.end_window(self.pass_runner.module_hooks.forward_count)
         changes.unconfirmed = None

@@ -503,6 +503,12 @@ def summoned(engine: Any, folder: str) -> None:
         pass
 
 
+def halved(engine: Any, folder: str) -> None:
+    for state in engine.optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+    engine.step()
+
+
 def stored(form: str, what: str, names: tuple[str, ...], engine: Any, folder: str) -> None:
     weight = engine.module.blocks[1].up.weight
     access = full if form == "full" else local
@@ -522,6 +528,7 @@ REFUSED: dict[str, Callable[[Any, str], None]] = {
     "gradient clipping": clipped,
     "clip_grad_norm_": lambda engine, folder: engine.clip_gradient(0.1),
     "optimizer.state.clear": lambda engine, folder: engine.optimizer.state.clear(),
+    "a write to optimizer.state": halved,
     "writing head.weight.grad": written,
     "a change of the optimizer's settings": another_rate,
     "a hook registered or removed": hooked,
@@ -546,7 +553,8 @@ def test_what_would_precede_the_update_in_a_plain_loop_is_refused(what, tmp_path
             train(engine, rank, range(3, 4))
         engine.destroy()
 
-    for offload in OFFLOADS:
+    # docs/offload.md: writes in place to offloaded moments are not seen
+    for offload in OFFLOADS[:1] if what == "a write to optimizer.state" else OFFLOADS:
         on_ranks(1, run, offload, build=build)
 
 

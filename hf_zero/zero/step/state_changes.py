@@ -32,8 +32,9 @@ class StateChanges:
         self._under_way = ""
         self._updater: UnitUpdates | None = None
         # what ``step()`` has yet to confirm, of an update that a backward has made: the settings of
-        # the optimizer's groups after it, its hooks, and the error of a post hook
-        self.unconfirmed: tuple[list[ParamGroup], list[int], Exception | None] | None = None
+        # the optimizer's groups after it, its hooks, the writes to its state on the device, and the
+        # error of a post hook
+        self.unconfirmed: tuple[list[ParamGroup], list[int], int, Exception | None] | None = None
 
     def connect(self, updater: UnitUpdates) -> None:
         """Set ``updater``, which makes updates in backwards."""
