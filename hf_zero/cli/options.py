@@ -183,8 +183,9 @@ class Job:
 
 def section(device: str | None, moments: str | None = None) -> JsonObject | None:
     """Return the section of a configuration that offloads to ``device``, None for none."""
-    if device is None:
+    if device in (None, "none"):
         refuse({"--moments": moments}, "it goes with --offload-optimizer cpu or nvme")
+    if device is None:
         return None
     # any folder will do for nvme_path: it does not change the number of bytes
     section = {"device": device, "nvme_path": "." if device == "nvme" else None, "moments": moments}

@@ -241,6 +241,7 @@ estimate m --ranks 2 --fit --disk {ZERO3} => --disk {ZERO3}: {ZERO3} is no folde
 estimate m --ranks 2 --fit --disk {ZERO3}/a/b => --disk {ZERO3}/a/b: {ZERO3} is no folder; pass one
 estimate m --ranks 2 --fit --ram much => 'much' is not a number of bytes; write 80GB
 estimate m --ranks 2 --moments bf16 => --moments = 'bf16': it goes with --offload-optimizer cpu
+estimate m --ranks 2 --offload-optimizer none --moments bf16 => --moments = 'bf16': it goes with
 estimate m --ranks 2 --offload-param disk => offload_param.device = 'disk' (str) is not one of
 estimate /no/such --ranks 2 => there is no file or folder '/no/such'; pass a model
 estimate {ROOT} --ranks 2 => has no config.json; pass a model folder

@@ -151,8 +151,8 @@ class EngineSteps:
                 "this optimizer, as after destroy() of its engine; call step() of the optimizer "
                 "that accelerator.prepare has returned with the model that trains"
             )
-        if closure or kwargs:
-            optimizer.step(*closure, **kwargs)  # the engine's, which takes no closure
+        if any(value is not None for value in (*closure, *kwargs.values())):
+            optimizer.step(*closure, **kwargs)  # the engine's, which refuses them
         self._claim_step(engine, wrapped.gradient_state.sync_gradients)
 
     def _claim_step(self, engine: EngineProtocol, syncs: bool) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -725,6 +726,23 @@ def test_scripts_that_leave_out_a_call_train_all_the_same(
     assert engine.global_steps == 3
     told = [message for message in heard if "gradients are clipped to a norm of 1: " in message]
     assert len(told) == (not clips) and all("gradient_clipping: 0.0" in each for each in told)
+    assert_same_weights(engine.module, plain)
+
+
+@pytest.mark.parametrize("none", [((None,), {}), ((), {"closure": None})])
+def test_a_closure_of_none_is_none(none: tuple[tuple[None, ...], dict[str, None]]) -> None:
+    """The second step has no limit: the engine must not make it with that of the first."""
+    accelerator = accelerator_with(None)
+    engine, optimizer = prepared(accelerator)
+    for number, limit in enumerate((0.05, 0.0)):
+        accelerator.backward(squared(engine, number))
+        if limit:
+            accelerator.clip_grad_norm_(engine.parameters(), limit)
+        optimizer.step(*none[0], **none[1])
+        optimizer.zero_grad()
+    engine(features(2, 0, 0))
+    plain, _ = plain_with_limits([0.05, math.inf])
+    assert engine.global_steps == 2
     assert_same_weights(engine.module, plain)
 
 
