@@ -35,10 +35,13 @@ class SecondaryShards(GatherSource):
     def __init__(self, flats: Sequence[FlatBuffer], label: str):
         self._flats, self._label = list(flats), label
         self.shards: dict[FlatBuffer, torch.Tensor] = {}
-        # May still be COMING where the gather was not waited for; :meth:`Unit.launch_gather`
-        # finishes it before it asks again, so ranks choose alike.
+        # May still be COMING where the gather was not waited for (:meth:`awaits_values`);
+        # :meth:`Unit.launch_gather` finishes it before it asks again, so ranks choose alike.
         self._kept = Kept.NO
         self._versions: list[int] = []  # of the flat buffers, when their values were kept
+
+    def awaits_values(self) -> bool:
+        return self._kept is Kept.COMING
 
     def request(self, exact: bool, backward: bool) -> GatherRequest | None:
         node = self._flats[0].mesh.node

@@ -403,9 +403,8 @@ class TrainingEngine(EngineParts):
             self._count_micro_batches(window.begin_update_in_backward())
             failure = self._update(in_backward=True)
             settings, hooks = step.settings(), step.hook_ids()
-            writes = step.bound.state.writes_on_device()
             window.await_step(1, before)
-        self.changes.unconfirmed = settings, hooks, writes, failure
+        self.changes.unconfirmed = settings, hooks, step.bound.state.writes_on_device(), failure
 
     def _confirm_update(self) -> Exception | None:
         """Begin another window after an update in the backward, and return the error of a post hook

@@ -33,7 +33,7 @@ from tests.helpers.engines import (
     start,
     train_on_threads,
 )
-from tests.helpers.models import Block, features, seeded
+from tests.helpers.models import Block, features, floats, seeded
 from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.optimizers import OF_GROUPS
 from tests.helpers.ranks import run_ranks
@@ -149,21 +149,25 @@ class WaysJob(Job):
         order = [draw.randrange(12) for _ in range(draw.randint(1, 15))]
         if orders is not None:
             order = orders[at.step % 3][at.rank == self.ranks - 1]
-        return net(torch.randn(3, 16, generator=at_seed(at)), order).pow(2).mean()
+        return net(floats(at.step, at.micro, at.rank, 3, 16), order).pow(2).mean()
 
 
-def at_seed(at):
-    return torch.Generator().manual_seed(100 * at.step + 10 * at.micro + at.rank)
+NODES = {"stage3_prefetch_bucket_size": 300, "zero_hpz_partition_size": 2}
 
 
-@pytest.mark.parametrize("prefetch", [0, 300, 50_000])
+@pytest.mark.parametrize(
+    "ways",
+    [*({"stage3_prefetch_bucket_size": ahead} for ahead in (0, 300, 50_000)), NODES],
+    ids=str,
+)
 @pytest.mark.parametrize("name", [*ORDERS])
-def test_ranks_take_other_ways_through_the_model(name, prefetch, monkeypatch):
+def test_ranks_take_other_ways_through_the_model(name, ways, monkeypatch):
     """More reductions than may be in flight: a rank waits for one before its backward is over."""
     monkeypatch.setattr(wrap, "GRANULARITY", 0)
     monkeypatch.setattr(wrap, "PERSISTENCE", 0)
-    job, plan = WaysJob(name), Plan(2 if ORDERS[name] else 4, 6)
-    zero = {"stage": 3, "stage3_prefetch_bucket_size": prefetch, "reduce_bucket_size": 0}
+    ranks = 2 if ORDERS[name] and ways is not NODES else 4
+    job, plan, zero = WaysJob(name, ranks), Plan(ranks, 6), {"stage": 3, "reduce_bucket_size": 0}
+    zero |= ways
     opener = engine_opener(3, zero_optimization=zero)
     oracle.accept(train_on_threads(job, plan, opener, timeout=60), job, plan, 3)
 

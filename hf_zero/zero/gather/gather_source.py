@@ -28,6 +28,10 @@ class GatherSource(ABC):
     """
 
     @abstractmethod
+    def awaits_values(self) -> bool:
+        """Return whether a gather in flight brings the values that :meth:`keep` will take."""
+
+    @abstractmethod
     def request(self, exact: bool, backward: bool) -> GatherRequest | None:
         """Return the request of one gather, arguments as for :meth:`Unit.launch_gather`; None if
         the shards of all ranks are gathered.

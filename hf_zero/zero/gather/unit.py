@@ -293,6 +293,8 @@ class Unit:
         If the unit is gathered already, this waits for the gather and the values are new on return.
         A gather that is in flight stays so: the other ranks may join it only later.
         """
+        if self.source is not None and self.source.awaits_values():
+            self.finish_gather()
         handles, earlier = self.in_flight or ([], None)
         self.take_user_writes()
         self.guard.exact = exact
