@@ -209,17 +209,16 @@ def _warn_other_rows(trainer: Trainer, saved: dict[str, int], readers: int) -> N
         if args.train_sampling_strategy == "group_by_length":
             causes.append("train_sampling_strategy='group_by_length' sorts the rows of one rank")
         micro, rows = args.per_device_train_batch_size, len(data)  # type: ignore[arg-type]
-        drops, fills = args.dataloader_drop_last, accelerator.even_batches
-        had, has = (
-            rows // together * together  # in whole batches of all ranks
-            if drops
-            else (-(-rows // together) * together if fills and ranks > 1 else rows)
-            for ranks, together in (
-                (before, saved["micro_batch"] * before),
-                (readers, micro * readers),
-            )
-        )
-        if drops and had != has:
+
+        def rows_of_epoch(ranks: int, micro_batch: int) -> int:
+            together = micro_batch * ranks
+            if args.dataloader_drop_last:
+                return rows // together * together
+            fills = accelerator.even_batches and ranks > 1  # with repeated rows
+            return -(-rows // together) * together if fills else rows
+
+        had, has = rows_of_epoch(before, saved["micro_batch"]), rows_of_epoch(readers, micro)
+        if args.dataloader_drop_last and had != has:
             causes.append(f"dataloader_drop_last leaves an epoch {has} rows, {had} before")
         elif had != has and not accelerator.dispatch_batches:
             causes.append(

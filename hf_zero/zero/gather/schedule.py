@@ -100,7 +100,8 @@ class Schedule:
         self._prefetched: list[Unit] = []
         # units gathered only for other ranks so far, with their positions in the plan
         self.gathered_for_others: list[tuple[int, Unit]] = []
-        # length of the prefix of the plan that this rank may wait for; None: the whole plan
+        # length of the prefix of the plan that this rank may wait for, as the reducer limits it;
+        # None: the whole plan
         self.reach: int | None = None
         self._kept_units: list[Unit] = []  # for the backward that may follow
         self.before_rounding = tuple(before_rounding)
@@ -129,14 +130,11 @@ class Schedule:
         """
         plan = self._last_complete.plan or []
 
-        def with_prefetched(needed: int) -> int:
-            end, waiting = needed, 0
-            while self._ahead_bytes and end < min(len(plan), needed + MAX_PREFETCHED_UNITS):
-                waiting += plan[end].nbytes
-                if end > needed and waiting > self._ahead_bytes:
-                    break
-                end += 1
-            return end
+        def with_prefetched(needed: int) -> int:  # as :meth:`ensure_gathered` prefetches
+            ahead = plan[needed : needed + MAX_PREFETCHED_UNITS] if self._ahead_bytes else []
+            while len(ahead) > 1 and sum(map(_nbytes, ahead)) > self._ahead_bytes:
+                ahead.pop()
+            return needed + len(ahead)
 
         positions = [0]
         for unit in self._last_complete.record or plan:  # a subsequence of the plan
@@ -342,7 +340,7 @@ class Schedule:
                 # this rank holds all of it
                 unit.launch_gather(backward=under_way.backward)
             elif plan is not None and self._mesh.consensus is not None:
-                # outside the plan, or of no order that the ranks share
+                # outside the plan, or of its part for which this rank may not wait yet
                 self.shards.fetch(unit)
             else:
                 # recording, or no pass: agree on gathers until this unit is the one chosen
@@ -364,6 +362,7 @@ class Schedule:
             if coming.state is GatherState.RELEASED and coming not in under_way.left_out:
                 for flat in coming.sharded_flats:
                     flat.prefetch()
+        # as :meth:`depths_of_last_pass` tells other ranks
         if not self._ahead_bytes:
             return
         waiting = sum(map(_nbytes, self._prefetched))

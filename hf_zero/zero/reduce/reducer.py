@@ -276,7 +276,7 @@ class Reducer:
         """
         self.progress.observed.older_pending = True
         self._messages.set_waits_jointly(self._schedule.has_sharded_units)
-        self._schedule.reach = None
+        self._limit_gathers()
 
     def mark_complete(self, unit: Unit) -> None:
         """Mark the gradients of ``unit`` as complete on this rank, as far as hooks can tell."""
