@@ -147,9 +147,6 @@ def _quickstart(folder: Path) -> Row:
     return quickstart_summary.described(last, folder / "model")
 
 
-# ---- comparison ----
-
-
 def differences(old: Any, new: Row) -> Iterator[str]:
     """Yield the figures of the row ``new`` that are not those of ``old`` within the tolerances."""
     yield from _differences(old, new, "", SPREADS.get(new.get("recipe", ""), {}))
@@ -192,9 +189,6 @@ def _updated(old: Any, new: Any, name: str, spread: Mapping[str, float]) -> Any:
         was = old if isinstance(old, list) and len(old) == len(new) else [None] * len(new)
         return [_updated(before, value, name, spread) for before, value in zip(was, new)]
     return old if old is not None and _agree(old, new, name, spread) else new
-
-
-# ---- documents ----
 
 
 def generated() -> dict[Path, str]:

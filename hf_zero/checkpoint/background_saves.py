@@ -417,8 +417,6 @@ def _outcome(sent: JsonObject) -> Outcome:
     return Outcome(hashes, sent["error"])
 
 
-# ---- actions deferred until a commit ----
-
 Action = Callable[[], object]
 
 _in_flight_lock = threading.Lock()

@@ -51,8 +51,6 @@ class Generations:
     attempt = 0
     """``attempt`` of the manifest of the next save: more than that of the last load."""
 
-    # ---- before there is an engine ----
-
     @classmethod
     def are_kept(cls, config: ZeroConfig) -> bool:
         """Return whether ``config`` asks for generations."""
@@ -81,8 +79,6 @@ class Generations:
         generations = Generations()
         generations.attempt = before.attempt
         return generations
-
-    # ---- of an engine ----
 
     def continue_from(self, before: Generations) -> None:
         """Take over the state of the engine before it was built again."""

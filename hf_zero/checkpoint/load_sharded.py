@@ -349,8 +349,6 @@ class _RankLoad(StateSource):
                 "cannot take; build and quantize it as it was at the save"
             )
 
-    # ---- the source of the state ----
-
     def held(self, flat: FlatBuffer) -> Mapping[str, Collection[str]]:
         parameters, loadable = dict[str, set[str]](), {*self.match.saved_names, *self.match.buffers}
         for kind in self.ranges[flat]:

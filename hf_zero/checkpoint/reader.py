@@ -484,8 +484,6 @@ def join(
     return dict(state["json"]) | {key: objects[key] for key in state["objects"]}
 
 
-# ---- checkpoints of other programs ----
-
 # Glob pattern that identifies a kind of folder -> the module of ``foreign`` that opens it. Beside
 # that, torch.distributed.checkpoint itself loads its folders into the state dicts of
 # ``torch_state_dict.py``.

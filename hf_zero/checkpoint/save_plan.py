@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 
-# ---- the file of this rank ----
-
-
 def pp_stage_key(flat: FlatBuffer) -> str:
     """Return the key of ``flat``, unique among the stages of a pipeline."""
     dims = flat.engine_mesh.dims
@@ -244,9 +241,6 @@ def stored_width(plan: EnginePlan, flat: FlatPlan) -> int:
         return flat.spec.dtype.itemsize
     moments = sum(state.dtype.itemsize for state in plan.moments_of(flat).values())
     return flat.spec.master_dtype.itemsize + moments
-
-
-# ---- the description of the model ----
 
 
 @dataclass(frozen=True, eq=False)

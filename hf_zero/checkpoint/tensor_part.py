@@ -88,8 +88,6 @@ class TensorPart(torch.Tensor):
             "StateDictOptions(full_state_dict=True)"
         )
 
-    # ---- the protocol of torch.distributed.checkpoint ----
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 

@@ -78,8 +78,6 @@ class _TorchStates:
         self.every = {strip_wrappers(name) for key in keys for name in whole.every(key)}
         self.every.update(self.extra)
 
-    # ---- one entry ----
-
     def part(self, entry: StateEntry, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a copy of this rank's elements of ``entry`` from ``values`` [owned]."""
         shard = entry.part(values).detach()
@@ -143,8 +141,6 @@ class _TorchStates:
 
         return _mapped(shapes, sent)
 
-    # ---- weights ----
-
     def weights(self, trainable_only: bool) -> States:
         state: States = {}
         for flat, slots in groupby(self.weight_slots, itemgetter(0)):
@@ -193,8 +189,6 @@ class _TorchStates:
                 module.set_extra_state(state[name])
         self.engine.refresh_params()
         return nn.modules.module._IncompatibleKeys(sorted(missing), unexpected)
-
-    # ---- optimizer ----
 
     def trained(self) -> list[tuple[FlatBuffer, str, str]]:
         return [slot for slot in self.slots if slot[0].trainable]
@@ -384,9 +378,6 @@ def _mapped(
     if isinstance(value, list):
         return [_mapped(child, change, (*path, at)) for at, child in enumerate(value)]
     return value
-
-
-# ---- torch's functions ----
 
 
 def _states_of(

@@ -65,8 +65,6 @@ class FlatLamb(FlatMomentum):
         means = (sums[0] / sums[1].clamp(min=1.0)).sqrt() * FLOOR
         self._least = dict(zip(self.flat.layout.by_name, means.float()))
 
-    # ---- scales of tensors ----
-
     def held_scales(self) -> Tensor:
         """Return c and f of the tensors with a part on this rank, else zeros: [2, tensors]."""
         factors = self._bound.state.tensor_state.by_parameter()
@@ -89,8 +87,6 @@ class FlatLamb(FlatMomentum):
         names = [slot.name for slot in self._slots]
         by_name = dict(zip(names, factors.split(1)))
         tensor_state.put(FACTOR, {name: by_name[name] for name in names if name in stored})
-
-    # ---- a step ----
 
     def largest(self, step: int) -> Tensor:
         # for uncorrected denominators, whether or not the step size is corrected

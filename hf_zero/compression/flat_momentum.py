@@ -74,8 +74,6 @@ class FlatMomentum:
         self._state: dict[str, Tensor] = {}
         self._master_seen: tuple[int, int] | None = None  # its address and version
 
-    # ---- state of the optimizer ----
-
     def state(self, name: str) -> Tensor:
         """Return the state ``name`` of this rank's chunk: [owned], a view of the optimizer's."""
         array, shard = self._state.get(name), self.flat.optimizer_shard
@@ -107,8 +105,6 @@ class FlatMomentum:
         and its write counter, so any later change is another writer's.
         """
         self._master_seen = self._master_now
-
-    # ---- before steps in one bit ----
 
     def freeze(self) -> None:
         """Prepare the state of a subclass when the variance is frozen."""
@@ -209,8 +205,6 @@ class FlatMomentum:
             average.clone(), torch.zeros_like(average), nothing, 0.0, zero
         )
         return self.momentum.view(-1), message.view(-1)
-
-    # ---- a step ----
 
     def compress(self, gradient: Tensor, beta: float, factor: Tensor) -> Tensor:
         """Return the messages of this rank's ``gradient`` [padded], a row for the owner of each

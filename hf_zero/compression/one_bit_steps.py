@@ -191,8 +191,6 @@ class OneBitSteps(Feature):
             shards = [momentum.flat.gradient.shard for momentum in self._momenta]
             self._norm.measure([shard for shard in shards if shard is not None])
 
-    # ---- the step ----
-
     def update(self, divisor: Tensor | None) -> Sequence[FlatBuffer]:
         """Count a step after the optimizer's own, and update the momenta if it is in one bit."""
         compresses = self.sends
@@ -457,8 +455,6 @@ class OneBitSteps(Feature):
         split = zip(sums.split(self._tensors, 1), largest.split(self._tensors))
         for lamb, parts in zip(self._lamb, split):
             lamb.learn(*parts)
-
-    # ---- checkpoints ----
 
     def complete_state(self) -> None:
         """Move all ranks' errors into the optimizer's state, as a save and a resume would."""

@@ -51,8 +51,6 @@ class DeepSpeedAccelerator:
         self._name = kind
         self._module: Any = cpu_accelerator if kind == "cpu" else kinds.module_of(kind)
 
-    # ---- the device ----
-
     def device_name(self, device_index: int | str | None = None) -> str:
         return (
             self._name
@@ -81,8 +79,6 @@ class DeepSpeedAccelerator:
     def is_available(self) -> bool:
         return bool(self._name == "cpu" or self._module.is_available())
 
-    # ---- capabilities: the CPU works in the order of the host ----
-
     def is_synchronized_device(self) -> bool:
         return kinds.is_synchronous(self._name)
 
@@ -91,8 +87,6 @@ class DeepSpeedAccelerator:
 
     def random(self) -> ModuleType:
         return torch.random
-
-    # ---- dtypes and tensors ----
 
     def is_bf16_supported(self) -> bool:
         return bool(self._name == "cpu" or self._module.is_bf16_supported())
@@ -109,8 +103,6 @@ class DeepSpeedAccelerator:
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
-
-    # ---- memory ----
 
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
@@ -136,8 +128,6 @@ class DeepSpeedAccelerator:
     def empty_cache(self) -> None:
         if self._name != "cpu":
             self._module.empty_cache()
-
-    # ---- profiling, kernels ----
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
         """Open a range for a profiler; ranges nest, and each ends with :meth:`range_pop`."""
@@ -193,8 +183,6 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator | None) -> None:
 def is_current_accelerator_supported() -> bool:
     return get_accelerator().device_name() in ("cpu", kinds.accelerator())
 
-
-# ---- On the CPU ----
 
 NODES = Path("/sys/devices/system/node")
 Event = None  # timers use the host's clock

@@ -104,8 +104,6 @@ def checkpoint(function: Callable[..., object], *args: object, **kwargs: object)
         return recompute.checkpoint(function, _settings.timing, args, kwargs)
 
 
-# ---- Named random states ----
-
 MODEL_PARALLEL = "model-parallel-rng"
 # Megatron's offset between the seeds of data parallelism and of model parallelism
 OFFSET = 2718

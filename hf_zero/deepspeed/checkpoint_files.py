@@ -96,8 +96,6 @@ class TorchCheckpointEngine(CheckpointEngine):
         return True
 
 
-# ---- Folders: ranks that name different ones, and folders without a checkpoint ----
-
 Target = tuple[str, str | None]
 
 

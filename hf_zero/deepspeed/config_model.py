@@ -65,9 +65,6 @@ class DeepSpeedConfigModel(BaseModel):
         setattr(holder, new, value)
 
 
-# ---- Sections bf16 and fp16 ----
-
-
 class DeepSpeedBF16Config(DeepSpeedConfigModel):
     """The section ``bf16``."""
 

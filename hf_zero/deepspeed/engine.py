@@ -87,8 +87,6 @@ class DeepSpeedEngine(ReportingEngine):
 
     _shown_scaler: EngineLossScaler | None = None
 
-    # ---- forward, backward, step ----
-
     def forward(self, *args: object, **kwargs: object) -> Any:
         self._states_away.refuse("a forward")
         if self.training and "tput_timer" in self.__dict__:
@@ -170,8 +168,6 @@ class DeepSpeedEngine(ReportingEngine):
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce gradients left unreduced by backwards (collective); ``bucket_size`` is ignored."""
         self.reduce_gradients()
-
-    # ---- state ----
 
     def offload_states(
         self,
@@ -268,8 +264,6 @@ class DeepSpeedEngine(ReportingEngine):
             hide_wrapped(self.optimizer)
         super().destroy(gather)
 
-    # ---- compilation, consolidated weights ----
-
     def compile(
         self,
         backend: str = "inductor",
@@ -294,8 +288,6 @@ class DeepSpeedEngine(ReportingEngine):
     # called by Accelerate if ranks share layers, at any stage
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
-
-# ---- Training state that is away in host memory ----
 
 KINDS = tuple(kind.value for kind in OffloadStateTypeEnum)
 # by the engine's kinds (``zero/state_bytes.py``)

@@ -69,9 +69,6 @@ def get_data_parallel_first_rank() -> int:
     return get_data_parallel_group_ranks()[0]
 
 
-# ---- Tensor parallelism ----
-
-
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: object = None, config: object = None, **kwargs: object
 ) -> nn.Module:
@@ -132,9 +129,6 @@ class GatherReplacedLayerParams:
         pass
 
 
-# ---- Sequence parallelism ----
-
-
 def get_sequence_parallel_group() -> object:
     """Return the process group of the ranks that read parts of the same sequences. Raises
     ConfigError if the job is not sequence parallel.
@@ -153,8 +147,6 @@ def get_sequence_parallel_rank() -> int:
     groups = get_parallel()
     return 0 if groups is None else groups.along(SEQUENCE).rank
 
-
-# ---- Experts ----
 
 NAME = "ep_size_"
 
@@ -211,9 +203,6 @@ def get_max_expert_size() -> int:
 
 def get_max_expert_size_name() -> str:
     return f"{NAME}{get_max_expert_size()}"
-
-
-# ---- ``deepspeed.moe.utils`` ----
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:

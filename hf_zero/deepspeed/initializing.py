@@ -167,7 +167,5 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-# ---- Types of arguments ----
-
 DeepSpeedOptimizerCallable = Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], object]

@@ -218,9 +218,6 @@ def _ranks_here() -> int:
     return kinds.device_count() or 2
 
 
-# ---- Hostfiles and filters ----
-
-
 @contextmanager
 def _as_value_error() -> Iterator[None]:
     """Raise LaunchError as ConfigError: scripts of DeepSpeed catch ValueError."""

@@ -95,9 +95,6 @@ class SparseAttentionUtils:
         return model
 
 
-# ---- Tiled linear layers ----
-
-
 class TiledLinear(nn.Module):
     """``y = x W^T + b`` with W in ``out_splits`` x ``in_splits`` tiles, each a separate module: at
     stage 3 one tile is whole at a time.

@@ -113,9 +113,6 @@ def should_log_le(max_log_level_str: str) -> bool:
     return logger.getEffectiveLevel() <= get_log_level_from_string(max_log_level_str)
 
 
-# ---- Timers ----
-
-
 class Timer:
     """A timer for repeated starts and stops; both wait for the device."""
 

@@ -123,8 +123,6 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# ---- ``PinMemoryBuilder``: tensors in host memory that is not paged out ----
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mlock.argtypes = _LIBC.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 

@@ -18,9 +18,6 @@ from hf_zero.parallel.pipeline.engine import pipelined
 PipelineEngine = pipelined(DeepSpeedEngine)
 
 
-# ---- Schedules ----
-
-
 class PipeInstruction:
     """An instruction to a stage; keyword arguments are attributes."""
 

@@ -183,9 +183,6 @@ def _pair(version: str) -> tuple[int, int]:
     return major, minor
 
 
-# ---- Tensors divided into equal parts ----
-
-
 class PartitionedTensor:
     """The part of ``tensor`` (any shape, equal on all ranks of ``group``) that this rank keeps: a
     1-D copy. Parts differ by one element at most.
@@ -266,9 +263,6 @@ def reduce_scatter_coalesced(
     parts = received.split(sizes)
     lengths = [max(0, min(t.numel() - rank * size, size)) for t, size in zip(tensors, sizes)]
     return [part[:numel] for part, numel in zip(parts, lengths)]
-
-
-# ---- Loaders ----
 
 
 class RepeatingLoader(Generic[T]):

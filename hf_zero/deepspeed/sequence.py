@@ -129,8 +129,6 @@ def _gather_losses() -> None:
     functional.all_gather = all_gather
 
 
-# ---- Tiles ----
-
 Compute = Callable[..., torch.Tensor]
 Weights = Sequence[torch.Tensor] | None
 """Accepted and not needed: a unit's gradients are reduced when its last backward is over."""

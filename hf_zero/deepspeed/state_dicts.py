@@ -95,9 +95,6 @@ def _in_memory(content: dict[str, object]) -> BinaryIO:
     return file
 
 
-# ---- Files of whole weights ----
-
-
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
@@ -144,9 +141,6 @@ def _one_writer(folder: Path) -> Iterator[bool]:
             lock.remove()
     finally:
         lock.close()
-
-
-# ---- ``python -m deepspeed.checkpoint.ds_to_universal`` ----
 
 
 def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:

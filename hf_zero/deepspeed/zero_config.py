@@ -305,8 +305,6 @@ def get_log_level(param_dict: JsonObject) -> str | None:
     return param_dict.get(LOG_LEVEL, LOG_LEVEL_DEFAULT)
 
 
-# ---- Names of keys, routes of data, defaults ----
-
 GRADIENT_CLIPPING = "gradient_clipping"
 GRADIENT_CLIPPING_DEFAULT = 1.0
 LOG_LEVEL = "log_level"
@@ -323,8 +321,6 @@ PARTITIONED_SHAPE = [0]
 MIN_SWAPPABLE_BYTES = 1024**2
 """Largest tensor that DeepSpeed leaves in memory under offload to files; hf-zero writes all."""
 
-
-# ---- Names of learning rate schedules and their parameters ----
 
 LR_RANGE_TEST = "LRRangeTest"
 ONE_CYCLE = "OneCycle"

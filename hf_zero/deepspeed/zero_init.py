@@ -166,9 +166,6 @@ def zero_wrapper_for_fp_tensor_constructor(
     return function
 
 
-# ---- The configuration for models under construction, and the current load ----
-
-
 class Loading:
     """The outermost ``from_pretrained`` in progress, and the files that it has opened."""
 
@@ -214,8 +211,6 @@ def log_zero3() -> None:
         )
 
 
-# ---- Construction on a device, in a dtype ----
-
 # functions that make a tensor without being given another one
 CONSTRUCTORS = frozenset(
     {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
@@ -260,9 +255,6 @@ class OnDevice:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
-
-
-# ---- Generation ----
 
 
 @contextmanager

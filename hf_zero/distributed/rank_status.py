@@ -113,8 +113,6 @@ class PostedStatus(RankStatus):
         self.heartbeats = heartbeats
         self._store.wait_for_host(heartbeats.timeout, lambda: 0 in heartbeats.unreachable())
 
-    # ---- publishing ----
-
     def publish(self, state: str, why: str = "", pending: PendingCollective | None = None) -> None:
         """Post the state of this rank. A failed or broken rank stays so."""
         # The training's thread and the watchdog's post; neither waits for the other's calls.
@@ -158,8 +156,6 @@ class PostedStatus(RankStatus):
             what = in_words(pending.what)
             post["wait"] = [pending.log.name, pending.number, what, list(pending.required)]
         return post
-
-    # ---- reading ----
 
     def read(self) -> dict[int, StatusPost] | None:
         """Return what is known of the other ranks; None if the store is gone."""
@@ -415,8 +411,6 @@ class PostedStatus(RankStatus):
                 return self._without_store() if self._silent else None
             time.sleep(pause)
         raise AssertionError("pauses are endless")
-
-    # ---- the end ----
 
     def publish_exit(self) -> str | None:
         """Post the end of the interpreter.

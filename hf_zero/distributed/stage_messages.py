@@ -231,8 +231,6 @@ class StageMessages:
         other = target if source == self.rank else source
         return self._logs[source, target].issue(what, (self.ranks[other],))
 
-    # ---- headers ----
-
     def announce(self, peer: int, header: Sequence[int]) -> None:
         """Send ``header`` to ``peer``."""
         message = torch.tensor(header, dtype=torch.int64).to(self._headers)
@@ -255,8 +253,6 @@ class StageMessages:
         except RuntimeError as error:
             raise self._watchdog.conclude_failure(pending, error) from error
         return header
-
-    # ---- activations ----
 
     def send(
         self, peer: int, stage: int, micro_batch: int, activations: Activations, kind: type[Any]
@@ -311,8 +307,6 @@ class StageMessages:
         )
         self._watchdog.end(text)
         raise RankMismatchError(text)
-
-    # ---- gradients ----
 
     def send_gradients(
         self, peer: int, stage: int, micro_batch: int, gradients: Sequence[torch.Tensor]

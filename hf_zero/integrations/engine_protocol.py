@@ -39,8 +39,6 @@ class EngineProtocol(Protocol):
     feature_set: EngineFeatures[Any]
     training: bool
 
-    # ---- properties of Engine ----
-
     @property
     def module(self) -> nn.Module: ...
     @property
@@ -68,8 +66,6 @@ class EngineProtocol(Protocol):
     @property
     def pass_is_under_way(self) -> bool: ...
 
-    # ---- a step ----
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -91,8 +87,6 @@ class EngineProtocol(Protocol):
     def train_micro_batch_size_per_gpu(self) -> int: ...
     def set_batches(self, micro: int, accumulation_steps: int) -> None: ...
     def trust_loader(self) -> None: ...
-
-    # ---- state, stopping ----
 
     def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> bool: ...
     def load_checkpoint(self, load_dir: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]: ...

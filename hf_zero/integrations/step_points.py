@@ -430,9 +430,6 @@ ROUTES = {
 }
 
 
-# ---- the page ----
-
-
 def _row(*cells: object) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 

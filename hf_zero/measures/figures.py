@@ -171,8 +171,6 @@ class StepFigures:
         self._loss: torch.Tensor | None = None
         self._known_losses = 0  # of backwards
 
-    # ---- within a step ----
-
     def forward(self, engine: TrainingEngine, inputs: object) -> None:
         """Count the samples and tokens of a training forward in a step that is wanted."""
         if not engine.module.training or not torch.is_grad_enabled():  # Lightning sets the module's
@@ -258,8 +256,6 @@ class StepFigures:
         """Read all steps; waits for the device."""
         while self._unread:
             self._read(engine, self._unread.popleft())
-
-    # ---- the numbers of a step ----
 
     def _ended(self, engine: TrainingEngine, number: int) -> _Step:
         figures: Figures = {"step": number}

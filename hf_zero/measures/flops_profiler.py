@@ -298,9 +298,6 @@ def get_model_profile(
         profiler.end_profile()
 
 
-# ---- The step that the configuration names ----
-
-
 class StepProfile:
     """Count the operations of rank 0's forwards in the step that ``section`` names, of its last
     micro-batch, and print them once that step has ended.

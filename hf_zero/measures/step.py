@@ -190,8 +190,6 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         opened.callback(engine.mesh.watchdog.records.discard, self.file)
         opened.callback(_files.discard, self.file)
 
-    # ---- within a step ----
-
     def forward(
         self, engine: TrainingEngine, args: object, kwargs: object
     ) -> AbstractContextManager[object]:
@@ -242,8 +240,6 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
                 logger.info("step %d: memory | %s", number, breakdown(engine))
             if self._every and self._logs_collectives:
                 self._log_collectives()
-
-    # ---- between steps ----
 
     def divided_by(self, steps: int | None) -> None:
         if self._figures is not None:
@@ -370,8 +366,6 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
                         else "no local folder was named",
                     )
             self.profile = None
-
-    # ---- reports ----
 
     def _report(self, figures: Figures) -> None:
         number = figures["step"]

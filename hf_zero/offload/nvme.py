@@ -144,8 +144,6 @@ class BufferPool:
             assert self._free is not None
             self._free.append((memory, copied))
 
-    # ---- prefetched reads ----
-
     def add_prefetched(self, buffered: BufferedSubGroup) -> None:
         """Register ``buffered`` as being read; its buffer may be taken until its removal."""
         self._prefetched[buffered] = None
@@ -162,8 +160,6 @@ class BufferPool:
         buffered = next(iter(self._prefetched))
         del self._prefetched[buffered]
         buffered.owner.drop_prefetched(buffered.sub_group)
-
-    # ---- writes behind ----
 
     def write(self, buffered: BufferedSubGroup) -> None:
         """Register ``buffered`` as being written; its buffer is freed after the write."""
@@ -275,8 +271,6 @@ class NvmeStorage:
             at += size
         return parts
 
-    # ---- sub-groups ----
-
     def prefetch(self, sub_group: int) -> None:
         pool = self._pool
         if not pool.prefetches or sub_group in self._buffered or sub_group in self._unwritten:
@@ -358,8 +352,6 @@ class NvmeStorage:
     def keep(self, sub_group: int, arrays: dict[str, StateArray]) -> None:
         """Keep a copy of ``arrays``, which could not be written."""
         self._unwritten[sub_group] = {name: array.clone() for name, array in arrays.items()}
-
-    # ---- whole arrays ----
 
     def dtype(self, name: str) -> torch.dtype:
         how = self._formats[name]

@@ -252,8 +252,6 @@ class OffloadedUpdater(UnitUpdates):
             for flat in unit.offloaded_flats:
                 update.prepare(flat.optimizer_shard, at)
 
-    # ---- on the thread of updates ----
-
     @torch.no_grad()
     def _run(
         self, update: SubGroupUpdate, unit: Unit, ready: Sequence[streams.Event]
@@ -273,9 +271,6 @@ class OffloadedUpdater(UnitUpdates):
 def _end(unit: Unit, copied: streams.Event | None) -> None:
     for flat in unit.offloaded_flats:  # others may wait for the gather of their updated values
         flat.end_update(copied)
-
-
-# ---- The update thread, which runs the waiting job with the smallest key first ----
 
 
 @dataclass(order=True)
@@ -324,8 +319,6 @@ class UpdateQueue:
             self._worker.shutdown()
             self._worker = None
 
-
-# ---- Copies of new parameter shards from host kernels to the device ----
 
 # sub-groups being copied to a GPU at once: the small last one of a unit must not delay the next
 STAGED = 3

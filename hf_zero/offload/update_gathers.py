@@ -163,8 +163,6 @@ class UpdateGathers:
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
 
-    # ---- on the thread ----
-
     def _run(self) -> None:
         self._begin()
         while True:

@@ -219,8 +219,6 @@ def _cannot_compile(error: Exception) -> bool:
     return isinstance(error, (CompilationError, TritonError, subprocess.CalledProcessError))
 
 
-# ---- arguments of element-wise kernels: tensors as rows ----
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -279,8 +277,6 @@ def version_of(tensor: Tensor) -> int | None:
     """Return the number of writes to ``tensor``; None: an inference tensor, which counts none."""
     return None if tensor.is_inference() else tensor._version
 
-
-# ---- a trial of the declared kernels on a device ----
 
 # Far above the effect of rounding on a few rows, far below that of a wrong index or a lost mask.
 TOLERANCE = 0.02

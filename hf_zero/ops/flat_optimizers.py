@@ -217,9 +217,6 @@ def lion_(
     )
 
 
-# ---- custom operators ----
-
-
 @torch.library.custom_op("hf_zero::flat_advance_", mutates_args=("steps",))
 def _advance(steps: Tensor, settings: Tensor, found_inf: Tensor | None) -> Tensor:
     return ADVANCE(steps, settings, found_inf)
@@ -271,9 +268,6 @@ def _(*arguments: object) -> None:
 @_lion.register_fake
 def _(*arguments: object) -> None:
     return None
-
-
-# ---- checks of arguments ----
 
 
 def _check(

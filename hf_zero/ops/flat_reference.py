@@ -21,9 +21,6 @@ def sums_of_squares(tensors: Sequence[list[Tensor]]) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-# ---- the flat optimizers: tile by tile in fp32 ----
-
-
 def advance_(steps: Tensor, settings: Tensor, found_inf: Tensor | None) -> Tensor:
     lr, decay, beta1, beta2, eps, log_beta1, log_beta2, sign, decoupled = settings.unbind(1)
     count = steps + 1
@@ -108,9 +105,6 @@ def _tiles(
 
 def _factor(sign: float, divisor: Tensor | None) -> Tensor | float:
     return sign if divisor is None else sign / divisor
-
-
-# ---- the passes of LAMB ----
 
 
 def lamb_measure(

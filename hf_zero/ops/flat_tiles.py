@@ -140,8 +140,6 @@ def _cut(piece: FlatRun, tile: int) -> Tensor:
     return table
 
 
-# ---- sums of squares of many tensors in one pass ----
-
 RUN = 16384
 RUN_COLUMNS = 4  # first element, length, whether it is whole and aligned, 0
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -296,9 +296,6 @@ def accumulate(out: Tensor, source: Tensor, scale: float = 1.0) -> None:
         core.accumulate(address(out), address(source), kind(source), source.numel(), scale)
 
 
-# ---- shared by the updates ----
-
-
 def _check_step(op: str, step: object) -> None:
     if not isinstance(step, int) or step < 1:
         raise KernelError(f"{op}: step is {step!r}; steps are integers and count from 1")

@@ -140,8 +140,6 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
 
 
-# ---- the positions of the tensors: a table of tiles with addresses ----
-
 TILE = 4096
 # addresses of weights, gradient and two moments; length; the part; whether the tile is whole: TILE
 # elements, each array at a multiple of ALIGNED bytes; 0

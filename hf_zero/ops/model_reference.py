@@ -111,8 +111,6 @@ def _mask(seed: torch.Tensor, rows: torch.Tensor, dropout: float) -> torch.Tenso
     return kept_rows(seed, rows.shape[0], rows.shape[1], dropout).to(rows.dtype) / (1 - dropout)
 
 
-# ---- activations; results go into output arguments, as the kernels' do ----
-
 _SLOPE = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 
@@ -172,9 +170,6 @@ def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
     return x.float() if bias is None else x.float() + bias.float()
 
 
-# ---- dropout and residual; masks from the same Philox numbers as the kernels' ----
-
-
 def dropout_add(x: Tensor, residual: Tensor, seed: Tensor, dropout: float, out: Tensor) -> None:
     """Compute ``out = residual + dropout(x)``; x, residual, out [rows, width], seed int64 [1]."""
     out.copy_(residual.float() + dropped(x.float(), seed, dropout))
@@ -190,9 +185,6 @@ def dropped(values: Tensor, seed: Tensor, dropout: float) -> Tensor:
     rows, width = values.shape
     kept_mask = kept_rows(seed, rows, width, dropout)
     return values.mul(1 / (1 - dropout) if dropout < 1 else 0.0).masked_fill(~kept_mask, 0)
-
-
-# ---- rotary embedding ----
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool, out: Tensor) -> None:
@@ -224,9 +216,6 @@ def rotary(
     """
     rotate(q, cos, sin, backward, q_out)
     rotate(k, cos, sin, backward, k_out)
-
-
-# ---- cross-entropy over rows of logits ----
 
 
 def cross_entropy_(

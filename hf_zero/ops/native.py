@@ -159,8 +159,6 @@ def _needed(what: str) -> ModuleType:
     return native_core
 
 
-# ---- the threads of this rank ----
-
 VARIABLE = "HF_ZERO_THREADS"
 MAX_THREADS = 4096
 
@@ -262,8 +260,6 @@ def _affinity(pid: int) -> set[int]:
     except OSError:  # the parent has ended or is another user's: compare with the machine
         return set(range(os.cpu_count() or 1))
 
-
-# ---- checks of tensors before a kernel gets raw pointers to them ----
 
 # the constants of kernels/cpu/kernels.h
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

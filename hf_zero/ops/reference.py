@@ -33,9 +33,6 @@ class Encoded(Protocol):
 Moment = Tensor | Encoded
 
 
-# ---- updates ----
-
-
 def adam(
     master: Tensor,
     grad: Tensor,
@@ -215,9 +212,6 @@ def _keep(moment: Moment, values: Tensor, shared: dict[str, Any], upper: bool) -
         moment.scales.copy_(scales)
 
 
-# ---- rounding ----
-
-
 def random_bits(key: int, first: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
     """Return 32 random bits (int64 [numel]) for the elements from ``first`` on: a hash of ``key``
     and the index of each.
@@ -256,9 +250,6 @@ def to_bf16(x: Tensor, random: Tensor) -> Tensor:
     """Round up with a probability proportional to the cut-off bits; ``random`` is below 2^16."""
     rounded = _floats((_bits(x) + random) & 0xFFFF0000)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
-
-
-# ---- blocks ----
 
 
 def encode(source: Tensor, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -331,9 +322,6 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, dynamic: bool = False) -
     if signed:
         value = torch.where(code >= 0x80, -value, value)
     return value * scales.repeat_interleave(BLOCK)[: codes.numel()]
-
-
-# ---- sweeps ----
 
 
 def cast(out: Tensor, source: Tensor, scale: float) -> None:

@@ -182,9 +182,6 @@ DEQUANTIZE_SUM = Kernel(
 )
 
 
-# ---- the codec of a collective ----
-
-
 @dataclass(frozen=True)
 class BlockCodec:
     """A codec that sends elements as ``blocks``; ``differences``: as differences to the receivers'

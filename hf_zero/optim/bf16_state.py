@@ -126,8 +126,6 @@ class Bf16State:
                 key = key_of(self.seed, whole, name, steps_before)
                 round_stochastically(out[own], values[own], key, start)
 
-    # ---- on the device ----
-
     @property
     def most_widened(self) -> int:
         """The most elements that are in fp32 together."""

@@ -115,8 +115,6 @@ class BoundOptimizer:
         """The optimizer's live ``param_groups``."""
         return self.optimizer.param_groups
 
-    # ---- stepping ----
-
     def takes_shards(self) -> bool:
         """Return whether the next :meth:`step` can also write the new values into the shards."""
         return self._fused.ready and self._fused.takes(self._not_counted(self._table.stepped))
@@ -292,8 +290,6 @@ class BoundOptimizer:
         else:
             self._own.update_rounded(segments, grad_scale, steps_before, run_pre_hooks)
         return set()
-
-    # ---- the second half of a step: offloaded state ----
 
     def offloaded_update(self, divisor: float, steps_before: int) -> Any:
         """Return the update of all offloaded state, with the group settings of this moment; step

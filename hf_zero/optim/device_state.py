@@ -139,8 +139,6 @@ class DeviceState(Regions):
             for span in region.spans
         ]
 
-    # ---- the first step ----
-
     def create_for_first_step(self, segments: Iterable[Segment]) -> list[Segment]:
         """Create the state of those of ``segments`` that make their first step now. Return those
         whose state only the step itself can create, for :meth:`move_into_arrays` afterwards.
@@ -268,8 +266,6 @@ class DeviceState(Regions):
         for segment, name, value in others:
             own = live[segment.tensor][name] = self.view(segment, name)
             _set(own, value)
-
-    # ---- arrays of flat buffers ----
 
     @property
     def all_arrays(self) -> list[Tensor]:

@@ -136,8 +136,6 @@ class FusedStep(StepLaunch):
             self._rows, self._steps, self._tables = {}, None, {}
         self._counts_by_segment = by_segment
 
-    # ---- support ----
-
     def takes(self, segments: Sequence[Segment]) -> bool:
         if (
             self._kernel is None
@@ -188,8 +186,6 @@ class FusedStep(StepLaunch):
             *(part.flat.gradient.shard for part in parts if part.flat.gradient.shard is not None),
             *shards.values(),
         ]
-
-    # ---- the step ----
 
     def step(
         self,
@@ -316,8 +312,6 @@ class FusedStep(StepLaunch):
         return RowSettings(
             **shared, eps=group["eps"], decoupled=bool(decoupled), corrected=corrected
         )
-
-    # ---- places ----
 
     def _plan(self, segments: Sequence[Segment], shards: Mapping[str, Tensor]) -> _Tables:
         """Return the tables of the launches over ``segments``, new ones if a place has changed."""

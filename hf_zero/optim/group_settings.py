@@ -93,9 +93,6 @@ def _plain_value(value: object) -> Any:
     return _MISSING
 
 
-# ---- settings in and out of checkpoints, and compared with those of other ranks ----
-
-
 _NUMBERS = frozenset({float, bool, int})
 
 

@@ -143,8 +143,6 @@ class MemberStates(MutableMapping[Any, Any]):
             if part.flat is not None
         }
 
-    # ---- the mapping ----
-
     def _look(self, *keys: object) -> None:
         for key in keys:
             self.refuse(key)
@@ -249,8 +247,6 @@ class MemberStates(MutableMapping[Any, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return _plain, ([(key, dict(state)) for key, state in self.items()],)
 
-    # ---- reads ----
-
     def pieces(self, part: MemberPart) -> list[Piece]:
         """Return the elements of ``part`` by segment, in order."""
         assert part.flat is not None
@@ -324,8 +320,6 @@ class MemberStates(MutableMapping[Any, Any]):
         return joined.view(part.shape), copies or (
             len(arrays) > 1 and not shares_memory(joined, arrays[0])
         )
-
-    # ---- writes ----
 
     def check(self, entry: MemberState, values: Mapping[str, object]) -> None:
         """Raise PartitionError for arrays among ``values``, assigned to ``entry``, of another shape
@@ -431,8 +425,6 @@ class MemberStates(MutableMapping[Any, Any]):
                 else:
                     live[name] = copy_of(value)
             at += last - first
-
-    # ---- the end of entries ----
 
     def discard(self) -> None:
         """Forget the entries, and what a script has written to them."""

@@ -292,8 +292,6 @@ class GroupMembers:
             )
         self.refuse_written()
 
-    # ---- writes that other ranks, or copies of the weights, miss ----
-
     @property
     def written(self) -> int:
         """Number of a script's writes to members that are not taken over."""

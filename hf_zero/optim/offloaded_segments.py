@@ -55,8 +55,6 @@ class OffloadedSegments(Regions):
     def reset_all(self) -> None:
         """Reset all segments to before the first step; entries must have been removed."""
 
-    # ---- one segment ----
-
     @staticmethod
     def view(segment: Segment, name: str) -> Any:
         """Return the entry of state ``name`` of ``segment``."""
@@ -71,8 +69,6 @@ class OffloadedSegments(Regions):
 
     def put(self, segment: Segment, name: str, at: int, values: Tensor) -> None:
         """Write ``values`` into state ``name`` of ``segment``, starting at element ``at``."""
-
-    # ---- one flat buffer ----
 
     def create_missing(self, flat: OptimizerShard) -> bool:
         """Create the missing state of ``flat``, with its values before a first step; return whether

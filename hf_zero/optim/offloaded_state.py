@@ -122,8 +122,6 @@ class OffloadedState(OffloadedSegments):
         """Return the entry of state ``name`` of ``segment``."""
         return segment.parts[0].flat.contents.entry(name)[segment.start : segment.stop]
 
-    # ---- steps ----
-
     def offloaded_update(
         self,
         used_segments: UsedSegments,
@@ -176,8 +174,6 @@ class OffloadedState(OffloadedSegments):
                 or not entries.of(segment)
             )
         return first
-
-    # ---- rules and formats ----
 
     def rule(self, group: int) -> Rule | None:
         """Return the host kernel that updates ``group``; None if the optimizer itself does."""
@@ -308,8 +304,6 @@ class OffloadedState(OffloadedSegments):
         ]
         for segment in new:
             self.create(segment)
-
-    # ---- access for checkpoints ----
 
     def arrays(self, flat: OptimizerShard) -> FetchedArrays:
         """Return the master weights and each per-element state of ``flat``, 1-D over

@@ -347,8 +347,6 @@ class OptimizerState:
         like = torch.zeros(1, dtype=torch.bfloat16 if narrow else torch.float32)
         return self.initial.some_group_keeps(name, like)
 
-    # ---- all of it ----
-
     def forget(self) -> None:
         """Reset all state, offloaded state too, to that before the first step."""
         self.scalars.note_load([])

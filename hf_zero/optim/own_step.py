@@ -291,8 +291,6 @@ class OwnStep:
         """Run the class's own step without hooks, which run once for the whole step."""
         bare_step(self._optimizer)
 
-    # ---- torch's fused kernels ----
-
     def _takes_scale(self) -> bool:
         """Return whether every group runs a fused kernel that takes the scale itself. Without one
         torch refuses it, also in a group that has no parameters.

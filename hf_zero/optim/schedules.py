@@ -507,9 +507,6 @@ SCHEDULES: dict[str, type[LRSchedule]] = {
 VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
-# ---- by name ----
-
-
 def schedule_class(name: str) -> type[LRScheduler]:
     """Return the class of the schedule ``name``, as the configuration spells it."""
     return SCHEDULES.get(name) or getattr(torch_schedules, name)

@@ -26,9 +26,6 @@ View = Callable[["Segment", str], object]
 """Memory of a state of a segment."""
 
 
-# ---- kinds of state ----
-
-
 def is_scalar(name: str, value: object, shape: Sequence[int]) -> bool:
     """Return whether state ``name`` of a parameter of ``shape`` is one number for all of it."""
     if isinstance(value, Tensor):
@@ -83,9 +80,6 @@ def scalar_like(value: Any, number: float) -> Any:
 def copy_of(value: Any) -> Any:
     """Return a copy of ``value``, a number or the state of a whole tensor."""
     return value.clone() if isinstance(value, Tensor) else value
-
-
-# ---- entries ----
 
 
 def nothing() -> None:

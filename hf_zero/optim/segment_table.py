@@ -107,8 +107,6 @@ class SegmentTable:
     def _regions(self) -> list[MemoryRegion]:
         return self.device.regions + self.offloaded.regions
 
-    # ---- cuts ----
-
     def separate(self, segments: Iterable[Segment], names: frozenset[str]) -> None:
         """Cut ``segments`` such that none holds both parameters ``names`` and others."""
         mixed = [

@@ -90,8 +90,6 @@ class ShardedTensors(Tensors):
         totals = dict(zip(self._rows, every.split(lengths)))
         return [v if name is None else totals[name].to(v.device) for name, v in zip(rows, sums)]
 
-    # ---- whole matrices ----
-
     def transformed(
         self,
         parts: Sequence[Tensor],

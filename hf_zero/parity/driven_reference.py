@@ -49,8 +49,6 @@ class DrivenReference(Reference):
         self.data_ranks = self.world_size
         hold(self)
 
-    # ---- the window ----
-
     @property
     def in_no_sync(self) -> bool:
         return not self._syncs
@@ -93,8 +91,6 @@ class DrivenReference(Reference):
             self.zero_grad()
             type(self.optimizer).step(self.optimizer)
 
-    # ---- clipping ----
-
     def measure_gradient(self) -> torch.Tensor:
         self._finish_gradients()
         return nn.utils.get_total_norm(self._gradients()) / self.scaler.scale
@@ -125,8 +121,6 @@ class DrivenReference(Reference):
             self.max_norm = limit
         if norm is not None:
             self._norm = norm
-
-    # ---- whole values of a parameter ----
 
     def updated(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return what the optimizer updates in place of ``parameter``: its master weights in 16
@@ -171,8 +165,6 @@ class DrivenReference(Reference):
             value = self.updated(parameter) if dtype is torch.float32 else parameter
             yield name, value.detach().to("cpu", dtype or parameter.dtype, copy=True)
 
-    # ---- measures and techniques, which it has not ----
-
     def state_bytes(self) -> dict[str, int]:
         states = [] if self.optimizer is None else self.optimizer.state.values()
         optimizer = [v for of in states for v in of.values() if isinstance(v, torch.Tensor)]
@@ -204,8 +196,6 @@ class DrivenReference(Reference):
                 f"hf-zero parity does not compare a script that uses engine.{name}, which nothing "
                 "in torch corresponds to: leave it out for the comparison"
             ) from error
-
-    # ---- weights, groups, removal ----
 
     @torch.no_grad()
     def iter_weights(

@@ -180,9 +180,6 @@ def observer() -> FrameworkObserver:
     return _observer
 
 
-# ---- torch ----
-
-
 def note_wrapped(
     original: Original, self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
@@ -200,9 +197,6 @@ def note_norm(
     norm = original(parameters, max_norm, *args, **kwargs)
     observer().norms.append(float(norm))
     return norm
-
-
-# ---- Accelerate, Transformers ----
 
 
 def without_plugin(original: Original, self: Accelerator, *args: Any, **kwargs: Any) -> None:
@@ -287,9 +281,6 @@ def without_callback(original: Original, self: Trainer, *args: Any, **kwargs: An
         if "ZeroCallback" not in (type(callback).__name__, getattr(callback, "__name__", ""))
     ]
     original(self, *args, **kwargs)
-
-
-# ---- Lightning ----
 
 
 def without_strategy(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:

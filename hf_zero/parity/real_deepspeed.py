@@ -208,9 +208,6 @@ def configuration(settings: ZeroConfig) -> JsonObject:
     return written
 
 
-# ---- DeepSpeed's engine ----
-
-
 def note_engine(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Wraps ``DeepSpeedEngine.__init__``: begins the record of an engine that trains."""
     model: nn.Module = kwargs["model"] if "model" in kwargs else args[1]
@@ -285,9 +282,6 @@ def with_torch_s_adam(
         if observer().variant == FULL_PRECISION:
             config |= {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
     original(self, config, *args, **kwargs)
-
-
-# ---- Accelerate, Transformers ----
 
 
 def with_gloo(original: Original, self: PartialState, *args: Any, **kwargs: Any) -> Any:

@@ -81,8 +81,6 @@ class StepRecorder:
             self._file.close()
         logger.removeHandler(self._handler)
 
-    # ---- what a script computes ----
-
     def add(self, engine: RecordedEngine, header: JsonObject) -> None:
         """Begin the record of ``engine``, with its weights before the first step."""
         if engine.optimizer is None:

@@ -111,8 +111,6 @@ class Reference(nn.Module):
         for group in groups:
             group["params"] = [self.masters.get(p, p) for p in group["params"]]
 
-    # ---- a step: forward, backward, average, clip, update ----
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self._averaged = False
@@ -307,8 +305,6 @@ class Reference(nn.Module):
         """Return ``output`` with the loss scale in the gradient of a plain ``loss.backward()``."""
         return _Scaled.apply(self, output) if output.requires_grad else output
 
-    # ---- the accumulation window ----
-
     @property
     def ends_window(self) -> bool:
         """Return whether the backward under way, or the next, ends the accumulation window."""
@@ -347,8 +343,6 @@ class Reference(nn.Module):
     def train_batch_size(self) -> int:
         return self.config.train_batch_size or self.world_size
 
-    # ---- figures ----
-
     def get_global_grad_norm(self) -> float:
         return float(self._norm)
 
@@ -368,8 +362,6 @@ class Reference(nn.Module):
     @property
     def stage(self) -> int:
         return self.config.stage
-
-    # ---- state ----
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, rank0_only: bool = False, dtype: torch.dtype | None = None, **kwargs: Any

@@ -140,8 +140,6 @@ class Session:
             layers = self.fixed["layers"]
             return compare(self._run, script, self.resume, self.say, self.reference, layers)
 
-    # ---- one run ----
-
     def _run(self, name: str, ranks: int | None = None, **fields: Any) -> RunRecord:
         folder = self._folder / name
         folder.mkdir()
@@ -241,9 +239,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-# ---- the answer ----
 
 
 def refuse_untrained(record: RunRecord) -> None:

@@ -241,9 +241,6 @@ def timeline(index: int, one: Timeline) -> Chart:
     return Chart(f"timeline{index}", "Timeline of a step", note, spec, True, hint)
 
 
-# ---- parts ----
-
-
 def _for_run(runs: Sequence[RecordedRun], run: RecordedRun, chart: Chart) -> Chart:
     """Return ``chart`` beside that of another run, or alone over the whole width."""
     if len(runs) == 1:

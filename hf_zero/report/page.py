@@ -100,9 +100,6 @@ def page(shown: PageContent, script: str, attributes: str = "") -> str:
     return text
 
 
-# ---- sections ----
-
-
 def _sections(
     runs: Sequence[RecordedRun], timelines: Sequence[Timeline | None], drawn: list[Chart]
 ) -> Iterator[str]:
@@ -337,9 +334,6 @@ def _environment(run: RecordedRun) -> str:
         + _table(("", ""), files, ("", "key"))
         + "</div>"
     )
-
-
-# ---- parts ----
 
 
 def _table(

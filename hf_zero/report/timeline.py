@@ -156,9 +156,6 @@ def _ends_of(spans: Sequence[Bar]) -> dict[int, float]:
     return {int(mark[1]): begin for mark, begin in ends if mark is not None}
 
 
-# ---- hosts ----
-
-
 def _of_host(spans: Iterable[Bar]) -> Iterator[Bar]:
     """Yield the bars of one rank's spans."""
     launched: dict[tuple[str, str], deque[Bar]] = defaultdict(deque)
@@ -208,9 +205,6 @@ def without(bar: Bar, others: Iterable[Bar]) -> Iterator[Bar]:
         at = other.end
     if at < bar.end:
         yield bar._replace(begin=at)
-
-
-# ---- devices ----
 
 
 def _of_device(kernels: Sequence[Bar]) -> Iterator[Bar]:

@@ -300,8 +300,6 @@ class EngineParts(ModelWrapper):
         if self.optimizer is not None:
             self.optimizer.cur_scale = self.optimizer.loss_scale = self.scaler.scale
 
-    # ---- parameters ----
-
     def gather_on_use(self, flat: FlatBuffer) -> bool:
         """Gather the unit of ``flat`` for a read of a released parameter if a forward of this
         engine is under way; return whether it did.
@@ -352,8 +350,6 @@ class EngineParts(ModelWrapper):
         """Reduce unreduced gradients of earlier backwards (collective); steps do so themselves."""
         self.pass_runner.reduce()
         self.pass_runner.reducer.wait_for_offload()
-
-    # ---- what the engine says about itself ----
 
     @property
     def stage(self) -> int:

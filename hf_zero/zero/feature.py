@@ -71,7 +71,7 @@ class Feature:
 
     name = ""  # of its row
 
-    # ---- before it is known which features are on: of classes that a row names as ``early`` ----
+    # Called before it is known which features are on, on classes that a row names as ``early``:
 
     @classmethod
     def check_request(cls, settings: ZeroConfig, trains: bool) -> None:
@@ -109,7 +109,7 @@ class Feature:
         """Return whether ``model`` or ``optimizer`` switch the feature on, without a key."""
         return False
 
-    # ---- before the engine ----
+    # Called before there is an engine:
 
     def check_inputs(self, inputs: EngineInputs) -> None:
         """Raise ConfigError for a model, an optimizer or data that the feature does not support.
@@ -160,7 +160,7 @@ class Feature:
         """Return features for ``model`` that are applied after all others, by name."""
         return {}
 
-    # ---- on the engine ----
+    # Called on the engine:
 
     def bind(self, step: OptimizerStep) -> None:
         """Prepare the feature's part of the steps that ``step`` makes, of an engine under way."""
@@ -170,8 +170,8 @@ class Feature:
         reads ``engine.global_steps``, which a load restores.
         """
 
-    # ---- in a step; ``StepHooks`` has those that a feature overrides. All but the first two may be
-    # collective; ``engine.gradient_norm()`` may call before_reduction and squares in between ----
+    # Called in a step; ``StepHooks`` has those that a feature overrides. All but the first two may
+    # be collective; ``engine.gradient_norm()`` may call before_reduction and squares in between:
 
     def prepare_batch(self, batch: object) -> object:
         """Return ``batch`` as the model's forward would change it. Called by
@@ -220,7 +220,7 @@ class Feature:
         updated the counters. ``overflow``: it was skipped; ``scale``: the loss scale of the next.
         """
 
-    # ---- between steps: collected in the same way, and collective, but for state_bytes ----
+    # Called between steps: collected in the same way, and collective, but for state_bytes:
 
     def synchronize(self) -> None:
         """Make the weights of all ranks equal, before whole weights are read."""
@@ -244,7 +244,7 @@ class Feature:
         """Return the bytes that this rank keeps on the device, by kind: gradients, optimizer."""
         return {}
 
-    # ---- for scripts and checkpoints ----
+    # Called by scripts and checkpoints:
 
     def compile(self, backend: str, **options: object) -> None:
         """Compile what the feature compiles, because a script has called ``engine.compile``."""

@@ -126,8 +126,6 @@ class PassRunner:
         if not trains and self._optimizer_step.bound is not None:
             self._optimizer_step.bound.members.refuse_written()
 
-    # ---- a backward ----
-
     def run_backward(self, loss: torch.Tensor, retain_graph: bool, weight: float | None) -> None:
         """Backpropagate ``loss``, a scalar of one micro-batch, unscaled. ``weight``: of the
         micro-batch in its window; None: 1 / ``window.accumulation_steps``. Raises PartitionError
@@ -230,8 +228,6 @@ class PassRunner:
             assert engine is not None
             engine.finish_update_in_backward()
 
-    # ---- a backward that a graph launches ----
-
     def _run_captured(
         self, runner: StepRunner, scaled: torch.Tensor, retain_graph: bool, loss_factors: Hashable
     ) -> None:
@@ -257,8 +253,6 @@ class PassRunner:
         for restore in states:
             restore()
         self.reducer.end_replay()
-
-    # ---- gradients before a step ----
 
     def reduce_stray_gradients(self, by_step: bool = False) -> None:
         """Take in gradients that no hook has seen, and abort a backward that an exception has left
@@ -298,8 +292,6 @@ class PassRunner:
         device = flat.full.device if shard is None else shard.device
         scale = self._optimizer_step.held_scale(device)
         flat.gradient.write(name, value, scale * self.reducer.unreduced_scale(flat), scale)
-
-    # ---- whether a step can use them ----
 
     def has_micro_batch(self) -> bool:
         """Return whether a ``step()`` now counts a micro-batch: there was a backward since the last

@@ -169,8 +169,6 @@ class ModuleHooks:
         inside = graph_task() != -1 and self._tracker.inside_backward
         return self._tracker.current_forward if inside else self._outermost
 
-    # ---- forwards of modules ----
-
     def _pre_forward(
         self,
         unit: Unit | None,
@@ -384,8 +382,6 @@ class BackwardTracker:
             unit.calls.pending or unit.calls.read_by for unit in self._units
         )
 
-    # ---- forwards ----
-
     def add_forward(self, kind: Hashable, joint: bool) -> None:
         """Register a forward of ``kind`` with a graph; ``joint``: all ranks run it together."""
         self._forwards_by_kind[kind if joint else None] += 1
@@ -409,8 +405,6 @@ class BackwardTracker:
             self._untracked.append(forward)
             self._end_reads(set(self._untracked[:-FORWARDS_TOLD_APART]))
             del self._untracked[:-FORWARDS_TOLD_APART]
-
-    # ---- the backward of a call ----
 
     def begin_call(self, call: UnitCall) -> None:
         """Begin the backward of ``call``, and that of its outermost forward with the first one."""
@@ -522,8 +516,6 @@ class BackwardTracker:
                 "compute with other values than the forward: call it outside the checkpoint, or "
                 "switch zero_optimization.update_in_backward off"
             )
-
-    # ---- the whole backward ----
 
     def enter(self) -> None:
         """Begin a backward if none is under way. Called by every hook in a backward."""

@@ -150,9 +150,6 @@ class CarriedState(StateSource):
         }
 
 
-# ---- the change ----
-
-
 @contextmanager
 def trainable_again(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Context in which ``parameters``, frozen for a while, are planned as those that train."""

@@ -38,8 +38,6 @@ class TrainingEngine(EngineParts):
     frozen and unfrozen.
     """
 
-    # ---- forward and backward ----
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.sharded_model.engine_flats.trainability_changed and torch.is_grad_enabled():
             self.rebuild_if_unfrozen()
@@ -103,8 +101,6 @@ class TrainingEngine(EngineParts):
         """Return whether a forward or a backward has begun and not ended."""
         return self.pass_runner.under_way
 
-    # ---- the accumulation window ----
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context for backwards that do not end the accumulation window: stages 0 and 1 keep their
@@ -163,8 +159,6 @@ class TrainingEngine(EngineParts):
         """Drop all gradients and restart the accumulation window, as :meth:`zero_grad` does."""
         self.zero_grad()
 
-    # ---- the norm of the gradient ----
-
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """Return the norm of the gradient for the next step, before clipping, without the loss
@@ -197,8 +191,6 @@ class TrainingEngine(EngineParts):
         self.pass_runner.reduce_stray_gradients()
         self.pass_runner.refuse_unusable()
         self.pass_runner.reduce_for_step()
-
-    # ---- the step ----
 
     @torch.no_grad()
     def step(self) -> None:
@@ -387,8 +379,6 @@ class TrainingEngine(EngineParts):
             "hf_zero.initialize(model=..., optimizer=...)"
         )
 
-    # ---- an update in the backward ----
-
     @torch.no_grad()
     def finish_update_in_backward(self) -> None:
         """Make the rest of the update, and end the step, at the end of a backward that has made a
@@ -427,8 +417,6 @@ class TrainingEngine(EngineParts):
         with changes.change(f"step {self.counters.global_steps}"):
             self._end_window()
         return failure
-
-    # ---- batches ----
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step, from the next window on. Raises ConfigError
@@ -480,8 +468,6 @@ class TrainingEngine(EngineParts):
         shared = config.tensor_parallel.size * config.ranks_of_a_sequence
         return config.override(sizes, "set by the script").resolve(self.data_ranks * shared)
 
-    # ---- the parameters that train ----
-
     def rebuild_if_unfrozen(self, loads: bool = False) -> None:
         """Rebuild the engine if parameters that its optimizer has were unfrozen (collective);
         ``loads``: a load follows, which may replace a half changed state.
@@ -532,8 +518,6 @@ class TrainingEngine(EngineParts):
         """
         new = [changed] if isinstance(changed, torch.nn.Parameter) else list(changed.parameters())
         rebuild(self, "replace()", lambda: groups_over(self, new, group))
-
-    # ---- whole values, compilation, stopping ----
 
     def consolidated(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator over whole parameters on the CPU, one unit at a time, by first name

@@ -123,7 +123,7 @@ static void decode_block(float* x, const uint8_t* codes, float scale, int n) {
     over_vectors(n, [&](int i, int k) { store(x + i, decoded<SIGNED>(widened(load<B>(codes + i, k)), all(scale)), k); });
 }
 
-// ---- codes from a table: block-wise quantization as bitsandbytes has it, rounded to nearest ----
+// Codes from a table: block-wise quantization as bitsandbytes has it, rounded to nearest.
 
 constexpr uint32_t kZeroCode = 127;  // with a sign: negative values have lower codes, -1 has none
 
@@ -193,8 +193,6 @@ template <bool SIGNED>
 static void decode_dynamic_block(float* x, const uint8_t* codes, float scale, int n) {
     over_vectors(n, [&](int i, int k) { store(x + i, dynamic_values<SIGNED>(codes + i, all(scale), k), k); });
 }
-
-// ---- blocks of any kind ----
 
 template <bool STOCHASTIC>
 HFZ_INLINE void encode_any(const Moment& to, const float* x, int64_t at, int n, Key key, uint32_t index) {

@@ -96,8 +96,6 @@ HFZ_INLINE void end_of_stream(bool stream) {
 #endif
 }
 
-// ---- moments ----
-
 HFZ_INLINE float* moment(float* room, const Moment& from, int64_t at, int n) {
     if (from.kind == F32) return static_cast<float*>(from.data) + at;
     if (from.kind == BF16) {

@@ -116,8 +116,8 @@ HFZ_INLINE bool any(U x) {
 #endif
 }
 
-// ---- integers of other sizes; narrowed values must fit. Compilers lower __builtin_convertvector
-// to many instructions ----
+// Integers of other sizes: narrowed values must fit. Compilers lower __builtin_convertvector
+// to many instructions.
 
 HFZ_INLINE U widened(H x) {
 #if HFZ_WIDTH == 16 && defined(__AVX512F__)
@@ -203,8 +203,6 @@ HFZ_INLINE F gathered_of_8(const float* from, U at) {
 #endif
 }
 
-// ---- bfloat16 ----
-
 HFZ_INLINE F from_bf16(H x) { return (F)(widened(x) << 16); }
 
 // Round to nearest, ties to even; a NaN keeps its sign and its upper bits and becomes quiet.
@@ -223,8 +221,6 @@ HFZ_INLINE H to_bf16(F x) {
     const U quiet = (bits >> 16) | 0x40u;
     return narrowed(choose((bits & 0x7fffffffu) > 0x7f800000u, quiet, rounded));
 }
-
-// ---- IEEE half ----
 
 #if HFZ_WIDTH == 16 && defined(__AVX512F__)
 HFZ_INLINE F from_f16(H x) { return (F)_mm512_cvtph_ps((__m256i)x); }

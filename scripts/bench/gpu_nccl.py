@@ -50,9 +50,6 @@ def device(cpu: bool) -> Any:
     return torch.device("cpu" if cpu else "cuda")
 
 
-# ---- the ways ----
-
-
 def ways_here(cpu: bool) -> tuple[str, ...]:
     from tests.nccl import ways
 
@@ -90,9 +87,6 @@ def way_of(rows: Sequence[dict[str, Any]]) -> str:
     """Return the first way whose collectives were all right, or ""."""
     tried = [row for row in rows if row.get("work") == WAYS and row.get("right")]
     return next((row["of"] for row in tried if "why" not in row), "")
-
-
-# ---- cells ----
 
 
 def cases(work: str, module: str, count: int, seconds: int, table: str = "CASES") -> Cell:
@@ -183,9 +177,6 @@ def cells_of(part: int, cpu: bool) -> list[Cell]:
     """The cells of ``part``, with the seconds that they may take here."""
     slower = SLOWER if cpu else 1
     return [replace(cell, seconds=slower * cell.seconds) for cell in (FIRST, *PARTS[part])]
-
-
-# ---- what cannot run ----
 
 
 def processes_on_card() -> list[str]:

@@ -133,9 +133,6 @@ def batch_of(work: Work) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
-# ---- what is foreseen ----
-
-
 def on_h200(work: Work) -> Any:
     """Return the free bytes of this machine; of a tiny run, those of an H200 and its host."""
     import torch
@@ -161,8 +158,6 @@ def foreseen(model: Any, work: Work, config: dict[str, Any]) -> dict[str, Any]:
         "foreseen_host_gib": tiers.ram / GIB,
     }
 
-
-# ---- trainings ----
 
 Step = Callable[[], Any]
 

@@ -221,8 +221,6 @@ def test_a_base_is_not_asked_for_over_the_network(tmp_path, monkeypatch):
     assert adapters._base_configuration("some/model") == {"vocab_size": 5}
 
 
-# ---- over quantized weights ----
-
 RANKS = 2
 SCALES = "blocks.0.up.base_layer.weight.absmax"
 

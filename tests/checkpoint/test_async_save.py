@@ -187,8 +187,6 @@ def test_a_bar_appears_for_work_that_lasts(monkeypatch, capsys):
         assert ("saving run" in capsys.readouterr().err) == shown
 
 
-# ---- at moments that nobody plans ----
-
 TWO = Setup()
 
 

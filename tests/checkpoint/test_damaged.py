@@ -49,9 +49,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# ---- what is done to the folder of a run ----
-
-
 def flip_after(name: str, inside: bytes, further: int, run: Path) -> None:
     """Change a bit of ``name``, ``further`` bytes behind the begin of ``inside``."""
     path = run / TAG / name
@@ -213,8 +210,6 @@ def test_verify_finds_what_is_wrong_with_files(whole: Path, tmp_path: Path) -> N
         failed += [f"{name}: {part!r} is not in {text!r}" for part in wanted if part not in text]
     assert not failed, "\n".join(failed)
 
-
-# ---- verify ----
 
 Files = dict[str, bytes]
 

@@ -164,9 +164,6 @@ def test_frozen_weights_that_are_tied_and_left_out(tmp_path, heard):
     assert not {"embed.weight", "head.weight"} & states["module"].keys()
 
 
-# ---- where it reads from, what it carries along ----
-
-
 def test_what_lies_beside_it_is_carried_along(tmp_path):
     folder, run_folder = tmp_path / "run", tmp_path / "run" / "checkpoint-2"
     saved(run_folder)
@@ -202,9 +199,6 @@ def test_what_lies_beside_it_is_carried_along(tmp_path):
     for source in (run_folder, run_folder / "global_step2"):
         assert convert_checkpoint(source, out).files == (MODEL,)
     assert (out / "README.md").read_text() == card  # the facts are replaced, not added again
-
-
-# ---- where it writes to ----
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -280,9 +274,6 @@ def test_a_universal_folder_of_float64_is_announced_as_rounded(tmp_path, heard):
     engine.destroy()
     convert_checkpoint(tmp_path / "run", tmp_path / "out", to="universal")
     assert any("fp32" in line and "weight, bias" in line for line in heard)
-
-
-# ---- the names that scripts for DeepSpeed call ----
 
 
 def test_state_dicts_of_scripts(tmp_path):
@@ -377,9 +368,6 @@ def test_into_a_model_without_memory(of_small):
         model = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match=r"weight, bias.*to_empty"):
         checkpoint.load_state_dict_from_zero_checkpoint(model, of_small[0])
-
-
-# ---- the whole model of an engine ----
 
 
 def test_whole_and_converted_it_is_the_model_that_was_trained(tmp_path):

@@ -52,8 +52,6 @@ from tests.helpers.training import adamw
 
 TWO_WHOLE = Job(2, 1)
 
-# ---- saving ----
-
 
 def raising(number: int) -> Any:
     raise OSError(number, os.strerror(number))
@@ -249,9 +247,6 @@ def test_parts_of_tensors_at_unknown_places_are_not_saved(tmp_path):
     run_ranks(2, on_rank, seeded(lambda: Split(blocks=1)))
 
 
-# ---- loading into another model, optimizer or schedule ----
-
-
 def widened():
     module = other()
     module.second = torch.nn.utils.skip_init(torch.nn.Linear, 13, 7)
@@ -346,9 +341,6 @@ def test_ranks_that_load_different_checkpoints(tmp_path):
     # one folder that two machines have mounted under different names
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     each_loads(lambda rank: [tmp_path / str(rank)])
-
-
-# ---- choices of rank 0 ----
 
 
 @pytest.mark.parametrize("error", [KeyError("step"), OSError(errno.EIO, "failed", "latest")])

@@ -54,8 +54,6 @@ def made(path: Path, content: str = "{}") -> Path:
     return path
 
 
-# ---- names ----
-
 NO_TAGS = [
     "",
     ".",
@@ -107,9 +105,6 @@ def test_latest_names_the_checkpoint_and_what_is_missing_is_named(tmp_path: Path
         find.locate(tmp_path / "c")
 
 
-# ---- links ----
-
-
 def test_a_tag_that_is_a_link(tmp_path: Path) -> None:
     """The link is replaced; the checkpoint that it led to, and what lies beside it, stay."""
     archive, folder = tmp_path / "archive", tmp_path / "run"
@@ -131,9 +126,6 @@ def test_a_tag_that_is_a_link(tmp_path: Path) -> None:
         assert f"{folder / 'b'} exists and is no checkpoint" in text
 
 
-# ---- what an interrupted save leaves ----
-
-
 def test_a_save_that_was_stopped_around_its_renames(tmp_path: Path) -> None:
     """The checkpoint that was moved aside is found, and put back by the next save of the tag,
     unless the new one is there.
@@ -152,9 +144,6 @@ def test_a_save_that_was_stopped_around_its_renames(tmp_path: Path) -> None:
     for kind in (SAVING, REPLACED, DROPPED):
         made(tmp_path / f"{kind}z")
     assert find.tags_in(tmp_path) == ["a"]
-
-
-# ---- while a save is under way ----
 
 
 def test_two_jobs_save_under_one_tag(tmp_path, monkeypatch):
@@ -195,9 +184,6 @@ def test_nothing_is_removed_while_latest_cannot_be_read(tmp_path: Path, heard: l
     saved(tmp_path, ONE, tag="s2", save_latest=False, keep=1)
     assert find.tags_in(tmp_path) == ["s1", "s2"]
     assert any("retention skipped" in text and str(tmp_path / LATEST) in text for text in heard)
-
-
-# ---- retention ----
 
 
 def save(folder: Path, *steps: int, **options):

@@ -106,8 +106,6 @@ def test_a_tensor_in_the_middle_of_a_file_that_is_damaged(tmp_path, monkeypatch)
         held.read(0, torch.empty(1))
 
 
-# ---- the loss scale ----
-
 HYSTERESIS, WINDOW = 2, 3
 
 
@@ -180,9 +178,6 @@ def test_a_universal_folder_has_the_scale_beside_the_settings_of_groups(
         path.with_name("new").replace(path)
     saved = open_checkpoint(folder).manifest
     assert saved.precision == "fp16" and saved.scaler == {"scale": 256.0, "left": 1, "since": 2}
-
-
-# ---- folders of save_pretrained ----
 
 
 def test_weights_go_into_an_engine_and_through_the_converter(tmp_path: Path) -> None:

@@ -129,9 +129,6 @@ def test_they_convert(tmp_path: Path) -> None:
             assert any(not torch.equal(want[key], module[key].float()) for key in want), name
 
 
-# ---- what is changed in a copy ----
-
-
 def copied(tmp_path: Path, name: str = "stage1") -> Path:
     return Path(shutil.copytree(INPUTS / name, tmp_path / name)) / "global_step3"
 
@@ -172,9 +169,6 @@ def test_the_client_state_may_hold_numbers_of_numpy(tmp_path: Path) -> None:
         read = opened.client_state()
     assert read["curve"].tolist() == [0.0, 1.0, 2.0]
     assert {key: read[key] for key in given} == given and type(read["best"]) is np.float64
-
-
-# ---- what cannot be read ----
 
 
 def optimizer(rank: int) -> str:

@@ -31,8 +31,6 @@ from tests.helpers.cells import in_turn
 CONFIG, TOKENIZER, TEMPLATES = "config.json", "tokenizer.json", "additional_chat_templates"
 
 
-# ---- states of random generators ----
-
 KEY = list(range(624))
 STATES: dict[str, list[Any]] = {
     "python": [[], {}, [3, [1, 2], None], [3, [*KEY, 625], None], [3, [*KEY, 624], "a"]],
@@ -55,9 +53,6 @@ def test_a_state_that_no_generator_has_is_refused(kind: str) -> None:
         with pytest.raises(CheckpointError, match=f"generator '{kind}' is damaged: .*another tag"):
             set_rng_state(kind, state)
     assert all(torch.equal(state, before[name]) for name, state in rng_states().items())
-
-
-# ---- objects of numpy ----
 
 
 class Reduced:
@@ -122,9 +117,6 @@ def test_metadata_that_lacks_something_is_named(run: Path, tmp_path: Path) -> No
         (tmp_path / "whole" / ".metadata").write_bytes(pickle.dumps(data))
         with pytest.raises(CheckpointError, match=r"\.metadata is damaged or missing .*Error: "):
             convert_checkpoint(tmp_path / "whole", tmp_path / "out", progress=False)
-
-
-# ---- names, links, pipes ----
 
 
 @pytest.fixture(scope="module")

@@ -163,9 +163,6 @@ def test_unreadable_files(tmp_path, written):
     assert Manifest.read(path).to_json() == written
 
 
-# ---- state that is no tensor ----
-
-
 def test_objects_that_are_damaged_or_would_execute(tmp_path):
     path = tmp_path / "objects.pt"
     torch.save({"client_state": {"k": Harm()}}, path)
@@ -181,9 +178,6 @@ def test_objects_that_are_damaged_or_would_execute(tmp_path):
             load_objects(path)
     with pytest.raises(CheckpointError, match=r"o\.pt lacks \['k'\] of client_state"):
         join("client_state", {"json": {}, "objects": ["k"]}, {}, Path("o.pt"))
-
-
-# ---- groups ----
 
 
 def paired(saved: tuple[str, ...], *live: str) -> Any:
@@ -217,9 +211,6 @@ def test_groups_are_paired_by_their_parameters_and_a_schedule_follows() -> None:
         "_milestones": [1, 2, 3],
         "_schedulers": [{"_last_lr": [6, 4, 5], "lr_lambdas": [None]}],
     }
-
-
-# ---- work deferred until saves end ----
 
 
 @pytest.fixture
@@ -264,9 +255,6 @@ def test_work_does_not_run_where_a_save_fails(tmp_path: Path, done: list[str]) -
         assert not done
     background_saves.after_commit(tmp_path, lambda: done.append("next"))
     assert done == ["next"]
-
-
-# ---- the runs of a load ----
 
 
 def parted(parts: int, *, of: int = 3) -> list[FlatEntry]:

@@ -96,8 +96,6 @@ def test_what_others_wrote(tmp_path, way):
         assert torch.equal(found[name][:: 1 << 12], tensor), name
 
 
-# ---- bytes that each rank reads ----
-
 BLOCK = 64  # bytes that have a hash of their own
 
 

@@ -67,9 +67,6 @@ def store() -> Iterator[UPath]:
     empty()
 
 
-# ---- what is there ----
-
-
 def test_what_a_save_puts_and_what_reads_it(store: UPath, tmp_path: Path) -> None:
     """Rank 0's identifier of the save is in all names, though every rank draws one. The converter,
     the iterator and the command line read it.
@@ -102,9 +99,6 @@ def test_what_a_save_puts_and_what_reads_it(store: UPath, tmp_path: Path) -> Non
     assert same(dict(iterate_state_dict(UPath(URL))), dict(iterate_state_dict(tmp_path / "run")))
     with pytest.raises(CheckpointError, match=r"memory://bucket/model: .* folder of a file system"):
         convert_checkpoint(tmp_path / "run", "memory://bucket/model")
-
-
-# ---- whatever happens ----
 
 
 class Service:

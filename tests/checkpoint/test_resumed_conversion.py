@@ -189,9 +189,6 @@ def test_only_what_fits_a_pattern(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-# ---- past the page cache, or not; locks ----
-
-
 @pytest.mark.parametrize(
     ("call", "cleared"), [("open", False), ("pwrite", False), ("pwrite", True)]
 )

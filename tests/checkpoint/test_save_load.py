@@ -132,8 +132,6 @@ def test_parts_of_a_checkpoint(tmp_path):
     assert "rope" not in (tmp_path / "global_step2" / "manifest.json").read_text()
 
 
-# ---- schedules ----
-
 Schedule = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -332,8 +330,6 @@ def test_garbage_that_is_collected_while_two_threads_read_the_generator():
     assert ended is not None, "the threads wait for each other"
     assert ended == 0, "a thread raised"
 
-
-# ---- tensors as models have them ----
 
 EVERY = sorted(CODES, key=str)
 Make = Callable[[], torch.nn.Module]

@@ -277,8 +277,6 @@ def test_checkpoints_of_every_version_are_read(tmp_path: Path) -> None:
     assert RANK1 in problem and "its hash is sha256:" in problem
 
 
-# ---- the container ----
-
 DTYPES = sorted(CODES, key=str)
 
 

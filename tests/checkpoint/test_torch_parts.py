@@ -38,8 +38,6 @@ from tests.helpers.parts import whole
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_ranks, run_steps
 
-# ---- parts ----
-
 BOXES = {
     "scalar": ((), None),
     "vector": ((7,), None),
@@ -89,8 +87,6 @@ def test_what_is_staged_or_copied_is_a_part_and_other_operations_are_refused():
     assert torch.equal(torch.cat([v.flatten() for _, v in staged.pieces]), torch.arange(6.0))
 
 
-# ---- engines that keep state in host memory or files ----
-
 RANKS, SAVED_AFTER, STEPS = 2, 2, 4
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -133,9 +129,6 @@ def test_states_of_an_engine_whose_state_is_in_files(tmp_path):
         return ended
 
     same(on_ranks(RANKS, resumed)[0], found[0][3], exact=True)
-
-
-# ---- converted checkpoints ----
 
 
 class Odd(Stack):
@@ -349,9 +342,6 @@ def test_names_of_one_form_do_not_replace_those_of_another(build, said, tmp_path
         assert opened.manifest.parameters.keys() == want[0].keys()
         rates = [group.hyperparameters["lr"] for group in opened.manifest.optimizer.groups]
     assert rates == [group["lr"] for group in optimizer.param_groups]
-
-
-# ---- torch's functions ----
 
 
 def test_torchs_functions_are_replaced_at_the_import_not_at_a_look_up(

@@ -50,9 +50,6 @@ def test_each_command_is_one_line_of_the_list(monkeypatch: pytest.MonkeyPatch) -
         assert f"Example: hf-zero {command}" in said and "--json" in said
 
 
-# ---- estimate and simulate ----
-
-
 def test_estimate_prints_the_library_s_figures(model: str, tmp_path: Path) -> None:
     expected = hf_zero.estimate(model, ranks=4, precision="bf16", optimizer="SGD")
     command = f"estimate {model} --ranks 4 --optimizer SGD"
@@ -164,9 +161,6 @@ def test_checkpoints_in_memory_are_estimated_by_the_ranks_of_a_host(
     assert "--ranks-per-host = 2: it describes" in said and "leave it out" in said
 
 
-# ---- estimate --fit ----
-
-
 def test_fit_writes_a_configuration_that_can_be_saved(model: str, tmp_path: Path) -> None:
     state = hf_zero.estimate(model, ranks=1, stage=1).at(1).state
     command = f"estimate {model} --ranks 1 --fit --device-memory {state // 2}B --ram 1GiB"
@@ -194,9 +188,6 @@ def test_fit_where_nothing_fits_is_code_1(model: str) -> None:
     for option in ("--device-memory", "--ram"):
         said = refusal(f"estimate {model} --ranks 1 --fit {option} 80")
         assert f"{option} 80 is 80 bytes; write the unit: {option} 80GB" in said
-
-
-# ---- completion, smoke and conversion ----
 
 
 COMPLETED = {
@@ -228,8 +219,6 @@ def test_smoke_trains_as_plain_pytorch_does() -> None:
     rows = json.loads(done.stdout)
     assert [(row["stage"], row["right"]) for row in rows] == [(stage, True) for stage in range(4)]
 
-
-# ---- bad input ----
 
 # A command, and after "=>" a part of its only line.
 BAD = f"""

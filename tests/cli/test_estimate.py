@@ -212,9 +212,6 @@ def test_models_that_people_train_most_are_known_without_the_hub(
         hf_zero.estimate("Qwen/Qwen2.5-0.6B", 1)
 
 
-# -- tiers, and what fits --------------------------------------------------------------------------
-
-
 NONE = {"device": "none"}
 
 

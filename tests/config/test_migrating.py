@@ -126,7 +126,6 @@ def test_every_key_of_fsdp_in_accelerate_is_known() -> None:
 # A file, and after "=>" a key of it with its outcome and a part of the note. "FSDP" is a file of
 # Accelerate for FSDP with these keys added. Nothing runs with a key to fix.
 FINDINGS = """
-# -- values that no run takes
 {zero_optimization: {stage: 5}} => zero_optimization.stage: to fix, is not
 {distributed_type: DEEPSPEED, num_processes: two} => num_processes: to fix, is not
 {deepspeed_config: {zero_stage: 7}} => deepspeed_config.zero_stage: to fix, is not
@@ -160,7 +159,6 @@ FSDP {distributed_type: FSPD} => distributed_type: to fix, did you mean FSDP?
 {deepspeed_config: {zero_stage: 3}, fsdp_config: {}} => fsdp_config: no effect, it is empty
 DYNAMO {mode: max-autotune} => dynamo_config.mode: translated, without CUDA graphs
 
-# -- keys by another name
 {steps_per_prnt: 10} => steps_per_prnt: to fix, did you mean 'steps_per_print'
 FSDP {fsdp_config: {fsdp_use_orig_param: true}}
     => fsdp_config.fsdp_use_orig_param: to fix, did you mean 'fsdp_use_orig_params'?
@@ -185,7 +183,6 @@ FSDP {fsdp_confg: {}} => fsdp_confg: to fix, did you mean 'fsdp_config'?
     => deepspeed_config.stage3_prefetch_bucket_size: to fix, write zero_optimization.stage3_prefetch
 {deepspeed_config: {zero: {stage: 3}}} => deepspeed_config.zero: to fix, did you mean 'zero_stage'
 
-# -- keys of other programs, and features that hf-zero lacks
 FSDP {fsdp_config: {fsdp_ignored_modules: x}} => fsdp_config.fsdp_ignored_modules: left out,
 {bf16: {}, model: {type: gpt}} => model: left out,
 {bf16: {}, amp_config: {enabled: true}} => amp_config: left out,
@@ -194,7 +191,6 @@ FSDP {fsdp_config: {fsdp_ignored_modules: x}} => fsdp_config.fsdp_ignored_module
 {bf16: {}, autotuning: {enabled: true}} => autotuning: left out, --fit
 {bf16: {}, autotuning: {enabled: false}} => autotuning: no effect, does not provide autotuning
 
-# -- keys without effect
 {deepspeed_config: {zero_stage: 3, seq_parallel_communication_data_type: bf16}}
     => deepspeed_config.seq_parallel_communication_data_type: no effect,
 {deepspeed_config: {zero_stage: 3, sparse_gradients: true}}
@@ -204,7 +200,6 @@ FSDP {fsdp_config: {fsdp_ignored_modules: x}} => fsdp_config.fsdp_ignored_module
 {zero_optimization: {stage: 2, offload_optimizer: {device: nvme, nvme_path: /scratch}},
     aio: {queue_depth: 8}} => aio.queue_depth: taken,
 
-# -- compilation: Accelerate drops it
 FSDP {dynamo_config: {dynamo_backend: "NO"}} => dynamo_config: no effect, nothing is compiled
 {distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 2},
     dynamo_config: {dynamo_backend: INDUCTOR}} => dynamo_config: no effect, compile: blocks

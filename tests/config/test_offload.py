@@ -23,9 +23,6 @@ def zero(**keys: Any) -> ZeroConfig:
     return ZeroConfig.from_dict({"zero_optimization": {"stage": 3, **keys}})
 
 
-# -- paths -----------------------------------------------------------------------------------------
-
-
 def test_relative_paths_are_resolved_and_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,9 +34,6 @@ def test_relative_paths_are_resolved_and_shown(
     assert row.value == os.path.join(tmp_path, "local_scratch")
     config = zero(offload_optimizer={"device": "nvme", "nvme_path": ["~/a", Path("/b")]})
     assert config.offload_optimizer.nvme_path == ("/home/somebody/a", "/b")
-
-
-# -- former names and 16-bit states ----------------------------------------------------------------
 
 
 def test_optimizer_states_in_bf16() -> None:
@@ -57,9 +51,6 @@ def test_optimizer_states_in_bf16() -> None:
         states.override({"offload_optimizer": {"moments": "int8"}}, "cli")
 
 
-# -- "auto" ----------------------------------------------------------------------------------------
-
-
 def test_auto_is_a_value_of_the_ratio_and_a_hole_elsewhere() -> None:
     config = ZeroConfig(2, offload_optimizer={"device": "cpu", "ratio": "auto"})
     assert config.offload_optimizer.ratio == config.resolve(8).offload_optimizer.ratio == "auto"
@@ -75,9 +66,6 @@ def test_auto_is_a_value_of_the_ratio_and_a_hole_elsewhere() -> None:
     filled = {"offload_optimizer": none, "offload_param": none}
     config = early.override(filled, "Accelerate").resolve(2)
     assert (config.offload_optimizer, config.offload_param) == (OffloadOptimizer(), OffloadParam())
-
-
-# -- what has no effect is said --------------------------------------------------------------------
 
 
 def notes(config: ZeroConfig) -> dict[str, str]:
@@ -102,9 +90,6 @@ def test_a_key_without_effect_says_why(case: tuple[dict[str, Any], str, str]) ->
     keys, name, why = case
     assert notes(ZeroConfig(2, **keys))[name].startswith(f"no effect: {why}")
     assert set(notes(ZeroConfig(2))) == {"device"}
-
-
-# ---- checkpoints and offload of activations ----
 
 
 BLOCKS: list[tuple[dict[str, Any], int | None, bool]] = [

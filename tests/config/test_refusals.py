@@ -16,7 +16,6 @@ from tests.helpers.cells import in_one_item
 # lines continue a row. "2>" resolves the configuration for two ranks, "!" says that the feature is
 # not built.
 REFUSED = """
-# -- unknown keys, with the one that was meant
 {zero: {}} => 'zero' ~ 'zero_optimization'
 {overlap_comm: true} => 'overlap_comm' ~ 'zero_optimization.overlap_comm', which has no effect
 {zero_optimization.reduce_bucketsize: 1}
@@ -26,7 +25,6 @@ REFUSED = """
     => 2 mistakes ~ 'zero_optimization.xyzzy'; known here: ~ still 'auto' ~ gradient_clipping
 {3: 1} => 3 is not a name; keys are strings
 
-# -- values that are none of their key
 {zero_optimization: true}
     => zero_optimization = true is not a section ~ write {'zero_optimization': {'stage': …}}
 {tensor_parallel: {tp: 2}} => tensor_parallel.tp = 2 is not a section ~ {'tp': {'tp_size': …}}
@@ -47,7 +45,6 @@ REFUSED = """
 {host_timeout: 0.5} => host_timeout = 0.5 is not 0 or a number of at least 1
 {host_timeout: -15} => host_timeout = -15 is not 0 or a number of at least 1
 
-# -- what contradicts something else
 {host_timeout: 30, timeout: 20} => host_timeout = 30 ~ is above timeout = 20 ~ write at most 20
 {nccl: {min_ctas: 8, max_ctas: 4}} => nccl.min_ctas = 8 ~ is above nccl.max_ctas = 4 ~ at most 4
 {stage: 2, zero_optimization: {stage: 3}} => zero_optimization.stage = 3 contradicts ~ stage = 2
@@ -56,7 +53,6 @@ REFUSED = """
 {activation_checkpointing: {blocks: 2, number_checkpoints: 3}}
     => blocks = 2 ~ contradicts ~ number_checkpoints = 3 ~ remove one
 
-# -- offload
 {zero_optimization: {stage: 3, offload_optimizer: {ratio: 1.5}}} => ratio = 1.5 is not
 {zero_optimization: {stage: 3, offload_optimizer: {moments: fp8}}} => moments = "fp8" ~ 'int8'
 {zero_optimization: {stage: 3, offload_optimizer: {cpuadam_cores_perc: 0}}} => perc = 0 ~ above 0
@@ -69,7 +65,6 @@ REFUSED = """
     => cpu_offload = true contradicts ~ = "nvme"
 ! {aio: {use_gds: true}} => use_gds = true asks for reads from NVMe into GPU memory
 
-# -- for a number of ranks
 4> {train_batch_size: 10, train_micro_batch_size_per_gpu: 2}
     => train_batch_size = 10 (config file ds.json: train_batch_size) is not a multiple of
     train_micro_batch_size_per_gpu × ranks = ~ change one of them
@@ -84,7 +79,6 @@ REFUSED = """
 8> {zero_optimization: {stage: 2, zero_hpz_partition_size: 4}} => 4 ~ gathers of stage 3
 3> {train_batch_size: 7, replicate_size: 2, tensor_parallel: {autotp_size: 2}} => 3 mistakes
 
-# -- what a stage cannot compress
 2> {zero_optimization: {stage: 0}, compressed_communication: {bits: 4}}
     => compressed_communication ~ = ~ write zero_optimization.stage: 1
 2> {zero_optimization: {stage: 0, zero_quantized_gradients: true}}
@@ -102,13 +96,11 @@ REFUSED = """
 2> {zero_optimization: {stage: 2, zero_quantized_gradients: true,
     zeropp_loco_param: {err_beta: 1.0}}} => err_beta = 1.0 ~ takes in no error at all
 
-# -- what is not built
 ! {nebula: {enabled: true}} => use checkpoint.async_save; remove the key or write
 ! {tensor_parallel: {preset_model: llama}} => tensor_parallel.preset_model = ~ does not provide
 ! {hybrid_engine: {enabled: true}, autotuning: {enabled: true}}
     => 2 mistakes in the configuration: ~ hybrid engine ~ autotuning
 
-# -- Accelerate's files
 {deepspeed_config: {zero_stag: 3}} => 'deepspeed_config.zero_stag' ~ 'zero_stage'
 {deepspeed_config: {}, zero_stage: 3} => beside Accelerate's own; put 'zero_stage' under deepspeed_c
 {distributed_type: MULTI_GPU}

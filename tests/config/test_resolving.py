@@ -127,9 +127,6 @@ def test_batch_sizes_are_over_the_groups(heard: list[str]) -> None:
         split(**written, train_batch_size=13).resolve(8)
 
 
-# ---- batch sizes by the section elasticity ----
-
-
 BATCH = {"max_train_batch_size": 10_000, "micro_batch_sizes": [8, 12, 16, 17]}
 SECTION = {"enabled": True, **BATCH, "min_gpus": 32, "max_gpus": 1500, "min_time": 20}
 SECTION["version"] = 0.1

@@ -57,9 +57,6 @@ def test_initialize_warns_once_on_rank_0(monkeypatch, caplog) -> None:
     assert len([each for each in caplog.records if each.levelname == "WARNING"]) == len(FAULTS)
 
 
-# ---- options of a launch that the script's own configuration would replace ----
-
-
 NAMES = ("CONFIG_FILE", "ZERO_STAGE", "OFFLOAD_OPTIMIZER_DEVICE", "OFFLOAD_PARAM_DEVICE")
 PRESET = "hf-zero launch --preset zero2 --precision bf16"
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}

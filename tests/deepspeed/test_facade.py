@@ -189,9 +189,6 @@ def test_python_m_runs_the_launcher(
     assert runpy.run_module("deepspeed.launcher.runner", run_name="__mp_main__")
 
 
-# -- what the installed libraries ask for ----------------------------------------------------------
-
-
 def asked_for() -> dict[str, str]:
     names: dict[str, str] = {}
     for library in ("accelerate", "transformers", "peft"):
@@ -225,9 +222,6 @@ def test_everything_the_installed_libraries_use_is_there() -> None:
 def test_everything_that_training_frameworks_use_is_there(name: str) -> None:
     """Those whose wheels ``scripts/deepspeed_names.py --wheels`` has read."""
     assert not lacks(name)
-
-
-# -- whose the names are ---------------------------------------------------------------------------
 
 
 def test_comm_is_torch_distributed_for_the_rest() -> None:

@@ -44,9 +44,6 @@ def start(model: Any, stage: int = 1, **more: Any) -> Any:
     return deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
 def stages() -> nn.Module:
     """A pipeline with a stage on each rank: each is alone in its mesh."""
     return deepspeed.PipelineModule([nn.Linear(4, 4) for _ in range(RANKS)], num_stages=RANKS)
@@ -117,9 +114,6 @@ def save_in_two_places(
     with pytest.raises(CheckpointError, match=different):
         hf_zero.Engine.save_checkpoint(engine, *place)
     engine.destroy()
-
-
-# -- initialize ------------------------------------------------------------------------------------
 
 
 def test_auto_means_the_default(heard_in_full: list[str]) -> None:
@@ -223,9 +217,6 @@ def test_a_number_of_checkpoints_for_a_model_without_blocks(heard: list[str]) ->
     engine.destroy()
     with pytest.raises(ConfigError, match="number_checkpoints"):
         hf_zero.initialize(model=model, optimizer=adamw(model), config=config)
-
-
-# -- whole weights ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -406,9 +397,6 @@ def test_the_arguments_of_a_script_name_the_configuration(tmp_path: Path) -> Non
         engine.destroy()
         with pytest.raises(ConfigError, match=rf"more than one config: config, args\.{name}"):
             deepspeed.initialize(args, model=model, optimizer=adamw(model), config={})
-
-
-# -- accumulation ----------------------------------------------------------------------------------
 
 
 def test_scripts_set_counters() -> None:

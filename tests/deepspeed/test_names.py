@@ -29,8 +29,6 @@ from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_grads, start
 from tests.helpers.late_transfers import Late
 
-# -- devices ---------------------------------------------------------------------------------------
-
 
 def test_the_cpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accelerator.get_accelerator().device_name() == process_group.default_device().type
@@ -88,9 +86,6 @@ def test_a_gpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> 
     assert process_group.default_device().type == "meta"
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert process_group.default_device().type == "cpu"
-
-
-# -- activation checkpointing ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -266,7 +261,6 @@ def test_repeated_and_failed_recomputations(tracker: Any) -> None:
 
 KEPT = ("exp_avg", "exp_avg_sq")
 
-# -- optimizers ------------------------------------------------------------------------------------
 
 ADAM, ADAMW, ADAGRAD = torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad
 DECAY = {"weight_decay": 0.1}
@@ -341,9 +335,6 @@ def test_steps_of_sub_groups_and_their_way_back(case: tuple[bool, torch.dtype]) 
         both.rollback_subgroup(0)
 
 
-# -- copies ----------------------------------------------------------------------------------------
-
-
 def test_copies_are_small_whole_apart_and_tied() -> None:
     buffer = torch.arange(1000.0)
     state = OrderedDict(
@@ -374,9 +365,6 @@ def test_copies_of_other_containers() -> None:
     assert type(copy["pair"]) is pair and copy["pair"].x.is_meta and copy["pair"].y == 3
     assert copy["groups"].default_factory is list and copy["groups"]["a"][0].is_meta
     assert copy["user"]["x"].is_meta and not state["user"]["x"].is_meta
-
-
-# -- construction and loading ----------------------------------------------------------------------
 
 
 def test_init_on_one_rank_leaves_parameters_whole_and_takes_every_argument(

@@ -44,7 +44,6 @@ TILED, CORES = "zero.TiledLinear", "utils.numa.parse_range_list"
 LEVEL = "utils.logging.get_log_level_from_string"
 REFUSED: list[Row] = [
     (ConfigError, "no section elasticity", calling("elasticity.compute_elastic_config", {})),
-    # -- names that are not built, or left out
     (NotBuiltError, "replace_.*_layer.* is not built", calling("replace_transformer_layer", None)),
     (NotBuiltError, "DeepSpeedCPULamb.* is not built", calling("ops.lamb.DeepSpeedCPULamb")),
     (NotBuiltError, "DualPipeVEngine.* is not built", calling("DualPipeVEngine")),
@@ -63,7 +62,6 @@ REFUSED: list[Row] = [
         "no 'memory_cached': use memory_reserved",
         lambda: deepspeed.get_accelerator().memory_cached(),
     ),
-    # -- inference
     (ConfigError, "a NoneType; pass", calling("init_inference", None)),
     (ConfigError, BOTH, inference({"dtype": "fp32"}, dtype="bf16")),
     (ValidationError, "known are fp32", inference(dtype="fp64")),
@@ -82,7 +80,6 @@ REFUSED: list[Row] = [
             "dtype": torch.int8,
         }.items()
     ),
-    # -- arguments
     (
         NotBuiltError,
         "mesh_param.* sequence_parallel_size",

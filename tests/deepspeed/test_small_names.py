@@ -40,9 +40,6 @@ def engine_of(model: nn.Module, stage: int, **more: Any) -> Any:
     return deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
 
 
-# -- accelerator and operators ---------------------------------------------------------------------
-
-
 def test_another_accelerator_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     before = deepspeed.get_accelerator()
     mine = deepspeed.accelerator.DeepSpeedAccelerator()
@@ -67,9 +64,6 @@ def test_operators_answer_whether_they_are_here() -> None:
     made = accelerator.get_accelerator().create_op_builder("FusedAdamBuilder")
     assert made.is_compatible() and made.name == "fused_adam"
     assert not accelerator.get_accelerator().create_op_builder("NoneSuch").is_compatible()
-
-
-# -- hosts -----------------------------------------------------------------------------------------
 
 
 def test_memory_that_is_not_paged_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +104,6 @@ def test_hostfiles_and_filters(tmp_path: Path, heard: list[str]) -> None:
             runner.parse_resource_filter(hosts, *filters)
     encoded = runner.encode_world_info(hosts)
     assert json.loads(base64.urlsafe_b64decode(encoded)) == hosts
-
-
-# -- models ----------------------------------------------------------------------------------------
 
 
 @in_one_item([(1, 4), (3, 1), (2, 4)])
@@ -197,9 +188,6 @@ def test_leaves_by_class_name_suffix_and_configuration(heard: list[str]) -> None
     assert section().leaf_module.classes == []
 
 
-# -- memory ----------------------------------------------------------------------------------------
-
-
 def test_estimates_are_those_of_hf_zero(capsys: pytest.CaptureFixture[str]) -> None:
     stage3, stage2 = deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2
     host, device, largest = stage3.estimate_zero3_model_states_mem_needs(
@@ -222,9 +210,6 @@ def test_estimates_are_those_of_hf_zero(capsys: pytest.CaptureFixture[str]) -> N
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if "offload_param=cpu, offload_optimizer=cpu" in line]) == 2
     assert len([line for line in lines if line.endswith("| offload_optimizer=none")]) == 1
-
-
-# -- helpers ---------------------------------------------------------------------------------------
 
 
 def test_clipping_of_parameters_that_no_engine_owns() -> None:
@@ -414,9 +399,6 @@ def test_configurations_as_objects() -> None:
     assert config.zero_config.stage == 2 and config.scheduler_name is None
 
 
-# -- collectives -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def comm() -> Iterator[Any]:
     def forget() -> None:  # the log is one of the process, and other tests use it
@@ -531,9 +513,6 @@ def test_logging_by_level(caplog: pytest.LogCaptureFixture, heard: list[str]) ->
             each.setLevel(before)
 
 
-# -- configurations of scripts ---------------------------------------------------------------------
-
-
 def test_former_keys_of_a_script_s_configuration(heard: list[str]) -> None:
     pydantic = pytest.importorskip("pydantic")
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -568,9 +547,6 @@ def test_the_module_is_the_deepspeed_command(
         runpy.run_module("hf_zero.deepspeed", run_name="__main__")
     assert ended.value.code == 0
     assert "--hostfile" in capsys.readouterr().out
-
-
-# -- groups of ranks -------------------------------------------------------------------------------
 
 
 @in_one_item(

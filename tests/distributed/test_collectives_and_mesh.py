@@ -456,8 +456,6 @@ def test_the_limit_of_open_files_is_raised_to_what_ranks_need(
         assert any("Too many open files" in line for line in heard_in_full) == told
 
 
-# ---- communicators of NCCL ----
-
 DEVICE = torch.device("cuda", 0)
 WORLD, SHARDS = 1024, 8
 

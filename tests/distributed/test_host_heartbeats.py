@@ -219,9 +219,6 @@ def test_the_thread_ends_with_its_owner_and_a_child_has_none() -> None:
     assert threads_become(0)
 
 
-# ---- the rank's side ----
-
-
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process has learnt no hosts."""

@@ -233,9 +233,6 @@ def test_lists_of_nodes_and_of_tasks() -> None:
             expand_tasks(text, "TASKS")
 
 
-# ---- hosts ----
-
-
 class Lost:
     def wait(self) -> None:
         raise RuntimeError("Connection closed by peer")
@@ -281,9 +278,6 @@ def test_a_name_that_does_not_resolve_is_an_error_that_names_its_variable(
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
 
 
-# ---- interfaces ----
-
-
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
@@ -322,9 +316,6 @@ def test_an_interface_that_is_not_there_is_named(
     monkeypatch.setenv(VARIABLES[0], "lo,eth98")
     with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME=lo,eth98: .* interface eth98;"):
         choose_interface("127.0.0.1", several_hosts=False)
-
-
-# ---- devices ----
 
 
 @in_one_item(

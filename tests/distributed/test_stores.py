@@ -129,9 +129,6 @@ def test_a_store_of_the_launcher_that_is_gone_is_named(monkeypatch: pytest.Monke
     assert time.monotonic() - begun >= 1.0
 
 
-# ---- agreement and fetches ----
-
-
 def on_threads(calls: Sequence[Callable[[], Any]], timeout: float = 120.0) -> list[Any]:
     """The results of ``calls``, on a thread each; fails where one hangs."""
     answers: list[Any] = [None] * len(calls)
@@ -336,9 +333,6 @@ def test_a_thread_of_an_engine_that_is_gone_is_awaited_at_exit(quick: None) -> N
     store.go.set()
     assert thread in awaited
     thread.join(60)
-
-
-# ---- requests ----
 
 
 def test_ranks_of_unknown_hosts_are_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,8 +183,6 @@ def test_the_states_of_all_ranks_are_noted_in_a_long_wait(
     assert not watches[0].records
 
 
-# ---- posts and conclusions ----
-
 WORLD = range(3)
 
 
@@ -270,9 +268,6 @@ def test_three_that_wait_in_a_ring_are_stuck_and_two_of_them_are_not() -> None:
     assert diagnose_hang(0, own, {1: second}) is None, "rank 2 may still come"
     alone = {1: second, 2: post(("c", 0, (2,)), c=["z"])}
     assert diagnose_hang(0, own, alone) is None, "what rank 2 waits for needs nobody else"
-
-
-# ---- through a store, with the thread that polls ----
 
 
 class Rank:

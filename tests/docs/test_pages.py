@@ -77,9 +77,6 @@ def test_a_page(page: str, tmp_path: Path) -> None:
     assert unknown_names(page) == set()
 
 
-# --- the shape of a page
-
-
 def check_shape(page: str) -> None:
     text = PAGES[page].read_text()
     lines = text.splitlines()
@@ -108,9 +105,6 @@ def check_links(page: str) -> None:
             assert target.is_relative_to(PAGES["index"].parent), f"{link} is not in the site"
         if anchor and target.stem in PAGES:
             assert anchor in anchors(target.stem), link
-
-
-# --- blocks
 
 
 def check_block(block: Block, folder: Path) -> None:
@@ -271,9 +265,6 @@ def check_call(call: ast.Call, known: dict[str, Any]) -> None:
     bind(*given, **{keyword.arg: None for keyword in call.keywords if keyword.arg})
 
 
-# --- commands
-
-
 def commands_in(text: str) -> Iterator[str]:
     """Command lines of a block, joined where they go on in the next line."""
     for line in text.replace("\\\n", " ").splitlines():
@@ -336,9 +327,6 @@ def check_commands(block: Block) -> None:
             assert line.startswith(("python ", "python -m ", "pip install ", "accelerate ")), line
 
 
-# --- keys and names in sentences
-
-
 LEAVES = {path.rpartition(".")[2] for path in (*KEYS, *ALIASES, *SECTIONS, *ACCELERATE_KEYS)}
 MEMBERS = {name for key in KEYS.values() for name in key.members or ()}
 """Keys inside sections that are read whole."""
@@ -397,9 +385,6 @@ def unknown_names(page: str) -> set[str]:
         for name in re.findall(r"\bhf_zero\.([A-Za-z]\w*)", code):
             unknown |= {name} - {*hf_zero.__all__} - ROOMS
     return unknown
-
-
-# --- what must be complete
 
 
 def test_each_error_and_each_command_has_a_section() -> None:

@@ -113,8 +113,6 @@ def mean(losses):
     return torch.tensor(losses).mean(0).tolist()
 
 
-# ---- the run under FSDP2 that others go on from ----
-
 EXTRA = {"extra": {"epoch": 3}}
 BESIDE = {"runs": {"a": {"step": 1}, "b": {"step": 2}}, "seen": [torch.ones(2), 5]}
 

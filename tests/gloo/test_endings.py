@@ -143,8 +143,6 @@ def test_ranks_that_are_forked_after_a_training_alone_train_together(way):
         torch.testing.assert_close(torch.tensor(weights), wanted.detach())
 
 
-# ---- signals while checkpoints are written ----
-
 SIGNALED = Path(__file__).with_name("signaled_save.py")
 LONGEST = 0.6  # seconds until the signal
 INTERRUPTED, FAILED, STOPPED = -signal.SIGINT, 1, 85

@@ -65,9 +65,6 @@ def test_a_folder_without_metadata(written, tmp_path):
             load(folder)
 
 
-# ---- schedules ----
-
-
 def linear_lr(optimizer):
     return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
 
@@ -119,9 +116,6 @@ def test_a_schedule_that_the_engine_does_not_have_is_named(written, heard):
     assert len(told) == 1 and "scheduled" in told[0]
 
 
-# ---- conversion ----
-
-
 def test_every_form_converts_to_the_same(written, tmp_path):
     folder, held = written[0], {"model": build(True).state_dict()}
     dcp.load(held, checkpoint_id=str(folder / "one"), no_dist=True)
@@ -138,9 +132,6 @@ def test_what_lies_beside_the_model_keeps_its_shape(written, heard):
     with open_checkpoint(written[0] / "beside") as opened:
         assert opened.client_state() == {**BESIDE, "seen": [None, 5]}
     assert "holds tensors beside the model, which the client state is without: seen.0" in heard[0]
-
-
-# ---- damage ----
 
 
 def rewritten(change):
@@ -211,8 +202,6 @@ def test_damage_is_reported(written, tmp_path):
     assert Harm.done == []
 
 
-# ---- checkpoints written for torch ----
-
 LAST = range(SAVED_AFTER + 1, STEPS)
 
 
@@ -273,8 +262,6 @@ def test_what_it_refuses(back, tmp_path):
         hf_zero.convert_checkpoint(run, taken, to="dcp")
     assert [path.name for path in taken.iterdir()] == ["file"]
 
-
-# ---- torch.distributed.checkpoint.state_dict ----
 
 OFFLOADED = "3, offloaded"
 CPU = {"device": "cpu"}

@@ -72,12 +72,8 @@ def test_all_ways_on_three_processes():
     check(3, [(name, STAGES[at % 4], plan_of(3)) for at, name in enumerate(WAYS)])
 
 
-# ---- gathers in two hops ----
-
 NODES, NODE = 4, 2  # ranks, and those of a node
 
-
-# ---- after the end of an engine ----
 
 # how it ends, where its state is, stage, further configuration
 Case = tuple[str, str, int, dict[str, Any]]

@@ -117,9 +117,6 @@ def test_the_same_bits(name: str, stage: int, precision: str) -> None:
     assert_same_bits(train(SECTIONS[name], stage, precision), train({}, stage, precision))
 
 
-# ---- who waits for whom ----
-
-
 @pytest.fixture
 def delays(monkeypatch: pytest.MonkeyPatch) -> random.Random:
     """Before and after each copy, one of the streams sleeps for a while, at random."""
@@ -231,9 +228,6 @@ def test_the_host_waits_for_nothing() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     away.close()
-
-
-# ---- memory ----
 
 
 def peak(more: dict[str, Any]) -> int:

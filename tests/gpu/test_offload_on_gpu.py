@@ -118,9 +118,6 @@ def test_moments_in_fewer_bits_stay_close(moments: str, make: Make, tmp_path: Pa
     assert apart(got, want) < (1e-5 if moments == "fp32" else 2e-2)
 
 
-# ---- who waits for whom ----
-
-
 @pytest.fixture(params=["nothing", "gradients", "parameters", "compute", "host"])
 def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """One of the parties sleeps before each of its transfers: who does not wait for it reads
@@ -185,9 +182,6 @@ def test_evaluation_reads_the_parameters_of_the_last_step(slow: str, tmp_path: P
         outputs.append(torch.stack(seen))
         engine.destroy()
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
-
-
-# ---- bytes ----
 
 
 def peak_of(section: dict[str, Any]) -> tuple[int, int]:

@@ -27,8 +27,6 @@ from tests.helpers.tensor_parallel import TensorJob
 from tests.helpers.training import ArchitectureJob, plain_sgd
 from tests.helpers.ways import WAYS
 
-# ---- meshes ----
-
 
 class InParts(WithoutGradients):
     """Ranks hold parts of parameters, or read parts of sequences."""
@@ -113,7 +111,6 @@ PARALLELISM: dict[str, Row] = {
     ),
 }
 
-# ---- recomputation ----
 
 SMALL = {"min_bytes": 1, "in_flight_bytes": 1000}
 
@@ -163,8 +160,6 @@ RECOMPUTATION: dict[str, Row] = {
         stages=(3, 0, 1, 2),
     ),
 }
-
-# ---- graphs ----
 
 
 def _graph(architecture: str, **keys: Any) -> Row:

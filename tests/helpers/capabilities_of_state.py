@@ -39,8 +39,6 @@ from tests.helpers.optimizers import (
 )
 from tests.helpers.training import ArchitectureJob, Way, sgd, trainable
 
-# ---- optimizers ----
-
 
 def _whole(name: str, **more: Any) -> Row:
     """One whose update of an element depends on other elements."""
@@ -161,8 +159,6 @@ OPTIMIZERS: dict[str, Row] = {
         compare=lambda got, want, initial: same_directions(got, want),
     ),
 }
-
-# ---- places and precision ----
 
 
 def _placed(way: str, **plan: Any) -> Row:

@@ -24,9 +24,6 @@ def sources(package: Path) -> dict[str, tuple[str, bool]]:
     }
 
 
-# ---- imports ----
-
-
 def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
     """Everything ``source`` imports, inside functions too, as absolute dotted names; what only
     types need does not count.

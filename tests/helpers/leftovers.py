@@ -95,9 +95,6 @@ def await_threads(others: set[threading.Thread]) -> None:
         time.sleep(0.05)
 
 
-# ---- endings ----
-
-
 def broken(engine: Any, at: At, where: str) -> None:
     """A pass that breaks at ``where`` of :class:`Armed`, which the script survives."""
     engine.module.at = where

@@ -183,9 +183,6 @@ class Variant:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-# ---- what changes numbers ----
-
-
 class Converted(ByHand):
     """Modules are replaced in the plain model, as the function of another library does it."""
 
@@ -361,8 +358,6 @@ class Dense(ByHand):
         return torch.optim.AdamW(trainable(model), **ONE_BIT)
 
 
-# ---- the table ----
-
 ACCUMULATION = 2
 FOLDER = "{folder}"  # in place of the folder of a run
 FEW = {"block_size": 32}
@@ -533,8 +528,6 @@ NEAR = {
     for other in ("float8_training", "float8_training.gather_weights")
 }
 OF_TORCHAO = {"quantization_aware_training", "float8_training", "float8_training.gather_weights"}
-
-# ---- pairs ----
 
 
 def merged(one: Keys, other: Mapping[str, Any]) -> Keys:

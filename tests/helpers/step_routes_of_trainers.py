@@ -39,9 +39,6 @@ def norm_of(model: nn.Module) -> float:
     return float(torch.cat([grad.flatten() for grad in grads]).norm()) if grads else 0.0
 
 
-# ---- Transformers ----
-
-
 class Scored(Net):
     """A model that returns its loss, as those of Transformers."""
 
@@ -136,9 +133,6 @@ def trainer(stage: int | None, clip: float, at: At) -> dict[str, Any]:
     weights = full_weights(run.model_wrapped)
     run.model_wrapped.destroy()
     return weights
-
-
-# ---- Lightning ----
 
 
 class Module(pl.LightningModule):
@@ -300,9 +294,6 @@ def lightning_manual(stage: int | None, clip: float, at: At) -> dict[str, Any]:
     module = Manual()
     module.limit = clip
     return _fit(module, stage, clip, at, "after the last backward", "after clipping")  # type: ignore[no-any-return]
-
-
-# ---- Lightning's Fabric ----
 
 
 def fabric(stage: int | None, clip: float, at: At) -> dict[str, Any]:

@@ -71,9 +71,6 @@ def masters(model: nn.Module, loss: nn.Module) -> list[torch.Tensor]:
     return [hf_zero.safe_get_full_fp32_param(p).clone() for p in parameters]
 
 
-# ---- loops ----
-
-
 def loop(engine: Any, loss: Any, steps: range, folder: Path) -> list[torch.Tensor]:
     if steps.start:
         engine.load_checkpoint(str(folder))
@@ -141,9 +138,6 @@ def accelerate_section(model: Any, loss: Any, stage: int, steps: range, folder: 
     return accelerate(model, loss, stage, steps, folder, section)
 
 
-# ---- the Trainer ----
-
-
 class Rows(Dataset[Any]):
     """The rows of all micro-batches, in their order."""
 
@@ -193,9 +187,6 @@ def trained_by(kind: Any, model: Any, loss: Any, stage: int, steps: range, folde
 
 def trainer(model: Any, loss: Any, stage: int, steps: range, folder: Path) -> Any:
     return trained_by(WithLoss, model, loss, stage, steps, folder)
-
-
-# ---- sentence-transformers ----
 
 
 class SoftmaxLoss(nn.Module):
@@ -261,9 +252,6 @@ def sentences(model: Any, loss: Any, stage: int, steps: range, folder: Path) -> 
     return trained_by(SentenceTrainer, model, loss, stage, steps, folder)
 
 
-# ---- Lightning ----
-
-
 def sharding(stage: int) -> dict[str, Any]:
     """The Trainer and Fabric have the rest."""
     return {"zero_optimization": config_of(stage, RANKS)["zero_optimization"]}
@@ -323,9 +311,6 @@ def fabric(model: Any, loss: Any, stage: int, steps: range, folder: Path) -> Any
     weights = masters(model, loss)
     launched.strategy.engines[0].destroy()  # type: ignore[attr-defined]
     return weights
-
-
-# ---- all of them ----
 
 
 def of_sentences(kind: Any) -> Callable[[], tuple[nn.Module, nn.Module]]:

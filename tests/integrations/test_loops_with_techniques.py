@@ -87,8 +87,6 @@ def test_deepspeeds_api(what: str) -> None:
     engine.destroy()
 
 
-# -- curricula and phases --------------------------------------------------------------------------
-
 GROWS = {"phases": [{"steps": 2, "sequence_length": 5}, {"train_batch_size": 8, "lr_scale": 2}]}
 CURRICULUM = {
     "enabled": True,

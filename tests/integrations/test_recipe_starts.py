@@ -57,9 +57,6 @@ def test_the_commands_and_figures_of_a_card(recipe: Path) -> None:
     assert plot.findall("{*}polyline") and plot[0].text == recipe.name
 
 
-# -- options ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def starting(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(RECIPES))
@@ -130,8 +127,6 @@ def test_options_of_a_model_are_passed_on_or_refused(starting: Any) -> None:
         with pytest.raises(SystemExit, match=f"--{name}: .*--model_name_or_path"):
             options(model_name_or_path=None, **given)
 
-
-# -- figures of cards ------------------------------------------------------------------------------
 
 NAMES = [json.loads(line)["recipe"] for line in RESULTS.read_text().splitlines()]
 

@@ -243,9 +243,6 @@ def test_presets_are_the_four_stages_and_differ_in_nothing_else() -> None:
         assert wanted <= names and ("deepspeed" in names) == ("deepspeed" in wanted), recipe
 
 
-# -- data, and refusals that cards quote --
-
-
 def test_the_presets_of_hello_bert_and_the_card_of_gpt2() -> None:
     """Offload needs one word; what is refused is quoted."""
     for preset in sorted((RECIPES / "hello-bert").glob("zero*.json")):

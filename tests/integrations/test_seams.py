@@ -90,8 +90,6 @@ def test_wrappers_live_apart_from_hugging_face() -> None:
         assert not set(finder.WATCHED) & {name.partition(".")[0] for name in names}
 
 
-# -- the hooks, on a package of our own ------------------------------------------------------------
-
 BODY = """
 import {during}
 

@@ -21,9 +21,6 @@ from tests.integrations.lightning.test_strategy import QUIET, module_of
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning")
 
 
-# ---- Lightning ----
-
-
 class Unfreeze(BaseFinetuning):
     """The second layer trains from the second epoch on."""
 
@@ -74,9 +71,6 @@ def test_a_callback_of_lightning(tmp_path: Path, stage: int) -> None:
     assert found == groups and [lr for lr, _ in groups] == [1e-3, 5e-4]
     losses, found, _ = fit(tmp_path / "again", stage, 4, resume=saved)
     assert losses == pytest.approx(want[6:], rel=1e-5) and found == groups
-
-
-# ---- the Trainer ----
 
 
 class UnfreezeLayer(transformers.TrainerCallback):

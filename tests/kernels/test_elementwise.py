@@ -192,8 +192,6 @@ def test_the_seed_comes_from_torchs_generator_and_a_checkpoint_replays_it(body):
     assert not torch.equal(block(x), block(x))
 
 
-# ---- rotary embedding ----
-
 # heads, key heads, width, rotary width, rows of angles; the angles' halves are not equal, which no
 # model has and no kernel may rely on
 SHAPES = [(4, 4, 16, 16, 1), (6, 2, 12, 12, 2), (3, 1, 10, 4, 1), (2, 2, 16, 6, 2)]
@@ -213,9 +211,6 @@ def test_rotary_is_the_formula(body):
         name = f"{queries} + {keys} heads of {width}, {rotated} rotated, {dtype}"
         inputs = [heads(2, queries, 3, width, dtype), heads(2, keys, 3, width, dtype)]
         compared(name, ours, theirs, inputs)
-
-
-# ---- all of them ----
 
 
 def test_nothing_in_nothing_out(body):

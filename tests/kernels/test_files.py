@@ -334,9 +334,6 @@ def test_what_a_process_sees(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr and "Error" not in done.stderr
 
 
-# ---- faults ----
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> OpenFile:
     return open_file(tmp_path / "file")

@@ -220,9 +220,6 @@ def test_tiles_cover_each_element_once(tile: int) -> None:
         assert tiles.table[:, 4].sum() == sum(piece.length for piece in pieces)
 
 
-# ---- norms ----
-
-
 def test_many_tensors_of_one_buffer(watched_body: str) -> None:
     for dtype in FLOATS:
         buffer = torch.randn(RUN * 2 + 700).to(dtype)

@@ -61,8 +61,6 @@ def test_both_passes_are_the_references(isa: str) -> None:
         assert not lamb_measure(*made, **SETTINGS[0])[1] < float("inf")
 
 
-# ---- lists of tensors ----
-
 LENGTHS = (1, 5, TILE + 3, 700, 2 * TILE)
 OF_LISTS = [
     LambSettings(0.9, 0.999, 1e-8, 0.1),

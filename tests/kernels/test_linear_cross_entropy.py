@@ -197,8 +197,6 @@ def test_autocast_around_the_operator_casts_nothing(form: str) -> None:
     assert all(torch.equal(*each) for each in zip(grads(loss, given), grads(expected, given)))
 
 
-# ---- the kernel ----
-
 PLAIN = Terms()
 EVERY = Terms(ignore_index=3, label_smoothing=0.1, softcap=5.0, scale=0.7)
 # of a gradient, whose largest is near 1

@@ -168,8 +168,6 @@ def test_several_callers_at_once_each_get_their_own_result() -> None:
     assert found == {value: {norm} for value, norm in expected.items()}
 
 
-# ---- this rank's share ----
-
 SHARES: list[tuple[int, int, float | None, dict[str, str], Share]] = [
     (16, 16, None, {}, Share(16, "16 cores")),
     (16, 16, None, {"OMP_NUM_THREADS": "1"}, Share(16, "16 cores")),

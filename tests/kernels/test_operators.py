@@ -164,8 +164,6 @@ def test_kernels_read_no_view_that_negates() -> None:
     assert negated == [False]
 
 
-# ---- one graph ----
-
 ANGLE = plain(1, 3, 8)
 LAYOUT = BigBirdSparsityConfig(2, 16, attention="unidirectional")
 

@@ -38,8 +38,6 @@ def zeros(*shape: int, of: torch.dtype = torch.float32, on: str = "cpu") -> torc
     return torch.zeros(shape, dtype=of, device=on)
 
 
-# ---- layers of models ----
-
 X, Q, K, ANGLE = zeros(3, 8), zeros(1, 2, 3, 8), zeros(1, 1, 3, 8), zeros(1, 3, 8)
 TWICE, ODD = ANGLE.expand(2, 3, 8), ANGLE[..., :3]
 TRAINED = zeros(1, 3, 8).requires_grad_()
@@ -143,7 +141,6 @@ ATTENTION: list[Row] = [
     (lambda: attends(264), "at most 256"),
 ]
 
-# ---- flat buffers ----
 
 TILES = Tiles.cut([FlatRun(64, 0, 0, 0, 0, 0)], "cpu", 64)
 ONE_ROW = settings_of([RowSettings(1e-3)], "cpu")
@@ -209,7 +206,6 @@ BLOCKS: list[Row] = [
     (lambda: Blocks(zeros(8, of=torch.uint8), zeros(2), True), "Blocks: scales has 2 elements"),
 ]
 
-# ---- host memory, with the native core and without ----
 
 ADAM = {"step": 1, "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 ADAM |= {"weight_decay": 0.0, "decoupled": True}

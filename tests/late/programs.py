@@ -72,9 +72,6 @@ def total(x: torch.Tensor) -> float:
     return float(x.sum().item())
 
 
-# ---- streams ----
-
-
 @right
 def products_of_16_bits_are_added_in_32() -> float:
     left = torch.full((4, 300), 1.0, dtype=torch.bfloat16, device=NAME)
@@ -151,9 +148,6 @@ def a_backward_on_the_streams_of_its_forward() -> float:
     return total(weight.grad)
 
 
-# ---- memory ----
-
-
 @broken("reuse")
 def freed_under_a_reader() -> float:
     x, side = ones(), side_stream()
@@ -184,9 +178,6 @@ def resized_under_a_reader() -> float:
     x.untyped_storage().resize_(4 * N)
     current().wait_stream(side)
     return total(y)
-
-
-# ---- host memory ----
 
 
 @broken("host")
@@ -263,9 +254,6 @@ def memory_unregistered_under_its_copy() -> float:
     return total(x)
 
 
-# ---- devices ----
-
-
 def _in_a_thread(sets_its_device: bool) -> float:
     torch_device.set_device(1)
     device.only_device(1)
@@ -312,9 +300,6 @@ def uploads_of_any_strides() -> float:
     assert device.stats()["sync_ops"] == before
     assert [each.stride() for each in brought] == [each.to(NAME).stride() for each in given]
     return total(torch.cat([each.flatten() for each in brought]))
-
-
-# ---- random numbers ----
 
 
 @right

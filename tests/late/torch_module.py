@@ -26,9 +26,6 @@ def _index(device: Any = None) -> int:
     return int(C.current_device()) if index is None else index
 
 
-# ---- streams and events ----
-
-
 class Stream(torch.Stream):
     """A stream of the device, as torch.cuda.Stream."""
 
@@ -102,9 +99,6 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 _on_stream = stream  # where an argument has its name
-
-
-# ---- devices ----
 
 
 class device:
@@ -198,9 +192,6 @@ def set_sync_debug_mode(mode: int | str) -> None:
     C.sync_debug(mode not in (0, "default"))
 
 
-# ---- graphs ----
-
-
 class CUDAGraph:
     """Captured work, as torch.cuda.CUDAGraph; named as torch's for every kind of device."""
 
@@ -252,9 +243,6 @@ def is_current_stream_capturing() -> bool:
     return bool(C.is_capturing())
 
 
-# ---- memory ----
-
-
 def empty_cache() -> None:
     """Do nothing: freed memory stays with its stream."""
 
@@ -297,9 +285,6 @@ def cudart() -> _Runtime:
     # as torch.cuda's: torch takes no memory for pinned before the device is in use
     torch.empty(1, pin_memory=True)
     return _Runtime()
-
-
-# ---- random numbers ----
 
 
 def manual_seed(seed: int) -> None:

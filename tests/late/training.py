@@ -440,8 +440,6 @@ def worst(losses: Sequence[float], expected: Sequence[float]) -> float:
     return max(math.inf if math.isnan(a) else abs(a - b) / abs(b) for a, b in pairs)
 
 
-# ---- pipelines of tied layers over two ranks ----
-
 MICROS = 4
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}  # stages of each rank
 

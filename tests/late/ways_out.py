@@ -65,9 +65,6 @@ class Job:
         return {name: hf_zero.safe_get_full_fp32_param(p).cpu() for name, p in named}
 
 
-# ---- weights for an engine that generates ----
-
-
 def packed(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Read ``tensors`` as vLLM packs them: on two streams in turn, which wait for nothing else."""
     beside, found = [torch.cuda.Stream(), torch.cuda.Stream()], dict[str, torch.Tensor]()
@@ -121,9 +118,6 @@ def sends_weights(job: Job) -> dict[str, int]:
     return dict(syncs.of("hf_zero"))
 
 
-# ---- state dicts of torch ----
-
-
 def halved(state: dict[str, Any]) -> dict[str, Any]:
     found = {name: value.detach().clone() for name, value in state.items()}
     for value in found.values():
@@ -170,9 +164,6 @@ def is_saved_beside(job: Job, folder: str) -> None:
     )
     job.check(equal(job.weights(), want), "what was saved is not what is loaded")
     job.step()
-
-
-# ---- generations in the memory of hosts ----
 
 
 def is_kept(job: Job) -> None:

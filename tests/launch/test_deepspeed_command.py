@@ -111,8 +111,6 @@ def test_how_much_is_said_and_a_log_of_each_rank(
         main(["train.py"])
 
 
-# ---- pdsh, srun and mpirun ----
-
 POOL = {"worker-0": 4, "worker-1": 4}
 SLOTS = {name: list(range(count)) for name, count in POOL.items()}
 PYTHON = [sys.executable, "-u"]

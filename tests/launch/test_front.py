@@ -184,8 +184,6 @@ def test_a_program_that_reaches_no_host_is_named() -> None:
         carry_out(LaunchPlan([start, start], None))
 
 
-# ---- failures of ranks ----
-
 LONG = "which says at length what else is to be known about it and what might be done, " * 2
 
 
@@ -282,8 +280,6 @@ def test_a_signal_while_ranks_are_started_leaves_none_behind(
             rank.proc.kill()
             rank.proc.wait()
 
-
-# ---- addresses ----
 
 LIMIT_SECONDS = 240.0
 SCRIPT = """

@@ -267,8 +267,6 @@ def test_a_host_that_cannot_be_asked(tmp_path: Path) -> None:
         address_of("no-such-host.invalid", [str(tmp_path / "missing")])
 
 
-# ---- hostfiles, filters and variables ----
-
 HOSTS = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1)), Host("10.0.0.3", (0,))]
 
 

@@ -24,8 +24,6 @@ from tests.loading.zoo import LOGITS, animal, inputs
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
-# -- loading and comparing -------------------------------------------------------------------------
-
 
 def plain(name: str, folder: Path, **options: Any) -> Any:
     return animal(name).cls.from_pretrained(folder / name, **options)
@@ -163,9 +161,6 @@ def written(rank: int, path: Path, model: Any, tensors: dict[str, torch.Tensor])
 
     once(rank, write)
     return path
-
-
-# -- what from_pretrained is asked for -------------------------------------------------------------
 
 
 def loads_like_the_plain_loader(rank: int, folder: Path, name: str) -> None:
@@ -309,9 +304,6 @@ def stages_and_devices(rank: int, folder: Path) -> None:
     let_go(found)
 
 
-# -- what goes wrong -------------------------------------------------------------------------------
-
-
 def weights_that_nothing_initializes(rank: int, folder: Path) -> None:
     import transformers
 
@@ -415,9 +407,6 @@ def open_files() -> list[str]:
     return [target for target in targets if target.endswith(".safetensors")]
 
 
-# -- what is done with a held model ----------------------------------------------------------------
-
-
 def freezing_before_initialize(rank: int, folder: Path) -> None:
     expected, found = plain("qwen2", folder), held("qwen2", folder)
     for model in (expected, found):
@@ -499,9 +488,6 @@ def bytes_of_the_files_and_what_stays_behind(rank: int, folder: Path) -> None:
         del found
         gc.collect()
         assert model() is None, "nothing keeps the model"
-
-
-# -- scripts that never call hf_zero ---------------------------------------------------------------
 
 
 def a_script_with_its_configuration_alive(rank: int, folder: Path) -> None:

@@ -354,9 +354,6 @@ def test_other_tensors_are_made_as_ever() -> None:
     assert recorded(nn.init.ones_)(real) is real and real.sum() == 5
 
 
-# -- modules ---------------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -446,9 +443,6 @@ def test_data_that_is_assigned_is_that_of_the_tensor() -> None:
         assert found[name].requires_grad is tensor.requires_grad, name
     assert lazy.small.mark == "kept"
     assert make_pending(lazy) == len(list(real.parameters()))
-
-
-# -- models on the meta device ---------------------------------------------------------------------
 
 
 def on_meta(make: Any) -> Any:

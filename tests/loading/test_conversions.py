@@ -99,9 +99,6 @@ def test_each_conversion_of_the_installed_release() -> None:
     assert len(tried) > 0.8 * len(every), every - tried
 
 
-# -- operations that nobody has seen ---------------------------------------------------------------
-
-
 class Operation(ConversionOps):
     def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]):
         self.compute = compute

@@ -64,8 +64,6 @@ def viewed(pair: Pair, view: Callable[[Any], Any]) -> Pair:
     return strided_like(expression, view(shell)), view(tensor)
 
 
-# -- what reading costs ----------------------------------------------------------------------------
-
 ROWS, COLUMNS = 64, 1024  # rows of 4096 bytes
 
 

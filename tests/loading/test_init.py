@@ -28,7 +28,6 @@ WIDTH = 16
 ZERO3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
 Values = dict[str, torch.Tensor]
 
-# ---- models made from a configuration ----
 
 TEXT = {
     "hidden_size": 32,
@@ -80,9 +79,6 @@ def configured(names: list[str]) -> dict[str, Any]:
     assert alive.is_zero3()
     transformers.integrations.deepspeed.unset_hf_deepspeed_config()
     return made
-
-
-# ---- zero.Init ----
 
 
 class Block(nn.Module):

@@ -48,8 +48,6 @@ def in_memory(tensor: torch.Tensor) -> LazyTensor:
     return LazyTensor(InMemory(tensor))
 
 
-# -- chains of operations --------------------------------------------------------------------------
-
 Step = Callable[[Any], Any]
 
 
@@ -161,8 +159,6 @@ def test_any_chain_of_operations(stored, data, run_bytes, block, inference):
             assert type(lazy) is LazyTensor and (lazy.shape, lazy.dtype) == (real.shape, real.dtype)
         assert_reads(lazy.expression, real)
 
-
-# -- single facts ----------------------------------------------------------------------------------
 
 COMPUTED: dict[str, Step] = {
     "a function that nobody foresaw": lambda t: torch.nn.functional.pad(t, (1, 2)),

@@ -112,8 +112,6 @@ def test_bytes_and_scales_are_those_of_the_plain_loader(tmp_path: Path) -> None:
     run_processes(2, loads_as_the_plain_loader, tmp_path, timeout=300)
 
 
-# ---- 8 bits by rows ----
-
 INT8 = {"quantization_config": transformers.BitsAndBytesConfig(load_in_8bit=True)}
 
 
@@ -199,8 +197,6 @@ def test_weights_with_one_scale_for_all_rows_are_refused(tmp_path: Path) -> None
     run_processes(2, refuses_whole_tensors, tmp_path, timeout=120)
 
 
-# ---- memory ----
-
 LARGE = (1024, 8192)  # of a matrix, 16 MiB in bf16
 
 
@@ -245,8 +241,6 @@ def test_a_model_that_is_read_later_is_quantized_at_once(tmp_path: Path) -> None
         read_pending(found)
     assert_same(found, want)
 
-
-# ---- training ----
 
 STEPS, ROWS = 4, 6
 NVME = {"device": "nvme", "nvme_path": "folder"}

@@ -26,8 +26,6 @@ def run(ranks, out, *arguments):
     return launched.torchrun(SCRIPT, out, *arguments, ranks=ranks)
 
 
-# ---- restarted by the launcher ----
-
 RESTARTED = [("trainer", True), ("accelerated", False), ("accelerated", True)]
 
 
@@ -50,9 +48,6 @@ def test_the_next_attempt_is_as_if_nothing_had_happened(route, in_memory, tmp_pa
         assert found[route]["losses"] == whole[len(whole) - len(found[route]["losses"]) :] != []
     assert bool(list((tmp_path / "runs").glob("**/manifest.json"))) is not in_memory
     assert not list((tmp_path / "memory").glob("*")), "its memory is free again"
-
-
-# ---- other ranks ----
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +95,6 @@ def test_from_the_memory_of_other_ranks(saved, tmp_path):
     assert {found["trainer"]["first"] for found in reports} == {AT}
     losses = whole[0]["trainer"]["losses"][AT:]
     assert reports[0]["trainer"]["losses"] == pytest.approx(losses, rel=1e-5)
-
-
-# ---- signals ----
 
 
 def test_every_route_saves_at_one_step_on_a_signal(tmp_path):

@@ -87,9 +87,6 @@ def test_two_hosts_are_one_job(hosts, tmp_path):
         assert {place["GLOO_SOCKET_IFNAME"] for place in places} == {"lo"}
 
 
-# ---- hosts that are lost, and ends ----
-
-
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -83,9 +83,6 @@ class Outcome:
     figures: Figures = field(default_factory=dict)
 
 
-# ---- a job on the device of its ranks ----
-
-
 def moved(values: Any, device: torch.device) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)
 
@@ -151,9 +148,6 @@ def factor_of(plan: Plan, stage: int) -> float:
     return oracle.MIXED_FACTOR_OTHER_ORDER if plan.ranks > 2 else oracle.factor_at(stage, 1)
 
 
-# ---- the order of collectives ----
-
-
 class Orders:
     """The collectives that this rank issues on each communicator, while it is entered."""
 
@@ -200,9 +194,6 @@ def same_orders(answers: Answers) -> Figures:
             count += len(order) if rank == members[0] else 0
     assert count, "no collective was noted"
     return {"collectives": count}
-
-
-# ---- a rank ----
 
 
 _joined: list[dist.Store] = []  # the store of the first job of this process
@@ -252,9 +243,6 @@ def rank_main(module: str, folder: Path, names: Sequence[str]) -> None:
         print(f"DONE {name}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-# ---- the plain process that starts them ----
 
 
 def outcomes(

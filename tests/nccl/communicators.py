@@ -71,8 +71,6 @@ BRANCHES = (
     "stage 3, weights in 8 bits, branches on two streams",
 )
 
-# ---- groups that the script has made ----
-
 
 def join_by_script(place: Place, name: str, device_id: torch.device | None = None) -> None:
     """Leave the job's process group and make one as scripts do."""
@@ -194,9 +192,6 @@ def again() -> Case:
         return {"engines": len(answers[0]), **figures}
 
     return Case("engines and jobs one after another", run, check)
-
-
-# ---- streams, float8 and graphs ----
 
 
 def of_branches(job: str) -> Case:

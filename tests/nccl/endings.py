@@ -53,9 +53,6 @@ ENDINGS = {
 }
 
 
-# ---- a rank ----
-
-
 def main(way: str, folder: Path) -> None:
     import hf_zero
     from hf_zero.checkpoint import background_saves
@@ -110,9 +107,6 @@ def act(way: str, world: Any, device: torch.device) -> None:
         world.broadcast(torch.ones(3, device=device), ODD)
     if way == "sends another shape":
         world.broadcast(torch.ones(4, device=device), 0)
-
-
-# ---- the process that starts them ----
 
 
 def problems(way: str, job: ranks.Ranks, codes: list[int | None], folder: Path) -> list[str]:

@@ -183,8 +183,6 @@ def test_a_write_keeps_masters_that_round_to_it():
     assert set(shard.nbytes().values()) == {0} and shard.dtype(SHARD) == torch.bfloat16
 
 
-# ---- training state, by sub-group ----
-
 SUB_GROUPS = [(0, 4096), (4096, 8192), (8192, 8201), (8201, 9001)]
 NUMEL = 9001
 

@@ -254,9 +254,6 @@ def test_hooks_and_wrappers_of_the_user_run_once_a_step_and_not_for_a_load():
     assert bound.state.scalars.of_groups() == [{"step": 4.0}, {"step": 4.0}]
 
 
-# ---- the table ----
-
-
 def test_frozen_flats_and_ungrouped_parameters_are_left_alone():
     it = world("SGD", shards=2)
     flats = it.ranks[0]
@@ -276,9 +273,6 @@ def test_frozen_flats_and_ungrouped_parameters_are_left_alone():
     flats[0].trainable, flats[0].master = True, None
     with pytest.raises(PartitionError, match="unit0"):
         cut(flats, GROUP_OF)
-
-
-# ---- state in and out ----
 
 
 @in_one_item(CASES)

@@ -91,9 +91,6 @@ def test_small_and_excluded_parameters_keep_fp32():
     assert torch.is_tensor(optimizer.state[parameters["large"]]["exp_avg"])
 
 
-# ---- objects of bitsandbytes and torchao ----
-
-
 class Manager:
     """The parts of bitsandbytes' GlobalOptimManager that an object reads."""
 

@@ -179,8 +179,6 @@ SPARSE: list[Row] = [
     for cls in (CPUAdam, CPUAdagrad, Lion, Lamb, LARS)
 ]
 
-# ---- momenta in one bit ----
-
 
 def config(stage: int = 1, zero: dict[str, Any] | None = None, **more: Any) -> ZeroConfig:
     return ZeroConfig.from_dict({"zero_optimization": {"stage": stage, **(zero or {})}, **more})

@@ -238,9 +238,6 @@ def test_a_failure_of_pip_is_one_line(output: str, folder: Path) -> None:
     assert not script.Stamp.read(folder / "hf-zero.json").files
 
 
-# --- the interpreter
-
-
 def interpreters(folder: Path, **versions: str) -> dict[str, str]:
     """Return an environment whose PATH has nothing but interpreters of these versions; "!" after
     one says that it has no ensurepip.

@@ -336,8 +336,6 @@ def test_what_keys_alone_show_is_refused_by_key() -> None:
     assert "both replace the linear layers" in row.note
 
 
-# ---- a package without a feature ----
-
 # The files that go with a row: all else of the package does without them.
 FILES = {
     "hang_detection": ("distributed/job_detection.py",),

@@ -110,8 +110,6 @@ def test_an_unknown_name_is_told_for_python_to_name_the_one_that_was_meant() -> 
     assert raised.value.obj is hf_zero and "initialize" in dir(hf_zero)
 
 
-# ---- imports from the package in programs beside it ----
-
 FOLDERS = ("tests/late", "tests/gpu", "scripts")
 
 

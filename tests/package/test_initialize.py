@@ -47,9 +47,6 @@ def refused(error: type[Exception], match: str, **arguments: Any) -> None:
         assert {type(p) for p in model.parameters()} == {nn.Parameter} and not model._forward_hooks
 
 
-# ---- what comes back ----
-
-
 def test_the_four_of_a_config_alone() -> None:
     model, stage = stack(), 3
     params = {"warmup_num_steps": 4, "warmup_max_lr": 0.125}
@@ -109,9 +106,6 @@ def test_model_parameters_are_what_an_optimizer_is_made_of() -> None:
     assert trained == {"head.weight", "head.bias"}
 
 
-# ---- the config ----
-
-
 def test_a_mistake_leaves_the_model_and_the_process_alone() -> None:
     """The messages in full are in mistakes/scripts.txt."""
     said = r"initialize needs model=; pass the torch\.nn\.Module to train"
@@ -149,9 +143,6 @@ def test_every_form_of_config(tmp_path: Path) -> None:
         engine = hf_zero.initialize(model=stack(), **given(tmp_path))[0]
         assert engine.stage == 2 and engine.config.world_size == 1
         engine.destroy()
-
-
-# ---- optimizers ----
 
 
 def test_optimizers_that_cannot_be() -> None:
@@ -196,9 +187,6 @@ def test_schedulers_of_another_optimizer() -> None:
         engine, *_, scheduler = hf_zero.initialize(optimizer=mine, **arguments)
         assert scheduler is given
         engine.destroy()
-
-
-# ---- ranks and processes ----
 
 
 def test_an_mpu() -> None:
@@ -353,9 +341,6 @@ def test_another_deepspeed_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_
     for where in (str(Path(hf_zero.__file__).parent / file), None):
         monkeypatch.setitem(sys.modules, "deepspeed", deepspeed_at(where))
         assert hf_zero.initialize(model=stack(), config="zero1")[0].stage == 1
-
-
-# ---- data ----
 
 
 class Stream(IterableDataset):

@@ -231,9 +231,6 @@ def test_a_readme_names_the_files_of_its_folder() -> None:
     assert unnamed == [], "give each a row in the README of its folder"
 
 
-# ---- circles ----
-
-
 @in_one_item([False, True])
 def test_there_is_no_circle(everywhere: bool) -> None:
     """Nor one that imports inside functions or for types close: such modules are one concern."""
@@ -261,9 +258,6 @@ def test_a_circle_is_seen(case: tuple[str, bool, bool]) -> None:
     assert bool(house.circles(house.graph(sources, everywhere=True))) is everywhere
 
 
-# ---- classes and docstrings ----
-
-
 RELATIVE = {"as", "how", "of", "those", "what", "where", "which", "whose"}
 MAX_RELATIVE = 0.02  # of all docstrings
 # one for each of Lightning's packages, which users import from both
@@ -281,3 +275,22 @@ def test_no_class_name_is_taken_twice() -> None:
     names = (re.findall(r"(?m)^ *class (\w+)[(:]", text) for text, _ in MODULES.values())
     counts = Counter(chain.from_iterable(names))
     assert {name for name, count in counts.items() if count > 1} == NAMES_TAKEN_TWICE
+
+
+def test_no_file_has_banners() -> None:
+    """House rule 5: a file that needs headings has more than one concern."""
+    sources = [
+        path
+        for top in ("hf_zero", "kernels", "scripts", "tests", "recipes")
+        for path in sorted((ROOT / top).rglob("*"))
+        if path.suffix in {".py", ".cpp", ".h"}
+    ]
+    assert len(sources) > 500
+    banner = re.compile(r"\s*(#|//)\s?([-=*#~_])\2+(\s|$)")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sources
+        for number, line in enumerate(path.read_text().split("\n"), 1)
+        if banner.match(line)
+    ]
+    assert not found, "\n".join(found)

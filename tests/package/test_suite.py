@@ -136,9 +136,6 @@ def _alive(folder: str) -> list[psutil.Process]:
     return [each for each in processes if folder in (each.info["environ"] or {}).get("TMPDIR", "")]
 
 
-# ---- selection of the cells of a product that the fast suite runs ----
-
-
 MARKS = [pytest.mark.parametrize("stage", range(4)), pytest.mark.parametrize("way, size", [])]
 WAYS = [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("c", 1)]
 

@@ -48,9 +48,6 @@ def start(module, **keys):
     return hf_zero.initialize(model=module, config=config(2, 1, **keys), optimizer=sgd)[0]
 
 
-# ---- dropout ----
-
-
 class Dropped(nn.Dropout):
     """Counts what it drops."""
 
@@ -116,8 +113,6 @@ def check_dropout(answers, readers):
         assert dropped / seen == pytest.approx(0.25, abs=4 * (0.25 * 0.75 / seen) ** 0.5)
         assert len(set(told)) == STEPS
 
-
-# ---- 16 bits ----
 
 # sums over ranks in fp32, as over the micro-batches of one process
 WIRE = {"communication_data_type": "fp32"}
@@ -197,8 +192,6 @@ def check_halved(case, answers, readers):
     assert 0 < error(ours) <= 1.2 * error(theirs)
 
 
-# ---- stages that differ ----
-
 MANY = 600
 
 
@@ -250,9 +243,6 @@ def check_uneven(first, answers, readers):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-# ---- communicators ----
-
-
 def communicators(rank, world, folder):
     """Whether others find the log of this stage's ranks; the names of logs and keys of engines that
     remain after one could not be made and another has ended.
@@ -282,9 +272,6 @@ def check_communicators(answers, readers):
         assert all(re.search(rf"{number}\b", name) for name in names), (number, names)
         assert all(any(part in name for name in names) for part in ("tied", "messages"))
         assert [key.split("/")[-2:] for key in keys] == [[number, "holders"]]
-
-
-# ---- stopping ----
 
 
 def stopping(asks, rank, world, folder):

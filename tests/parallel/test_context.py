@@ -152,9 +152,6 @@ def test_a_model_that_has_eager_attention_alone():
         assert losses == pytest.approx([expected, expected], rel=1e-5)
 
 
-# ---- refusals ----
-
-
 def started(rank, models, **config):
     start(models[rank], None, config_of(1, **config))
 

@@ -57,8 +57,6 @@ from tests.parallel.pipelines import (
     sgd,
 )
 
-# ---- which stage holds which ----
-
 
 def test_partitions_by_number_by_parameters_and_by_class():
     names = ["Embedding", "Block", "Block", "Block", "Head"]
@@ -136,9 +134,6 @@ def test_recomputed_layers_give_the_same():
     assert found[1][2] < found[0][2]
 
 
-# ---- topologies ----
-
-
 def test_topologies():
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     assert topology.get_axis_names() == ["pipe", "data", "model"] and topology.world_size() == 8
@@ -160,9 +155,6 @@ def test_topologies():
             call()
     plain_one = PipeDataParallelTopology(2, 3)
     assert [plain_one.get_coord(rank).pipe for rank in range(6)] == [0, 0, 0, 1, 1, 1]
-
-
-# ---- what is refused ----
 
 
 def module_of(**given):
@@ -297,9 +289,6 @@ def test_a_parameter_of_two_stages_is_tied_by_key_or_refused(rank):
     module = PipelineModule(between, 2, stages_per_rank=2, partition_method="uniform")
     held = {name for name, _ in module.named_parameters()}
     assert held == ({"1.weight", "1.bias", "3.weight", "3.bias"} if rank else {"0.weight"})
-
-
-# ---- the engine, on one rank ----
 
 
 def test_what_an_evaluation_returns():
@@ -642,9 +631,6 @@ def _order(engine, epoch):
     sampler = engine.training_dataloader.data_sampler
     sampler.set_epoch(epoch)
     return list(sampler)
-
-
-# ---- messages ----
 
 
 DEVICE = torch.device("cuda", 0)

@@ -59,8 +59,6 @@ def test_models_that_cannot_be_split(kind):
     refused(match, size, initialized, models, size, config_of(1))
 
 
-# ---- batches ----
-
 BATCH = plain(At(0, 0, 0))
 ONES = torch.ones(ROWS, TOKENS, dtype=torch.int64)
 COUNTED = torch.arange(TOKENS)
@@ -124,9 +122,6 @@ def test_a_batch_is_cut_after_its_labels_are_shifted():
     positions = torch.where(PADDED == 0, 1, PADDED.cumsum(1) - 1)
     part = cut(batch | {"position_ids": positions}, 1, Division(2))
     assert part["position_ids"].tolist() == positions[:, TOKENS // 2 :].tolist()
-
-
-# ---- forwards ----
 
 
 def cache_of(tokens):
@@ -223,9 +218,6 @@ def test_parts_of_batches_in_evaluation(kind):
         expected = seeded(llama)(**BATCH).loss.detach()
         for loss in run_ranks(2, evaluate_parts, models, PARTS[kind], True):
             torch.testing.assert_close(loss, expected)
-
-
-# ---- sizes ----
 
 
 def sized(*sizes):

@@ -89,9 +89,6 @@ def offloading(stage: int = 2, accumulation: int = 1, **optimizer: Any) -> ZeroC
     ).resolve(1)
 
 
-# -- the models that a host of 125 GiB must run ----------------------------------------------------
-
-
 def verdict_of(model: nn.Module, config: ZeroConfig, ranks: int = 1, free: FreeBytes = H200) -> Any:
     own = needs(planned(model, config, ranks, gpu=True))
     return judge(own, free), own
@@ -109,9 +106,6 @@ def test_8b_with_fp32_moments_is_refused_and_what_is_proposed_runs(llama_8b: nn.
         {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, **json.loads(line)}
     ).resolve(1)
     assert verdict_of(llama_8b, proposed)[0].fits
-
-
-# -- verdicts --------------------------------------------------------------------------------------
 
 
 def need(device: int = 0, ram: int = 0, disk: int = 0, **files: int) -> Needs:
@@ -160,8 +154,6 @@ def test_folders_on_one_disk_share_it() -> None:
     assert judge(own, FreeBytes(9, 9, (DiskFree("a", 100, 0), DiskFree("b", 100, 0)))).fits
     assert judge(need(1), FreeBytes(9, 9, (DiskFree("a", 0, 0),))).fits
 
-
-# -- the check -------------------------------------------------------------------------------------
 
 SMALL = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
 
@@ -261,9 +253,6 @@ def test_shards_in_host_memory_are_no_room_on_the_device(monkeypatch: pytest.Mon
         room = free_memory_for(model, config, GPU)
     assert (room.device, room.ram) == (0, 2 * (512 * 512 + 512))
     engine.destroy()
-
-
-# -- the search ------------------------------------------------------------------------------------
 
 
 BLOCKS = Blocks([(999_936,)] * 4)  # blocks of 256 elements

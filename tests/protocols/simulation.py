@@ -139,8 +139,6 @@ class Simulation:
         self._dying: list[Task] = []
         self._ends = ""
 
-    # ---- what tasks call ----
-
     def spawn(
         self, name: str, call: Callable[[], Any], process: Process | None = None, daemon=False
     ) -> Task:
@@ -232,8 +230,6 @@ class Simulation:
         if task.what == "interrupted":
             task.what = ""
             raise KeyboardInterrupt
-
-    # ---- the scheduler ----
 
     def run(self) -> str:
         """Run until the tasks that are no daemons have ended; return why they do not end, or ""."""

@@ -130,8 +130,6 @@ def test_a_job_keeps_its_folder(
     explore(JOBS[jobs], schedules(few, 2 * len(JOBS)), **settings)
 
 
-# ---- one writer of a folder ----
-
 OF_WRITERS = {"delays": (0.3,), "deaths": 1, "seconds": 100.0}
 Entry = Callable[[Path], AbstractContextManager[object]]
 
@@ -184,8 +182,6 @@ def writers(enter: Entry, lock: str, size: int, simulation: Simulation) -> Judge
 def test_one_writes(entry: str, schedules: Callable[..., int]) -> None:
     explore(partial(writers, *ENTRIES[entry], 3), schedules(400, len(ENTRIES)), **OF_WRITERS)
 
-
-# ---- logs of saves ----
 
 OF_LOGS = {"delays": (0.1,), "deaths": 1, "seconds": 100.0}
 # a process that is held up before it locks or removes a log

@@ -115,8 +115,6 @@ def test_a_request_for_less_replaces_one_for_more(monkeypatch: pytest.MonkeyPatc
     assert "is left of" in find(partial(requests, 2), 1000, **OF_MESSAGES).text
 
 
-# ---- reports ----
-
 LONG, ATTEMPTS = 30.0, 2
 OF_REPORTS = {"delays": (0.5, 5.0), "deaths": 1, "seconds": 300.0}
 _stores = PerProcess("store", lambda: None)
@@ -182,8 +180,6 @@ def test_an_error_was_reported_in_an_earlier_attempt(monkeypatch: pytest.MonkeyP
     seed_fault(monkeypatch, uncaught._PrintedTexts, "_key", *edits)
     assert "says nothing" in find(partial(reports, 2, True), 10, **OF_REPORTS).text
 
-
-# ---- gathers ----
 
 UNITS = 2
 OF_GATHERS = {"delays": (0.3, 1.5, 45.0), "deaths": 1, "seconds": 600.0}
@@ -256,8 +252,6 @@ def test_ranks_are_held_up_as_they_withdraw(schedules: Callable[..., int]) -> No
     explore(partial(gathers, *ASKING["two of three may leave"]), schedules(300), **held)
 
 
-# ---- the end of an engine ----
-
 ENGINES = 2
 OF_ENDINGS = {"delays": (0.3, 1.5), "deaths": 1, "seconds": 600.0}
 
@@ -312,8 +306,6 @@ def test_a_read_through_a_destroyed_engine_starts_an_agreement(
     seed_fault(monkeypatch, GatherAgreement, "_agree", ("if self.closed:", "if False:"))
     assert find(partial(endings, 2), 50, **OF_ENDINGS).text
 
-
-# ---- the meeting of an attempt ----
 
 LIMIT = 8.0  # seconds
 OF_A_MEETING = {"delays": (0.1, 0.6, 3.0, 12.0), "deaths": 1, "seconds": 100.0}

@@ -252,8 +252,6 @@ def test_windows_that_steps_end(stage, offload, heard):
     assert not any("without engine.step()" in line for line in heard)
 
 
-# ---- fp16: the rise and fall of the loss scale, and skipped steps ----
-
 HALF = torch.float16
 
 

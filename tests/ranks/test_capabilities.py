@@ -77,9 +77,6 @@ def initial(job):
     return {name: p.detach().clone() for name, p in job.build().named_parameters()}
 
 
-# ---- training, and what it leaves ----
-
-
 def surface(model):
     """What an engine may have changed of the modules of ``model``."""
     return {
@@ -170,9 +167,6 @@ def leaves_nothing(left):
     assert not left, "; ".join(left)
 
 
-# ---- resumed ----
-
-
 def goes_on_elsewhere(case):
     """On other ranks, at another stage; the engine that has saved goes back bit for bit."""
     row = case.row
@@ -232,9 +226,6 @@ def goes_on_elsewhere(case):
         row.compare(found, want.weights, initial(row.job))
 
 
-# ---- an overflow ----
-
-
 def alike(one, other):
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
@@ -286,9 +277,6 @@ def is_left_as_it_was_by_an_overflow(case):
         session.close()
 
     run_ranks(row.ranks, on_rank)
-
-
-# ---- the table ----
 
 
 def failures(name, case):

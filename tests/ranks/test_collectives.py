@@ -232,9 +232,6 @@ def test_the_engine_reads_nothing_back(build, stage, precision, clip, offload, m
         assert {owner for owner, _, _ in syncs.found} <= {"hf_zero", "transformers"}
 
 
-# -- the counter itself ----------------------------------------------------------------------------
-
-
 X = torch.arange(6.0)
 WAITS: dict[str, Callable[[], Any]] = {
     "_local_scalar_dense": lambda: X.sum().item(),

@@ -208,9 +208,6 @@ def check_figures(job: PairJob, trace: Trace, folder: Path) -> None:
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5), step
 
 
-# ---- the pairs ----
-
-
 def jobs(pair: tuple[str, str], folder: Path) -> Iterator[tuple[Saving, int, str]]:
     """Yield each way to use both features of ``pair``, with a stage, and why it is refused there:
     by the table, or by a model or a value; "" if it is not.

@@ -279,12 +279,8 @@ def test_a_write_gives_the_masters_of_its_parameter_the_values_of_all_ranks(rank
     assert torch.equal(hf_zero.safe_get_full_fp32_param(other), before)
 
 
-# ---- beside dense training ----
-
 BLOCKS_OF_32: dict[str, Any] = {"compressed_communication": FEW}
 
-
-# ---- errors that are fed back ----
 
 BETA = ERRORS["err_beta"]
 

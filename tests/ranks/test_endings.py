@@ -52,8 +52,6 @@ def armed():
     return seeded(Armed)
 
 
-# ---- passes ----
-
 PASSES = [
     (DEVICE, 0, "backward"),
     (DEVICE, 3, "backward"),
@@ -366,9 +364,6 @@ def test_a_backward_that_breaks_before_any_gradient_is_not_counted(managed):
     assert one == other and one[0] == 2
 
 
-# ---- graphs ----
-
-
 class Biased(Block):
     """Also return the second input, as blocks of T5 return their position bias."""
 
@@ -517,8 +512,6 @@ def test_a_graph_that_one_rank_still_holds_at_a_step_makes_it_join_no_gather():
     first, second = on_ranks(2, run, build=lambda: seeded(Chain))
     assert first == second, "ranks have issued as many gathers"
 
-
-# ---- engines ----
 
 ALLOWED, TIMES = 1 << 20, 2
 

@@ -34,9 +34,6 @@ def parted(whole, ranks=4):
     return split(copy.deepcopy(whole), init_parallel(ParallelDims.over(ranks, tensor=2)))
 
 
-# ---- messages and refusals ----
-
-
 def test_a_block_is_gathered_in_one_message_and_keys_of_one_mesh_are_refused():
     zero = {"zero_hpz_partition_size": 2, "zero_quantized_weights": True}
     zero["zero_quantized_gradients"] = True
@@ -76,9 +73,6 @@ def test_what_ranks_do_not_have_is_refused():
             init_parallel(ParallelDims(4))
 
     run_ranks(2, run, seeded(Split))
-
-
-# ---- as in one process ----
 
 
 def send_states_away(engine):
@@ -134,9 +128,6 @@ def test_as_in_one_process(name):
     sizes, stage, accumulation, optimizer, clip, more = ROWS[name]
     data = batches(2, accumulation, ParallelDims.over(4, **sizes).data)
     check(sizes, stage, accumulation, optimizer, clip, **{"data": data, **more})
-
-
-# ---- an overflow ----
 
 
 def state_of(engine):

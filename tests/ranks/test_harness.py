@@ -73,8 +73,6 @@ def test_a_mismatch_is_an_error(size):
         run_ranks(2, run, timeout=60)
 
 
-# ---- data parallelism by hand ----
-
 FAULTS = (
     "sum instead of mean",
     "no division by accumulation",

@@ -143,9 +143,6 @@ def refused(error: hf_zero.HfZeroError) -> bool:
     return "half changed" in str(error) or "broken by an exception" in str(error)
 
 
-# ---- what becomes of one line ----
-
-
 def begin(lines: Lines, stage: int, folder: Path) -> str:
     engine = engine_at(stage)
     backward(engine, 0)

@@ -91,9 +91,6 @@ def test_what_all_ranks_leave_out_is_neither_gathered_nor_reduced(rank, model, s
     engine.destroy()
 
 
-# ---- against the plain loop, whose optimizer leaves alone what no micro-batch has used ----
-
-
 class ByItself(LayerDropJob):
     begins, steps = LATE, 4
 
@@ -258,9 +255,6 @@ def test_a_backward_through_forwards_that_have_left_out_other_blocks(losses, sta
     job = Several(losses)
     check(job, stage, 2)
     assert any(map(any, job.left_out.values()))
-
-
-# ---- what it leaves as it is ----
 
 
 def only_training(model, *blocks):

@@ -78,9 +78,6 @@ def test_buffers_of_every_layout_have_rank_0s_values_and_are_not_cast():
     run_ranks(RANKS, run)
 
 
-# ---- a rank that reads alone ----
-
-
 class Untouchable(nn.Module):
     """Every property raises: each attribute that this class and torch's do not have is one."""
 
@@ -212,9 +209,6 @@ def test_others_go_on_with_a_forward(more):
         oracle.compare_tensors("weights", got, want)
 
 
-# ---- requires_grad ----
-
-
 class PartlyFrozen(Stack):
     def __init__(self):
         super().__init__()
@@ -272,9 +266,6 @@ def test_a_backward_refuses_what_was_frozen_at_initialize():
         return loss
 
     trains_alike(micro, 3, Plan(RANKS, 1), make=PartlyFrozen)
-
-
-# ---- keys that decide what a step does ----
 
 
 @in_turn("stage, away, lacking", [(0, 0, (0, 1)), (3, 1, (1,))])
@@ -347,9 +338,6 @@ def test_the_device_is_set_first(stage, where, name, thread, tmp_path, monkeypat
     on_ranks(2, run)
     assert len(worked) >= 2
     assert all(who.startswith(thread) and device == "cpu" for who, device in worked), worked
-
-
-# ---- models that are sharded before their training is configured ----
 
 
 @torch.no_grad()

@@ -87,9 +87,6 @@ def losses_by_hand(steps):
     return losses[:steps], norms
 
 
-# ---- figures ----
-
-
 @in_turn("stage, package", [(0, hf_zero), (2, deepspeed), (3, hf_zero)])
 def test_figures_of_each_step(stage, package, tmp_path):
     def run(rank, model):
@@ -189,9 +186,6 @@ def test_the_loss_is_a_mean_over_the_micro_batches_that_a_step_has(way, tmp_path
             assert row["loss"] == pytest.approx(sum(values) / len(values), rel=1e-5)
     each = RANKS * config_of(1)["train_micro_batch_size_per_gpu"]
     assert [row["samples_seen"] for row in rows] == [3 * each, 5 * each]
-
-
-# ---- their file ----
 
 
 def test_a_resumed_run_continues_one_curve_and_one_with_its_weights_alone_another(
@@ -543,9 +537,6 @@ def test_the_error_that_ends_a_process_ends_its_run(tmp_path):
     assert numbers(tmp_path) == [1] and endings(tmp_path) == ["ValueError: no more batches"]
 
 
-# ---- collectives, and the log ----
-
-
 def test_collectives_are_counted_by_unit_and_group(heard_in_full):
     def run(rank, model):
         plan, more = Plan(accumulation=MICROS), {"comms_logger": {"enabled": True}}
@@ -597,9 +588,6 @@ def test_times_of_a_window_that_a_load_ends_are_in_no_other(rank, model, tmp_pat
     times.end(True, 2)
     assert set(times.window.values()) == {0.0} and len(times.windows) == 1
     engine.destroy()
-
-
-# ---- utilization, traces ----
 
 
 def test_operations_of_a_token_are_those_that_torch_counts():

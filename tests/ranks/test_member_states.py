@@ -473,9 +473,6 @@ def test_state_with_a_plain_number(stage: int) -> None:
         oracle.compare_tensors("weights", weights, want)
 
 
-# ---- writes to members, and reads of whole weights ----
-
-
 def scale_members(optimizer: Any, *_: Any) -> None:
     for member in members(optimizer):
         member.mul_(0.9)
@@ -546,9 +543,6 @@ def test_a_forward_in_the_hook_that_has_written_to_members_is_refused(
     engine.optimizer.register_step_post_hook(torch.no_grad()(write_and_run))
     with pytest.raises(PartitionError, match=r"written to in this hook.* register what r"):
         run_steps(engine, rank, range(1))
-
-
-# ---- hooks before the step ----
 
 
 def unit_gradients(optimizer: Any, *_: Any) -> None:
@@ -703,9 +697,6 @@ def test_a_hook_before_a_step_in_bf16_that_loads_is_refused(
     optimizer.register_step_pre_hook(lambda *_: optimizer.load_state_dict(optimizer.state_dict()))
     with pytest.raises(PartitionError, match="load it before the backward, or in a hook after"):
         run_steps(engine, rank, range(1, 2))
-
-
-# ---- members ----
 
 
 @on_each_rank(RANKS)

@@ -150,8 +150,6 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(
     engine.destroy()
 
 
-# ---- gathers of updated parameters ----
-
 STEPS = 3
 
 

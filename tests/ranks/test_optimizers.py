@@ -151,9 +151,6 @@ def test_factors_that_a_manifest_promises_are_looked_for(tmp_path):
         assert any(re.search(message, each) for each in problems)
 
 
-# ---- objects of the user ----
-
-
 AFTER_AN_ENGINE = {
     **{name: WHOLE[name].ours for name in MAIN},
     "torch's adafactor": lambda model: torch.optim.Adafactor(trainable(model)),
@@ -245,9 +242,6 @@ def test_the_users_object(stage):
     want, _ = by_hand(adamw, WINDOWS, RANKS, after_step=halve)
     for weights in on_ranks(RANKS, run):
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
-
-
-# ---- groups that are changed by hand ----
 
 
 def members(optimizer, index):
@@ -345,9 +339,6 @@ def test_groups_that_are_changed_before_an_update_in_the_backward(rank, model):
         engine.backward(loss)
     for name, value in full_weights(engine).items():
         assert torch.equal(value, before[name])
-
-
-# ---- hooks that write to the weights ----
 
 
 def decays(optimizer, model):
@@ -780,9 +771,6 @@ def test_hooks_after_a_step_write_to_weights_in_16_bits(stage):
         assert max(value.abs().max() for value in masters.values()) <= 0.1001
 
     on_ranks(RANKS, run)
-
-
-# ---- schedules ----
 
 
 def decay(optimizer):

@@ -38,8 +38,6 @@ def near(got: list[torch.Tensor], want: list[torch.Tensor], name: str = "") -> N
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=name or None)
 
 
-# ---- ranks that replicate, and ranks that share layers ----
-
 MESHES: dict[str, dict[str, Any]] = {
     "replicas": {"top": {"replicate_size": 2}},
     "shards of a node": {"zero": {"mics_shard_size": 2}},
@@ -131,9 +129,6 @@ def test_ranks_that_share_layers_equal_plain_pytorch(stage: int) -> None:
     run_ranks(4, run)
 
 
-# ---- models and losses built in shards ----
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_loss_beside_a_model_built_in_shards(inside: bool) -> None:
     """``inside``: the loss is built under ``Init``, too."""
@@ -155,9 +150,6 @@ def test_a_loss_beside_a_model_built_in_shards(inside: bool) -> None:
         return got
 
     near(run_ranks(1, run)[0], want)
-
-
-# ---- weights of the model alone, and generations in memory ----
 
 
 @pytest.mark.parametrize("stage", range(4))

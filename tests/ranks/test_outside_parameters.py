@@ -86,9 +86,6 @@ def test_equals_plain_pytorch(stage: int, ranks: int) -> None:
                 assert distance(got, want) <= allowed, (name, distance(got, want), allowed)
 
 
-# ---- gradients that no hook of the model announces ----
-
-
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_from_any_backward_and_from_some_ranks(stage: int) -> None:
     """A penalty with a backward of its own, before the model's; one rank alone uses the scale."""
@@ -140,9 +137,6 @@ def test_a_step_of_the_loss_alone() -> None:
         torch.testing.assert_close(got[0], want)
 
 
-# ---- fp16: overflow, and a backward without the engine ----
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_overflow_of_the_loss_skips_the_step_on_all_ranks(stage: int) -> None:
     modules = pairs(2)
@@ -163,9 +157,6 @@ def test_an_overflow_of_the_loss_skips_the_step_on_all_ranks(stage: int) -> None
             net.backward()
 
     run_ranks(2, run)
-
-
-# ---- checkpoints ----
 
 
 def test_a_checkpoint_goes_on_on_other_ranks_and_stages(tmp_path: Path, caplog: Any) -> None:
@@ -248,9 +239,6 @@ def test_names_of_the_groups() -> None:
     assert run_ranks(1, run)[0] == [f"optimizer.{name}" for name in names]
 
 
-# ---- changes of what trains ----
-
-
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_groups_added_and_unfrozen_parameters_keep_their_state(stage: int) -> None:
     """The head begins frozen, the scale joins later; a layer of the model is frozen meanwhile."""
@@ -290,9 +278,6 @@ def test_groups_added_and_unfrozen_parameters_keep_their_state(stage: int) -> No
     want = [p.detach() for p in (*plain[0].parameters(), *plain[1].head.parameters())]
     for got in run_ranks(2, run):
         torch.testing.assert_close(got, [*want, plain[1].scale.detach()], rtol=1e-5, atol=1e-6)
-
-
-# ---- refusals, and what they leave ----
 
 
 def test_what_cannot_train_is_refused_by_name() -> None:

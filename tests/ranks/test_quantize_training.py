@@ -154,9 +154,6 @@ def test_a_module_that_writes_to_its_weight_and_torch_func_are_refused(rank, mod
     torch.func.grad(lambda x: model(x).sum())(x)
 
 
-# ---- groups of modules (compression_training) ----
-
-
 def groups(shared=None, **each):
     shared = {"schedule_offset": 1, "quantize_groups": 2, **(shared or {})}
     return {

@@ -298,9 +298,6 @@ def test_a_refusal_of_one_rank_is_raised_on_all():
     assert "rank 1 could not plan its engine" in follows and own.splitlines()[0] in follows
 
 
-# ---- exceptions while a plan is applied ----
-
-
 class Broken(Exception):
     """The exception of a step that was broken off."""
 

@@ -150,8 +150,6 @@ def test_lines_by_time(make, seconds, bar, elsewhere, steps, told, monkeypatch):
             assert figure in line
 
 
-# ---- profile and debug log ----
-
 BLOCKS = 3
 
 

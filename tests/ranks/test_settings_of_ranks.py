@@ -141,9 +141,6 @@ def test_many_settings_are_abridged_and_told_apart() -> None:
         assert "and 5 more (code " in raised[-1] and "rank 1 has lr 0.5" in raised[-1]
 
 
-# ---- on a device ----
-
-
 class Copied:
     """An event that is over once ``over`` is set."""
 

@@ -256,9 +256,6 @@ def test_weights_of_a_model_in_16_bits(rank, model, stage):
         assert torch.equal(value, masters[name]), name
 
 
-# ---- one parameter ----
-
-
 @in_turn("stage", (0, 1, 3))
 @on_each_rank(RANKS)
 def test_values_and_gradients_that_are_set_are_stepped_with(rank, model, stage):

@@ -106,9 +106,6 @@ def test_a_rank_that_does_not_listen_is_named(quick):
     assert isinstance(caught.value.__cause__, RankMismatchError)
 
 
-# ---- signals ----
-
-
 def listening(number):
     model = stack()
     engine = start(model, plain_sgd(model), config_of(2))

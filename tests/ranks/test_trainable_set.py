@@ -74,9 +74,6 @@ def engine_of(model: Any) -> Any:
     return None if flat is None else flat.engine_flats.engine()
 
 
-# ---- what begins to train ----
-
-
 def all_of(model: nn.Module, optimizer: Any, step: int) -> list[nn.Parameter]:
     model[0].requires_grad_(False)  # type: ignore[index]
     return [*model.parameters()]
@@ -313,9 +310,6 @@ def test_optimizers_of_whole_tensors(tmp_path: Path, name: str, stage: int, way:
         torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-5)
 
 
-# ---- what others keep ----
-
-
 def momenta(engine: Any) -> dict[str, list[torch.Tensor]]:
     """Whole masters and moments of what trains, by name."""
     found = {}
@@ -476,9 +470,6 @@ def test_a_load_keeps_the_state_of_what_is_unfrozen_before_it(
     assert (after > before) is unfreezes
     dropped = [text for text in caplog.messages if "4.weight, 4.bias, frozen here" in text]
     assert bool(dropped) is not unfreezes, caplog.messages
-
-
-# ---- refusals ----
 
 
 def refuse(said: str, action: Callable[[], Any], kind: type[Exception] = PartitionError) -> None:

@@ -111,9 +111,6 @@ def test_a_plain_fp16_backward_that_cannot_be_scaled_once(rank, model, stage, lo
     assert engine.get_global_grad_norm() > 0
 
 
-# ---- warnings ----
-
-
 def engine_of(model, stage=2, precision="fp32") -> Any:
     config = config_of(stage, Plan(precision=precision))
     return start(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
@@ -233,8 +230,6 @@ def test_loops_and_their_warnings(script, heard):
     assert len(said) == bool(LOOPS[script])
     assert all(words in said[0] for words in LOOPS[script])
 
-
-# ---- torch.func: as in plain torch at stages 0 to 2, refused at stage 3 ----
 
 X = floats(0, 0, 0, 3, 7)
 

@@ -279,8 +279,6 @@ def test_a_whole_unit_that_steps_leave_out_is_saved_with_its_steps(
     oracle.compare_tensors("weights", weights, plain.state_dict(), floor=oracle.ADAM_ROUNDING)
 
 
-# ---- state dicts kept in memory ----
-
 RANKS = 2
 
 

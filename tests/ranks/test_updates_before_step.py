@@ -139,9 +139,6 @@ def test_bits_in_16_bits(stage, offload):
         same(got, want, exact=True)
 
 
-# ---- saves ----
-
-
 @in_turn("stage, offload", *by_stage((0, 1, 2, 3), OFFLOADS))
 def test_a_run_resumes_from_a_save_before_step(stage, offload, tmp_path):
     plain = plain_run(steps=5)
@@ -210,9 +207,6 @@ def test_settings_on_a_device_are_not_read():
         engine.destroy()
 
     on_ranks(RANKS, run)
-
-
-# ---- hooks, schedules, forwards ----
 
 
 @in_turn("stage, offload", *by_stage((0, 2, 3), OFFLOADS))
@@ -382,9 +376,6 @@ def test_a_backward_that_no_hook_sees_is_updated_with_in_step():
             (loss / RANKS).backward()
         optimizer.step()
     same(on_ranks(RANKS, run)[0], {n: p.detach() for n, p in model.named_parameters()})
-
-
-# ---- what stays refused, and what breaks ----
 
 
 def put(engine: Any) -> None:

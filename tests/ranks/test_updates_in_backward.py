@@ -201,9 +201,6 @@ def test_it_is_proposed_where_it_makes_a_configuration_fit(more, proposed):
     assert zero.get(EARLY, False) is proposed and ("offload_optimizer" in zero) is not proposed
 
 
-# ---- the same bits ----
-
-
 @in_turn("name", ["amsgrad", "sgd", "lion", "adagrad", "nadam", "cpu adam", "8 bits"])
 def test_elementwise_optimizers(name):
     """In two groups, so that a flat buffer has several segments."""
@@ -453,9 +450,6 @@ def test_gradients_that_a_hook_after_the_step_sets_have_no_effect(stage: int) ->
     for one, other in zip(got, want):
         assert one[0] == other[0]
         same(one[1], other[1], exact=True)
-
-
-# ---- between the backward and its step ----
 
 
 def half_done(model: nn.Module, stage: int = 2, **keys: Any) -> Any:

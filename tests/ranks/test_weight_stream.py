@@ -193,9 +193,6 @@ def test_arguments_memory_of_two_buckets_and_the_end(rank, model):
             use()
 
 
-# ---- adapters ----
-
-
 def jolted(model: Any) -> Any:
     """``model`` with other values of the parameters that train."""
     with torch.no_grad():

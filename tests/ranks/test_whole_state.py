@@ -95,9 +95,6 @@ def adafactor(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(params, 1e-2)
 
 
-# ---- what a source does not name ----
-
-
 def by_way(rank: int, folder: Path, way: str) -> str:
     """Return the source that ``way`` makes of the checkpoint in ``folder``."""
     if way not in ("universal", "dcp"):
@@ -250,9 +247,6 @@ def test_a_schedule_goes_on_from_every_source(tmp_path: Path, way: str, schedule
     run_ranks(1, over)
 
 
-# ---- state dicts of the optimizer, kept in memory ----
-
-
 def back_and_forth(optimizer: torch.optim.Optimizer, make_steps: Callable[[range], None]) -> None:
     """Take two state dicts and load both, the later one last, before the last two steps."""
     begun = deepcopy(optimizer.state_dict())
@@ -297,9 +291,6 @@ def test_a_load_leaves_the_other_state_dicts_as_they_are(
     back_and_forth(optimizer, make_steps)
     for got in run_ranks(2, over):
         torch.testing.assert_close(got, [*plain.state_dict().values()], rtol=1e-4, atol=1e-6)
-
-
-# ---- a save holds what is there at the call ----
 
 
 def by_load_state_dict(engine: Any) -> None:
@@ -422,9 +413,6 @@ def test_a_save_holds_what_is_there(
     tmp_path: Path, change: Callable[[Any], None], stage: int, memory: bool, blocking: bool
 ) -> None:
     run_ranks(2, changed_and_saved, change, stage, memory, blocking, tmp_path)
-
-
-# ---- exactly what was named changes ----
 
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:

@@ -374,9 +374,6 @@ def test_the_slider_smooths_curves_and_a_phone_shows_restarts(tmp_path: Path) ->
     assert table < whole <= 500, "nothing is wider than the screen"
 
 
-# ---- refusals ----
-
-
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no folder .*nowhere; name the folder of a run"):
         read_run(tmp_path / "nowhere")

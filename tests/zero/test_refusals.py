@@ -53,9 +53,6 @@ def begun(stage, optimizer_of=adamw, **more):
     return start(model, optimizer_of(model), config_of(stage, **more)), model
 
 
-# ---- backward and step ----
-
-
 def dropped(engine):
     backward(engine)
     engine.zero_grad()
@@ -234,9 +231,6 @@ def test_a_change_of_the_model_that_nothing_would_train(case):
         assert engine.was_step_applied()
 
 
-# ---- parameters and their values ----
-
-
 def test_a_released_parameter_cannot_be_copied_saved_or_written():
     _, model = begun(3)
     weight = model.blocks[1].up.weight
@@ -259,9 +253,6 @@ def test_a_released_parameter_cannot_be_copied_saved_or_written():
 def test_an_engine_cannot_be_copied():
     with pytest.raises(PartitionError, match=r"an engine cannot be copied.*engine\.state_dict\(\)"):
         copy.deepcopy(begun(1)[0])
-
-
-# ---- whole values ----
 
 
 def states(name, value):
@@ -316,9 +307,6 @@ def test_a_unit_that_is_held_whole():
     with hf_zero.GatheredParameters(weights):
         assert still_gathered(engine) == ["blocks.1"]
     assert not still_gathered(engine)
-
-
-# ---- models and optimizers that cannot be laid out: nothing of them is changed ----
 
 
 def plain(model):
@@ -464,9 +452,6 @@ def test_a_model_that_has_an_engine_already():
         start(model, None, config_of(2))
     engine.destroy()
     start(model, None, config_of(2))
-
-
-# ---- 16 bits beside tensors that stay in fp32 ----
 
 
 class Shifted(nn.Module):

@@ -200,8 +200,6 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             self.note_run(run)
         self.client_state = deepcopy(client_state)
 
-    # ---- saving ----
-
     def is_due(self, step: int) -> bool:
         """Return whether a save belongs to the end of ``step`` and was not made yet."""
         return step > 0 and step % self.every == 0 and step != self._last_step
@@ -392,8 +390,6 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             if f"{item.stem}.safetensors" not in kept:
                 item.unlink(missing_ok=True)
 
-    # ---- the thread ----
-
     def _run(self, staged: Staged | None, step: int, stall: float, future: Future[None]) -> None:
         started = time.perf_counter()
         try:
@@ -524,8 +520,6 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         self._running.result()
         self._running = None
 
-    # ---- the slot ----
-
     def _choose_slot(self, step: int) -> None:
         """Choose this host's slot for the save of ``step``: not the one with the generation to
         keep. Collective.
@@ -547,8 +541,6 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         self._own()
         slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
         self._slot = 1 if folders.SLOTS[0] in slots else 0
-
-    # ---- what is there ----
 
     def has_stepped_on_all(self) -> bool:
         """Return whether a load without a tag means the folder that it names, alike on all ranks: a
@@ -582,8 +574,6 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         """
         self.newest_id, self._slot = save_id, -1
         self._own()
-
-    # ---- the end ----
 
     def _own(self) -> None:
         """Have the generations removed at a good end. Until then they are an earlier attempt's."""

@@ -199,9 +199,6 @@ def _prove(block: nn.Module, name: str, moved: tuple[_Moved, ...], calls: list[M
         )
 
 
-# -- forwards --------------------------------------------------------------------------------------
-
-
 def _install(
     block: nn.Module, moved: tuple[_Moved, ...], fused: bool, prefix: str
 ) -> list[Replacement]:

@@ -198,9 +198,6 @@ def _arguments(module: nn.Module) -> int:
     return len(required) - 1
 
 
-# -- small copies ----------------------------------------------------------------------------------
-
-
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     """Return (inputs, outputs) of a linear layer: torch's, an adapter's, a quantized one, or the
     Conv1D of GPT-2.
@@ -312,9 +309,6 @@ def _random(
     generator = torch.Generator().manual_seed(1)
     normal = functools.partial(torch.randn, generator=generator, dtype=torch.float32)
     return [(normal(*leading, width) + 0.3) * scale for width in widths]
-
-
-# -- expressions -----------------------------------------------------------------------------------
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -438,9 +432,6 @@ def _sum(inputs: list[torch.Tensor], out: torch.Tensor, recorded: list[ModuleCal
         return None
     names = tuple(call.name for call in branch)
     return Sum(names[:-1] if dropout else names, dropout, recorded[-1].name if normed else "")
-
-
-# -- the proof -------------------------------------------------------------------------------------
 
 
 def _disagreement(

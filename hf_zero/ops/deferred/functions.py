@@ -52,9 +52,6 @@ def _only_first(args: Any, kwargs: Any) -> bool:
     )
 
 
-# ---- selections of rows ----
-
-
 def _reshaped(function: Any, args: Any, kwargs: Any) -> Any:
     """Handle functions that keep the order of elements: rows stay rows if the width does."""
     logits: object = args[0] if args else None
@@ -213,9 +210,6 @@ def _copied(function: Callable[..., object], args: Any, kwargs: object) -> objec
     return logits.selected(_T.clone, lambda rows: rows, like, alias=False)
 
 
-# ---- recorded steps ----
-
-
 def _cast(function: Any, args: Any, kwargs: Any) -> Any:
     logits: object = args[0] if args else None
     if not _is_deferred(logits):
@@ -349,9 +343,6 @@ def _softmax_over_last(value: torch.Tensor, dtype: torch.dtype | None) -> torch.
     return torch.softmax(value, -1, dtype)
 
 
-# ---- reductions ----
-
-
 def _by_head(
     logits: DeferredOutput, compute: Callable[[], torch.Tensor], shape: tuple[int, ...]
 ) -> torch.Tensor:
@@ -441,8 +432,6 @@ def _in_range(index: torch.Tensor, width: int) -> bool:
         return True
     return bool(((index >= 0) & (index < width)).all())
 
-
-# ---- the table ----
 
 _SHAPES = "view reshape flatten unflatten squeeze unsqueeze contiguous view_as reshape_as"
 _ALONG = "select narrow split chunk unbind index_select transpose"

@@ -59,8 +59,6 @@ class DeferredOutput(torch.Tensor):
 
     __hash__ = torch.Tensor.__hash__
 
-    # ---- construction ----
-
     @classmethod
     def of_call(cls, call: RowwiseCall, rows: torch.Tensor, like: torch.Tensor) -> DeferredOutput:
         """Return the output of ``call`` for ``rows`` [*lead, in]; ``like`` has its dtype and, as
@@ -135,8 +133,6 @@ class DeferredOutput(torch.Tensor):
     def _root(self) -> DeferredOutput:
         return self.parents[0]._root if self.alias else self
 
-    # ---- what others see ----
-
     @classmethod
     def __torch_function__(
         cls,
@@ -208,8 +204,6 @@ class DeferredOutput(torch.Tensor):
         )
         return function(*arguments[0], **arguments[1])
 
-    # ---- state ----
-
     @property
     def needs_ranks(self) -> bool:
         """Return whether reading it may be a collective."""
@@ -247,8 +241,6 @@ class DeferredOutput(torch.Tensor):
         if self.whole is None and not ends:
             return [self.materialize()]  # torch refuses it: it requires no gradient
         return ends if self.whole is None or self._adopted else [*ends, self.whole]
-
-    # ---- values ----
 
     def materialize(self) -> torch.Tensor:
         """Return the plain tensor: computed once, with its graph.
@@ -313,8 +305,6 @@ class DeferredOutput(torch.Tensor):
             if item.whole is None:
                 item.materialize()
             item._root._compute_copies()
-
-    # ---- derived tensors ----
 
     def selected(
         self,

@@ -324,8 +324,6 @@ def _spans(starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int,
     return list(zip(starts, ends if ends is not None else [start + 1 or None for start in starts]))
 
 
-# ---- DeepSpeed's JSON section ``sparse_attention`` ----
-
 MODES: dict[str, type[SparsityConfig]] = {
     "dense": DenseSparsityConfig,
     "fixed": FixedSparsityConfig,

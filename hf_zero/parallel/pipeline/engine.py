@@ -88,8 +88,6 @@ class PipelineTraining(TrainingEngine):
         self._done = 0  # micro-batches before the window
         self._calls = Calls()
 
-    # ---- training and evaluation ----
-
     def train_batch(self, data_iter: Iterator[object] | None = None) -> torch.Tensor:
         """Train one step on the next ``gradient_accumulation_steps`` micro-batches of ``data_iter``
         (collective over all ranks); return the mean loss, on every rank.
@@ -292,8 +290,6 @@ class PipelineTraining(TrainingEngine):
             dim.all_reduce(sums, "loss of the pipeline").wait()
         return (sums / mesh.pp_stage_ranks).float()
 
-    # ---- data ----
-
     def set_dataloader(self, loader: Iterable[object]) -> None:
         """Read micro-batches from ``loader`` from now on; restart it when it ends."""
         self.set_dataiterator(_repeated(loader))
@@ -308,8 +304,6 @@ class PipelineTraining(TrainingEngine):
 
     def reset_activation_shape(self) -> None:
         """Do nothing: shapes may differ from one micro-batch to the next."""
-
-    # ---- position of this rank ----
 
     @property
     def elsewhere(self) -> frozenset[str]:  # type: ignore[override]
@@ -351,8 +345,6 @@ class PipelineTraining(TrainingEngine):
     def micro_batches(self) -> int:
         """The number of micro-batches of a step."""
         return self.gradient_accumulation_steps()
-
-    # ---- methods that a pipeline does not support ----
 
     def consolidated(self, dtype: torch.dtype | None = None) -> NoReturn:  # type: ignore[override]
         _refuse_whole("consolidated")

@@ -152,8 +152,6 @@ class PipelineModule(StagedModule):
         function: Callable[..., object] = built
         return function
 
-    # ---- forward and loss ----
-
     def forward(self, inputs: object, stage: int | None = None) -> object:
         stage = self.stage_id if stage is None else stage
         functions, first = self._functions[stage], self.parts[stage]
@@ -207,8 +205,6 @@ class PipelineModule(StagedModule):
         inputs, labels = super().split_batch(batch)
         single = type(inputs) is tuple and len(inputs) == 1
         return inputs[0] if single else inputs, labels
-
-    # ---- partition and position ----
 
     def partitions(self) -> list[int]:
         """Return the index of the first layer of each stage, and the number of layers."""

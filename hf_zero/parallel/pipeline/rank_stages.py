@@ -95,8 +95,6 @@ class Stage:
     def _after(self) -> int:
         return (self.stage_index + 1) % self.group_size
 
-    # ---- setup by the schedule ----
-
     def clear_runtime_states(self) -> None:
         states = (self._inputs, self._outputs, self._gradients, self._sent_back, self._losses)
         for by_micro_batch in states:
@@ -121,8 +119,6 @@ class Stage:
         """Do nothing: the end of a run clears all that it received."""
 
     _clear_unlaunched_bwd_recv = _clear_unlaunched_fwd_recv
-
-    # ---- messages ----
 
     def get_fwd_recv_ops(self, micro_batch: int) -> list[P2POp]:
         if self.is_first:
@@ -164,8 +160,6 @@ class Stage:
             self._before, self.stage_index - 1, micro_batch, gradients
         )
 
-    # ---- neighbors on the same rank ----
-
     def set_local_fwd_input(self, outputs: object, micro_batch: int) -> None:
         activations, kind = _as_tuple(outputs)
         grads = tuple(
@@ -180,8 +174,6 @@ class Stage:
 
     def set_local_bwd_input(self, gradients: Sequence[torch.Tensor], micro_batch: int) -> None:
         self._gradients[micro_batch] = list(gradients)
-
-    # ---- a micro-batch ----
 
     def forward_one_chunk(
         self,

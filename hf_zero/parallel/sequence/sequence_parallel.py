@@ -176,8 +176,6 @@ class SequenceParallel:
         weighted = loss * (count * self.size / total).to(loss.dtype)
         return mean + (weighted - weighted.detach())  # + 0: the same bits on all ranks
 
-    # ---- Megatron's method names ----
-
     def get_sequence_parallel_group(self) -> ProcessGroup | None:
         return self.group
 

@@ -165,8 +165,6 @@ class Recorder(TorchDispatchMode):
         self._place = self.high_place = StepPlace(FORWARD, "", 0)
         self.recording: Recording | None = None
 
-    # ---- places ----
-
     def enter(self, phase: str, micro_batch: int) -> None:
         """Begin a phase."""
         self._place = StepPlace(phase, "", micro_batch)
@@ -205,8 +203,6 @@ class Recorder(TorchDispatchMode):
             return
         self._count_gathered()
 
-    # ---- messages ----
-
     def launched(self, message: Message) -> None:
         """Record the launch of ``message``."""
         self._count_gathered()
@@ -228,8 +224,6 @@ class Recorder(TorchDispatchMode):
     @property
     def place(self) -> StepPlace:
         return self._place
-
-    # ---- computation ----
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -273,8 +267,6 @@ class Recorder(TorchDispatchMode):
             last = Work(self._place)
             events.append(last)
         return last
-
-    # ---- bytes ----
 
     def _count_gathered(self) -> None:
         self._gathered = sum(

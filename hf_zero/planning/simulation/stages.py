@@ -130,8 +130,6 @@ class StageRecorder(Recorder):
         self._repeated: int | None = None  # the bytes after a repeated call
         self._loss_without_value = torch.zeros((), device=engine.device)
 
-    # ---- the schedule ----
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context in which steps are followed."""
@@ -191,8 +189,6 @@ class StageRecorder(Recorder):
             Group(column.gathers.name.partition(" of ")[2], pair),
             op.tensor.nbytes,
         )
-
-    # ---- calls of the stage ----
 
     def _loss(self, call: Callable[..., object], output: object, number: torch.Tensor) -> object:
         return self._call(LOSS, lambda _: call(output, number), int(number))

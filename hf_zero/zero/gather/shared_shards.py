@@ -194,9 +194,6 @@ def finish_at_first_use(handle: Handle, key: str, flats: Sequence[FlatBuffer]) -
         flat.begin_update(finish, None)
 
 
-# ---- flat buffers of one dtype and the same ranks in one message ----
-
-
 class Pack:
     """A message being filled: at most ``limit`` elements of one dtype, over one mesh. Only flat
     buffers of at most a :data:`SHARE` of them are ``small``: packing costs a copy.

@@ -63,9 +63,6 @@ class GatherState(Enum):
     GATHERED = "gathered"
 
 
-# ---- forwards whose backward may come ----
-
-
 class OutermostForward:
     """An outermost forward, with the units gathered for its backward. It lives with its graph."""
 
@@ -165,9 +162,6 @@ class UnitCalls:
         self.seen_reruns = 0
         # forwards with this unit in ``reads``: it stays gathered for their backward
         self.read_by: weakref.WeakSet[OutermostForward] = weakref.WeakSet()
-
-
-# ---- what a unit calls ----
 
 
 class GatherOrder(Protocol):
@@ -283,8 +277,6 @@ class Unit:
             flat.spec.gather_codec is not None or flat.transform is not None
             for flat in self.sharded_flats
         )
-
-    # ---- gather, wait, release ----
 
     def launch_gather(self, exact: bool = False, backward: bool = False) -> None:
         """Launch the all-gather into the storage of the flat buffers. ``exact``: uncompressed and
@@ -440,8 +432,6 @@ class Unit:
         """Wait for the update of this unit: its parameters then have the last step's values."""
         for shard in self._optimizer_shards:
             shard.wait_for_update()
-
-    # ---- in a pass ----
 
     def pre_forward(
         self,

@@ -183,8 +183,6 @@ class FlatBuffer:
         """Each parameter with its slot in the buffer."""
         return zip(self.members, self.layout.slots)
 
-    # ---- this rank's elements ----
-
     @property
     def shard(self) -> torch.Tensor:
         """This rank's elements in compute dtype, on the compute device: [owned].
@@ -336,8 +334,6 @@ class FlatBuffer:
         self.optimizer_shard.move_to_device(master, self.shard, separate_master)
         self.gradient.move_to_device(grad)
 
-    # ---- what a script does with parameters ----
-
     def cast(self, name: str, dtype: torch.dtype) -> None:
         """Give the released parameter ``name`` another dtype for the engine after this one."""
         self.parameter_views.cast(name, dtype)
@@ -482,8 +478,6 @@ class FlatBuffer:
                 torch.where(new == before.to(self.dtype), before, new.to(before.dtype)), start
             )
         self.store_shard(values, start, waited=True)
-
-    # ---- the whole buffer ----
 
     def set_transform(self, change: Change | None, values: str) -> None:
         """Let modules compute with the values changed by ``change`` from the next pass on, named

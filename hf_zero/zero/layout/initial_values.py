@@ -212,9 +212,6 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# ---- parameters without values in memory, which an engine reads from a source ----
-
-
 class Source(Protocol):
     """The source of the values of a parameter that has none in memory yet; equal on all ranks."""
 

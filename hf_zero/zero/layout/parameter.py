@@ -570,8 +570,6 @@ class ReleasedParameter(_Stage3Parameter):
         raise _refuse(name_of(self), "pickling", self._hf_zero_flat)
 
 
-# ---- the gradient that autograd leaves on a parameter, past the guard of OwnedParameter.grad ----
-
 _grad: Any = torch.Tensor.grad
 
 

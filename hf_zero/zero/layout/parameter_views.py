@@ -178,9 +178,6 @@ def forget(parameter: nn.Parameter) -> None:
     parameter.__class__ = given_class(parameter)
 
 
-# ---- the classes of the parameters of a gathered unit ----
-
-
 class ParameterGuard:
     """The gathered values of a unit, as its flat buffers and its parameters see them, and the
     classes of its ``members``: ``LiveParameter`` while their own module runs, else
@@ -264,9 +261,6 @@ def _become(
             become(parameter, after)
 
 
-# ---- writes of a script, by torch's counts of changes (the note in ``flat_buffer.py``) ----
-
-
 class UserWrites:
     """Count the writes to the parameters of one flat buffer."""
 
@@ -348,8 +342,6 @@ class UserWrites:
             count = _version(self._parameters[name]) - self.updates
         return count + _version(self._aliases[name]) if name in self._aliases else count
 
-
-# ---- gradients that autograd leaves on parameters, past the guard of OwnedParameter.grad ----
 
 _grad = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[union-attr]

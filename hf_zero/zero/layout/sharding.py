@@ -102,9 +102,6 @@ def sharding_of(parameter: torch.Tensor) -> Sharding:
     return sharding
 
 
-# ---- whole tensors from the parts of all ranks, and a rank's part of a whole one ----
-
-
 def join_parts(sharding: Sharding, part: torch.Tensor, name: str) -> torch.Tensor:
     """Return the whole tensor from ``part`` of each rank along the axes of ``sharding`` (collective
     over them); ``part`` itself if it is not cut.
@@ -203,9 +200,6 @@ def take_own_part(
     return False
 
 
-# ---- names in the whole model, where ranks number their experts from 0 ----
-
-
 class WholeNames:
     """Whole-model names of the parameters and buffers of ``module`` (``Sharding.names``)."""
 
@@ -253,9 +247,6 @@ class WholeNames:
         ``value`` is this rank's. Collective if it is cut, or the ranks' modules differ.
         """
         return zip(self.every(name), join_named(sharding_of(parameter), value, name), strict=True)
-
-
-# ---- the tensors of a state dict beside the parameters ----
 
 
 def written(module: nn.Module) -> dict[str, object]:

@@ -151,8 +151,6 @@ class GradientBuffer:
             self.allocate()
             self.move(self.accumulated_grad)
 
-    # ---- what it holds ----
-
     @property
     def holds_gradient(self) -> bool:
         return self.state is not GradState.EMPTY
@@ -183,8 +181,6 @@ class GradientBuffer:
         """Return whether the next reduction must be added to ``shard``."""
         reduced = self.state is GradState.REDUCED or self.state is GradState.BOTH
         return reduced and (self.accumulated_grad is None or self.offloaded)
-
-    # ---- moves ----
 
     def keep_local(self, local: bool) -> None:
         """Set whether later reductions leave out ``accumulated_grad``."""
@@ -329,8 +325,6 @@ class GradientBuffer:
         self.grad_sq_norm = None
         self.mark_used(1 << self.layout.slots.index(self.layout.by_name[name]))
 
-    # ---- 16 bits, then 32 ----
-
     @property
     def address(self) -> int:
         """The address of the gradient in ``memory``, which an upcast changes."""
@@ -352,9 +346,6 @@ class GradientBuffer:
             self.memory.upcast()
         if self.shard is not None and self.offloaded:
             self.shard = self.shard.float()
-
-
-# ---- memory of gradients on the device ----
 
 
 class GradientMemory:
@@ -478,9 +469,6 @@ def gradient_memories(
     return memories
 
 
-# ---- optimizer state ----
-
-
 class CopyGate:
     """The wait of changes of state that a save in the background copies after its call, in each
     lease for writing.
@@ -531,8 +519,6 @@ class OptimizerShard(CopyGate):
 
     def __repr__(self) -> str:
         return f"OptimizerShard({self.key}, owned {self.owned})"
-
-    # ---- master weights ----
 
     def keep_in(self, storage: Storage, separate_master: bool) -> None:
         """Keep master weights in ``storage``, under the name ``MASTER``, and moments as well if it
@@ -596,8 +582,6 @@ class OptimizerShard(CopyGate):
         self._writes_before, self.members = self.member_writes, None
         self.updating().close()
         self.keep_in(DeviceStorage({}), False)
-
-    # ---- leases ----
 
     def reading(self) -> ReadableStorage:
         """Return the storage, to be read: the update under way is over."""

@@ -382,9 +382,6 @@ def _reached_outside(model: nn.Module, wrapped: set[int]) -> set[int]:
     return reached
 
 
-# ---- marks on modules to be gathered as one unit, such as a mixture of experts ----
-
-
 def _mark(
     model: nn.Module, leaf_classes: Iterable[type | str], value: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:

@@ -270,8 +270,6 @@ class LossScaling:
         if self._rank.scale_owner is self:
             self._rank.clear()
 
-    # ---- a backward ----
-
     @contextmanager
     def carrying(self, dtype: torch.dtype, weight: float | None) -> Iterator[float]:
         """Context for the backward of a loss of ``dtype`` given to this engine; yields the factor
@@ -359,8 +357,6 @@ class LossScaling:
         """
         if self._rank.by_outputs:
             raise PartitionError(SCALED_ONCE)
-
-    # ---- a step ----
 
     @property
     def may_overflow(self) -> bool:

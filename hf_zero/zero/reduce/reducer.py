@@ -223,8 +223,6 @@ class Reducer:
         # gradients are lost
         self.gradients_lost = False
 
-    # ---- a backward, from its first gradient to its last ----
-
     def configure_backward(self, settings: BackwardSettings) -> None:
         """Set ``settings`` for the next backward."""
         self._settings, averaging, weight = settings, self._averaging, settings.weight
@@ -408,8 +406,6 @@ class Reducer:
         """
         self._messages.finish_beyond(number)
 
-    # ---- the end of a backward ----
-
     def note_unfinished(self) -> None:
         """Record, at the end of a backward, the units that could have got gradients until now."""
         progress, remaining = self.progress, self.remaining
@@ -523,8 +519,6 @@ class Reducer:
             self._left_some_out = False
         self.idle.set_on_flats()
 
-    # ---- gradients of earlier backwards ----
-
     def reduce_accumulated(self) -> None:
         """Reduce the gradients of backwards before the end of the window, none of which was
         declared its last (collective).
@@ -559,8 +553,6 @@ class Reducer:
         if self._offload is not None:
             self._offload.wait()
 
-    # ---- a backward that is launched from a graph ----
-
     def begin_replay(self) -> None:
         """Begin a backward that is launched from a graph, like one without gathers."""
         self._mesh.passes.begin("backward", None, joint=self._reduces_now)
@@ -578,8 +570,6 @@ class Reducer:
         self._buffers.clear()
         for dim in self._mesh.mesh_dims:
             dim.forget_buffers()
-
-    # ---- gradients that are dropped ----
 
     def abort(self) -> None:
         """Abort the backward under way after an exception, and drop the gradients it left on the

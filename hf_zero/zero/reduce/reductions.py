@@ -113,8 +113,6 @@ class ReductionMessages:
         """
         self._waits_jointly = joint and self._mesh.pp_stage_ranks > 1
 
-    # ---- sending ----
-
     def _is_small(self, flat: FlatBuffer) -> bool:
         """Return whether the gradient of ``flat`` may share a message. A sum over two dimensions
         needs two messages per flat buffer and does not.
@@ -198,8 +196,6 @@ class ReductionMessages:
         while self._taking_memory > self._max_in_flight:
             self._finish_oldest()
 
-    # ---- results ----
-
     def finish(self) -> None:
         """Send the waiting reductions, and wait for all messages."""
         self.flush()
@@ -271,8 +267,6 @@ class ReductionMessages:
         self._offload.send(gradient, values, adds, host_scale)
         return squares
 
-
-# ---- gradients off the parameters ----
 
 _warned: weakref.WeakSet[Mesh] = weakref.WeakSet()  # meshes of engines
 KEPT = 2  # free buffers kept per size

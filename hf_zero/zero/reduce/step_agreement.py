@@ -316,9 +316,6 @@ def _complete(flats: Sequence[FlatBuffer]) -> bool:
     return True
 
 
-# ---- codes of settings and of batches ----
-
-
 def numbers_of(code: int, device: torch.device) -> torch.Tensor:
     """Return what a rank with ``code`` adds to a message: [2] fp64, on ``device``."""
     return upload(torch.tensor([code, code * code], dtype=torch.float64), device)

@@ -149,8 +149,6 @@ class CapturedStep:
         # what makes outputs require grad
         self._anchor = torch.zeros((), device=self._device, requires_grad=True)
 
-    # ---- forward ----
-
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return what the model returns, launched from a graph where there is one for it."""
         run = self._model.module
@@ -265,8 +263,6 @@ class CapturedStep:
         outputs = [tensor for tensor in plain if tensor.requires_grad]
         return _CapturedPass(graph, inputs, output, outputs)
 
-    # ---- backward ----
-
     def reach(
         self, captured: _CapturedPass, serial: int, grads: Sequence[torch.Tensor | None]
     ) -> None:
@@ -349,8 +345,6 @@ class CapturedStep:
         states = [flat.gradient.record_state() for flat in self._model.trainable]
         return _BackwardRecord(graph, kind, grads, states)
 
-    # ---- update ----
-
     def update(self, steps_before: int, may_overflow: bool) -> bool:
         """Run an optimizer step as :meth:`OptimizerStep.update` does, from a graph if possible."""
         step, key = self._optimizer_step, None
@@ -429,8 +423,6 @@ class CapturedStep:
         self._passes.clear()
         self._captured_update, self._open, self._steps = None, None, 0
         self._form = None
-
-    # ---- captures ----
 
     def _capture(self, what: str, run: Callable[[], object]) -> tuple[Graph, object]:
         """Return the graph of ``run``, called ``what`` in messages, and its result."""

@@ -90,8 +90,6 @@ class OptimizerStep:
                 "features of the configuration (FeatureSet.of)"
             )
 
-    # ---- the update ----
-
     def update(self, steps_before: int, may_overflow: bool) -> bool:
         """Run one optimizer step, number ``steps_before`` + 1 (collective). Return True if it was
         skipped for non-finite gradients: with ``may_overflow``, or with ``refuses_infinite``.
@@ -300,8 +298,6 @@ class OptimizerStep:
                 logging.WARNING,
             )
 
-    # ---- norm and clipping ----
-
     def measure(self, steps_before: int) -> torch.Tensor:
         """Return the norm of the reduced gradient before clipping, without the loss scale, 0-dim,
         and agree on the parameters that have one (collective): once, as long as no gradient
@@ -410,8 +406,6 @@ class OptimizerStep:
         scale, divisor = self.scaler.scale, self.held.divisor
         return scale if divisor is None else divisor.to(device) * scale
 
-    # ---- an update in the backward ----
-
     def waits_for_hooks(self) -> bool:
         """Return whether no rank updates in the backward, because one has hooks before the step:
         gathers of offloaded state follow the order of its updates (collective if anything is
@@ -487,8 +481,6 @@ class OptimizerStep:
             # for a write (``FlatBuffer.refuse_changed``).
             if not any(flat.optimizer_shard.has_update for flat in unit.flats):
                 unit.take_user_writes()
-
-    # ---- state between steps ----
 
     def failed_writes(self) -> str:
         """Return the writes of offloaded state that failed in the last update, on any rank; "" if

@@ -203,8 +203,6 @@ class SavedSegments(StateSource):
             yield rank, _Run(at, end, run.entry, run.offset + at - run.start)
             at = end
 
-    # ---- the source ----
-
     def held(self, flat: FlatBuffer) -> dict[str, set[str]]:
         kinds: dict[str, set[str]] = {}
         for name in flat.parameters:

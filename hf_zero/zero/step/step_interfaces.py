@@ -89,8 +89,6 @@ class StepMeasures(Generic[Engine]):
     def trace(self, engine: Engine, steps: int, folder: str) -> None:
         """Trace the next ``steps`` steps into ``folder`` (collective)."""
 
-    # ---- between steps ----
-
     @property
     def figures(self) -> Mapping[str, object]:
         """The figures of the last step that has been read, for the trackers of a script; empty

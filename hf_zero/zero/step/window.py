@@ -102,8 +102,6 @@ class AccumulationWindow:
         self._unused_backwards = self._restarts_in_a_row = 0
         self._warns, self._warned = warns, set[str]()
 
-    # ---- what the script says ----
-
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
         """Set the number of micro-batches, from the next window on."""
         self.accumulation_steps = accumulation_steps
@@ -136,8 +134,6 @@ class AccumulationWindow:
         finally:
             self.syncs = before
 
-    # ---- where the window ends ----
-
     @property
     def ends(self) -> bool:
         """Return whether the backward under way, or the next, is known to end the window; False
@@ -158,8 +154,6 @@ class AccumulationWindow:
         if not self.syncs or self.boundary is False:
             return BackwardPlace.INSIDE
         return BackwardPlace.LAST if self.ends else BackwardPlace.UNDECIDED
-
-    # ---- backwards ----
 
     def expect_gradients(self) -> None:
         """Handle a call of a backward, or a gradient that a script writes."""
@@ -200,8 +194,6 @@ class AccumulationWindow:
         """Return whether no backward has come since the last ``step()`` or ``zero_grad()``."""
         came = self.backwards or self._expects_gradients
         return not (came or (self.micro_batches and not self.managed))
-
-    # ---- steps ----
 
     def begin_step(self, is_updated: bool) -> bool:
         """Handle a call of ``step()``, and return whether it ends the window. ``is_updated``: it
@@ -272,8 +264,6 @@ class AccumulationWindow:
         if self.managed and self.micro_batches and self._counters_before is not None:
             return self._counters_before
         return counters
-
-    # ---- zero_grad ----
 
     def keeps_at_zero_grad(self) -> bool:
         """Handle ``optimizer.zero_grad()``. Return whether it keeps the window: inside one, from a

@@ -44,8 +44,6 @@ Patch = pytest.MonkeyPatch
 STEPS = 3  # in all; an attempt ends after SAVED of them
 SAVED = 2
 
-# ---- what is lost between two attempts ----
-
 
 def file_of(setup: Kept, host: str, rank: int, step: int = SAVED) -> Path:
     """The file of ``rank`` in the generation of ``step`` on ``host``."""
@@ -109,9 +107,6 @@ def test_a_restart_goes_on_as_if_nothing_had_happened(case, tmp_path, heard_in_f
     assert said != COPY or damaged == [COPY]
 
 
-# ---- memory and disk ----
-
-
 def saves_each(engine: Any, rank: int, disk: Path) -> None:
     for step in range(3):
         train(engine, rank, range(step, step + 1))
@@ -164,9 +159,6 @@ def test_a_restart_does_not_undo_a_load_of_an_earlier_checkpoint(
     resumed = attempt(setup, range(STEPS), setup.folder)
     assert firsts(resumed) == {1 if is_back else SAVED}
     same(resumed, whole(setup, STEPS))
-
-
-# ---- several attempts ----
 
 
 def test_the_branch_that_was_left_is_not_resumed(tmp_path, monkeypatch):
@@ -352,9 +344,6 @@ def test_folders_of_other_users_are_neither_read_nor_written(linked, tmp_path, m
             reads()
 
 
-# ---- saves that fail ----
-
-
 def no_record(monkeypatch: Patch) -> None:
     """Host b cannot write the record of step 2: the save after it finds all ranks in step."""
     write, failed = saving.write_record, []
@@ -504,8 +493,6 @@ def test_the_end_of_an_engine_that_was_broken_off_keeps_generations(tmp_path: Pa
     assert not setup.base.exists() or not list(setup.base.iterdir()), "the next end removes them"
 
 
-# ---- room ----
-
 ROOM = {
     "of the limit": ({"limit": "100kB"}, False, r"limit is 100.00 kB; .*copies \(2\)"),
     "of it for one copy": ({"copies": 1, "limit": 200_000}, False, r"checkpoint\.memory\.limit"),
@@ -534,9 +521,6 @@ def test_machines_of_one_name_are_refused(tmp_path: Path, monkeypatch: Patch) ->
     monkeypatch.setattr(job_folders, "machine", lambda base: str(next(numbers)))
     with pytest.raises(RankFailed, match=r"containers call themselves a; .* HF_ZERO_HOST"):
         attempt(Kept(hosts="aa").at(tmp_path), range(0))
-
-
-# ---- what else reads them ----
 
 
 def test_saves_are_off_without_the_key(tmp_path: Path) -> None:
@@ -725,8 +709,6 @@ def test_a_copy_of_another_save_is_not_kept(tmp_path: Path, heard_in_full: list[
     assert any("sent the copies of another save" in line for line in heard_in_full)
 
 
-# ---- after processes have ended ----
-
 # the end of a script, or those of two ranks of one host, and whether the generations stay
 FAILED = "fails_to_save()\nwith suppress(CheckpointError): engine.destroy()"
 ENDS = {
@@ -812,8 +794,6 @@ def test_an_exit_code_of_0_removes_generations_and_no_other(core: str, tmp_path:
     assert stayed == ends, done.stderr
     assert len(list(base.iterdir())) == sum(ends.values()), "nothing at all is left of the others"
 
-
-# ---- folders ----
 
 VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RANK")
 # the key, values of VARIABLES, how the identity begins, and whether it lasts

@@ -342,9 +342,6 @@ def test_buffers_that_ranks_change_by_themselves_are_those_of_rank_0(tmp_path):
     assert on_hosts(2, "ab", second, build) == [[1.0, 1.0]] * 2
 
 
-# ---- ranks that share layers, experts or shards ----
-
-
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 SECONDARY = {"zero_optimization": {"zero_hpz_partition_size": 2}}
 SHARED = {
@@ -395,7 +392,6 @@ def test_stages_of_a_pipeline_resume(tmp_path: Path) -> None:
     same(resumed, uninterrupted)
 
 
-# ---- saves on disk that are taken from a generation ----
 COPIES: list[str] = []  # files that saves on disk have copied to staging memory
 
 

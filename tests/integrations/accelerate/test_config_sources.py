@@ -163,8 +163,6 @@ def test_an_accumulation_that_the_configuration_leaves_to_the_accelerator(
     assert_close(found, expected)
 
 
-# -- offload --------------------------------------------------------------------------------------
-
 CPU = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": "auto"}}
 ADAMW = {"lr": 1e-2, "eps": 1e-6, "betas": (0.8, 0.9), "weight_decay": 0.1}
 OPTIMIZERS: dict[str, Any] = {

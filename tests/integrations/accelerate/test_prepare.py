@@ -195,8 +195,6 @@ def test_models_made_with_zero_init_disabled_stay_whole() -> None:
     assert has_facts_of_shards()
 
 
-# -- prepare ---------------------------------------------------------------------------------------
-
 ROWS = features(0, 0, 0)
 
 

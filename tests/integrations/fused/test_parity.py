@@ -175,8 +175,6 @@ def test_under_autocast_the_models_own_code_runs_and_generation_is_the_models() 
         assert same_step(model, right.train(), "llama")
 
 
-# -- in engines ------------------------------------------------------------------------------------
-
 PLAN = Plan(ranks=2, steps=2)
 
 

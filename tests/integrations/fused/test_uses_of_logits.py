@@ -217,9 +217,6 @@ def test_what_a_loss_in_chunks_would_not_call_is_refused(reader: Any, of: Any) -
         reader(made, loss)
 
 
-# -- values that were changed before they are read --
-
-
 def a_step(model: Any) -> None:
     made = logits(model)
     ce(made).backward()

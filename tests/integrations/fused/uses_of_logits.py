@@ -77,9 +77,6 @@ def uses(prefix: str, functions: dict[str, Callable[[torch.Tensor], Any]]) -> No
         USES[f"{prefix}: {name}"] = lambda model, function=function: function(logits(model))
 
 
-# ---- losses ----
-
-
 def capped(made: torch.Tensor) -> torch.Tensor:
     return 2.0 * torch.tanh(made / 0.7 / 2.0)
 
@@ -190,8 +187,6 @@ uses(
 )
 
 
-# ---- shapes, selections, arithmetic ----
-
 uses(
     "rows",
     {
@@ -249,9 +244,6 @@ def an_output_given_to_softmax(model: Any) -> Any:
         torch.softmax(logits(model), -1, out=out[0])
         torch.log_softmax(logits(model), -1, out=out[1])
     return norms(out)
-
-
-# ---- writes ----
 
 
 @use
@@ -327,9 +319,6 @@ for _name, _function in {
     "max": lambda made: made.max(3),
 }.items():  # fmt: skip
     USES[f"dimension outside: {_name}"] = _dimension(_function)
-
-
-# ---- autograd ----
 
 
 @use
@@ -450,9 +439,6 @@ def saved_on_the_host(model: Any) -> Any:
         return own(model).loss
 
 
-# ---- dtypes ----
-
-
 @use
 def autocast(model: Any) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
@@ -474,9 +460,6 @@ def half_precision(model: Any) -> Any:
     return str(loss.dtype)
 
 
-# ---- reads of values ----
-
-
 uses(
     "read",
     {
@@ -490,9 +473,6 @@ uses(
         "to a device": lambda x: float(x.detach().to("cpu", copy=True).sum()),
     },
 )  # fmt: skip
-
-
-# ---- hooks, wrappers, transforms ----
 
 
 def distributed(model: Any, **more: Any) -> Any:
@@ -563,9 +543,6 @@ def a_copy_of_the_model(model: Any) -> Any:
 def some_logits(model: Any) -> Any:
     return F.cross_entropy(model(input_ids=IDS, logits_to_keep=4).logits[:, :-1].flatten(0, 1),
                            LABELS[:, -3:].flatten())  # fmt: skip
-
-
-# ---- compiled ----
 
 
 def compiled(**settings: Any) -> Use:

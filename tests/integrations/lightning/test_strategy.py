@@ -35,8 +35,6 @@ from tests.helpers.trainers import model, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning")
 
-# -- keys of the configuration ---------------------------------------------------------------------
-
 
 def module_of(architecture: str) -> Any:
     class Net(pl.LightningModule):
@@ -79,9 +77,6 @@ def test_a_scheduler_of_the_configuration_steps_once_a_step() -> None:
     # which counts from 0
     assert trainer.lr_scheduler_configs[0].scheduler.last_batch_iteration == 2
     strategy.engine.destroy()
-
-
-# -- torn folders ----------------------------------------------------------------------------------
 
 
 class Net(pl.LightningModule):
@@ -183,9 +178,6 @@ def test_weights_of_a_folder_load_into_a_plain_module(tmp_path: Path) -> None:
     folder = str(tmp_path / "last.ckpt")
     plain.load_state_dict(dict(hf_zero.checkpoint.iterate_state_dict(folder)))
     assert torch.equal(plain.layer.weight, module.layer.weight)
-
-
-# -- steps and gradients ---------------------------------------------------------------------------
 
 
 class Momentum(Net):
@@ -331,8 +323,6 @@ def test_a_step_after_a_broken_backward_is_refused() -> None:
         pl.Trainer(strategy="zero_stage_2", max_epochs=1, **QUIET).fit(Broken())
 
 
-# -- the memory of the hosts -----------------------------------------------------------------------
-
 STEPS = 12  # four an epoch
 
 
@@ -436,8 +426,6 @@ def test_a_fit_goes_on_from_memory_if_no_last_checkpoint_on_disk_is_whole(tmp_pa
         fit_into_memory(tmp_path, 2, resume="last", saves=STEPS + 1)
 
 
-# -- samples by difficulty -------------------------------------------------------------------------
-
 MICRO = 2
 
 
@@ -506,9 +494,6 @@ def test_ranks_that_share_layers_read_the_same_samples() -> None:
     for place, (before, split) in enumerate(run_ranks(4, rank)):
         assert before == {"num_replicas": 4, "rank": place}
         assert split == {"num_replicas": 2, "rank": place // 2}
-
-
-# -- predictions -----------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset[Any]):

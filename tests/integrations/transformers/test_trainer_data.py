@@ -36,8 +36,6 @@ def ours(folder: Path, zero: dict[str, Any], **changes: Any) -> Any:
     return hf_zero.TrainingArguments(**options(folder, **changes), zero_config=config)
 
 
-# -- curricula -------------------------------------------------------------------------------------
-
 GROWING = [3, 5, 8, LENGTH]
 CURRICULUM = {
     "enabled": True,
@@ -85,8 +83,6 @@ def test_the_loss_counts_what_is_left(tmp_path: Path) -> None:
     again = run(transformers.Trainer, ours(tmp_path / "again", zero, **chosen), saved)
     assert logged(again) == pytest.approx(logged(plain), rel=1e-5)
 
-
-# -- phases ----------------------------------------------------------------------------------------
 
 # of 8 batches of 4 rows: 1 + 1 + 2 + 2 + 2, then 2 + 4 + 2 (what is left)
 PHASES = {

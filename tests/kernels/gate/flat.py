@@ -23,8 +23,6 @@ from hf_zero.ops.triton_kernels import lamb as lamb_kernels
 from tests.helpers.aot_gate import Case
 from tests.kernels.gate import case
 
-# ---- optimizers and norms ----
-
 
 def update(adam: bool, grad: str, out: str | None) -> Case:
     types = {"*fp32": "master mean square coefficients divisor found_inf", "*i64": "table"}
@@ -97,9 +95,6 @@ OPTIMIZERS = [
 ]  # fmt: skip
 
 
-# ---- momenta in one bit: compress of each gradient dtype, combine, apply ----
-
-
 def signs(kernel: Any, name: str, aligned: str, grad: str = "fp32") -> Case:
     types = {
         "*u8": "bits momentum came",
@@ -120,9 +115,6 @@ SIGNS = [
     signs(sign_blocks.combine_kernel, "of ranks", "bits scales came momentum average stride"),
     signs(sign_blocks.apply_kernel, "to weights", "weights bits scales exponents chunk stride"),
 ]
-
-
-# ---- symmetric blocks of 4 and 8 bits ----
 
 
 def blocks(kernel: Any, name: str, tensors: dict[str, str], *args: Any, **constants: Any) -> Case:
@@ -150,9 +142,6 @@ def dequantize(bits: int, out: str, add: bool) -> Case:
     name = f"int{bits} {'added to' if add else 'into'} {out}"
     kernel = symmetric_blocks.dequantize_kernel
     return blocks(kernel, name, {"out": out}, 0.5, "out", FOUR=bits == 4, ADD=add)
-
-
-# ---- weights rounded to levels, of the dtypes and ways that MoQ has ----
 
 
 def levels(values: str, symmetric: bool, stochastic: bool) -> Case:

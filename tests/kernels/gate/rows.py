@@ -10,8 +10,6 @@ from hf_zero.ops.triton_kernels import activations, cross_entropy, norms, residu
 from tests.helpers.aot_gate import Case
 from tests.kernels.gate import case
 
-# ---- activations over whole tensors and over rows with a bias; dropout + residual ----
-
 
 def act(kernel: Any, name: str, tile: dict[str, int], occupancy: float, **constants: Any) -> Case:
     types = {"*fp32": "sums_ptr", "*i64": "seed_ptr", "fp32": "dropout scale"}
@@ -35,9 +33,6 @@ ACTIVATIONS = [
     act(residual._dropout_add, "dropout, 4 × 1024", DROP, 0.4),
     act(residual._dropout_add_backward, "dropout, 4 × 1024", DROP, 0.25),
 ]
-
-
-# ---- rotary embedding ----
 
 
 def turn(
@@ -66,8 +61,6 @@ ROTARY = [
     turn("Gemma-2B, 8 + 1 heads × 256", (8, 1), 256, 256, 0.375),
 ]
 
-
-# ---- norms ----
 
 NORM_TYPES = {
     "*bf16": "x residual weight bias y total dy saved d_total dx d_weight d_bias",
@@ -118,9 +111,6 @@ NORMS = [
     *norm(16_384, (0.5, 0.25), centered=False, added=False),
     case(norms._norm_add_partials, "1024 wide", NORM_TYPES, PARTIALS, 4, 0.5),
 ]
-
-
-# ---- cross-entropy, also with Gemma's soft-capping ----
 
 
 def loss(name: str, dtype: str, width: int, **flags: bool) -> Case:
