@@ -19,11 +19,7 @@ OF_ENGINE = (
 
 
 def cause_of(
-    difference: Difference,
-    reference: RunRecord,
-    run: RunRecord,
-    repeats: bool,
-    script: Path | None,
+    difference: Difference, reference: RunRecord, run: RunRecord, repeats: bool, script: Path | None
 ) -> str:
     """Return the usual cause that fits ``difference``, with what to do; else :data:`OF_ENGINE`.
     ``repeats``: whether runs of the reference are alike.

@@ -111,11 +111,7 @@ def _in_both(want: SavedModel, got: SavedModel) -> Iterator[Sketch]:
 
 
 def tensor_differences(
-    want: SavedModel,
-    got: SavedModel,
-    noise: SavedModel | None,
-    reference: RunRecord,
-    mixed: bool,
+    want: SavedModel, got: SavedModel, noise: SavedModel | None, reference: RunRecord, mixed: bool
 ) -> Iterator[tuple[str, float, float, float, float]]:
     """Yield (name, norm, norm of the reference, size, what is allowed), relative to how far the
     tensor has moved, of tensors that differ.

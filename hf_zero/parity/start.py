@@ -158,10 +158,7 @@ def _refuse_axes(request: SetupRequest[Any]) -> None:
 
 
 def start_reference(
-    request: SetupRequest[Any],
-    variant: str = "",
-    skipped: Sequence[int] = (),
-    by_ddp: bool = False,
+    request: SetupRequest[Any], variant: str = "", skipped: Sequence[int] = (), by_ddp: bool = False
 ) -> tuple[Any, Any, Any, Any]:
     """Return the reference engine of ``request``, with its optimizer, loader and scheduler.
 

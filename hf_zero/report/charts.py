@@ -287,12 +287,7 @@ def _colors(field: str, colors: Mapping[str, str], rows: Sequence[Mapping[str, o
         "field": field,
         "type": "nominal",
         "scale": {"domain": list(used_colors), "range": list(used_colors.values())},
-        "legend": {
-            "title": None,
-            "orient": "top",
-            "symbolType": "square",
-            "symbolOpacity": 1,
-        },
+        "legend": {"title": None, "orient": "top", "symbolType": "square", "symbolOpacity": 1},
     }
 
 

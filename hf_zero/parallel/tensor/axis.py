@@ -33,7 +33,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -61,7 +61,10 @@ class TensorAxis:
 
     def __init__(self, dim: MeshDim):
         self.dim = dim
-        self.rank, self.size = dim.rank, dim.size
+        self._register(dim.rank, dim.size)
+
+    def _register(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
         # compiled code passes this number to operators and finds the axis by it
         self.number = next(_numbers)
         _axes[self.number] = self
@@ -240,6 +243,32 @@ class _OwnPart(torch.autograd.Function):
     def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         after = ctx.whole - ctx.start - ctx.width
         return torch.nn.functional.pad(grad, (ctx.start, after)), None, None, None
+
+
+class Border(NamedTuple):
+    """What a function does to activations and to their gradients."""
+
+    takes_parts: bool  # its input is a part, else whole
+    makes_parts: bool  # its output is a part, else whole
+    completes_gradient: bool  # the gradient of its whole input is complete on each rank
+    sums_gradient: bool = (
+        False  # its backward sums the gradient of all elements: it must be partial
+    )
+
+
+BORDERS: dict[type, Border] = {
+    _CopyTo: Border(False, False, True, sums_gradient=True),
+    _CopyLast: Border(False, False, True),
+    _SumOver: Border(True, False, False),
+    _Gather: Border(True, False, False),
+    _Split: Border(False, True, True),
+    _OwnPart: Border(False, True, False),
+}
+
+
+def border_of(node: torch.autograd.graph.Node) -> Border | None:
+    """Return what the function of ``node`` in a graph does, None for one of another module."""
+    return BORDERS.get(getattr(node, "_forward_cls", type(None)))
 
 
 def copy_to(

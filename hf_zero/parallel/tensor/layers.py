@@ -137,6 +137,9 @@ class KeyValueHeads(ReadsWhole):
         return own_part(y, part.name, part.start, part.width)
 
 
+MAKE_PARTS = (Colwise, KeyValueHeads)  # whole inputs, parts as outputs
+
+
 class JoinedWhenRead(Sharded):
     """A linear layer with parts of the outputs on each rank, whose attributes ``weight`` and
     ``bias`` return whole tensors to every reader, including its own forward.
@@ -343,9 +346,7 @@ class EnteringCaches:
             return
         assert isinstance(values, torch.Tensor)
         projections = _projections(model, layer_index)
-        if projections and not any(
-            issubclass(projection, (Colwise, KeyValueHeads)) for projection in projections
-        ):
+        if projections and not any(issubclass(kind, MAKE_PARTS) for kind in projections):
             return  # all ranks compute all heads
         heads, size = keys.shape[1], self._axis.size
         whole = _heads_of(model)

@@ -18,7 +18,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.loading import make_pending
 from hf_zero.logging import counted
 from hf_zero.parallel.cutting import check_module, cut
-from hf_zero.parallel.tensor import layers
+from hf_zero.parallel.tensor import layers, partial_gradients, rehearsal
 from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.cutting import TensorParallel, cut_layers, cuts_for
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
@@ -31,16 +31,6 @@ from hf_zero.parallel.tensor.plan import (
     plan_of,
     targets,
     transformers_model,
-)
-from hf_zero.parallel.tensor.rehearsal import (
-    RehearsedAxis,
-    check_unplaced,
-    copied,
-    gradients,
-    placements,
-    run,
-    shrink,
-    without_memory,
 )
 from hf_zero.parallel.tensor.verification import Verification
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
@@ -103,7 +93,7 @@ def tensor_parallel(
     if verify:
         check_verifiable(model)
     # All checks have passed: a refused call leaves the job unchanged.
-    whole = copied(inner) if verify and record is None else None
+    whole = rehearsal.copy_to_fill(inner) if verify and record is None else None
     groups = init_parallel(dims)  # also if cut already: another model may have reset the groups
     if record is None:
         record = _new_record(model, plan, TensorAxis(groups.along("tensor")))
@@ -159,7 +149,6 @@ def model_record(model: nn.Module) -> TensorParallel | None:
 
 def _check_divides(size: int) -> None:
     """Raise ConfigError for a size that does not divide the ranks of the job."""
-    check_size(size, TENSOR_SIZE)
     world = process_group.get_world_size()
     if world % size:
         raise ConfigError(
@@ -285,16 +274,18 @@ def _rehearse(
 
     Raises ConfigError for parameters with both kinds of use, and for those that the run misses.
     """
-    axis, installed = RehearsedAxis(rank, size), model_record(inner)
+    axis, installed = rehearsal.RehearsedAxis(rank, size), model_record(inner)
     placed: dict[nn.Parameter, bool] = {}
     try:
-        twin, originals = without_memory(inner, None if installed is None else installed.axis, axis)
+        twin, originals = rehearsal.copy_to_rehearse(
+            inner, None if installed is None else installed.axis, axis
+        )
         record = model_record(twin) or TensorParallel(axis, None, plan, _rotary_width(twin))
         modules = dict(twin.named_modules(remove_duplicate=False))
         planned = _planned("", twin, plan)
         cuts = cuts_for(modules, planned, rank, size)
-        cut_layers(modules, planned, cuts, record, not has_own_plan(twin), shrink)
-        outputs, ran = run(twin)
+        cut_layers(modules, planned, cuts, record, not has_own_plan(twin), rehearsal.shrink)
+        outputs, ran = rehearsal.run_on_zeros(twin)
     except Exception as error:  # the model reads values, or is not one of transformers
         text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         if installed is None:
@@ -303,18 +294,16 @@ def _rehearse(
         placed, ran = {}, set()
     else:
         reason = "a forward over a sequence does not reach it"
-        placed = {
-            originals[parameter]: is_partial
-            for parameter, is_partial in placements(twin, gradients(outputs)).items()
-        }
-    check_unplaced(inner, _planned("", inner, plan), placed, ran, reason)
+        found = partial_gradients.of_whole(twin, partial_gradients.kinds_in(outputs))
+        placed = {originals[parameter]: is_partial for parameter, is_partial in found.items()}
+    partial_gradients.check_unplaced(inner, _planned("", inner, plan), placed, ran, reason)
     return placed
 
 
-def _check_whole(inner: nn.Module, axis: RehearsedAxis, problem: str) -> None:
+def _check_whole(inner: nn.Module, axis: rehearsal.RehearsedAxis, problem: str) -> None:
     """Raise ConfigError if ``inner`` runs whole although its cut copy failed with ``problem``."""
     try:
-        run(without_memory(inner, None, axis)[0])
+        rehearsal.run_on_zeros(rehearsal.copy_to_rehearse(inner, None, axis)[0])
     except Exception:  # the whole copy fails too: the failure says nothing about the plan
         return
     raise ConfigError(
