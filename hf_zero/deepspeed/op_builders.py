@@ -71,7 +71,7 @@ HERE = {
     "CPULionBuilder": ("cpu_lion", "hf_zero.optim.cpu"),
     "FusedAdamBuilder": ("fused_adam", "torch.optim"),
     "FusedLambBuilder": ("fused_lamb", "hf_zero.optim.trust_ratio"),
-    "FusedLionBuilder": ("fused_lion", "hf_zero.optim.adam_lion"),
+    "FusedLionBuilder": ("fused_lion", "hf_zero.optim.lion"),
     "PinMemoryBuilder": ("pin_memory", __name__),
     "SparseAttnBuilder": ("sparse_attn", "hf_zero.ops.sparse_attention"),
 }

@@ -17,7 +17,8 @@ import torch
 
 from hf_zero.deepspeed.modules import refuse
 from hf_zero.optim import CPUAdagrad, CPULion, Lamb
-from hf_zero.optim.adam_lion import Adam, Lion
+from hf_zero.optim.adam import Adam
+from hf_zero.optim.lion import Lion
 
 if TYPE_CHECKING:
     from hf_zero.config import ZeroConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "Adafactor": "hf_zero.optim.adafactor",
-    "Adam": "hf_zero.optim.adam_lion",
+    "Adam": "hf_zero.optim.adam",
     "BoundOptimizer": "hf_zero.optim.bound_optimizer",
     "CPUAdagrad": "hf_zero.optim.cpu",
     "CPUAdam": "hf_zero.optim.cpu",
@@ -23,7 +23,7 @@ _EXPORTS = {
     "LARS": "hf_zero.optim.trust_ratio",
     "Muon": "hf_zero.optim.muon",
     "Lamb": "hf_zero.optim.trust_ratio",
-    "Lion": "hf_zero.optim.adam_lion",
+    "Lion": "hf_zero.optim.lion",
     "LRRangeTest": "hf_zero.optim.schedules",
     "OneBitAdam": "hf_zero.optim.one_bit",
     "OneBitLamb": "hf_zero.optim.one_bit_lamb",
@@ -41,8 +41,7 @@ __all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
     from hf_zero.optim.adafactor import Adafactor as Adafactor
-    from hf_zero.optim.adam_lion import Adam as Adam
-    from hf_zero.optim.adam_lion import Lion as Lion
+    from hf_zero.optim.adam import Adam as Adam
     from hf_zero.optim.bound_optimizer import BoundOptimizer as BoundOptimizer
     from hf_zero.optim.build import build_optimizer as build_optimizer
     from hf_zero.optim.cpu import CPUSGD as CPUSGD
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from hf_zero.optim.eight_bit import AdamW8bit as AdamW8bit
     from hf_zero.optim.eight_bit import Lion8bit as Lion8bit
     from hf_zero.optim.eight_bit import SGD8bit as SGD8bit
+    from hf_zero.optim.lion import Lion as Lion
     from hf_zero.optim.muon import Muon as Muon
     from hf_zero.optim.one_bit import OneBitAdam as OneBitAdam
     from hf_zero.optim.one_bit import ZeroOneAdam as ZeroOneAdam

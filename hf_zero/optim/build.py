@@ -21,7 +21,7 @@ from hf_zero.config.reading import Mistakes
 from hf_zero.config.refusals import built_name, refusals
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.optim.adam_lion import Adam
+from hf_zero.optim.adam import Adam
 from hf_zero.optim.probing import bare_twin
 from hf_zero.optim.segments import current_settings
 

@@ -34,9 +34,10 @@ from hf_zero.ops.flat_optimizers import (
     settings_table,
 )
 from hf_zero.ops.flat_tiles import FlatRun, Tiles
-from hf_zero.optim.adam_lion import Adam, Lion
+from hf_zero.optim.adam import Adam
 from hf_zero.optim.device_state import DeviceState
 from hf_zero.optim.elementwise import elementwise_base
+from hf_zero.optim.lion import Lion
 from hf_zero.optim.own_step import is_own
 from hf_zero.optim.segments import ParamGroup, ParamState, Segment, SegmentPart
 from hf_zero.optim.step_launch import StepLaunch

@@ -20,10 +20,10 @@ from hf_zero.offload.storage import MASTER, StorageFormat
 from hf_zero.offload.sub_group_update import Call, Counted, Rule, SubGroupUpdate
 from hf_zero.ops import native
 from hf_zero.ops.moment_blocks import BlocksFormat
-from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, adam, lion, sgd
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
 from hf_zero.optim.initial_state import InitialStates, InitialValues, counted_elsewhere
+from hf_zero.optim.lion import Lion
 from hf_zero.optim.moment_formats import codec_of
 from hf_zero.optim.offloaded_segments import OffloadedSegments, StepSubGroup, UsedSegments
 from hf_zero.optim.segment_entries import SegmentStateAccess, copy_of, is_elementwise

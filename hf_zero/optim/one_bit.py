@@ -24,7 +24,7 @@ from hf_zero.config.techniques import QuantizeTraining, WeightQuantization
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.ops.sign_blocks import BLOCKS
-from hf_zero.optim.adam_lion import Adam
+from hf_zero.optim.adam import Adam
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.tensor_sums import TensorSumOptimizer
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.offload.storage import MASTER
-from hf_zero.optim.adam_lion import Adam
+from hf_zero.optim.adam import Adam
 from hf_zero.optim.device_state import DeviceState
 from hf_zero.optim.probing import bare_step
 from hf_zero.optim.segment_entries import without_none
@@ -310,19 +310,12 @@ class OwnStep:
             if not (group["fused"] and group["momentum"]):
                 continue
             tensors = [segment.tensor for segment in segments if segment.group == index]
-            unstepped = [tensor for tensor in tensors if not self._has_state(tensor)]
-            if 0 < len(unstepped) < len(tensors):
-                if group["dampening"]:
-                    unfused.append(index)
-                else:
-                    self._create_zero_momenta(unstepped)
+            unstepped = [t for t in tensors if not without_none(self._states.get(t, {}))]
+            if not 0 < len(unstepped) < len(tensors):
+                continue
+            if group["dampening"]:
+                unfused.append(index)
+                continue
+            for t in unstepped:
+                self._states[t]["momentum_buffer"] = torch.zeros_like(t, dtype=step_dtype(t.dtype))
         return unfused
-
-    def _has_state(self, tensor: Tensor) -> bool:
-        entries: StateArrays = self._states.get(tensor, {})
-        return bool(without_none(entries))
-
-    def _create_zero_momenta(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            zeros = torch.zeros_like(tensor, dtype=step_dtype(tensor.dtype))
-            self._states[tensor]["momentum_buffer"] = zeros

@@ -29,7 +29,7 @@ from hf_zero.engine import engines_of
 from hf_zero.errors import ConfigError
 from hf_zero.initialize import join
 from hf_zero.loading import give_values
-from hf_zero.optim.adam_lion import Adam
+from hf_zero.optim.adam import Adam
 from hf_zero.optim.build import canonical_name
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam
 from hf_zero.optim.eight_bit import Adam8bit, AdamW8bit, Lion8bit, SGD8bit

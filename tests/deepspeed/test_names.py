@@ -22,8 +22,8 @@ from hf_zero.deepspeed.sequence import TiledMLP
 from hf_zero.deepspeed.state_dicts import clone_tensors_for_torch_save
 from hf_zero.distributed import process_group
 from hf_zero.errors import NotBuiltError, OffloadError, UnsupportedOptimizerError
-from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.elementwise import check
+from hf_zero.optim.lion import Lion
 from hf_zero.parallel.pipeline.module import PipelineModule
 from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_grads, start

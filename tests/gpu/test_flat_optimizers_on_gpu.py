@@ -19,7 +19,7 @@ from hf_zero.ops.flat_optimizers import (
 )
 from hf_zero.ops.flat_tiles import squared_norms
 from hf_zero.ops.lamb import LambSettings, apply_, measure_
-from hf_zero.optim.adam_lion import Lion
+from hf_zero.optim.lion import Lion
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 3

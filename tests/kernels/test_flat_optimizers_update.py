@@ -21,7 +21,7 @@ from hf_zero.ops.flat_optimizers import (
     settings_table,
 )
 from hf_zero.ops.flat_tiles import PHASE, RUN, squared_norms
-from hf_zero.optim.adam_lion import Lion
+from hf_zero.optim.lion import Lion
 from tests.helpers.cells import in_one_item
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,8 +11,8 @@ import torch
 
 from hf_zero.ops import dispatch
 from hf_zero.optim import Adam, fused
-from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.bound_optimizer import BoundOptimizer
+from hf_zero.optim.lion import Lion
 from tests.helpers.flats import shard
 
 UNITS = [

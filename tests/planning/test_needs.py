@@ -16,7 +16,7 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.ops import dispatch
 from hf_zero.ops.files import ALIGNMENT as SECTOR
-from hf_zero.optim.adam_lion import Lion
+from hf_zero.optim.lion import Lion
 from hf_zero.planning import Needs, needs
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_layout import FlatLayout

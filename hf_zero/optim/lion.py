@@ -1,15 +1,10 @@
-"""Adam and AdamW with optional bias correction, and Lion: element-wise updates beside torch's own
-classes.
-
-Lion (Chen et al. 2023, arXiv:2302.06675) applies the sign of an interpolated momentum, with
-decoupled weight decay; it keeps one state tensor (``exp_avg``) instead of Adam's two.
+"""Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum, with decoupled
+weight decay. It keeps one state tensor (``exp_avg``) instead of Adam's two.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,39 +14,7 @@ from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops.updates import signs
 from hf_zero.optim.segments import ParamGroup, ParamState
 
-
-class Adam(torch.optim.Adam):
-    """torch.optim.Adam, or AdamW by ``decoupled_weight_decay``, with one more setting per group.
-
-    With ``bias_correction`` false the moments, which start at zero, are used uncorrected, as in
-    BERT's AdamW (Devlin et al. 2018, arXiv:1810.04805)::
-
-        w <- w - lr * m / (sqrt(v) + eps)
-
-    Args:
-        params: parameters or parameter groups.
-        bias_correction: whether to correct the moments for their start at zero.
-        settings: the other arguments of torch.optim.Adam.
-    """
-
-    def __init__(self, params: ParamsT, *args: Any, bias_correction: bool = True, **settings: Any):
-        super().__init__(params, *args, **settings)
-        self.defaults["bias_correction"] = bias_correction
-        for group in self.param_groups:
-            group.setdefault("bias_correction", bias_correction)
-
-    def _init_group(self, group: ParamGroup, *lists: Any) -> object:
-        """Collect the lists as torch.optim.Adam does. Without bias correction, count the steps here
-        and replace them by infinity, where the correction factor is 1.
-        """
-        answer = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        steps: list[Tensor] = lists[-1]
-        if steps and not group.get("bias_correction", True):
-            skipped: Tensor | None = getattr(self, "found_inf", None)
-            for step in steps:
-                step += 1 if skipped is None else 1 - skipped.to(step.device)
-            steps[:] = [torch.full_like(step, math.inf) for step in steps]
-        return answer
+Tensors = list[Tensor]
 
 
 class Lion(torch.optim.Optimizer):
@@ -115,7 +78,7 @@ class Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            params, grads, moments = self._with_gradients(group)
+            params, grads, moments = self._collect(group)
             if not params:
                 continue
             if group["maximize"]:
@@ -124,47 +87,32 @@ class Lion(torch.optim.Optimizer):
             if foreach is None:
                 foreach = len({(t.device, t.dtype) for t in (*params, *grads, *moments)}) == 1
             update = _foreach_update if foreach else _reference_update
-            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-            update(
-                params,
-                grads,
-                moments,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=group["weight_decay"],
-            )
+            # a rate that is a tensor on a device is waited for
+            update(params, grads, moments, float(group["lr"]), group)
         return loss
 
-    def _with_gradients(self, group: ParamGroup) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        params, grads, moments = [], [], []
-        for param in group["params"]:
-            if param.grad is None:
-                continue
+    def _collect(self, group: ParamGroup) -> tuple[Tensors, Tensors, Tensors]:
+        """Return the parameters of ``group`` that have a gradient, with these and their moments,
+        which are created before a first step.
+        """
+        params = [param for param in group["params"] if param.grad is not None]
+        for param in params:
             if param.grad.is_sparse:
                 raise UnsupportedOptimizerError(
-                    f"Lion: the gradient of a parameter of shape {tuple(param.shape)} is "
-                    "sparse; make it dense"
+                    f"Lion: the gradient of a parameter of shape {tuple(param.shape)} is sparse; "
+                    "make it dense"
                 )
-            state = self.state[param]
-            if not state:
-                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            params.append(param)
-            grads.append(param.grad)
-            moments.append(state["exp_avg"])
-        return params, grads, moments
+            if not self.state[param]:
+                moment = torch.zeros_like(param, memory_format=torch.preserve_format)
+                self.state[param]["exp_avg"] = moment
+        return params, [p.grad for p in params], [self.state[p]["exp_avg"] for p in params]
 
 
 def _foreach_update(
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: list[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
+    params: Tensors, grads: Tensors, moments: Tensors, lr: float, group: ParamGroup
 ) -> None:
+    """Make the update over lists of tensors."""
+    (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
     directions = torch._foreach_mul(moments, beta1)
     torch._foreach_add_(directions, grads, alpha=1 - beta1)
     # NaN has no sign, but it must not vanish: it propagates to the parameter
@@ -182,16 +130,10 @@ def _foreach_update(
 
 
 def _reference_update(
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: list[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
+    params: Tensors, grads: Tensors, moments: Tensors, lr: float, group: ParamGroup
 ) -> None:
     """Update one tensor at a time, line by line as in the paper's algorithm 2 (the slow path)."""
+    (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
     for param, grad, moment in zip(params, grads, moments):
         direction = signs((moment * beta1).add_(grad, alpha=1 - beta1))
         if weight_decay != 0:
