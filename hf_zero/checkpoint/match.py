@@ -18,7 +18,7 @@ from hf_zero.config.optimizers import STATE_OF
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
 from hf_zero.offload.storage import COMPENSATION
-from hf_zero.optim.initial_state import kept_states
+from hf_zero.optim.initial_state import moment_names
 from hf_zero.optim.whole_tensor import tensor_state_names
 from hf_zero.zero.layout.sharding import WholeNames, belongs, persistent_buffers
 
@@ -347,7 +347,7 @@ def _match_optimizer(
     # A known class implies its states. Where it is not recorded, each saved state is looked up.
     names = {name for flat in manifest.flats for name in flat.states} - {COMPENSATION}
     states = () if saved.class_name else sorted(names)
-    known = set[str]().union(*(kept_states(optimizer, group) for group in groups if states))
+    known = set[str]().union(*(moment_names(optimizer, group) for group in groups if states))
     if unknown := [name for name in states if name not in known]:
         raise CheckpointError(
             f"{where} has the optimizer states {listed(states)}, of which {engine_class} keeps no "

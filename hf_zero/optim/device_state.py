@@ -36,7 +36,7 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.ops.coded_arrays import CodedArray, StateArray, decoded
 from hf_zero.ops.flat_tiles import PHASE
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT
-from hf_zero.optim.initial_state import MADE_BY_CONSTRUCTORS, InitialStates, InitialValues
+from hf_zero.optim.initial_state import InitialStates, InitialValues, constructor_makes_state
 from hf_zero.optim.moment_formats import codec_of
 from hf_zero.optim.segment_entries import (
     SegmentStateAccess,
@@ -67,7 +67,7 @@ class DeviceState(Regions):
     def __init__(self, entries: SegmentStateAccess, base: type | None) -> None:
         super().__init__()
         self.entries, self._initial = entries, InitialStates(entries)
-        self._constructor_creates_state = isinstance(entries.optimizer, MADE_BY_CONSTRUCTORS)
+        self._constructor_creates_state = constructor_makes_state(entries.optimizer)
         # whether a throw-away twin shows the values before the first step
         self._initial_is_known = base is not None or self._constructor_creates_state
         # whether the first step sets the momentum to the gradient

@@ -158,9 +158,11 @@ def _map_views(result: Any, memory: Collection[int]) -> Any:
     return result.as_subclass(FileMember)
 
 
-def member_class(memory: Tensor) -> type[GroupMember]:
-    """Return the class of members over ``memory`` [owned] of a flat buffer."""
-    return FileMember if memory.numel() > 1 and not any(memory.stride()) else GroupMember
+def member_class(bytes_by_tier: Mapping[str, int]) -> type[GroupMember]:
+    """Return the class of members over the memory of a storage with ``bytes_by_tier``: one in files
+    has a stand-in.
+    """
+    return FileMember if bytes_by_tier["disk"] else GroupMember
 
 
 class HiddenStates(dict[Any, Any]):
@@ -218,7 +220,7 @@ class GroupMembers:
         self.groups, flats = GroupsInStep(), table.flats
         # members of a flat buffer share a count of changes, which steps leave as it is
         memory = {flat.key: flat.memory_of_members() for flat in flats}
-        kinds = {key: member_class(values) for key, values in memory.items()}
+        kinds = {flat.key: member_class(flat.contents.nbytes()) for flat in flats}
         # others refuse writes
         writable = {key for key, kind in kinds.items() if kind is GroupMember}
         self._watched = [flat for flat in flats if flat.key in writable.intersection(copied)]

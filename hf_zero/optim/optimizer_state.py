@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
-from hf_zero.ops.coded_arrays import CodedArray
 from hf_zero.optim.existing_state import Carried
 from hf_zero.optim.initial_state import InitialStates
 from hf_zero.optim.members import GroupMembers
@@ -363,19 +362,6 @@ class OptimizerState:
         self._entries.states.clear()
         self.table.fused.separate_counters()
         self.table.device.reset_all()
-
-    def version(self) -> tuple[Hashable, ...]:
-        """Return a value that changes with every load, in-place write or replacement of optimizer
-        state. A step may change it, too.
-        """
-        self.members.take_states()
-        entries = self._entries.states.values()
-        # a list: an update on another thread may add entries
-        values = [value for entry in entries for value in list(entry.values())]
-        codes = [value.codes if isinstance(value, CodedArray) else value for value in values]
-        tensors = [value for value in codes if torch.is_tensor(value)]
-        versions = tuple((id(tensor), tensor._version) for tensor in tensors)
-        return self.scalars.loads, self.writes, versions
 
     def writes_on_device(self) -> int:
         """Return torch's count of writes in place to the arrays on the device."""

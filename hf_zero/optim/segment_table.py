@@ -51,8 +51,8 @@ class SegmentTable:
         # A step sums over the ranks, so no segment can be stepped without the others.
         self._adds_up = isinstance(entries.optimizer, WholeTensorOptimizer)
         self.device = device
-        offloaded_state = provided("offloaded_state", OffloadedSegments)
-        self.offloaded: OffloadedSegments = offloaded_state(entries, base, moments)
+        store = provided("offloaded_state", OffloadedSegments)
+        self.offloaded: OffloadedSegments = store(entries, base, moments)
         self.flats, self.group_of = flats, group_of
         self.segments: list[Segment] = []
         self._segment_of: dict[Tensor, Segment] = {}

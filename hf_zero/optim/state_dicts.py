@@ -17,7 +17,7 @@ from hf_zero.logging import listed
 from hf_zero.offload.storage import COMPENSATION, MASTER
 from hf_zero.optim.elementwise import adopt_states
 from hf_zero.optim.group_settings import GroupSettings, plain_settings
-from hf_zero.optim.initial_state import initial_state, kept_states
+from hf_zero.optim.initial_state import initial_state, moment_names
 from hf_zero.optim.optimizer_state import OptimizerState
 from hf_zero.optim.segment_entries import copy_of
 from hf_zero.optim.segments import ParamGroup, ParamState
@@ -108,7 +108,7 @@ class StateDicts:
         for group, saved in zip(self._optimizer.param_groups, settings):
             new = {**group, **plain_settings(saved)}
             first = initial_state(self._optimizer, new, torch.zeros(1))
-            kept.append(present | first.keys() | kept_states(self._optimizer, new))
+            kept.append(present | first.keys() | moment_names(self._optimizer, new))
         unknown = set(kinds).difference(*kept)
         unknown = unknown.union(*(set(own) - names for own, names in zip(numbers, kept)))
         if unknown:
@@ -121,9 +121,8 @@ class StateDicts:
 
     def settings_of(self, packed: StateDict) -> StateDict:
         """Return ``packed`` without its entries, for the optimizer's own ``load_state_dict``."""
-        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         groups = [
-            {**group, "params": [*range(size)]}
-            for group, size in zip(packed["param_groups"], sizes)
+            {**group, "params": [*range(len(live["params"]))]}
+            for group, live in zip(packed["param_groups"], self._optimizer.param_groups)
         ]
         return {**packed, "state": {}, "param_groups": groups}

@@ -207,7 +207,8 @@ class ShardedModel:
                 members[id(p)] = (name, None)
                 if not flat.trainable:
                     values = flat.member(name) if flat.sharded else p
-                    part = member_class(values)(values, False) if flat.sharded else p
+                    kind = member_class(flat.shard_bytes())
+                    part = kind(values, False) if flat.sharded else p
                     members[id(p)] = (name, part)
         groups = optimizer.param_groups
         return [[members.get(id(p), ("", p)) for p in group["params"]] for group in groups]

@@ -15,6 +15,7 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.initial_state import counted_elsewhere, initial_state
 from hf_zero.optim.segment_entries import is_elementwise, is_scalar
+from hf_zero.optim.state_version import TensorVersion, state_version
 from tests.helpers.cells import in_one_item
 from tests.helpers.flats import shard
 
@@ -178,3 +179,61 @@ def test_hooks_of_all_optimizers_see_no_step_of_a_throw_away_one():
         for hook in hooks:
             hook.remove()
     assert seen == []
+
+
+class CountsOutside(torch.optim.SGD):
+    """One that the engine does not know, which counts its steps outside of its state."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.by_object, self.in_place = 0, torch.zeros(())
+
+    def step(self, closure=None):  # type: ignore[override]
+        super().step()
+        self.by_object += 1
+        self.in_place += 1
+        for group in self.param_groups:
+            group["by_group"] = group.get("by_group", 0) + 1
+
+
+def test_a_count_outside_of_the_state_is_found_and_settings_are_none():
+    """With capturable settings too, which the throw-away twin has not on the host."""
+    optimizer = CountsOutside(fresh().values(), lr=0.1)
+    optimizer.param_groups[0]["capturable"] = True
+    found = counted_elsewhere(optimizer, optimizer.param_groups[0])
+    assert sorted(found) == ["by_group", "by_object", "in_place"]
+    assert optimizer.by_object == 0 and optimizer.in_place == 0  # those of the user's object
+    optimizer = torch.optim.AdamW(fresh().values(), capturable=True)
+    assert counted_elsewhere(optimizer, optimizer.param_groups[0]) == []
+
+
+def test_the_version_of_state_tells_each_change():
+    parameters = fresh()
+    optimizer = stepped(torch.optim.AdamW, parameters)
+    state = bind(optimizer, parameters).state
+    [live] = state.table.entries.states.values()
+
+    def write(name, value):
+        live[name] = value
+
+    changes = [
+        lambda: live["exp_avg"].mul_(1.0),
+        lambda: write("exp_avg", live["exp_avg"].clone()),
+        lambda: write("step", 7.0),  # a class may keep a number that is no tensor
+        lambda: write("step", 8.0),
+        lambda: state.scalars.load({name: {"step": 9.0} for name in SHAPES}),
+        lambda: live.pop("exp_avg_sq"),
+    ]
+    for change in changes:
+        before = state_version(state)
+        assert state_version(state) == before
+        change()
+        assert state_version(state) != before
+
+
+def test_the_version_of_a_freed_tensor_equals_no_other():
+    tensor = torch.zeros(1)
+    first, same = TensorVersion(tensor), TensorVersion(tensor)
+    assert first == same and first != TensorVersion(torch.zeros(1))
+    del tensor
+    assert first != TensorVersion(torch.zeros(1)) and first != same and first != 0

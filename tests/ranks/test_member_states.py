@@ -270,6 +270,41 @@ def test_members_in_files_refuse_writes(stage: int, write: str, tmp_path: Any) -
     on_ranks(1, run)
 
 
+class _OneFrozenNumber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.offset = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.offset
+
+
+@in_turn("way", ["all in files", "all on cpu"])
+def test_members_of_one_element_in_files_refuse_writes(way: str, tmp_path: Any) -> None:
+    """Also of a frozen parameter."""
+
+    def run(rank: int, model: nn.Module) -> None:
+        section = offload(way, 3, tmp_path, max_in_cpu=0)
+        section["stage3_param_persistence_threshold"] = 0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = start(model, optimizer, config_of(3, zero_optimization=section))
+        run_step(engine)
+        said = "values are in files"
+        for member in members(engine.optimizer):
+            assert member.numel() == 1
+            refused = pytest.raises(PartitionError, match=said) if "files" in way else nullcontext()
+            with refused:
+                member.data.mul_(0.5)
+        engine.destroy()
+
+    def run_step(engine: Any) -> None:
+        engine.backward(engine(torch.ones(1)).sum())
+        engine.step()
+
+    on_ranks(1, run, build=_OneFrozenNumber)
+
+
 @in_turn("stage, ranks, way", [(0, 2, DEVICE), (1, 1, CPU), (2, 2, DEVICE), (3, 2, FILES)])
 def test_what_a_script_sees(stage: int, ranks: int, way: str, tmp_path: Any) -> None:
     """Of whole parameters exactly what torch shows; of parts their elements, in the order of the

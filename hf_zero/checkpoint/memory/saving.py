@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
@@ -355,7 +355,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         return staged
 
     def _copy_to_slot(
-        self, record: RankRecord, plan: RankFile, changes: tuple[Hashable, ...]
+        self, record: RankRecord, plan: RankFile, changes: tuple[object, ...]
     ) -> Staged:
         """Copy this rank's file into its slot."""
         if self.acts_for_host:

@@ -5,7 +5,6 @@ record, and the copies that it keeps of other ranks' files.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from hf_zero.checkpoint.memory.record import RankRecord
 from hf_zero.checkpoint.save_plan import RankFile
 from hf_zero.checkpoint.tensorfile import FilePlan
 from hf_zero.ops.host_memory import HostArena
+from hf_zero.optim.state_version import state_version
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
@@ -70,7 +70,7 @@ class Staged:
     image: torch.Tensor
     plan: FilePlan
     record: RankRecord
-    changes: tuple[Hashable, ...]
+    changes: tuple[object, ...]
 
     @property
     def save_id(self) -> str:
@@ -105,9 +105,9 @@ class SlotCopy:
     record: torch.Tensor
 
 
-def changes_of(engine: TrainingEngine) -> tuple[Hashable, ...]:
+def changes_of(engine: TrainingEngine) -> tuple[object, ...]:
     """Return values of which one differs once a step, a load or a script has changed a flat buffer
     or its optimizer state.
     """
-    state = () if engine.bound is None else engine.bound.state.version()
+    state = () if engine.bound is None else state_version(engine.bound.state)
     return engine.counters.global_steps, sum(flat.version for flat in engine.flats), state
