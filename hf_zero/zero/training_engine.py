@@ -287,8 +287,7 @@ class TrainingEngine(EngineParts):
         self._end_update(overflow, scaler)
         # a scheduler that takes a metric is stepped by the script
         scheduler = self.lr_scheduler
-        per_step = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
-        if per_step and not overflow:
+        if scheduler is not None and not (overflow or isinstance(scheduler, ReduceLROnPlateau)):
             scheduler.step()
             self._scheduled = (self.counters.global_steps, getattr(scheduler, "last_epoch", None))
         for end in self.optimizer_step.feature_hooks.end_step:
@@ -337,9 +336,6 @@ class TrainingEngine(EngineParts):
         the weights of all ranks (collective). Return their error.
         """
         self.sharded_model.lend_to_hooks()
-        for flat in self.flats:
-            # parameters made of one tensor share a count, which an update advances for each
-            flat.user_writes.accept()
         failure = self.optimizer_step.bound.run_post_hooks(self.optimizer_step.take_hook_writes)
         if not self.optimizer_step.feature_hooks.update:
             self.take_user_writes()
@@ -477,9 +473,8 @@ class TrainingEngine(EngineParts):
             return
         flats.trainability_changed = False
         if self.optimizer_step.bound is not None and (names := unfrozen(self)):
-            what = f"unfreezing {listed(names, 3)}"
             try:
-                rebuild(self, what, lambda: None, loads)
+                rebuild(self, f"unfreezing {listed(names, 3)}", lambda: None, loads)
             except BaseException:
                 if not self.destroyed:
                     self.sharded_model.engine_flats.trainability_changed = True
@@ -493,11 +488,8 @@ class TrainingEngine(EngineParts):
         if not isinstance(params, (torch.Tensor, set)):  # torch refuses a set
             params = list(params)
         optimizer, added = self.optimizer, {**group, "params": params}
-        rebuild(
-            self,
-            "optimizer.add_param_group",
-            lambda: type(optimizer).add_param_group(optimizer, dict(added)),
-        )
+        add = type(optimizer).add_param_group
+        rebuild(self, "optimizer.add_param_group", lambda: add(optimizer, dict(added)))
 
     def replace(
         self, changed: torch.nn.Module | torch.nn.Parameter, group: int | None = None

@@ -415,3 +415,67 @@ def test_a_gradient_that_a_script_has_set_outlives_an_unfreezing(stage, unfrozen
 
     without, given = (on_ranks(2, run, given)[0] for given in (False, True))
     torch.testing.assert_close(without - given, torch.full_like(given, 0.05 / (1 + no_sync)))
+
+
+def views_of_one_tensor():
+    """The parameters of each layer of a stack are views of one tensor, as a joined weight's are."""
+    model = seeded(Stack)
+    joined = parameters_to_vector(model.parameters()).detach()
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            part, joined = joined[: p.numel()].view_as(p), joined[p.numel() :]
+            setattr(module, name, nn.Parameter(part))
+    return model
+
+
+UPDATED_EARLY = {"update_in_backward": True, "reduce_bucket_size": 0}
+QUANTIZED = {"zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+
+
+@in_turn("stage, more", [(0, {}), (2, UPDATED_EARLY), (3, UPDATED_EARLY), (3, QUANTIZED)])
+def test_parameters_that_are_views_of_one_tensor_have_a_count_of_writes_each(stage, more):
+    """An update of one is no write to the others; what a script writes to one is."""
+
+    def run(rank, model):
+        zero = {"stage": stage, **more}
+        engine = start(model, plain_sgd(model), config_of(stage, zero_optimization=zero))
+        run_steps(engine, rank, range(2))
+        with hf_zero.GatheredParameters([model.head.bias], modifier_rank=0), torch.no_grad():
+            model.head.bias.fill_(0.5)
+        run_steps(engine, rank, [2])
+        return full_weights(engine)
+
+    want = views_of_one_tensor()
+    assert want.head.bias._version == want.head.weight._version
+    optimizer = plain_sgd(want)
+    for step in range(3):
+        for rank in range(RANKS):
+            (squared(want, At(step, 0, rank)) / RANKS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            want.head.bias.detach().fill_(0.5)
+    if more is QUANTIZED:
+        for one, other in zip(
+            on_ranks(RANKS, run, build=views_of_one_tensor), on_ranks(RANKS, run), strict=True
+        ):
+            compare_tensors(QUANTIZED, one, other, tolerance=0.0)
+    else:
+        expect(values_of(want), run, build=views_of_one_tensor)
+
+
+@on_each_rank(1, build=views_of_one_tensor)
+def test_a_parameter_in_use_keeps_its_hooks_and_graphs_beside_views(rank, model):
+    """Nor is a gradient from before ``initialize`` lost."""
+    hooked, used, free = model.head.bias, model.head.weight, model.blocks[0].up.weight
+    before = {p: p.detach().clone() for p in (hooked, used, free)}
+    seen = []
+    hooked.register_hook(seen.append)
+    free.grad = torch.ones_like(free)
+    loss = used.sum()
+    engine = start(model, plain_sgd(model), config_of(1))
+    (loss + 2 * hooked.sum()).backward()
+    engine.step()
+    assert len(seen) == 1
+    for p, grad in ((hooked, 2.0), (used, 1.0), (free, 1.0)):
+        torch.testing.assert_close(p.detach(), before[p] - 0.05 * grad)

@@ -5,8 +5,8 @@ engine gives each parameter memory of its own, which would untie them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.initial_values import source_of
 from hf_zero.zero.layout.walk import buffers_of, named_modules_of, parameters_of
 
+T = TypeVar("T", bound=torch.Tensor)
 Tied = dict[nn.Parameter, nn.Parameter]
 REMEDY = "give one of them memory of its own (.clone()), or assign the parameter itself to both"
 COMPUTED = (
@@ -70,7 +71,7 @@ def tie_shared_memory(
 ) -> Tied:
     """Tie parameters of ``model`` that are the same elements of one memory: one parameter takes the
     place of all and gets the sum of their gradients. Return {replaced: kept}. ``on_rollback`` takes
-    the inverse of each replacement.
+    the inverse of each replacement. Other parameters in one storage get a ``_version`` each.
 
     Raises PartitionError for tensors that share memory with a trainable parameter in another way:
     other views of it, buffers, frozen parameters, attributes of modules.
@@ -95,6 +96,7 @@ def tie_shared_memory(
                     on_rollback(setattr, module, name, parameter)
                 setattr(module, name, tied[parameter])
     _refuse_attributes(model)
+    _separate_write_counts(model)
     return tied
 
 
@@ -104,20 +106,17 @@ def _refuse_attributes(model: nn.Module) -> None:
     """
     parameters = parameters_of(model)
     registered = {id(tensor) for tensor in (*parameters, *buffers_of(model))}
-    by_storage: dict[tuple[torch.device, int], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad and (address := _address(parameter)):
-            by_storage.setdefault((parameter.device, address), []).append(parameter)
+    by_storage = _by_storage(parameter for parameter in parameters if parameter.requires_grad)
     for prefix, module in named_modules_of(model):
         for name, path, tensor in _attributes(module):
             if id(tensor) in registered:
                 continue
             with torch._C.DisableTorchFunctionSubclass():  # runs no code of the tensor's class
-                address = _address(tensor)
-                sharing = by_storage.get((tensor.device, address), []) if address else []
+                sharing = by_storage.get((tensor.device, _address(tensor)), [])
             for parameter in sharing:
                 view = _SharedView.of(f"{prefix}.{path}".lstrip("."), tensor)
-                other = _SharedView.of(_name(model, parameter), parameter)
+                owner = next(key for key, p in model.named_parameters() if p is parameter)
+                other = _SharedView.of(owner, parameter)
                 overlap = view.start < other.end and other.start < view.end
                 if overlap and view.meets(other) and name not in _set_by_hooks(module):
                     raise PartitionError(
@@ -149,8 +148,18 @@ def _set_by_hooks(module: nn.Module) -> list[object]:
     return [getattr(hook, "__dict__", {}).get("name") for hook in hooks]
 
 
-def _name(model: nn.Module, parameter: nn.Parameter) -> str:
-    return next(name for name, each in model.named_parameters() if each is parameter)
+def _separate_write_counts(model: nn.Module) -> None:
+    """Give each parameter of ``model`` its own ``_version``. Views of one tensor, such as those of
+    ``map(nn.Parameter, base.chunk(2))``, share one, and a write to a view counts for all of them.
+    """
+    for group in _by_storage(parameters_of(model)).values():
+        for view in group[1:]:
+            # a graph or a hook of the script refers to the parameter as it is
+            hooks = view._backward_hooks or view._post_accumulate_grad_hooks
+            if not hooks and view._use_count() == 1:  # type: ignore[attr-defined]
+                separate = nn.Parameter(view.data, view.requires_grad)
+                separate.grad = view.grad
+                torch._C._swap_tensor_impl(view, separate)
 
 
 def without_tied(
@@ -206,22 +215,27 @@ def _overlapping(
     model: nn.Module, others: Sequence[tuple[str, nn.Parameter]]
 ) -> Iterator[tuple[_SharedView, _SharedView]]:
     """Yield pairs of tensors of ``model`` and ``others`` that overlap in one memory."""
-    by_storage: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-    for tensor in (*parameters_of(model), *buffers_of(model), *dict(others).values()):
-        address = _address(tensor)
-        if address:
-            by_storage.setdefault((tensor.device, address), []).append(tensor)
-    shared = [tensors for tensors in by_storage.values() if len(tensors) > 1]
+    tensors = (*parameters_of(model), *buffers_of(model), *dict(others).values())
+    shared = [group for group in _by_storage(tensors).values() if len(group) > 1]
     named = (*model.named_parameters(), *model.named_buffers(), *others) if shared else ()
     name_of = {id(tensor): name for name, tensor in named}
-    for tensors in shared:
+    for group in shared:
         under_way: list[_SharedView] = []
-        views = [_SharedView.of(name_of[id(tensor)], tensor) for tensor in tensors]
+        views = [_SharedView.of(name_of[id(tensor)], tensor) for tensor in group]
         for view in sorted(views, key=lambda view: view.start):
             under_way = [earlier for earlier in under_way if earlier.end > view.start]
             for earlier in under_way:
                 yield earlier, view
             under_way.append(view)
+
+
+def _by_storage(tensors: Iterable[T]) -> dict[tuple[torch.device, int], list[T]]:
+    """Return the tensors in each storage, by device and address."""
+    groups: dict[tuple[torch.device, int], list[T]] = {}
+    for tensor in tensors:
+        if address := _address(tensor):
+            groups.setdefault((tensor.device, address), []).append(tensor)
+    return groups
 
 
 def _address(tensor: torch.Tensor) -> int:
