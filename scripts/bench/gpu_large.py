@@ -1,10 +1,11 @@
 """The largest models that one GPU trains: seconds a step, tokens a second, GiB of the card and of
 the host, seconds until the first step, beside what ``hf_zero.estimate`` said before and beside the
-peers. Three parts, each a call of at most nine minutes, each with a page, ``large-models-PART.md``.
+peers. Four parts, each a call of at most nine minutes, each with a page, ``large-models-PART.md``.
 
     scripts/gpu --large-models 1        # all weights: 8B offloaded, 13B and 20B as proposed, more
     scripts/gpu --large-models 2        # LoRA and QLoRA of 8B, 32B and 70B, beside PEFT with Liger
     scripts/gpu --large-models 3        # experts, 131,072 tokens, a captured step, narrow models
+    scripts/gpu --large-models 4        # LoRA and QLoRA of 8B beside unsloth
     scripts/gpu --large-models PART --cpu       # tiny shapes on the CPU: does it run?
 
 A row that does not fit, or whose peer is not installed, says so, and the next ones go on.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,12 @@ PARTS: dict[int, tuple[Cell, ...]] = {
         *(cell(NARROW, Work("narrow", 8, 512, keys), f"here+{how}", seconds)
           for how, (keys, seconds) in KERNELS.items()),
     ),
+    4: (
+        cell(LORA, LORA_8B, "lora", 45),
+        cell(LORA, LORA_8B, "unsloth", 100, "unsloth"),
+        cell(LORA, LORA_8B, "lora+nf4", 55, "bitsandbytes"),
+        cell(LORA, LORA_8B, "unsloth+nf4", 120, "unsloth"),
+    ),
 }  # fmt: skip
 
 
@@ -117,28 +125,34 @@ def no_larger(work: str, ours: str, peer: str) -> Goal:
     return Goal(work, "the same, GiB at most", "gib", ours, 1.0, over=peer)
 
 
-COMPARED = ((LORA, "lora"), (LORA, "lora+nf4"), (LORA_OF_32B, "lora"))
+def beside(peer: str, works: Sequence[tuple[str, str]]) -> tuple[Goal, ...]:
+    """The goals of each of ``works``, its title and our kind of LoRA, beside that of ``peer``."""
+    return tuple(
+        goal
+        for work, ours in works
+        for theirs in (ours.replace("lora", peer),)
+        for goal in (per_token(work, ours, theirs, 1.1), no_larger(work, ours, theirs))
+    )
+
+
+OF_8B = ((LORA, "lora"), (LORA, "lora+nf4"))
 GOALS: dict[int, tuple[Goal, ...]] = {
     1: tuple(
         Goal("Llama 20B, 1 x 2048", f"Llama 20B, {of}, s a step", "step_s", of, RUNS)
         for of in ("full", "here+bytes6")
     ),
-    2: tuple(
-        goal
-        for work, ours in COMPARED
-        for peer in (ours.replace("lora", "peft-liger"),)
-        for goal in (per_token(work, ours, peer, 1.1), no_larger(work, ours, peer))
-    ),
+    2: beside("peft-liger", (*OF_8B, (LORA_OF_32B, "lora"))),
     3: (
         per_token(MOE, "full", "fsdp2", 1.0),
         Goal(NARROW, f"{NARROW}, s a step", "step_s", "here+auto", 1.0, over="here+off"),
         Goal(NARROW, "the same, captured", "step_s", "here+captured", 1.0, over="here+off"),
     ),
+    4: beside("unsloth", OF_8B),
 }
 
 
 def main() -> None:
-    parser = parser_of_parts(__doc__, "1 to 3")
+    parser = parser_of_parts(__doc__, "1 to 4")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for the part")
     parser.add_argument("--cpu", "--tiny", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--only", default="", help="cells whose name has this in it")
@@ -153,7 +167,7 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # threads of peers may abort the process on the way out
     if chosen.part not in map(str, PARTS):
-        refuse_part(chosen.part, "1 to 3", cells)
+        refuse_part(chosen.part, "1 to 4", cells)
     name = f"large-models-{chosen.part}{'-cpu' if chosen.cpu else ''}"
     seconds = 60 * chosen.minutes - chosen.spent
     run = part_run(Path(__file__), name, chosen.out, chosen.cpu, seconds)

@@ -9,6 +9,7 @@ Weights are random and in bf16 from the start, tokens random too. A training is 
                 those formats, which bitsandbytes and torchao quantize
     fsdp2       torch's FSDP2 with AdamW, the peer of a mixture of experts
     peft-liger  PEFT with Liger's kernels in a plain loop, as TRL trains LoRA
+    unsloth     unsloth's model and LoRA in the same loop, loaded from a folder
     here        all weights and states on the card, with the keys of the work, which its extras name
 """
 
@@ -17,9 +18,12 @@ from __future__ import annotations
 import os
 import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 LEARNING_RATE, RANK = 1e-4, 16
@@ -321,6 +325,37 @@ def peft_liger(work: Work, extras: set[str]) -> tuple[Step, dict[str, Any]]:
     return plain_step(model, work), {}
 
 
+def save_base(work: Work, folder: Path) -> None:
+    """Write the model and a tokenizer, which loaders read, to ``folder``."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    build(work).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder)
+
+
+def unsloth(work: Work, extras: set[str]) -> tuple[Step, dict[str, Any]]:
+    """Train what unsloth has loaded: it trains no other model. Its 4-bit weights are nf4."""
+    FastLanguageModel = import_module("unsloth").FastLanguageModel  # before Transformers
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_base(work, Path(folder))
+        torch.cuda.empty_cache()
+        model, _ = FastLanguageModel.from_pretrained(
+            folder, max_seq_length=work.length, dtype=torch.bfloat16, load_in_4bit="nf4" in extras
+        )
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted = FastLanguageModel.get_peft_model(
+        model, r=RANK, target_modules=layers, lora_alpha=8, lora_dropout=0.0,
+        use_gradient_checkpointing="unsloth", max_seq_length=work.length,
+    )  # fmt: skip
+    torch.cuda.reset_peak_memory_stats()  # that of the model as it was written
+    return plain_step(adapted.train(), work), {}
+
+
 def fsdp2(work: Work, extras: set[str]) -> tuple[Step, dict[str, Any]]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -344,6 +379,7 @@ KINDS: dict[str, Callable[[Work, set[str]], tuple[Step, dict[str, Any]]]] = {
     "offloaded": offloaded,
     "lora": lora,
     "peft-liger": peft_liger,
+    "unsloth": unsloth,
     "fsdp2": fsdp2,
 }
 

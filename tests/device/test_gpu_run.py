@@ -96,4 +96,4 @@ def test_large_models_tiny_from_the_command_to_the_page(tmp_path: Path) -> None:
     assert row["tokens_s"] > 0 and row["first_step_s"] > 0 and row["foreseen_gib"] > 0, row
     assert "| LoRA of 8B, 131,072 tokens | lora |" in said.stdout
     wrong = completed([sys.executable, str(BENCH / "gpu_large.py"), "7"], env=env, timeout=60)
-    assert wrong.returncode == 1 and "'7' is neither a part, 1 to 3, nor one of" in wrong.stderr
+    assert wrong.returncode == 1 and "'7' is neither a part, 1 to 4, nor one of" in wrong.stderr
