@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -41,8 +41,8 @@ class EngineClipping:
     (:func:`clipping_of`). The callers:
 
     - ``prepare`` of the engine: :meth:`leave_to_script`
-    - ``clip_grad_norm_``: :meth:`check_call`, :meth:`name_limit`, then :meth:`clip` where the
-      engine may hold the gradients of a step
+    - ``clip_grad_norm_``: :meth:`check_call`, :meth:`clip` where the engine may hold the gradients
+      of a step, and then :meth:`name_limit`
     - each step of the engine: :meth:`before_step`, and :meth:`forget` after it
     - ``zero_grad`` and loads of state: :meth:`forget`
     """
@@ -57,7 +57,7 @@ class EngineClipping:
         """Let ``clip_grad_norm_`` name the limit, as the configuration leaves it open."""
         self.source = LimitSource.DEFAULT
 
-    def check_call(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
+    def check_call(self, parameters: Sequence[torch.Tensor], limit: float) -> None:
         """Check the arguments of ``clip_grad_norm_``: warn once of a limit that differs from that
         of the configuration, raise PartitionError for parameters of several models, and for a
         part of the engine's where the configuration leaves the limit open.
@@ -134,7 +134,7 @@ class EngineClipping:
                 logging.WARNING,
             )
 
-    def _refuse_other_models(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _refuse_other_models(self, parameters: Sequence[torch.Tensor]) -> None:
         own = {id(parameter) for parameter in self._engine.module.parameters()}
         for other in parameters:
             if id(other) in own or not other.requires_grad:
@@ -149,7 +149,7 @@ class EngineClipping:
                     "torch.nn.utils.clip_grad_norm_ for parameters that no engine trains"
                 )
 
-    def _refuse_part(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _refuse_part(self, parameters: Sequence[torch.Tensor]) -> None:
         named = {id(parameter) for parameter in parameters}
         trained = [p for p in self._engine.module.parameters() if p.requires_grad]
         missing = sum(id(parameter) not in named for parameter in trained)

@@ -136,8 +136,9 @@ class EngineSteps:
         inside a window (not ``syncs``).
         """
         clipping = clipping_of(engine)
-        clipping.name_limit(limit)
-        return clipping.clip(limit) if syncs else None
+        norm = clipping.clip(limit) if syncs else None
+        clipping.name_limit(limit)  # of a clipping that was not refused
+        return norm
 
     def step(self, wrapped: AcceleratedOptimizer, *closure: object, **kwargs: object) -> None:
         """Make the step of the engine of ``wrapped``: its ``step`` method. Raises PartitionError
@@ -302,11 +303,10 @@ class SingleEngineSteps(EngineSteps):
         the step was made before.
         """
         self._refuse_if_stepped_early("clip_grad_norm_")
-        self._clipping.name_limit(limit)
-        if self.window not in (WindowState.ENDED, WindowState.DROPPED):
-            return engine.grad_norm_tensor()
-        norm = self._clipping.clip(limit)
-        if self.caller is StepCaller.CLIPPING and self._clipping.is_clipped:
+        ended = self.window in (WindowState.ENDED, WindowState.DROPPED)
+        norm = self._clipping.clip(limit) if ended else engine.grad_norm_tensor()
+        self._clipping.name_limit(limit)  # of a clipping that was not refused
+        if ended and self.caller is StepCaller.CLIPPING and self._clipping.is_clipped:
             self._make_step()
         return norm
 

@@ -617,6 +617,16 @@ def updating_in_backward() -> tuple[Accelerator, Engine, torch.optim.Optimizer]:
     return accelerator, engine, optimizer
 
 
+def test_a_clipping_that_is_refused_names_no_limit() -> None:
+    accelerator, engine, optimizer = updating_in_backward()
+    for step in range(2):
+        accelerator.backward(squared(engine, step))
+        with pytest.raises(PartitionError, match="after"):
+            accelerator.clip_grad_norm_(engine.parameters(), 0.5)
+        optimizer.step()
+    assert engine.global_steps == 2 and engine.max_norm == 0.0
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_metric_after_a_backward_that_updates(first: bool) -> None:
     """The engine refuses it in training mode, as it has the weights after the step."""
