@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 STATE = "trainer_state.json"
+TRAINER_PREFIX = "checkpoint-"  # of the folders of a Trainer
 MODEL_TAG = "pytorch_model"  # Accelerate's tag of the first model
 SENTINEL = "checkpoint-is-incomplete.txt"
 RESTORE = "restore it, or go on from another checkpoint"
@@ -94,7 +95,7 @@ def is_accelerate_state(folder: Path) -> bool:
 
 def written_otherwise(folder: Path) -> str:
     """Return the reason why ``folder``, which a Trainer under ZeRO did not write, cannot be resumed
-    from by one; "" for a folder of such a Trainer, whole or not.
+    from by one; "" for a folder of such a Trainer, complete or not.
     """
     if is_accelerate_state(folder):
         return f"{folder} {ACCELERATE_STATE.format(folder=folder)}"
@@ -240,17 +241,17 @@ def last_complete(newest_first: Iterable[Path], wrong: Callable[[Path], str]) ->
 
     Raises CheckpointError if there are folders and none is complete.
     """
-    torn = []
+    incomplete = []
     for folder in newest_first:
         problem = wrong(folder)
         if not problem:
             return folder
-        torn.append(f"{folder.name}: {problem}")
-        logger.warning("%s is not whole and is skipped: %s", folder, problem)
-    if torn:
+        incomplete.append(f"{folder.name}: {problem}")
+        logger.warning("%s is not complete and is skipped: %s", folder, problem)
+    if incomplete:
         raise CheckpointError(
-            f"none of the {len(torn)} checkpoint(s) is whole ({'; '.join(torn)}); restore one, or "
-            "start from scratch without resuming"
+            f"none of the {len(incomplete)} checkpoint(s) is complete "
+            f"({'; '.join(incomplete)}); restore one, or start from scratch without resuming"
         )
     return None
 

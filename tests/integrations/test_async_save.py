@@ -118,7 +118,7 @@ def test_a_torn_best_one_is_no_reason_to_delete_the_last(tmp_path: Path, heard: 
     routed("ours", 2, tmp_path, **EVERY_STEP, **best, callbacks=[torn], max_steps=2).train()
     assert trainer_folder_error(tmp_path / "checkpoint-2") == ""
     told = [text for text in heard if "the best checkpoint" in text]
-    assert any("checkpoint-1 is not whole" in text for text in told)
+    assert any("checkpoint-1 is not complete" in text for text in told)
 
 
 class Hub:

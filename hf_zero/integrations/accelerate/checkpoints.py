@@ -105,7 +105,7 @@ def _first_free_number(states: Path, number: int, parts: StateContents) -> int:
     while (folder := states / f"{PREFIX}{number}").exists() and (problem := parts.error(folder)):
         number += 1
         logger.warning(
-            "%s is not whole and is left as it is; the state is saved as %s%d (%s)",
+            "%s is not complete and is left as it is; the state is saved as %s%d (%s)",
             folder,
             PREFIX,
             number,
@@ -154,7 +154,7 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
     remove(chosen, os.path.join(os.pardir, DROPPED))  # outside: folders in here count as states
 
 
-def resume_from_whole(
+def resume_from_complete(
     original: Original,
     self: Accelerator,
     input_dir: str | None = None,

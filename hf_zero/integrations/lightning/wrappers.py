@@ -209,7 +209,7 @@ def go_on_with_an_engine(original: Original, self: DeepSpeedStrategy) -> None:
             optimizer.zero_grad = _nothing  # type: ignore[method-assign]
 
 
-def find_whole_ones(original: Original, self: ModelCheckpoint, trainer: Trainer) -> set[str]:
+def find_complete(original: Original, self: ModelCheckpoint, trainer: Trainer) -> set[str]:
     """Wraps ``ModelCheckpoint._find_last_checkpoints``: ``ckpt_path="last"`` finds a complete
     folder; incomplete ones are skipped with a warning.
 
@@ -222,25 +222,25 @@ def find_whole_ones(original: Original, self: ModelCheckpoint, trainer: Trainer)
         return paths
     root = Path(trainer.default_root_dir)
     paths |= {str(path) for path in numbered_folders(root, HPC, self.FILE_EXTENSION)}
-    whole = {path for path in paths if not (Path(path).is_dir() and _skipped(Path(path)))}
-    if whole or not paths:
-        return whole
+    complete = {path for path in paths if not (Path(path).is_dir() and _skipped(Path(path)))}
+    if complete or not paths:
+        return complete
     parent = Path(next(iter(paths))).parent
-    whole = {
+    complete = {
         str(item)
         for item in _beside(parent, self.FILE_EXTENSION)
         if str(item) not in paths and not _skipped(item)
     }
-    if not whole:
+    if not complete:
         raise CheckpointError(
-            f"none of the checkpoints in {parent} is whole "
+            f"none of the checkpoints in {parent} is complete "
             f"({', '.join(sorted(Path(path).name for path in paths))} neither); "
             "restore one, or start from scratch without ckpt_path"
         )
-    return whole
+    return complete
 
 
-def refuse_torn_ones(
+def refuse_incomplete(
     original: Original,
     self: _CheckpointConnector,
     state_fn: TrainerFn,
@@ -282,12 +282,12 @@ def refuse_torn_ones(
             if item != folder and not engine_checkpoint_error(item)
         ]
         remedy = (
-            f"whole, the newest first: {', '.join(others)}; pass one of them as ckpt_path"
+            f"complete, the newest first: {', '.join(others)}; pass one of them as ckpt_path"
             if others
-            else "no other one there is whole"
+            else "no other one there is complete"
         )
         raise CheckpointError(
-            f"{folder}{' (the best)' if ckpt_path == 'best' else ''} is not whole: {problem}. "
+            f"{folder}{' (the best)' if ckpt_path == 'best' else ''} is not complete: {problem}. "
             f"In {folder.parent}, {remedy}"
         )
     return path
@@ -390,7 +390,7 @@ def _beside(parent: Path, extension: str) -> list[Path]:
 def _skipped(folder: Path) -> bool:
     problem = engine_checkpoint_error(folder)
     if problem:
-        log_rank0(f"{folder} is not whole and is skipped: {problem}", logging.WARNING)
+        log_rank0(f"{folder} is not complete and is skipped: {problem}", logging.WARNING)
     return bool(problem)
 
 
@@ -409,7 +409,7 @@ def remove_once_replaced(original: Original, self: Strategy, filepath: str | Pat
         after_commit(folder.parent, lambda: remove([folder]))
 
 
-def end_with_whole_ones(original: Original, self: Strategy) -> None:
+def end_with_complete(original: Original, self: Strategy) -> None:
     """Wraps ``Strategy.on_train_end``: waits until the last checkpoint is complete."""
     if is_engine(self.model):
         self.model.wait_for_checkpoint()

@@ -31,8 +31,8 @@ from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
 from hf_zero.integrations.checkpoint_folders import save_folder
 from hf_zero.integrations.engine_protocol import EngineProtocol, is_engine
 from hf_zero.integrations.seams import Original, replaced
-from hf_zero.integrations.transformers.trainer_checkpoints import MARK, whole_to_resume
 from hf_zero.integrations.transformers.trainer_phases import batches_of
+from hf_zero.integrations.transformers.trainer_resume import prepare_resume, release_marks
 from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,
     SAVE_WEIGHTS,
@@ -45,6 +45,10 @@ from hf_zero.integrations.transformers.trainer_route import (
     under_zero,
     verify,
     verify_state,
+)
+from hf_zero.integrations.transformers.trainer_signals import (
+    save_on_signals,
+    stop_saving_on_signals,
 )
 from hf_zero.logging import log_rank0, logger
 from hf_zero.optim import AdamW8bit, Lion8bit
@@ -212,12 +216,12 @@ def train_anew(
                 )
         if _resume_choice is not None:
             resume_from_checkpoint = _resume_choice(self.args, resume_from_checkpoint)
-        resume_from_checkpoint = whole_to_resume(self, resume_from_checkpoint)
+        resume_from_checkpoint = prepare_resume(self, resume_from_checkpoint)
     try:
         return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
     finally:
         if under_zero(self):
-            _stop_listening(self)
+            stop_saving_on_signals(self)
 
 
 def prepare_engine(
@@ -235,7 +239,7 @@ def prepare_engine(
     _keep_given_optimizer(self)
     with environment(**engine_environment(self.args)):
         result = original(self, max_steps, train_dataloader, resume_from_checkpoint)
-    setattr(self, MARK, None)
+    release_marks(self)
     engine: object = self.deepspeed
     if not is_engine(engine):
         raise ConfigError(
@@ -253,20 +257,8 @@ def prepare_engine(
     self._mixed_mesh_grads = False  # a gradient that the engine holds is not read to find out
     leave_to_trainer(self.accelerator)
     if engine.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:
-        from hf_zero.integrations.transformers.stop_callback import StopCallback
-
-        self.pop_callback(StopCallback)  # of an attempt with a larger batch
-        self.add_callback(StopCallback(self, engine))  # the last one, whose choice to save is final
+        save_on_signals(self, engine)
     return result
-
-
-def _stop_listening(trainer: Trainer) -> None:
-    from hf_zero.integrations.signal_saves import stop_listening
-    from hf_zero.integrations.transformers.stop_callback import StopCallback
-
-    callback = trainer.pop_callback(StopCallback)
-    if isinstance(callback, StopCallback):
-        stop_listening(callback.engine, callback.returns)
 
 
 def leave_norm_on_device(

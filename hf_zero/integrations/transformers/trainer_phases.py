@@ -26,6 +26,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.seams import Original, replaced
+from hf_zero.integrations.transformers.trainer_batches import data_ranks
 from hf_zero.integrations.transformers.trainer_route import engine_of, under_zero
 from hf_zero.techniques import training_phases
 from hf_zero.techniques.training_phases import phases_of
@@ -73,8 +74,7 @@ def windows_of(trainer: Trainer) -> Callable[[int], int] | None:
             f"gradient_accumulation_steps = {args.gradient_accumulation_steps} of the training "
             "arguments; write 1 there, and train_batch_size in the first phase"
         )
-    readers = args.world_size // trainer.get_tp_size() // trainer.get_sp_size()
-    micro = args.per_device_train_batch_size * readers
+    micro = args.per_device_train_batch_size * data_ranks(trainer)
     phases.resize(micro, args.per_device_train_batch_size)
     return lambda step: phases.batch_size(step) // micro
 

@@ -126,7 +126,7 @@ def test_the_last_whole_state_is_loaded(saved: Saved, tmp_path: Path, heard: lis
         loop.accelerator.load_state()
         assert loop.counter.value == 3, way
         assert [loop.step() for _ in range(4)] == losses[3:], way
-        told = [text for text in heard if f"{torn} is not whole and is skipped" in text]
+        told = [text for text in heard if f"{torn} is not complete and is skipped" in text]
         assert told and said in told[0], heard
     # one that is named is the one that is loaded
     loop.accelerator.load_state(str(folder / "checkpoints" / "checkpoint_0"))
@@ -185,7 +185,7 @@ def test_folders_that_are_refused(saved: Saved, tmp_path: Path) -> None:
     forget()
     for number in range(3):
         tear("half a shard", saved[0] / "checkpoints" / f"checkpoint_{number}")
-    none = r"none of the 3 checkpoint\(s\) is whole \(checkpoint_2: .*cut short"
+    none = r"none of the 3 checkpoint\(s\) is complete \(checkpoint_2: .*cut short"
     with pytest.raises(CheckpointError, match=none):
         Loop(saved[0]).accelerator.load_state()
     forget()
@@ -330,7 +330,7 @@ def test_torn_states_are_not_counted_and_passed_over(saved: Saved, heard: list[s
     assert names(folder) == [f"checkpoint_{number}" for number in range(5)]
     assert loop.accelerator.save_iteration == 5
     for name, why in (("checkpoint_2", "is cut short"), ("checkpoint_3", "does not exist")):
-        told = [text for text in heard if f"{name} is not whole and is left as it is" in text]
+        told = [text for text in heard if f"{name} is not complete and is left as it is" in text]
         assert told and why in told[0], heard
     loop.accelerator.project_configuration.iteration = 1
     with pytest.raises(ValueError, match="already exists"):

@@ -134,7 +134,7 @@ def test_where_last_is_torn_the_newest_whole_one_is_taken(tmp_path: Path, heard:
     leave_in_the_first_save(run / "last.ckpt")
     assert fit(run, 4, "last").losses == whole.losses[8:]
     for name in ("last.ckpt", "epoch=2.ckpt"):
-        assert any(f"{name} is not whole and is skipped" in text for text in heard), heard
+        assert any(f"{name} is not complete and is skipped" in text for text in heard), heard
 
 
 def test_torn_ones_that_are_asked_for_are_refused_with_the_whole_ones(
@@ -146,13 +146,13 @@ def test_torn_ones_that_are_asked_for_are_refused_with_the_whole_ones(
     leave_in_the_first_save(tmp_path / "epoch=2.ckpt")
     cut(tmp_path / "last.ckpt")
     whole = ", ".join(re.escape(str(tmp_path / f"epoch={epoch}.ckpt")) for epoch in (1, 0))
-    others = rf"epoch=2.ckpt is not whole: .* whole, the newest first: {whole}"
+    others = rf"epoch=2.ckpt is not complete: .* complete, the newest first: {whole}"
     with pytest.raises(CheckpointError, match=others):
         fit(tmp_path, 4, str(tmp_path / "epoch=2.ckpt"))
     cut(*(tmp_path / f"epoch={epoch}.ckpt" for epoch in (0, 1)))
-    with pytest.raises(CheckpointError, match="no other one there is whole"):
+    with pytest.raises(CheckpointError, match="no other one there is complete"):
         fit(tmp_path, 4, str(tmp_path / "epoch=2.ckpt"))
-    none = r"none of the checkpoints in .* is whole \(last.ckpt neither\)"
+    none = r"none of the checkpoints in .* is complete \(last.ckpt neither\)"
     with pytest.raises(CheckpointError, match=none):
         fit(tmp_path, 4, "last")
     assert sum("is skipped" in text for text in heard) == 4
@@ -169,7 +169,7 @@ def test_a_job_that_was_told_to_end_goes_on_from_the_last_whole_one(
     module, keeping = Net(), ModelCheckpoint(dirpath=run)
     trainer_of(4, keeping, default_root_dir=tmp_path).fit(module, ckpt_path="hpc")
     assert module.losses == whole.losses[8:]
-    assert any("hpc_ckpt_10.ckpt is not whole and is skipped" in text for text in heard)
+    assert any("hpc_ckpt_10.ckpt is not complete and is skipped" in text for text in heard)
 
 
 def test_weights_of_a_folder_load_into_a_plain_module(tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def test_a_fit_goes_on_from_memory_if_no_last_checkpoint_on_disk_is_whole(tmp_pa
     resumed, _ = fit_into_memory(tmp_path, 2, fails=11, resume="last", saves=STEPS + 1)
     assert resumed == whole[8:11]
     shutil.rmtree(tmp_path / "memory")
-    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is whole"):
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is complete"):
         fit_into_memory(tmp_path, 2, resume="last", saves=STEPS + 1)
 
 

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -25,7 +26,7 @@ from hf_zero.checkpoint.memory import saving
 from hf_zero.checkpoint.memory.folders import is_in_use
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
-from hf_zero.integrations.transformers import trainer
+from hf_zero.integrations.transformers import trainer, trainer_checkpoints
 from hf_zero.integrations.transformers.trainer_route import SAVE_WEIGHTS
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import BEST, EVERY_STEP, began_at, logged, routed, rows, weights
@@ -127,9 +128,9 @@ def test_the_last_whole_one_is_resumed(whole: Any, tmp_path: Path, heard: list[s
     run = routed("ours", 2, folder, **EVERY_STEP)
     run.train(resume_from_checkpoint=True)
     assert logged(run) == whole[1]
-    assert sum("checkpoint-3 is not whole and is skipped" in text for text in heard) == 1
+    assert sum("checkpoint-3 is not complete and is skipped" in text for text in heard) == 1
     # The run has come past the torn one and written it anew.
-    assert not [text for text in heard if "checkpoint-2 is not whole" in text]
+    assert not [text for text in heard if "checkpoint-2 is not complete" in text]
     assert find.is_checkpoint(find.locate(folder / "checkpoint-3"))
 
 
@@ -209,12 +210,12 @@ def test_folders_that_are_not_whole_or_not_there_are_refused(
     refused(folder, str(folder / "checkpoint-9"), absent)
     tear("a shard cut short", folder / "checkpoint-3")
     tear("half a state of the Trainer", folder / "checkpoint-4")
-    other = r"checkpoint-3 is not whole: .*cut short.*checkpoint-2 is whole"
+    other = r"checkpoint-3 is not complete: .*cut short.*checkpoint-2 is complete"
     refused(folder, str(folder / "checkpoint-3"), other)
     tear("a shard cut short", *(folder / f"checkpoint-{step}" for step in (1, 2)))
-    none = r"none of the 4 checkpoint\(s\) is whole \(checkpoint-4: .*checkpoint-1: .*cut short"
+    none = r"none of the 4 checkpoint\(s\) is complete \(checkpoint-4: .*checkpoint-1: .*cut short"
     refused(folder, True, none)
-    rest = rf"is not whole: .*\. No other checkpoint in {folder} is whole$"
+    rest = rf"is not complete: .*\. No other checkpoint in {folder} is complete$"
     refused(folder, str(folder / "checkpoint-3"), rest)
     with pytest.raises(ValueError, match="No valid checkpoint found"):
         routed("ours", 2, tmp_path / "empty").train(resume_from_checkpoint=True)
@@ -223,7 +224,7 @@ def test_folders_that_are_not_whole_or_not_there_are_refused(
     def failing(parent: Path, name: str) -> list[Path]:
         raise OSError(5, "Input/output error", str(parent))
 
-    seam = "hf_zero.integrations.transformers.trainer_checkpoints.numbered_folders"
+    seam = "hf_zero.integrations.transformers.trainer_resume.numbered_folders"
     monkeypatch.setattr(seam, failing)
     refused(folder, True, "run: Input/output error; check the storage")
 
@@ -239,7 +240,7 @@ def test_what_is_no_checkpoint_of_this_trainer_is_called_by_its_name(tmp_path: P
     said = rf"{state} is a state that accelerator\.save_state wrote.*accelerator\.load_state"
     for named in (True, False):
         told = refused(state.parent, str(state) if named else True, said)
-        assert named is ("whole" not in told) and f"convert-checkpoint {state} MODEL" in told
+        assert named is ("complete" not in told) and f"convert-checkpoint {state} MODEL" in told
     hf_zero.convert_checkpoint(state, tmp_path / "MODEL")
     type(net).from_pretrained(tmp_path / "MODEL")
 
@@ -253,7 +254,7 @@ def test_what_is_no_checkpoint_of_this_trainer_is_called_by_its_name(tmp_path: P
         only = r"checkpoint-1 holds the model alone, .*save_only_model"
         for resume in (True, str(folder / "checkpoint-1")):
             told = refused(folder, resume, only, 3)
-        assert "whole" not in told
+        assert "complete" not in told
         loaded = type(run.model).from_pretrained(folder / "checkpoint-1").state_dict()
         assert all(torch.equal(value, loaded[name]) for name, value in weights(run).items())
     (folder / "checkpoint-1" / "model.safetensors").rename(
@@ -274,7 +275,7 @@ def test_what_is_no_checkpoint_of_this_trainer_is_called_by_its_name(tmp_path: P
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text('{"global_step": 1}')
         told = refused(folder.parent, str(folder), f"is a checkpoint of a Trainer {says}")
-        assert "whole" not in told
+        assert "complete" not in told
 
 
 def kept(folder: Path) -> list[str]:
@@ -338,12 +339,31 @@ def test_the_best_whole_model_is_loaded_at_the_end(
         assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{chosen}")
         assert run.state.best_metric == left[chosen]
         told = [text for text in heard if "the best checkpoint" in text]
-        assert any("checkpoint-1 is not whole" in text for text in told)
+        assert any("checkpoint-1 is not complete" in text for text in told)
     else:
-        stays = "no checkpoint with a metric is whole: the model stays as training has left it"
+        stays = "no checkpoint with a metric is complete: the model stays as training has left it"
         assert any(stays in text for text in heard)
     expected = left[chosen] if left else losses[-1]
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_metric_that_is_no_number_is_not_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the Trainer, where no comparison with NaN holds."""
+    scores = {1: 2.0, 2: float("nan"), 3: 1.0, 4: float("nan")}
+    for step in scores:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    best = tmp_path / "checkpoint-3"
+    damage: dict[Path, str] = {best: "cut short"}
+    monkeypatch.setattr(trainer_checkpoints, "engine_checkpoint_error", lambda f: damage.get(f, ""))
+    history = [{"step": step, "eval_loss": loss} for step, loss in scores.items()]
+    for order in (history, history[::-1]):
+        state = SimpleNamespace(log_history=order, best_metric=1.0)
+        args = SimpleNamespace(metric_for_best_model="loss", greater_is_better=False)
+        run: Any = SimpleNamespace(state=state, args=args)
+        found = trainer_checkpoints._best_complete(run, best)
+        assert found == (str(tmp_path / "checkpoint-1"), 2.0)
 
 
 def test_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
@@ -435,7 +455,7 @@ def test_a_run_resumes_from_memory_if_no_checkpoint_on_disk_is_whole(
     saving._claimed.clear()
     shutil.rmtree(tmp_path / "memory")
     shutil.rmtree(tmp_path / "checkpoint-3", ignore_errors=True)
-    with pytest.raises(CheckpointError, match="is whole"):
+    with pytest.raises(CheckpointError, match="is complete"):
         routed("ours", 2, tmp_path, **keys).train(resume_from_checkpoint=True)
 
 
@@ -463,4 +483,4 @@ def test_saves_into_memory_leave_the_best_checkpoint_to_saves_into_folders(
         told.append(([*left], run.state.best_model_checkpoint in left.values()))
     names = ["checkpoint-2", "checkpoint-6"] if best == 3 else ["checkpoint-4", "checkpoint-6"]
     assert told == [(names, True)] * 2
-    assert not [text for text in heard if "whole" in text]
+    assert not [text for text in heard if "complete:" in text]
