@@ -43,7 +43,7 @@ FAMILIES = (
     "DATASETS_", "TOKENIZERS_", "ACCELERATE_", "WANDB_", "MLFLOW_", "LD_LIBRARY_PATH", "LD_PRELOAD",
     "VIRTUAL_ENV", "DS_",
 )  # fmt: skip
-NOT_EXPORTED = frozenset({"CUDA_VISIBLE_DEVICES"})  # each host sees its own devices
+NOT_EXPORTED = frozenset({VISIBLE})  # each host sees its own devices
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # before the script: argparse would take an option of the script, --n, for one of torchrun
 END_OF_OPTIONS = "--"
@@ -165,36 +165,45 @@ def plan(request: Request, default_ranks: Callable[[], int]) -> LaunchPlan:
             "--num-procs, or leave --preset and --config out"
         )
     ssh = ssh_command(request.ssh, request.ssh_port)
-    on_each_host = request.node_rank is not None  # each host runs this command for itself
     meeting = _meeting(request, hosts, ssh)
-    starts = []
-    for rank, host in enumerate(hosts):
-        is_local = on_each_host or host.name == LOCAL or is_here(host.name)
-        alone = len(hosts) == 1 and is_local
-        environment = exported(
-            os.environ, request.export, request.env_files, families=not (alone or on_each_host)
-        )
-        if not (alone or on_each_host):
-            environment[HOST_NAME] = host.name
-        if request.interface:
-            environment |= dict.fromkeys(INTERFACE_VARIABLES, request.interface)
-        elif len(hosts) == 1 and (meeting is None or is_loopback(meeting[0])):
-            environment = _loopback_of_gloo() | environment
-        if host.chosen:
-            environment[VISIBLE] = _devices(
-                host, alone or (on_each_host and request.hostfile is None)
-            )
-        agent = shlex.join(["cd", os.getcwd()]) + " && exec " + shlex.join(_agent(request.python))
-        reached_by = ["sh", "-c", agent] if is_local else [*ssh, host.name, agent]
-        starts.append(
-            Start(host, _command(request, hosts, rank, meeting), environment, reached_by, is_local)
-        )
+    starts = [_start(request, hosts, rank, meeting, ssh) for rank in range(len(hosts))]
     if request.node_rank is not None:
         starts = [starts[request.node_rank]]
     return LaunchPlan(starts, f"{meeting[0]}:{meeting[1]}" if meeting else None)
 
 
+def _start(
+    request: Request,
+    hosts: Sequence[Host],
+    rank: int,
+    meeting: tuple[str, int] | None,
+    ssh: Sequence[str],
+) -> Start:
+    """Return the launch of host ``rank``. With --node-rank each host runs this command itself."""
+    host, on_each_host = hosts[rank], request.node_rank is not None
+    is_local = on_each_host or host.name == LOCAL or is_here(host.name)
+    inherits = on_each_host or (len(hosts) == 1 and is_local)  # the environment of this process
+    environment = exported(os.environ, request.export, request.env_files, families=not inherits)
+    if not inherits:
+        environment[HOST_NAME] = host.name
+    if request.interface:
+        environment |= dict.fromkeys(INTERFACE_VARIABLES, request.interface)
+    elif len(hosts) == 1 and (meeting is None or is_loopback(meeting[0])):
+        environment = _loopback_of_gloo() | environment
+    if host.chosen:
+        # the slots of a hostfile are numbers of devices, also where the command runs on each host
+        indexes_visible = inherits and not (on_each_host and request.hostfile is not None)
+        environment[VISIBLE] = _devices(host, indexes_visible)
+    agent = shlex.join(["cd", os.getcwd()]) + " && exec " + shlex.join(_agent(request.python))
+    reached_by = ["sh", "-c", agent] if is_local else [*ssh, host.name, agent]
+    return Start(host, _command(request, hosts, rank, meeting), environment, reached_by, is_local)
+
+
 def _hosts(request: Request, default_ranks: Callable[[], int]) -> list[Host]:
+    """Return the hosts of ``request``: those of its hostfile, or this machine once for each node.
+    Raises LaunchError for numbers and filters that select none, and where a variable or a file says
+    that this is one of several hosts, which the request does not name.
+    """
     if request.hostfile is not None:
         return select(
             read_hostfile(request.hostfile),
@@ -279,12 +288,12 @@ def _loopback_of_gloo() -> dict[str, str]:
     return {gloo: name} if name and not os.environ.get(gloo) else {}
 
 
-def _devices(host: Host, alone: bool) -> str:
-    """Return the devices of the slots; ``alone``: on this machine, where slots index the visible
-    ones. Where CUDA_VISIBLE_DEVICES hides all devices, it stays. Raises LaunchError for slots
-    beyond them.
+def _devices(host: Host, indexes_visible: bool) -> str:
+    """Return the devices of the slots of ``host``; ``indexes_visible``: slots index those that this
+    process sees. Where CUDA_VISIBLE_DEVICES hides all devices, it stays. Raises LaunchError for
+    slots beyond them.
     """
-    shown = os.environ.get(VISIBLE) if alone else None
+    shown = os.environ.get(VISIBLE) if indexes_visible else None
     if shown is None:
         return ",".join(map(str, host.slots))
     entries = (entry.strip() for entry in shown.split(","))
@@ -308,84 +317,60 @@ def _command(
     request: Request, hosts: Sequence[Host], rank: int, meeting: tuple[str, int] | None
 ) -> list[str]:
     launcher = _accelerate if request.accelerate is not None else _torchrun
-    return [
-        request.python,
-        "-m",
-        LAUNCHER,
-        *launcher(request, hosts, rank, meeting),
-        request.script,
-        *request.arguments,
-    ]
+    words = [request.python, "-m", LAUNCHER, *launcher(request, hosts, rank, meeting)]
+    return [*words, request.script, *request.arguments]
 
 
 def _torchrun(
     request: Request, hosts: Sequence[Host], rank: int, meeting: tuple[str, int] | None
 ) -> list[str]:
-    words = [
-        "torch.distributed.run",
-        "--nnodes",
-        str(len(hosts)),
-        "--nproc-per-node",
-        str(len(hosts[rank].slots)),
-    ]
+    options: dict[str, object] = {
+        "--nnodes": len(hosts),
+        "--nproc-per-node": len(hosts[rank].slots),
+    }
     if request.log_dir is not None:
-        words += ["--log-dir", str(request.log_dir), "--tee", STDOUT_AND_STDERR]
+        options |= {"--log-dir": request.log_dir, "--tee": STDOUT_AND_STDERR}
     if meeting is None:
-        words += [
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"{LOOPBACK}:0",
-            "--local-addr",
-            LOOPBACK,
-        ]
+        options |= {"--rdzv-backend": "c10d", "--rdzv-endpoint": f"{LOOPBACK}:0"}
+        options |= {"--local-addr": LOOPBACK}
     else:
-        words += [
-            "--node-rank",
-            str(rank),
-            "--master-addr",
-            meeting[0],
-            "--master-port",
-            str(meeting[1]),
-        ]
+        options |= {"--node-rank": rank, "--master-addr": meeting[0], "--master-port": meeting[1]}
+    words = ["torch.distributed.run", *_words(options)]
     if request.local_rank_argument and not request.no_python:
         run = WITH_LOCAL_RANK.format(
             python=shlex.quote(request.python), module="-m " if request.module else ""
         )
         return [*words, "--no-python", END_OF_OPTIONS, "sh", "-c", run, "sh"]
-    return [*words, *_kind(request, "--module", "--no-python"), END_OF_OPTIONS]
+    return [*words, *_kind_of_script(request, "--module", "--no-python"), END_OF_OPTIONS]
 
 
 def _accelerate(
     request: Request, hosts: Sequence[Host], rank: int, meeting: tuple[str, int] | None
 ) -> list[str]:
-    words = ["accelerate.commands.launch", *(request.accelerate or ())]
+    options: dict[str, object] = {}
     if request.log_dir is not None:
-        words += ["--log_dir", str(request.log_dir), "--tee", STDOUT_AND_STDERR]
+        options |= {"--log_dir": request.log_dir, "--tee": STDOUT_AND_STDERR}
     if request.counts_ranks:
-        words += [
-            "--num_machines",
-            str(len(hosts)),
-            "--machine_rank",
-            str(rank),
-            "--num_processes",
-            str(sum(len(host.slots) for host in hosts)),
-        ]
+        options |= {"--num_machines": len(hosts), "--machine_rank": rank}
+        options |= {"--num_processes": sum(len(host.slots) for host in hosts)}
     if meeting is not None:
-        words += ["--main_process_ip", meeting[0], "--main_process_port", str(meeting[1])]
+        options |= {"--main_process_ip": meeting[0], "--main_process_port": meeting[1]}
     elif request.machines_of_file is None:
-        words += ["--main_process_port", "0"]
-    if len(hosts) > 1:
-        words += ["--same_network"]
-    return [*words, *_kind(request, "--module", "--no_python")]
+        options |= {"--main_process_port": 0}
+    words = ["accelerate.commands.launch", *(request.accelerate or ()), *_words(options)]
+    words += ["--same_network"] if len(hosts) > 1 else []
+    return [*words, *_kind_of_script(request, "--module", "--no_python")]
 
 
-def _kind(request: Request, module: str, no_python: str) -> list[str]:
-    return [
-        option
-        for option, is_chosen in ((module, request.module), (no_python, request.no_python))
-        if is_chosen
-    ]
+def _words(options: Mapping[str, object]) -> list[str]:
+    return [str(word) for option in options.items() for word in option]
+
+
+def _kind_of_script(request: Request, module: str, no_python: str) -> list[str]:
+    """Return the option that says that the script is a module or a program; ``module`` and
+    ``no_python`` are the launcher's names of them.
+    """
+    return [module] if request.module else [no_python] if request.no_python else []
 
 
 def exported(
@@ -406,7 +391,7 @@ def exported(
         if families and name.startswith(FAMILIES) and name not in NOT_EXPORTED
     }
     for path in files:
-        out.update(_read(path))
+        out.update(_variables_in(path))
     for entry in names:
         name, separator, value = entry.partition("=")
         if NAME.fullmatch(name) is None:
@@ -419,7 +404,8 @@ def exported(
     return out
 
 
-def _read(path: Path) -> dict[str, str]:
+def _variables_in(path: Path) -> dict[str, str]:
+    """Return the variables of a file of NAME=VALUE lines. Raises LaunchError for another line."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -221,7 +221,7 @@ def test_the_first_failure_is_named_with_its_error_in_whole_sentences(case: Any)
         )
         for rank, (code, error) in ranks.items()
     }
-    assert launcher._first(failures) == (first, failures[first], repeated)
+    assert launcher._first_failure(failures) == (first, failures[first], repeated)
 
 
 def test_a_signal_keeps_its_exit_code_with_a_traceback(
@@ -247,6 +247,12 @@ def test_a_signal_keeps_its_exit_code_with_a_traceback(
         assert said.endswith("hf-zero launch: this launcher was ended by SIGTERM\n")
         assert ("Traceback" in said) is (shown == "1")
     signal.signal(signal.SIGHUP, before)
+
+
+def test_a_launcher_without_a_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["launcher.py"])
+    with pytest.raises(LaunchError, match=r"pass torch\.distributed\.run"):
+        launcher.main()
 
 
 def test_a_signal_while_ranks_are_started_leaves_none_behind(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed import DistNetworkError, HashStore, TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from hf_zero.distributed import uncaught
 from hf_zero.errors import ConfigError, RankMismatchError
@@ -176,22 +177,22 @@ def test_torchrun_reads_the_error_of_the_rank_that_failed_alone(
 @in_turn(
     "code, given, said",
     [
-        (7, 7, "rank 1 (pid 5) ended with code 7; 1 other ended after it"),
+        (7, 7, "rank 1 (pid 5) ended with code 7; 1 other ended, too"),
         (-9, 137, "rank 1 (pid 5) was ended by SIGKILL (the kernel"),
     ],
 )
 def test_the_launcher_says_how_a_rank_ended(code, given, said) -> None:
-    class ChildFailedError(Exception):
-        failures = {
-            rank: SimpleNamespace(
-                pid=rank + 4, exitcode=code, timestamp=2 - rank, error_file_data={"message": "-"}
-            )
-            for rank in range(2)
-        }
-
-    ended = launcher._ended(ChildFailedError())
+    failures = {
+        rank: SimpleNamespace(
+            pid=rank + 4, exitcode=code, timestamp=2 - rank, error_file_data={"message": "-"}
+        )
+        for rank in range(2)
+    }
+    error = ChildFailedError.__new__(ChildFailedError)
+    error.failures = failures
+    ended = launcher._exit_of(error)
     assert ended is not None and ended[0] == given and ended[1].startswith(said)
-    assert launcher._ended(ValueError("the launcher's own")) is None
+    assert launcher._exit_of(ValueError("the launcher's own")) is None
 
 
 def test_a_port_that_is_taken_is_said_by_the_launcher() -> None:
@@ -206,7 +207,7 @@ def test_a_port_that_is_taken_is_said_by_the_launcher() -> None:
         "utilizing it. Please specify a different port"
     )
     for error in (refused.value, accelerates):
-        ended = launcher._ended(error)
+        ended = launcher._exit_of(error)
         assert ended is not None and ended[0] == 1
         assert f"port {port}, where the ranks are to meet, is taken" in ended[1]
         assert "leave --master-port out" in ended[1]
