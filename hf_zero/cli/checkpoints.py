@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.text import Text
 
-from hf_zero.cli.options import one_of, quantized
+from hf_zero.cli.completions import complete_quantized, one_of
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
 
@@ -69,7 +69,7 @@ Quantize = Annotated[
     typer.Option(
         help="Quantize the linear layers of blocks, with torchao: what "
         "quantization_aware_training.config trained for.",
-        autocompletion=quantized,
+        autocompletion=complete_quantized,
     ),
 ]
 GroupSize = Annotated[
@@ -234,7 +234,6 @@ def verify(
     Example: hf-zero verify runs/bert-mlm --all
     """
     from hf_zero.checkpoint import verify_all, verify_checkpoint
-    from hf_zero.errors import ConfigError
 
     if every and tag is not None:
         raise ConfigError(

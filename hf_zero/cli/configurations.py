@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_zero.cli.options import preset_or_file
+from hf_zero.cli.completions import complete_preset_or_file
 from hf_zero.cli.printing import AsJson, entry, print_json, printable
 from hf_zero.config.files import shown
 from hf_zero.errors import ConfigError
@@ -27,13 +27,14 @@ def explain(
         str,
         typer.Argument(
             help="A DeepSpeed JSON, an Accelerate YAML, or a preset: zero0, zero1, zero2, zero3.",
-            autocompletion=preset_or_file,
+            autocompletion=complete_preset_or_file,
         ),
     ],
     other: Annotated[
         str | None,
         typer.Argument(
-            help="Another one: show only the keys that differ.", autocompletion=preset_or_file
+            help="Another one: show only the keys that differ.",
+            autocompletion=complete_preset_or_file,
         ),
     ] = None,
     ranks: Annotated[

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 import hf_zero
-from hf_zero.cli.options import beginning
+from hf_zero.cli.completions import beginning
 from hf_zero.cli.printing import AsJson, PrintableTable, print_json, print_table
 from hf_zero.config.keys import ALIASES, SECTIONS
 from hf_zero.config.spelling import did_you_mean

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from hf_zero.cli.options import Job, Ranks, expanded, refuse, section
+from hf_zero.cli.options import Job, Ranks, expanded, offload_section, refuse
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.config.memory import MemorySection
 from hf_zero.errors import ConfigError
@@ -156,7 +156,7 @@ def estimate(
     if config is None or not config.section_of(MemorySection).every:
         why = "it describes a machine for --fit, or for checkpoint.memory; leave it out"
         refuse({"--ranks-per-host": ranks_per_host}, why)
-    options = job.options() | {"config": config}
+    options = job.job_options() | {"config": config}
     with ranks_of_a_host(per_host):
         result = compute(
             model,
@@ -164,8 +164,8 @@ def estimate(
             cast("Any", job.precision),  # the function checks it
             job.optimizer,
             stage,
-            offload_optimizer=section(job.offload_optimizer, moments),
-            offload_param=section(job.offload_param),
+            offload_optimizer=offload_section(job.offload_optimizer, moments),
+            offload_param=offload_section(job.offload_param),
             sequence_lengths=seq or (),
             **options,
         )
@@ -223,7 +223,7 @@ def _propose(
     with ranks_of_a_host(per_host):
         return propose(
             model, ranks, nbytes, precision, job.optimizer, stage,
-            sequence_length=length, **job.options(),
+            sequence_length=length, **job.job_options(),
         )  # fmt: skip
 
 

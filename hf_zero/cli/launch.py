@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from hf_zero.cli.options import expanded, one_of, preset
+from hf_zero.cli.completions import complete_preset, one_of
+from hf_zero.cli.options import expanded
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.config.feature_rows import SECRETS
 from hf_zero.config.launched import LAUNCHED_BY, OWN, WRITTEN
@@ -41,7 +42,7 @@ class Configured:
         str | None,
         typer.Option(
             help="Stage of ZeRO: zero0, zero1, zero2 or zero3; starts with accelerate launch.",
-            autocompletion=preset,
+            autocompletion=complete_preset,
         ),
     ] = None
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="As --preset zero0 to zero3.")] = (

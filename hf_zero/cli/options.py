@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from hf_zero.cli.completions import one_of
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
 
@@ -19,40 +20,9 @@ if TYPE_CHECKING:
     from hf_zero.planning.estimate import JobOptions
 
 
-def one_of(*names: str) -> Callable[[str], list[str]]:
-    """Return a function that offers those of ``names`` that begin with a word."""
-
-    def complete(incomplete: str) -> list[str]:
-        return beginning(names, incomplete)
-
-    return complete
-
-
-def preset(incomplete: str) -> list[str]:
-    from hf_zero.config import PRESETS
-
-    return beginning(PRESETS, incomplete)
-
-
-def preset_or_file(incomplete: str) -> list[str]:
-    """Offer the presets; nothing for an empty word, so that the shell offers its files."""
-    return preset(incomplete) if incomplete else []
-
-
-def quantized(incomplete: str) -> list[str]:
-    from hf_zero.config.techniques import AWARE
-
-    return beginning(AWARE, incomplete)
-
-
-def beginning(names: Iterable[str], word: str) -> list[str]:
-    """Return those of ``names`` that begin with ``word``."""
-    return [name for name in names if name.startswith(word)]
-
-
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
     """Return ``command`` for typer, with an option for each field of the dataclasses among its
-    parameters. The command gets instances of them.
+    parameters. The command gets instances of them. A field has a plain default, for typer shows it.
     """
     hints = get_type_hints(command, include_extras=True)
     grouped = {
@@ -95,7 +65,7 @@ def _count(text: str) -> float:
 
 
 Ranks = Annotated[int, typer.Option(help="Number of ranks, one per GPU.")]
-OFFLOAD = one_of("none", "cpu", "nvme")
+complete_tier = one_of("none", "cpu", "nvme")
 
 
 @dataclass(frozen=True)
@@ -133,13 +103,15 @@ class Job:
     offload_optimizer: Annotated[
         str | None,
         typer.Option(
-            help="Where the optimizer's state lives: none, cpu or nvme.", autocompletion=OFFLOAD
+            help="Where the optimizer's state lives: none, cpu or nvme.",
+            autocompletion=complete_tier,
         ),
     ] = None
     offload_param: Annotated[
         str | None,
         typer.Option(
-            help="Where the parameters live at stage 3: none, cpu or nvme.", autocompletion=OFFLOAD
+            help="Where the parameters live at stage 3: none, cpu or nvme.",
+            autocompletion=complete_tier,
         ),
     ] = None
     tp: Annotated[
@@ -167,7 +139,7 @@ class Job:
         int | None, typer.Option("--cp", min=1, help="Ranks of a ring that share a sequence.")
     ] = None
 
-    def options(self) -> JobOptions:
+    def job_options(self) -> JobOptions:
         """Return the arguments of ``hf_zero.estimate`` and ``hf_zero.simulate`` beside the model,
         precision, optimizer and offload.
         """
@@ -181,7 +153,7 @@ class Job:
         }
 
 
-def section(device: str | None, moments: str | None = None) -> JsonObject | None:
+def offload_section(device: str | None, moments: str | None = None) -> JsonObject | None:
     """Return the section of a configuration that offloads to ``device``, None for none."""
     if device in (None, "none"):
         refuse({"--moments": moments}, "it goes with --offload-optimizer cpu or nvme")
@@ -193,7 +165,7 @@ def section(device: str | None, moments: str | None = None) -> JsonObject | None
 
 
 def refuse(options: Mapping[str, object], why: str) -> None:
-    """Raise ConfigError for each of the ``options`` that was written."""
+    """Raise ConfigError for the first of the ``options`` that was written."""
     for name, value in options.items():
         if value is not None:
             raise ConfigError(f"{name} = {value!r}: {why}")

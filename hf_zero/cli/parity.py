@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hf_zero.cli.completions import one_of
 from hf_zero.cli.launch import (
     Command,
     Configured,
@@ -22,7 +23,7 @@ from hf_zero.cli.launch import (
     request_of_training,
     request_on_this_machine,
 )
-from hf_zero.cli.options import expanded, one_of
+from hf_zero.cli.options import expanded
 from hf_zero.cli.printing import AsJson, PrintableTable, entry, print_json, print_table
 from hf_zero.errors import ConfigError
 from hf_zero.launch.plan import Request, refuse_missing
@@ -138,7 +139,7 @@ def compare(request: Request, options: Compared, as_json: bool = False) -> bool:
         resume = Resume(options.resume_at, options.resume_ranks)
     fixed = {"steps": options.steps, "keep": options.keep, "layers": options.layers or 0}
     try:
-        with _progress(options.steps) as bar:
+        with _Progress(options.steps) as bar:
             session = Session(
                 request, default_ranks, fixed, bar.report, bar.say, resume, options.reference
             )
@@ -188,9 +189,9 @@ class _Progress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self._columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
         console = Console(stderr=True, markup=False, highlight=False)
-        self._bar = Progress(*self._columns, console=console)
+        self._bar = Progress(*columns, console=console)
         self._steps = steps
         self._tasks: dict[str, object] = {}
 
@@ -208,10 +209,6 @@ class _Progress:
 
     def say(self, text: str) -> None:
         self._bar.console.print(text, soft_wrap=True)
-
-
-def _progress(steps: int) -> _Progress:
-    return _Progress(steps)
 
 
 def _print(answer: Answer) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
-from hf_zero.cli.options import beginning
+from hf_zero.cli.completions import beginning
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.cli.usage import Command
 from hf_zero.config.spelling import closest, did_you_mean

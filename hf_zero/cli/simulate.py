@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from hf_zero.cli.options import Job, Ranks, expanded, section
+from hf_zero.cli.options import Job, Ranks, expanded, offload_section
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.logging import JsonObject, parse_rate, rate_in_units
 
@@ -128,8 +128,8 @@ def simulate(
         cast("Any", job.precision),  # the function checks it
         job.optimizer,
         params=job.params,
-        offload_optimizer=section(job.offload_optimizer),
-        offload_param=section(job.offload_param),
+        offload_optimizer=offload_section(job.offload_optimizer),
+        offload_param=offload_section(job.offload_param),
         replicas=replicas,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
@@ -138,7 +138,7 @@ def simulate(
         device=torch.device("cpu") if cpu else None,
         machine=rates.machine(),
         measured=measured,
-        **job.options(),
+        **job.job_options(),
     )
     if as_json:
         print_json(simulation.to_dict())

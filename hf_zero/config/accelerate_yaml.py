@@ -34,30 +34,13 @@ TRANSLATED: dict[str, str] = {
 # Keys of the DeepSpeed dialect, ours included, that the section may hold under their own names.
 # hf-zero, not Accelerate, passes them on to the ranks.
 PASSED_ON = (
-    "kernels",
-    "sparse_attention",
-    "pre_layer_norm",
-    "compile",
-    "attention_backend",
-    "activation_checkpointing",
-    "activation_offload",
-    "tiled_mlp",
-    "sequence_parallel_size",
-    "context_parallel_size",
-    "seq_parallel_communication_data_type",
-    "curriculum_learning",
-    "data_efficiency",
-    "training_phases",
-    "progressive_layer_drop",
-    "tensor_parallel",
-    "expert_parallel",
-    "replicate_size",
-    "float8_training",
-    "checkpoint",
-    "metrics",
-    *MONITORS,
+    "kernels", "sparse_attention", "pre_layer_norm", "compile", "attention_backend",
+    "activation_checkpointing", "activation_offload", "tiled_mlp", "sequence_parallel_size",
+    "context_parallel_size", "seq_parallel_communication_data_type", "curriculum_learning",
+    "data_efficiency", "training_phases", "progressive_layer_drop", "tensor_parallel",
+    "expert_parallel", "replicate_size", "float8_training", "checkpoint", "metrics", *MONITORS,
     "trace",
-)
+)  # fmt: skip
 
 _LAUNCHER = "read by accelerate launch, which starts the ranks"
 _UNITS = "a transformer block is gathered whole, its experts included"

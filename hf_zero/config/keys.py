@@ -168,6 +168,11 @@ ALIASES: dict[str, str] = {
     "flops_profiler.step": "flops_profiler.profile_step",
 }
 
+LOSS_SCALE_KEYS = (
+    "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale",
+    "auto_cast",
+)  # fmt: skip
+
 # Names that people write, by their lower-case form: what to write instead.
 ANSWERS: dict[str, str] = {
     **{
@@ -190,17 +195,7 @@ ANSWERS: dict[str, str] = {
     "compile.disable": "blocks are compiled only with compile: blocks; remove it",
     "mixed_precision": "write bf16: {enabled: true} or fp16: {enabled: true}",
     **dict.fromkeys(
-        [
-            f"bf16.{name}"
-            for name in (
-                "loss_scale",
-                "loss_scale_window",
-                "initial_scale_power",
-                "hysteresis",
-                "min_loss_scale",
-                "auto_cast",
-            )
-        ],
+        [f"bf16.{name}" for name in LOSS_SCALE_KEYS],
         "bf16 has the range of fp32 and needs no loss scale; remove it",
     ),
     **dict.fromkeys(

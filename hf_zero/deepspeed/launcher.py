@@ -30,6 +30,8 @@ that ``.deepspeed_env`` names.
 """
 DEFAULT_PORT = 29500  # without ssh all hosts must assume the same port
 OVER_SSH = ("pdsh", "ssh")
+FLAGS = ("module", "no_python", "no_local_rank", "save_pid", "bind_cores_to_rank")
+TEXTS = ("launcher_args", "slurm_comment", "autotuning", "venv_script", "bind_core_list")
 NOT_BUILT = {
     "launcher_args": "pass options of ssh with HF_ZERO_SSH",
     "enable_each_rank_log": "hf-zero launch --log-dir and --launcher pdsh write one per rank",
@@ -173,28 +175,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no_ssh", action="store_true", help="start the part of this host alone")
     parser.add_argument("--ssh_port", type=int)
-    for flag in (
-        "--module",
-        "--no_python",
-        "--no_local_rank",
-        "--save_pid",
-        "--bind_cores_to_rank",
-    ):
-        parser.add_argument(flag, action="store_true")
+    for flag in FLAGS:
+        parser.add_argument(f"--{flag}", action="store_true")
     for flag in ("--no_ssh_check", "--force_multi"):
         parser.add_argument(
             flag,
             action="store_true",
             help="accepted: a host that cannot be reached says so by itself",
         )
-    for option in (
-        "--launcher_args",
-        "--slurm_comment",
-        "--autotuning",
-        "--venv_script",
-        "--bind_core_list",
-    ):
-        parser.add_argument(option, default="")
+    for option in TEXTS:
+        parser.add_argument(f"--{option}", default="")
     parser.add_argument(
         "--enable_each_rank_log", type=lambda text: "" if text == "None" else text, default=""
     )

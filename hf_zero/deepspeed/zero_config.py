@@ -26,39 +26,23 @@ if TYPE_CHECKING:
 
 ZERO = "zero_optimization"
 WITHOUT_DEFAULT = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "optimizer.",
-    "scheduler.",
-)
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "optimizer.", "scheduler.",
+)  # fmt: skip
 PRECISIONS = ("bf16.enabled", "fp16.enabled")
+TRUE_BY_DEFAULT = (
+    "allgather_partitions", "contiguous_gradients", "load_from_fp32_weights",
+    "memory_efficient_linear", "override_module_apply", "reduce_scatter",
+    "use_multi_rank_bucket_allreduce",
+)  # fmt: skip
+FALSE_BY_DEFAULT = (
+    "elastic_checkpoint", "legacy_stage1", "log_trace_cache_warnings",
+    "pipeline_loading_checkpoint", "round_robin_gradients", "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights", "zero_quantized_weights",
+)  # fmt: skip
 DEFAULTS: dict[str, object] = {
-    **dict.fromkeys(
-        (
-            "allgather_partitions",
-            "contiguous_gradients",
-            "load_from_fp32_weights",
-            "memory_efficient_linear",
-            "override_module_apply",
-            "reduce_scatter",
-            "use_multi_rank_bucket_allreduce",
-        ),
-        True,
-    ),
-    **dict.fromkeys(
-        (
-            "elastic_checkpoint",
-            "legacy_stage1",
-            "log_trace_cache_warnings",
-            "pipeline_loading_checkpoint",
-            "round_robin_gradients",
-            "zero_quantized_gradients",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_weights",
-        ),
-        False,
-    ),
+    **dict.fromkeys(TRUE_BY_DEFAULT, True),
+    **dict.fromkeys(FALSE_BY_DEFAULT, False),
     **dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size"), 500_000_000),
     **dict.fromkeys(("sub_group_size", "stage3_max_reuse_distance"), 1_000_000_000),
     "ignore_unused_parameters": True,
