@@ -152,8 +152,7 @@ class EngineClipping:
     def _refuse_part(self, parameters: Sequence[torch.Tensor]) -> None:
         named = {id(parameter) for parameter in parameters}
         trained = [p for p in self._engine.module.parameters() if p.requires_grad]
-        missing = sum(id(parameter) not in named for parameter in trained)
-        if missing:
+        if missing := sum(id(parameter) not in named for parameter in trained):
             raise PartitionError(
                 f"clip_grad_norm_ got parameters without {missing} of the {len(trained)} that the "
                 "engine trains: the engine clips by the norm of the whole gradient. Pass "

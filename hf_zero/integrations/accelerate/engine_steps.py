@@ -454,7 +454,12 @@ def clip_by_the_engine(
     the norm open; warns once if it has a different one.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    steps: object = self.deepspeed_engine_wrapped
+    # the optimizer's groups have members, this rank's parts of parameters
+    tensors = [t if (whole := getattr(t, "parameter", None)) is None else whole for t in tensors]
     engine = holder_of(tensors) if finder.chosen() else None
+    if engine is None and isinstance(steps, EngineSteps):  # Accelerate would clip nothing
+        return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type)
     if engine is None:
         return original(self, tensors, max_norm, norm_type)
     if float(norm_type) != 2.0:
@@ -463,7 +468,6 @@ def clip_by_the_engine(
             "of the whole gradient, and keeps no other; leave norm_type at 2"
         )
     clipping_of(engine).check_call(tensors, float(max_norm))
-    steps: object = self.deepspeed_engine_wrapped
     if not isinstance(steps, EngineSteps) or engine not in steps.engines:
         return None if steps is None else engine.grad_norm_tensor()
     return steps.clip(engine, float(max_norm), self.sync_gradients)

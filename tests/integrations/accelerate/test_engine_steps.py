@@ -212,6 +212,36 @@ def test_a_norm_over_several_models_is_refused(clip: float | None) -> None:
     assert float(torch.stack(moved).norm()) == pytest.approx(0.1 * 0.5, rel=1e-5)
 
 
+@in_turn("stage", range(4))
+def test_clipping_by_the_groups_of_the_optimizer_and_of_a_model_without_an_engine(
+    stage: int,
+) -> None:
+    """The groups have this rank's members; a plain model is clipped as by torch."""
+    forget()
+    accelerator = accelerator_with(None, stage)
+    engine, optimizer = prepared(accelerator)
+    plain, alone = stack(), stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        accelerator.backward(2 * squared(engine, step))
+        squared(plain, step).backward()
+        squared(alone, step).backward()
+        members = [member for group in optimizer.param_groups for member in group["params"]]
+        want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        for tensors in (members, alone.parameters()):
+            norm = accelerator.clip_grad_norm_(tensors, 0.05)
+            assert norm is not None and float(norm) == pytest.approx(float(want), rel=1e-5)
+        for ours, clipped in zip(alone.parameters(), plain.parameters()):
+            torch.testing.assert_close(ours.grad, clipped.grad)
+        for stepping in (optimizer, theirs):
+            stepping.step()
+            stepping.zero_grad()
+        alone.load_state_dict(plain.state_dict())
+        alone.zero_grad()
+        with hf_zero.GatheredParameters(list(engine.parameters())):
+            assert_same_weights(engine.module, plain)
+
+
 @in_turn(("models", "of_model"), [(n, m) for n in (1, 2) for m in (False, True)])
 def test_the_norm_of_gradients_that_were_dropped_is_zero(models: int, of_model: bool) -> None:
     forget()
