@@ -136,10 +136,8 @@ class CollectiveLog:
         abort: Callable[[], None] = lambda: None,
         reports_dead_peers: bool = True,
     ):
-        self.name = name
-        self.ranks = tuple(ranks)
-        self.timeout = timeout
-        self.abort = abort
+        self.name, self.ranks = name, tuple(ranks)
+        self.timeout, self.abort = timeout, abort
         self.reports_dead_peers = reports_dead_peers
         self.num_issued = 0
         self.recent: deque[str] = deque(maxlen=RECENT)
@@ -316,10 +314,8 @@ class Handle:
         """
         # torch returns None for a message of a group that this rank is not in
         self._works = [*filter(None, works)]
-        self._watchdog = watchdog
-        self._pending = pending
-        self._parts = list(parts)
-        self._free = free
+        self._watchdog, self._pending = watchdog, pending
+        self._parts, self._free = list(parts), free
         self._finish, self._repeats = finish, True
         self._follows = follows
         self._failure: BaseException | None = None

@@ -23,6 +23,7 @@ from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.rebuild import groups_over, rebuild, unfrozen
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.step.optimizer_step import failed_write
+from hf_zero.zero.step.window import WindowEnd
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
@@ -124,7 +125,8 @@ class TrainingEngine(EngineParts):
         """Set whether the next backward ends the accumulation window, until the next call. Raises
         UnmanagedWindowError if every step ends one.
         """
-        self.accumulation.set_boundary(is_boundary)
+        end = WindowEnd.NEXT_BACKWARD if is_boundary else WindowEnd.LATER_BACKWARD
+        self.accumulation.set_end(end)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the backward under way, or the next, is known to end the accumulation

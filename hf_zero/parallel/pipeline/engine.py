@@ -29,6 +29,7 @@ from hf_zero.parallel.pipeline.topology import PipelineParallelGrid
 from hf_zero.parallel.sequence.division import CONTEXT, KEY
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.tree import map_tensors
+from hf_zero.zero.step.window import WindowEnd
 from hf_zero.zero.training_engine import TrainingEngine
 
 E = TypeVar("E", bound=TrainingEngine)
@@ -112,21 +113,21 @@ class PipelineTraining(TrainingEngine):
             self.set_dataiterator(data_iter)
         self.module.train()
         steps, window = self.gradient_accumulation_steps(), self.accumulation
-        before = window.boundary
+        before = window.end
         try:
-            window.set_boundary(False)
+            window.set_end(WindowEnd.LATER_BACKWARD)
             try:
                 losses = self._run(steps, training=True)
             except BaseException:
                 self.restart_window()  # the next train_batch runs all micro-batches again
                 raise
-            window.set_boundary(True)
+            window.set_end(WindowEnd.NEXT_BACKWARD)
             self.reduce_gradients()
             self.tied.add_up(self.flats)
             window.await_step(steps)
             super().step()
         finally:
-            window.set_boundary(before)
+            window.set_end(before)
         mean, requests = self._means(losses, float(self.stop_requests.asked))
         self.stop_requests.end_run(requests)
         return mean

@@ -266,10 +266,8 @@ class ModelPatches:
                     )
         self._walked, self._untrained = list(seen), untrained
         registries = [*map(_parameters, self._walked), *map(_children, self._walked)]
-        self._lengths, self._held = (
-            list(map(len, registries)),
-            list(chain.from_iterable(map(dict.values, registries))),
-        )
+        self._lengths = list(map(len, registries))
+        self._held = list(chain.from_iterable(map(dict.values, registries)))
 
     @contextmanager
     def state_dict_from(self, whole_source: WholeSource) -> Iterator[None]:

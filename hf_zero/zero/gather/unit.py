@@ -67,17 +67,9 @@ class OutermostForward:
     """An outermost forward, with the units gathered for its backward. It lives with its graph."""
 
     __slots__ = (
-        "__weakref__",
-        "began",
-        "calls",
-        "drawn",
-        "idle",
-        "left_out",
-        "of_whole_model",
-        "path",
-        "reads",
-        "tracked",
-    )
+        "__weakref__", "began", "calls", "drawn", "idle", "left_out", "of_whole_model", "path",
+        "reads", "tracked",
+    )  # fmt: skip
 
     def __init__(self, of_whole_model: bool, began: int = 0, path: str = ""):
         self.began = began  # the tick (``next_tick``) at which it began
@@ -106,16 +98,9 @@ class UnitCall:
     """
 
     __slots__ = (
-        "__weakref__",
-        "began",
-        "ended_at",
-        "last_node",
-        "marked",
-        "marks",
-        "marks_left",
-        "outermost",
-        "unit",
-    )
+        "__weakref__", "began", "ended_at", "last_node", "marked", "marks", "marks_left",
+        "outermost", "unit",
+    )  # fmt: skip
 
     def __init__(self, unit: Unit, outermost: OutermostForward, began: int):
         self.unit = unit

@@ -155,11 +155,8 @@ class Fp16LossScaler:
         return {"scale": self.scale, "left": self._left, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.scale, self._left, self._since = (
-            float(state["scale"]),
-            int(state["left"]),
-            int(state["since"]),
-        )
+        self.scale = float(state["scale"])
+        self._left, self._since = int(state["left"]), int(state["since"])
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -200,12 +197,8 @@ class _FactorsOfBackward:
     def put_at_outputs(self, scale_owner: LossScaling, scale: float) -> None:
         """Set the scale of ``scale_owner`` for the backward under way, from here to its end."""
         callback = partial(self.clear)
-        self.scale_owner, self.scale, self.weight, self._task = (
-            scale_owner,
-            scale,
-            None,
-            weakref.ref(callback),
-        )
+        self.put(scale_owner, scale, None)
+        self._task = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def clear(self) -> None:
@@ -242,11 +235,9 @@ class LossScaling:
         awaits_backward: Callable[[], bool],
         watch: Callable[[], None],
     ):
-        self.scaler = scaler
+        self.scaler, self._scales = scaler, scales
         self._training = list(training)
-        self._scales = scales
-        self._in_backward = in_backward
-        self._awaits_backward = awaits_backward
+        self._in_backward, self._awaits_backward = in_backward, awaits_backward
         # the engine whose scale the gradients held here have carried, if not this one
         self._scale_owner: LossScaling | None = None
         self._borrowed_scale = 1.0  # that scale
@@ -314,16 +305,11 @@ class LossScaling:
         rank = self._rank
         if rank.by_outputs and rank.scale_owner is not self and self._training:
             raise PartitionError(SCALED_ONCE)
-        if (
-            rank.scale_owner is not None
-            and rank.scale_owner is not self
-            and rank.scale_owner._scales
-        ):
-            self._scale_owner, self._borrowed_scale = rank.scale_owner, rank.scale
-        weight, unscale = (
-            weight if rank.weight is None else rank.weight,
-            self.scaler.scale / rank.scale,
-        )
+        owner = rank.scale_owner
+        if owner is not None and owner is not self and owner._scales:
+            self._scale_owner, self._borrowed_scale = owner, rank.scale
+        weight = weight if rank.weight is None else rank.weight
+        unscale = self.scaler.scale / rank.scale
         return (weight * unscale, 1.0) if self._scales else (weight, unscale)
 
     def scale_outputs(self, module: nn.Module, args: object, output: object) -> object:

@@ -83,9 +83,7 @@ class ReductionMessages:
         self._mesh = mesh
         # whose streams fill messages; None on the host
         self._device = None if kinds.is_synchronous(mesh.device) else mesh.device
-        self._sums = sums
-        self._buffers = buffers
-        self._offload = offload
+        self._sums, self._buffers, self._offload = sums, buffers, offload
         self._kernels = kernels
         self._pack = Pack(packed if mesh.pp_stage_ranks > 1 else 0)  # of the waiting reductions
         self._before_wait = before_wait
@@ -286,8 +284,7 @@ class WindowSums:
     """
 
     def __init__(self, buffers: TensorPool, offload: GradientCopies | None):
-        self._buffers = buffers
-        self._offload = offload
+        self._buffers, self._offload = buffers, offload
 
     def add(self, unit: Unit, factor: float) -> bool:
         """Add this backward's gradients of ``unit``, times ``factor``; return whether there were

@@ -1,6 +1,4 @@
-"""The accumulation window of a script, with the counters of its run, and warnings about calls that
-leave windows without an update.
-"""
+"""The accumulation window of a script, with the counters of its run."""
 
 from __future__ import annotations
 
@@ -10,38 +8,12 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from hf_zero.errors import UnmanagedWindowError
-from hf_zero.logging import logger
-
-# number of backwards: a step of one micro-batch may well add up the gradients of several losses
-FORGOTTEN = 8
-RESTARTED = 3  # windows restarted in a row, after which a script restarts all of them
-
-# warnings of calls that leave weights unchanged
-UNUSED_BACKWARDS = (
-    "%d backwards without engine.step(): gradients add up and no weight has changed; call "
-    "engine.step() after each engine.backward(loss)%s, or engine.zero_grad() to drop what has been "
-    "added up"
-)
-WINDOW_IN_A_STEP = (
-    "engine.step() after %d backwards has counted one micro-batch of %d and changed no weight: "
-    "with gradient_accumulation_steps = %d call it after each engine.backward(loss), and every "
-    "%dth call updates; where the loop itself collects micro-batches, set "
-    "gradient_accumulation_steps to 1 and divide the loss by their number"
-)
-EMPTY_STEP = (
-    "step() without a backward since the last step() counts nothing: leave out a second call, such "
-    "as optimizer.step() beside engine.step(); a rank whose batch has no loss calls "
-    "engine.backward(0.0 * outputs.sum())"
-)
-RESTARTS = (
-    "engine.zero_grad() has restarted %d accumulation windows in a row, of %d micro-batches each, "
-    "and no weight has changed: call it after the step that ends a window, or leave it out, as "
-    "that step drops the gradients"
-)
-ZERO_GRAD_INSIDE = (
-    "optimizer.zero_grad() after micro-batch %d of %d keeps the gradients of the first "
-    "accumulation window, as for scripts that call it after every micro-batch; to drop a window "
-    "that was broken off call engine.restart_window()"
+from hf_zero.zero.step.window_warnings import (
+    EMPTY_STEP,
+    FORGOTTEN,
+    WINDOW_IN_A_STEP,
+    ZERO_GRAD_INSIDE,
+    WindowWarnings,
 )
 
 
@@ -63,29 +35,44 @@ class BackwardPlace(Enum):
     LAST = auto()  # of the last micro-batch
 
 
+class WindowEnd(Enum):
+    """What ends a window."""
+
+    STEP = auto()  # each step(), where accumulation is not managed: the value of a whole run
+    COUNT = auto()  # its last micro-batch, by their number
+    NEXT_BACKWARD = auto()  # the next backward, as the script has said
+    LATER_BACKWARD = auto()  # a backward after the next one, as the script has said
+
+
+class ZeroGradCalls(Enum):
+    """When the script calls ``optimizer.zero_grad()``, as its micro-batches show."""
+
+    UNKNOWN = auto()  # until the second micro-batch of the first window
+    EACH_MICRO_BATCH = auto()  # after each, as it calls step(): inside a window they keep gradients
+    OTHERWISE = auto()  # to the end of the run, once a micro-batch has followed another one without
+
+
 class AccumulationWindow:
     """The micro-batches whose gradients one step uses: ``accumulation_steps`` of them, unless the
-    script sets the end of a window. Not ``managed``: every step ends one.
+    script sets the end of a window. Not ``managed``: every step ends one. ``warns``: of events that
+    repeat without an update.
 
     Its own methods alone set its attributes: each is an event, such as a backward that begins.
-    ``warns``: of events that repeat without an update.
     """
 
     def __init__(self, accumulation_steps: int, managed: bool = True, warns: bool = False):
         # as the configuration and the script say
-        self.accumulation_steps, self.managed = accumulation_steps, managed
-        self.boundary: bool | None = None  # whether the next backward ends it, if the script says
+        self.accumulation_steps = accumulation_steps
+        self.end = WindowEnd.COUNT if managed else WindowEnd.STEP
         self.syncs = True  # False inside no_sync
         # of the window: number of step() calls, or of backwards if not managed; the counters before
-        # its first micro-batch was counted
+        # its first micro-batch was counted, None if a script has set the place in the window
         self.micro_batches = 0
         self._counters_before: Counters | None = None
         # Backwards of a managed window since the last step() or zero_grad(): each that leaves the
         # window open, as the script has said, is a micro-batch; those that may close it are one
-        # together.
-        self.backwards, self._has_closing = 0, False
-        # micro-batches and these backwards before the last backward
-        self._before_last_backward = (0, 0, False)
+        # together, and counted beside.
+        self.backwards = self._closing_backwards = 0
         # since the last step(): a backward was called or a gradient written, even if no hook of the
         # model ran; zero_grad() has dropped one
         self._expects_gradients = self._was_dropped = False
@@ -93,14 +80,16 @@ class AccumulationWindow:
         self.updates = self.restarts = 0
         # forwards with gradients before the last step() that counted; None before the first
         self._forwards_at_step: int | None = None
-        # Whether the script calls optimizer.zero_grad() after every micro-batch inside a window;
-        # None before the second micro-batch of the first window.
-        self._zeroes_inside: bool | None = None
-        self._zeroed = False  # it has, since the last micro-batch
-        # For warnings, each made once: backwards that may have closed a window, since step() or
-        # zero_grad() was last called; restarts of windows with micro-batches since the last update.
-        self._unused_backwards = self._restarts_in_a_row = 0
-        self._warns, self._warned = warns, set[str]()
+        self._zero_grad_calls = ZeroGradCalls.UNKNOWN
+        self._zeroed = False  # optimizer.zero_grad() was called since the last micro-batch
+        # the counts before the last backward, as :meth:`undo_backward` sets them
+        self._before_backward = (0, 0, 0, ZeroGradCalls.UNKNOWN)
+        self._warnings = WindowWarnings(warns)
+
+    @property
+    def managed(self) -> bool:
+        """Return whether not every step ends a window."""
+        return self.end is not WindowEnd.STEP
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
         """Set the number of micro-batches, from the next window on."""
@@ -109,17 +98,16 @@ class AccumulationWindow:
     def set_micro_steps(self, micro_steps: int) -> None:
         """Set the place in the window after ``micro_steps`` micro-batches in the whole run."""
         self.micro_batches = micro_steps % self.accumulation_steps
+        self._counters_before = None
 
-    def set_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether the next backward ends the window; None: the number of micro-batches decides.
-        Raises as :meth:`refuse_unmanaged`.
-        """
+    def set_end(self, end: WindowEnd) -> None:
+        """Set what ends the window, and those after it. Raises as :meth:`refuse_unmanaged`."""
         self.refuse_unmanaged("set_gradient_accumulation_boundary()")
-        self.boundary = is_boundary
+        self.end = end
 
     def refuse_unmanaged(self, what: str) -> None:
         """Raise UnmanagedWindowError for ``what`` if every step ends a window."""
-        if not self.managed:
+        if self.end is WindowEnd.STEP:
             raise UnmanagedWindowError(
                 f"{what} has no use where managed_gradient_accumulation is false: every step() "
                 "ends the accumulation window; leave the call out, or remove the key"
@@ -137,50 +125,58 @@ class AccumulationWindow:
     @property
     def ends(self) -> bool:
         """Return whether the backward under way, or the next, is known to end the window; False
-        without managed accumulation, unless the boundary has been set.
+        without managed accumulation.
         """
-        if self.boundary is not None:
-            return self.boundary
-        return self.managed and self.micro_batches + 1 >= self.accumulation_steps
+        if self.end is WindowEnd.COUNT:
+            return self.micro_batches + 1 >= self.accumulation_steps
+        return self.end is WindowEnd.NEXT_BACKWARD
 
     @property
     def ends_by_step(self) -> bool:
         """Return whether a step now ends the window."""
-        return self.ends or not self.managed
+        return self.end is WindowEnd.STEP or self.ends
 
     @property
     def next_backward(self) -> BackwardPlace:
         """The place in the window of a backward that begins now."""
-        if not self.syncs or self.boundary is False:
+        if not self.syncs or self.end is WindowEnd.LATER_BACKWARD:
             return BackwardPlace.INSIDE
         return BackwardPlace.LAST if self.ends else BackwardPlace.UNDECIDED
 
     def expect_gradients(self) -> None:
-        """Handle a call of a backward, or a gradient that a script writes."""
+        """Record the call of a backward, or a gradient that a script writes."""
         self._expects_gradients = True
 
     def begin_backward(self, place: BackwardPlace) -> bool:
         """Count a backward that begins at ``place``. Return whether it is the window's first."""
-        self._before_last_backward = self.micro_batches, self.backwards, self._has_closing
-        if self.managed and self.micro_batches and not self.backwards:
-            self._zeroes_inside = self._zeroed and self._zeroes_inside is not False
-        if not self.managed:
+        is_first = self.micro_batches == self.backwards == 0
+        counts = self.micro_batches, self.backwards, self._closing_backwards
+        self._before_backward = *counts, self._zero_grad_calls
+        if self.end is WindowEnd.STEP:
             self.micro_batches += 1
-        elif place is BackwardPlace.INSIDE:
+            return is_first
+        if self.micro_batches and not self.backwards:
+            self._compare_zero_grad_calls()
+        if place is BackwardPlace.INSIDE:
             self.backwards += 1
-        else:
-            self.backwards += not self._has_closing
-            self._has_closing = True
-            self._unused_backwards += 1
-            if self._unused_backwards > max(FORGOTTEN, self.accumulation_steps):
-                steps = self.accumulation_steps
-                inside = f", also inside a window of {steps} micro-batches" if steps > 1 else ""
-                self._warn(UNUSED_BACKWARDS, self._unused_backwards, inside)
-        return not any(self._before_last_backward)
+            return is_first
+        self.backwards += not self._closing_backwards
+        self._closing_backwards += 1
+        if self._closing_backwards > FORGOTTEN:
+            self._warnings.check_backwards(self._closing_backwards, self.accumulation_steps)
+        return is_first
+
+    def _compare_zero_grad_calls(self) -> None:
+        """Find out, as a micro-batch begins inside a window, how ``zero_grad()`` is called."""
+        if not self._zeroed:
+            self._zero_grad_calls = ZeroGradCalls.OTHERWISE
+        elif self._zero_grad_calls is ZeroGradCalls.UNKNOWN:
+            self._zero_grad_calls = ZeroGradCalls.EACH_MICRO_BATCH
 
     def undo_backward(self) -> None:
         """Take the last backward out of the counts: an exception has broken it."""
-        self.micro_batches, self.backwards, self._has_closing = self._before_last_backward
+        *counts, self._zero_grad_calls = self._before_backward
+        self.micro_batches, self.backwards, self._closing_backwards = counts
 
     @property
     def held_micro_batches(self) -> int:
@@ -189,21 +185,25 @@ class AccumulationWindow:
         """
         return self.micro_batches + self.backwards
 
+    def begin_step(self, is_updated: bool) -> bool:
+        """Return whether a call of ``step()`` ends the window, and warn of one that should.
+        ``is_updated``: it confirms an update in the backward.
+        """
+        ends_window = is_updated or self.end is WindowEnd.STEP or self.ends
+        if not ends_window and self._closing_backwards == self.accumulation_steps:
+            self._warnings.warn(WINDOW_IN_A_STEP, *[self.accumulation_steps] * 4)
+        return ends_window
+
+    # What a step() may find in place of a backward, each a weaker sign of a micro-batch than the
+    # one before: a call of backward that no hook has seen, a forward, an earlier step.
+
     @property
     def awaits_backward(self) -> bool:
-        """Return whether no backward has come since the last ``step()`` or ``zero_grad()``."""
-        came = self.backwards or self._expects_gradients
-        return not (came or (self.micro_batches and not self.managed))
-
-    def begin_step(self, is_updated: bool) -> bool:
-        """Handle a call of ``step()``, and return whether it ends the window. ``is_updated``: it
-        confirms an update in the backward.
+        """Return whether neither a backward nor a call of one, which no hook may have seen, has
+        come since the last ``step()`` or ``zero_grad()``.
         """
-        ends_window = is_updated or not self.managed or self.ends
-        backwards, self._unused_backwards = self._unused_backwards, 0
-        if not ends_window and backwards == self.accumulation_steps:
-            self._warn(WINDOW_IN_A_STEP, *[backwards] * 4)
-        return ends_window
+        came = self.backwards or self._expects_gradients
+        return not (came or (self.micro_batches and self.end is WindowEnd.STEP))
 
     def has_forward(self, forwards: int) -> bool:
         """Return whether the last of ``forwards``, those with gradients in the run, came after the
@@ -213,10 +213,14 @@ class AccumulationWindow:
 
     @property
     def lacks_backward(self) -> bool:
-        """Return whether a step without a backward is an error: ``zero_grad()`` has dropped it, or
-        none has come in the run.
+        """Return whether a step without a backward is an error, and not a call too many:
+        ``zero_grad()`` has dropped the backward, or no step of the run has counted.
         """
         return self._was_dropped or self._forwards_at_step is None
+
+    def warn_of_empty_step(self) -> None:
+        """Warn of a ``step()`` without a backward since the last one."""
+        self._warnings.warn(EMPTY_STEP)
 
     def end_micro_batch(self, forwards: int, counters: Counters) -> int:
         """End a micro-batch that leaves the window open, after ``forwards`` in the run and before
@@ -234,7 +238,7 @@ class AccumulationWindow:
         micro-batches since the last step; of backwards, if not managed.
         """
         count = self._take_backwards()
-        self.micro_batches = self._restarts_in_a_row = 0
+        self.micro_batches, self._counters_before = 0, None
         self.updates += 1
         self._was_dropped, self._forwards_at_step = False, forwards
         return count
@@ -243,8 +247,9 @@ class AccumulationWindow:
         """Return, and reset, the number of micro-batches since the last ``step()`` or
         ``zero_grad()``, at least 1; without managed accumulation, return that of the window.
         """
-        count = max(1, self.backwards) if self.managed else self.micro_batches
-        self.backwards, self._has_closing, self._expects_gradients = 0, False, False
+        count = self.micro_batches if self.end is WindowEnd.STEP else max(1, self.backwards)
+        self.backwards = self._closing_backwards = 0
+        self._expects_gradients = False
         return count
 
     def begin_update_in_backward(self) -> int:
@@ -257,7 +262,7 @@ class AccumulationWindow:
 
     def await_step(self, backwards: int, micro_batches: int = 0) -> None:
         """Hold ``backwards``, after ``micro_batches`` of the window, for the step that ends it."""
-        self.micro_batches, self.backwards, self._has_closing = micro_batches, backwards, True
+        self.micro_batches, self.backwards, self._closing_backwards = micro_batches, backwards, 1
 
     def counters_before(self, counters: Counters) -> Counters:
         """Return ``counters`` without the micro-batches that the window has counted."""
@@ -266,15 +271,15 @@ class AccumulationWindow:
         return counters
 
     def keeps_at_zero_grad(self) -> bool:
-        """Handle ``optimizer.zero_grad()``. Return whether it keeps the window: inside one, from a
-        script that calls it after every micro-batch, as it calls ``step()``.
+        """Record a call of ``optimizer.zero_grad()``. Return whether it keeps the window: inside
+        one, from a script that calls it after every micro-batch, as it calls ``step()``.
         """
         if not (self.managed and self.micro_batches and self.awaits_backward):
             return False
-        if self._zeroes_inside is None and not self._zeroed:
-            self._warn(ZERO_GRAD_INSIDE, self.micro_batches, self.accumulation_steps)
+        if self._zero_grad_calls is ZeroGradCalls.UNKNOWN and not self._zeroed:
+            self._warnings.warn(ZERO_GRAD_INSIDE, self.micro_batches, self.accumulation_steps)
         self._zeroed = True
-        return self._zeroes_inside is not False
+        return self._zero_grad_calls is not ZeroGradCalls.OTHERWISE
 
     def restart(self) -> None:
         """Begin another window: ``zero_grad()`` has dropped the gradients of this one."""
@@ -282,17 +287,6 @@ class AccumulationWindow:
         self._was_dropped |= held
         self.restarts += self.managed and (held or self.micro_batches > 0)
         if self.micro_batches:
-            self._restarts_in_a_row += 1
-            if self._restarts_in_a_row == RESTARTED:
-                self._warn(RESTARTS, RESTARTED, self.accumulation_steps)
+            self._warnings.count_restart(self.updates, self.accumulation_steps)
         self._take_backwards()
-        self.micro_batches = self._unused_backwards = 0
-
-    def warn_of_empty_step(self) -> None:
-        """Warn of a ``step()`` without a backward since the last one."""
-        self._warn(EMPTY_STEP)
-
-    def _warn(self, text: str, *values: object) -> None:
-        if self._warns and text not in self._warned:
-            self._warned.add(text)
-            logger.warning(text, *values)
+        self.micro_batches = 0
