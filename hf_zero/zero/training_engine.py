@@ -155,7 +155,7 @@ class TrainingEngine(EngineParts):
         self.pass_runner.losses.reset()
         self.measures.zero_grad()
         self.accumulation.restart()
-        self.optimizer_step.agreement.restarts = self.accumulation.restarts
+        self.optimizer_step.agreement.name_restarts(self.accumulation.restarts)
 
     def restart_window(self) -> None:
         """Drop all gradients and restart the accumulation window, as :meth:`zero_grad` does."""

@@ -179,6 +179,18 @@ KERNELS: dict[str, dict[str, int]] = {
 }
 
 
+@pytest.mark.parametrize("mode", ["random", pytest.param("lazy", marks=pytest.mark.long)])
+def test_a_setting_of_one_rank_is_refused_on_all_at_one_step(mode: str) -> None:
+    launch.needs_the_device()
+    rows = launch.run_ranks("tests.late.settings", mode)
+    assert [row["reports"] for row in rows if "reports" in row] == [[], []]
+    found = [row for row in rows if "stage" in row]
+    # the message of step 3 is read two steps later, at stage 0 three: a later step receives it
+    assert sorted((row["stage"], row["step"]) for row in found) == [(0, 6)] * 2 + [(3, 5)] * 2
+    for row in found:
+        assert "rank 0 has changed nothing; rank 1 has lr 0.05 in group 0" in row["raised"]
+
+
 def test_no_unit_copies_more_in_a_step_than_it_needs() -> None:
     launch.needs_the_device()
     rows = launch.run_ranks("tests.late.copies")

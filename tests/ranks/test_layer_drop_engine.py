@@ -139,7 +139,7 @@ def test_which_parameters_are_unused_is_known_without_reading_what_ranks_have_se
 ):
     """A penalty on weights brings gradients to what was left out: that is read."""
     if kind is not Penalized:
-        monkeypatch.setattr(StepAgreement, "counts", None)
+        monkeypatch.setattr(StepAgreement, "ranks_with_gradients", None)
     job = kind()
     check(job, stage, job.steps, units)
     steps = range(job.begins, job.begins + job.steps)

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.device import streams
 from hf_zero.errors import RankMismatchError
-from hf_zero.zero.reduce import step_agreement
+from hf_zero.zero.reduce import rank_codes
 from tests.helpers.engines import config_of
 from tests.helpers.ranks import run_ranks
 
@@ -142,30 +141,39 @@ def test_many_settings_are_abridged_and_told_apart() -> None:
 
 
 class Copied:
-    """An event that is over once ``over`` is set."""
+    """An event after the copy of a sum."""
 
-    over = False
+    waits = 0
 
-    def query(self) -> bool:
-        return self.over
+    def synchronize(self) -> None:
+        Copied.waits += 1
 
 
-def test_on_a_device_the_sum_is_read_once_its_copy_is_over(monkeypatch: Any) -> None:
-    event = Copied()
-    monkeypatch.setattr(step_agreement.kinds, "is_synchronous", lambda device: False)
-    monkeypatch.setattr(streams, "record_here", lambda device: event)
-    monkeypatch.setattr(
-        step_agreement.pinned, "empty", lambda n, dtype: torch.empty(n, dtype=dtype)
-    )
-    mesh: Any = types.SimpleNamespace(pp_stage_ranks=2, rank=1)
-    monkeypatch.setattr(step_agreement, "upload", lambda tensor, device: tensor)
-    check, settings = step_agreement.SettingsCheck(mesh, torch.device("cpu")), "lr 0.5 in group 0"
-    other, mine = check.numbers(""), check.numbers(settings)
-    assert not torch.equal(other, mine) and check.numbers(settings) is mine
-    check.receive(mine + other)
-    check.numbers(settings)
-    event.over = True
-    with pytest.raises(RankMismatchError, match=r"rank 1 has lr 0\.5 in group 0"):
-        check.numbers(settings)
-    check.receive(mine + mine)
-    check.numbers(settings)
+def test_on_a_device_all_ranks_read_the_sum_of_a_step_two_steps_later(monkeypatch: Any) -> None:
+    """Also one that has changed nothing; in the steps before, the host does not wait."""
+    monkeypatch.setattr(rank_codes.kinds, "is_synchronous", lambda device: False)
+    monkeypatch.setattr(rank_codes.streams, "record_here", lambda device: Copied())
+    monkeypatch.setattr(rank_codes.pinned, "empty", lambda n, dtype: torch.empty(n, dtype=dtype))
+    monkeypatch.setattr(rank_codes.pinned, "upload", lambda tensor, device: tensor)
+    monkeypatch.setattr(Copied, "waits", 0)
+    changed = ["", "lr 0.5 in group 0"]
+    checks = []
+    for rank in (0, 1):
+        mesh: Any = types.SimpleNamespace(
+            pp_stage_ranks=2, rank=rank, ranks=(0, 1), all_gather_object=lambda *_: changed
+        )
+        checks.append(rank_codes.SettingsCheck(mesh, torch.device("cpu")))
+
+    def begin(settings: list[str]) -> torch.Tensor:
+        numbers = [check.numbers(words) for check, words in zip(checks, settings)]
+        return torch.stack(numbers).sum(0)
+
+    for settings, waits in ((["", ""], 0), (changed, 0), (changed, 1)):
+        sums = begin(settings)
+        assert Copied.waits == 2 * waits
+        for check in checks:
+            check.receive(sums.clone())
+    for check, words in zip(checks, changed):
+        with pytest.raises(RankMismatchError) as raised:
+            check.numbers(words)
+        assert "rank 0 has changed nothing; rank 1 has lr 0.5 in group 0" in str(raised.value)

@@ -307,7 +307,7 @@ def _as_if_read(engine: TrainingEngine) -> Iterator[None]:
         engine.mesh.pp_stage_ranks,
         torch.isfinite,
     )
-    read = agreement.counts
+    read = agreement.ranks_with_gradients
 
     def counts(flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:
         if not total.is_meta:
@@ -320,13 +320,13 @@ def _as_if_read(engine: TrainingEngine) -> Iterator[None]:
     def finite(values: torch.Tensor) -> torch.Tensor:
         return torch.ones(values.shape, dtype=torch.bool) if values.is_meta else isfinite(values)
 
-    agreement.counts = counts  # type: ignore[method-assign]
+    agreement.ranks_with_gradients = counts  # type: ignore[method-assign]
     torch.isfinite = finite  # type: ignore[assignment]
     try:
         yield
     finally:
         torch.isfinite = isfinite
-        del agreement.counts
+        del agreement.ranks_with_gradients
 
 
 class _Messages(IssuedStats[Message]):

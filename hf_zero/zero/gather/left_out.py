@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 
 from torch import nn
 
@@ -52,24 +53,19 @@ class LeftOutModules:
                 for flat in unit.trainable_flats
                 for index, parameter in enumerate(flat.members)
             }
-            holders = Counter(
-                id(parameter)
-                for module in self._model.modules()
-                for parameter in module._parameters.values()
-            )
+            holders = _holders_in(self._model)
             for module in modules - self._held.keys():
-                counts = Counter(
-                    id(parameter)
-                    for part in module.modules()
-                    for parameter in part._parameters.values()
-                )
-                self._held[module] = [
-                    bits[key]
-                    for key, number in counts.items()
-                    if key in bits and number == holders[key]
-                ]
+                inside = _holders_in(module).items()
+                alone = [key for key, number in inside if number == holders[key]]
+                self._held[module] = [bits[key] for key in alone if key in bits]
         idle: dict[FlatBuffer, int] = {}
         for module in modules:
             for flat, bit in self._held[module]:
                 idle[flat] = idle.get(flat, 0) | bit
         return idle
+
+
+def _holders_in(module: nn.Module) -> Counter[int]:
+    """Return the number of modules in ``module`` that hold each parameter, by its id."""
+    registries = (part._parameters.values() for part in module.modules())
+    return Counter(map(id, chain.from_iterable(registries)))

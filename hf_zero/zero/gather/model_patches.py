@@ -30,6 +30,7 @@ from hf_zero.zero.layout.sharding import join_parts, sharding_of, take_own_part
 from hf_zero.zero.layout.walk import modules_of
 
 _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
+_index = attrgetter("index")
 # Puts whole parameters of a module into the state dict, under a prefix.
 WholeSource = Callable[[nn.Module, dict[str, Any], str], None]
 
@@ -57,12 +58,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 def hooks_of(module: nn.Module) -> list[Callable[..., object]]:
     """Return the hooks on ``module`` that are not an engine's."""
-    return [
-        hook
-        for name in HOOKS
-        for hook in module.__dict__[name].values()
-        if not isinstance(hook, Attached)
-    ]
+    hooks = chain.from_iterable(module.__dict__[name].values() for name in HOOKS)
+    return [hook for hook in hooks if not isinstance(hook, Attached)]
 
 
 def outside_graphs(function: Any, callees: bool = True) -> Any:
@@ -170,27 +167,22 @@ class ModelPatches:
     def _install(self, units: Sequence[Unit]) -> None:
         wraps = {module: unit for unit in units for module in unit.modules.values()}
         hooks_of: dict[tuple[Unit, ...], list[Attached]] = {}
+        others = self._fill_state_dict, self._after_state_dict, self._after_load
+        fill, after, after_load = [Attached(hook) for hook in others]
         modules = modules_of(self._model)
         for module in modules:
-            owned = {
-                name: p for name, p in module._parameters.items() if isinstance(p, OwnedParameter)
-            }
+            parameters = module._parameters.items()
+            owned = {name: p for name, p in parameters if isinstance(p, OwnedParameter)}
             flats = filter(None, map(owner_of, owned.values()))
             touched = set(map(unit_of, flats)) | ({wraps[module]} if module in wraps else set())
             if not touched:
                 continue
-            pinned = sorted(
-                (unit for unit in touched if unit.sharded_flats), key=lambda unit: unit.index
-            )
+            pinned = sorted((unit for unit in touched if unit.sharded_flats), key=_index)
             if tuple(pinned) not in hooks_of:
                 hooks_of[tuple(pinned)] = [
-                    Attached(self._before_state_dict, pinned),
-                    Attached(self._fill_state_dict),
-                    Attached(self._after_state_dict),
-                    Attached(self._before_load, pinned),
-                    Attached(self._after_load),
+                    Attached(hook, pinned) for hook in (self._before_state_dict, self._before_load)
                 ]
-            before, fill, after, before_load, after_load = hooks_of[tuple(pinned)]
+            before, before_load = hooks_of[tuple(pinned)]
             filled = module._register_state_dict_hook(fill)
             # before the hooks of others, which would read a released parameter's placeholder, and
             # whose changes it would overwrite
@@ -314,15 +306,10 @@ class ModelPatches:
     def _copy_gathered(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name, parameter in module._parameters.items():
             key = prefix + name
-            if (
-                isinstance(parameter, OwnedParameter)
-                and key in state
-                and (
-                    self._part
-                    or isinstance(parameter, LiveParameter)
-                    or sharding_of(parameter).axes
-                )
-            ):
+            if not isinstance(parameter, OwnedParameter) or key not in state:
+                continue
+            live = isinstance(parameter, LiveParameter)
+            if self._part or live or sharding_of(parameter).axes:
                 if not is_cast(parameter) and state[key].data_ptr() != parameter.data_ptr():
                     continue  # its module writes others, as the scales of a merged weight
                 # Copies, because a sharded parameter is released again, and a view would be saved
@@ -330,9 +317,8 @@ class ModelPatches:
                 # are saved once.
                 if id(parameter) not in self._copies:
                     value = join_parts(sharding_of(parameter), parameter.detach(), key)
-                    self._copies[id(parameter)] = torch.empty(
-                        value.shape, dtype=parameter.dtype
-                    ).copy_(value)
+                    copy = torch.empty(value.shape, dtype=parameter.dtype)
+                    self._copies[id(parameter)] = copy.copy_(value)
                 state[key] = self._copies[id(parameter)]
 
     def _after_state_dict(
@@ -392,9 +378,8 @@ class ModelPatches:
         parameter_classes().part_in_state(module, state, prefix)
         parameters = self._own.get(module, {})
         for name, parameter in parameters.items():
-            if sharding_of(parameter).axes and not take_own_part(
-                sharding_of(parameter), state, prefix + name, errors
-            ):
+            cuts = sharding_of(parameter)
+            if cuts.axes and not take_own_part(cuts, state, prefix + name, errors):
                 call.refused.append(prefix + name)
         call.named.update(name for name in parameters if prefix + name in state)
 

@@ -113,9 +113,8 @@ class SharedShards(CopyGate):
     def serve(self) -> None:
         """Answer other ranks' fetches from now on, on a thread of its own. Idempotent."""
         if self._mesh.consensus is not None:
-            self._mesh.consensus.fetches.serve(
-                self.read, partial(kinds.set_device, self._mesh.device)
-            )
+            begin = partial(kinds.set_device, self._mesh.device)
+            self._mesh.consensus.fetches.serve(self.read, begin)
 
     def read(self, index: int, epoch: int) -> bytes:
         """Return this rank's shards of a unit after ``epoch`` writes, for another rank's fetch.

@@ -360,9 +360,8 @@ class Unit:
                 for rank, data in shards.items():
                     if not size or rank not in flat.mesh.shard.ranks:
                         continue
-                    values = torch.frombuffer(
-                        bytearray(data[at : at + size]), dtype=torch.uint8
-                    ).view(flat.dtype)
+                    part = bytearray(data[at : at + size])
+                    values = torch.frombuffer(part, dtype=torch.uint8).view(flat.dtype)
                     start, stop = flat.layout.shard_range(flat.mesh.shard.ranks.index(rank))
                     flat.full[start:stop].copy_(values)
                 codec = flat.spec.gather_codec
@@ -523,11 +522,8 @@ class Unit:
                     self.keep_for_backward(call.outermost)
             # Nodes recorded after the outputs belong to values returned in another way: in an
             # object, a dict, or ``self``. Their backward runs before the hooks.
-            if (
-                raised is None
-                and (call.marked or self.trainable_flats)
-                and newest < _next_node() - 1
-            ):
+            unseen = raised is None and newest < _next_node() - 1
+            if unseen and (call.marked or self.trainable_flats):
                 self.keep_for_backward(call.outermost)
             if older:
                 replaced, watched = self._watch_older(call, module, output, marks, older)

@@ -118,14 +118,9 @@ class Fp16LossScaler:
         fp16 = config.fp16
         if fp16.loss_scale:
             return cls(fp16.loss_scale)
-        return cls(
-            2.0**fp16.initial_scale_power,
-            True,
-            fp16.loss_scale_window,
-            fp16.hysteresis,
-            float(fp16.min_loss_scale),
-            fp16.consecutive_hysteresis,
-        )
+        scale, minimum = 2.0**fp16.initial_scale_power, float(fp16.min_loss_scale)
+        window, hysteresis = fp16.loss_scale_window, fp16.hysteresis
+        return cls(scale, True, window, hysteresis, minimum, fp16.consecutive_hysteresis)
 
     @property
     def at_floor(self) -> bool:
@@ -278,11 +273,8 @@ class LossScaling:
                 if scale_owner is self or engine.scaler.scale > scale_owner.scaler.scale:
                     scale_owner = engine
         scale = scale_owner.scaler.scale
-        if (
-            dtype == torch.float16
-            and not scale_owner.scaler.dynamic
-            and scale > torch.finfo(torch.float16).max
-        ):
+        is_constant = not scale_owner.scaler.dynamic
+        if is_constant and dtype == torch.float16 and scale > torch.finfo(dtype).max:
             raise PartitionError(
                 f"an fp16 loss cannot carry a loss_scale of {scale:g}; compute the loss in fp32 "
                 "(logits.float()), or choose a smaller scale"

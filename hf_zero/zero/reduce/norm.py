@@ -73,11 +73,8 @@ def sums_of_squares(
     for index, grad in enumerate(grads):
         device = grad.device
         if device not in by_kernel:
-            by_kernel[device] = (
-                kernels != "off"
-                and dispatch.wanted("optimizer", kernels, device)
-                and RUNS.name not in dispatch.broken()
-            )
+            wanted = kernels != "off" and dispatch.wanted("optimizer", kernels, device)
+            by_kernel[device] = wanted and RUNS.name not in dispatch.broken()
         if by_kernel[device] and grad.dtype != torch.float64:
             by_device.setdefault(device, []).append(index)
         elif device.type == "cpu" and grad.dtype != torch.float64:

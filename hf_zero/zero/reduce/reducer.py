@@ -37,6 +37,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads
 from hf_zero.zero.layout.stage_policy import StagePolicy
 from hf_zero.zero.layout.training_state import GradientMemory
+from hf_zero.zero.reduce.idle_parameters import IdleParameters, zero_left_out
 from hf_zero.zero.reduce.losses import AveragingFactors
 from hf_zero.zero.reduce.reduction_order import BackwardObservations, ReductionOrder
 from hf_zero.zero.reduce.reductions import (
@@ -47,7 +48,7 @@ from hf_zero.zero.reduce.reductions import (
     mark_present,
     wire_buffers,
 )
-from hf_zero.zero.reduce.step_agreement import IdleParameters, StepAgreement, zero_left_out
+from hf_zero.zero.reduce.step_agreement import StepAgreement
 
 if TYPE_CHECKING:
     from hf_zero.zero.gather.schedule import Schedule
@@ -245,10 +246,8 @@ class Reducer:
         self._limit_gathers()
         # A rank must not wait for a reduction that others launch only after a gather that this rank
         # has not joined yet.
-        self._messages.begin(
-            self.progress.learns and sharded,
-            None if self._settings.on_reduced is None else self._update_reduced,
-        )
+        on_reduced = None if self._settings.on_reduced is None else self._update_reduced
+        self._messages.begin(self.progress.learns and sharded, on_reduced)
         # more gradients will be added; an upcast copies nothing as long as none are held
         if not self._reduces_now:
             for flat in (flat for unit in self.progress.units for flat in unit.trainable_flats):
@@ -382,7 +381,7 @@ class Reducer:
         self._agreement.receive(unit, together)
         # In the first backward of a kind more gradients may follow, unless all ranks have all.
         if progress.key not in self._known and not (
-            self._settings.alone and self._agreement.has_all(unit)
+            self._settings.alone and self._agreement.all_ranks_have(unit)
         ):
             return
         if self._settings.on_reduced(together):
@@ -445,7 +444,8 @@ class Reducer:
                 self.launch(unit)
             self._reduce_late(launched, learns)
             self._messages.finish()
-            self._agreement.drop()
+            if self._settings.on_reduced is not None:
+                self._agreement.drop()
             for pool in self._freed if self._settings.ends_window else ():
                 pool.clear()
         else:

@@ -115,11 +115,8 @@ class ReductionMessages:
         """Return whether the gradient of ``flat`` may share a message. A sum over two dimensions
         needs two messages per flat buffer and does not.
         """
-        return (
-            flat.layout.padded <= self._pack.small
-            and flat.spec.reduce_codec is None
-            and not flat.mesh.sums_twice
-        )
+        is_small = flat.layout.padded <= self._pack.small and flat.spec.reduce_codec is None
+        return is_small and not flat.mesh.sums_twice
 
     def send(
         self,

@@ -33,7 +33,7 @@ from hf_zero.integrations.accelerate.refusals import refuse_optimizer_apart, ref
 from hf_zero.integrations.accelerate.state import division_in_effect
 from hf_zero.launch.hosts import free_port
 from hf_zero.parallel.sequence.division import Division
-from hf_zero.zero.reduce.step_agreement import BatchCodes
+from hf_zero.zero.reduce.batch_codes import BatchCodes
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_turn
 from tests.helpers.models import features
