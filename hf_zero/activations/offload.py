@@ -226,11 +226,9 @@ class _OffloadedPass:
             return None
         alive, reference = self._known[storage._cdata]
         record = reference()
-        return (
-            record
-            if record is not None and not alive.expired() and record.version == version
-            else None
-        )
+        if record is not None and not alive.expired() and record.version == version:
+            return record
+        return None
 
     @torch.no_grad()
     def _send(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int) -> _Record:

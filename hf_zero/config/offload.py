@@ -50,11 +50,9 @@ def _idle_whole_shards(values: Mapping[str, object]) -> str:
 
 def _idle_below_stage_3(values: Mapping[str, object]) -> str:
     stage = values.get("zero_optimization.stage", 0)
-    return (
-        f"at stage {stage} every rank computes with whole parameters"
-        if values.get(f"{_PARAM}.device", "none") != "none" and stage != 3
-        else ""
-    )
+    if values.get(f"{_PARAM}.device", "none") != "none" and stage != 3:
+        return f"at stage {stage} every rank computes with whole parameters"
+    return ""
 
 
 _ANY = _idle_unless(_OPTIMIZER, "cpu", "nvme")

@@ -245,11 +245,9 @@ class ConfigReading:
     def _source(self, key: Key, value: object, written: str, label: str) -> str:
         if label == "keyword":
             return label
-        return (
-            self.origins.source_of(written, value, key.changes_nothing(value))
-            if self.origins is not None
-            else f"{label}: {written}"
-        )
+        if self.origins is not None:
+            return self.origins.source_of(written, value, key.changes_nothing(value))
+        return f"{label}: {written}"
 
     def _check_members(
         self, key: Key, section: dict[str, object], written: str, label: str

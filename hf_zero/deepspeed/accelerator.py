@@ -52,11 +52,9 @@ class DeepSpeedAccelerator:
         self._module: Any = cpu_accelerator if kind == "cpu" else kinds.module_of(kind)
 
     def device_name(self, device_index: int | str | None = None) -> str:
-        return (
-            self._name
-            if self._name == "cpu" or device_index is None
-            else f"{self._name}:{device_index}"
-        )
+        if self._name == "cpu" or device_index is None:
+            return self._name
+        return f"{self._name}:{device_index}"
 
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())

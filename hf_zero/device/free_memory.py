@@ -84,11 +84,9 @@ def free_bytes(device: torch.device) -> int:
     """Return the bytes free on ``device`` for this rank: on a GPU including torch's unused cache,
     on the CPU this rank's share of the machine's memory.
     """
-    return (
-        free_ram(ranks=local_world_size(1)).nbytes
-        if kinds.is_synchronous(device)
-        else free_on_device(device)
-    )
+    if kinds.is_synchronous(device):
+        return free_ram(ranks=local_world_size(1)).nbytes
+    return free_on_device(device)
 
 
 def measure(

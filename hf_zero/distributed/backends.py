@@ -41,11 +41,9 @@ def backend_string(device: torch.device) -> str:
     """Return the backend string of a process group: the backend of ``device``, and gloo for tensors
     in host memory.
     """
-    return (
-        "gloo"
-        if kinds.is_synchronous(device)
-        else f"cpu:gloo,{device.type}:{native_backend(device)}"
-    )
+    if kinds.is_synchronous(device):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{native_backend(device)}"
 
 
 def requested_backend_string(backend: str | None, device: torch.device) -> str:

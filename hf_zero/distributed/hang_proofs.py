@@ -176,11 +176,9 @@ def end_of(posts: Mapping[int, StatusPost]) -> str | None:
             if post["state"] == state == RankState.FAILED:
                 return f"rank {rank} has failed: {post['why']}"
             if post["state"] == state == RankState.BROKEN:
-                return (
-                    str(post["why"])
-                    if post["why"].startswith("rank")
-                    else f"rank {rank} gave up: {post['why']}"
-                )
+                if post["why"].startswith("rank"):
+                    return str(post["why"])
+                return f"rank {rank} gave up: {post['why']}"
             if post["state"] == state:
                 return (
                     f"rank {rank} has ended ({post['why']}). {REMEDY}, and the same number of them"

@@ -130,11 +130,9 @@ class ParallelDims:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along ``axis``, one of :data:`AXES`."""
-        return (
-            self.gradient_ranks // self.expert
-            if axis == "expert_data"
-            else int(getattr(self, axis))
-        )
+        if axis == "expert_data":
+            return self.gradient_ranks // self.expert
+        return int(getattr(self, axis))
 
     @cached_property
     def splits_model(self) -> bool:

@@ -323,11 +323,9 @@ class PostedStatus(RankStatus):
         posts = self.read()
         if posts is None:
             # The backend may report a dead peer itself, and messages in flight may still arrive.
-            return (
-                HangDiagnosis(self._without_store(), self._without_store())
-                if log is not None and not log.reports_dead_peers
-                else None
-            )
+            if log is not None and not log.reports_dead_peers:
+                return HangDiagnosis(self._without_store(), self._without_store())
+            return None
         reports_dead_peers = log is None or log.reports_dead_peers
         if reports_dead_peers:
             posts = {rank: post for rank, post in posts.items() if post["state"] != RankState.DEAD}

@@ -117,11 +117,9 @@ def engine_checkpoint_error(folder: Path, tag: str | None = None) -> str:
         checkpoint = find.locate(folder, tag)
     except CheckpointError as error:
         return str(error)
-    return (
-        integrity_error(checkpoint)
-        if checkpoint != folder
-        else f"{folder} has whole weights and nothing that training resumes from; {RESTORE}"
-    )
+    if checkpoint != folder:
+        return integrity_error(checkpoint)
+    return f"{folder} has whole weights and nothing that training resumes from; {RESTORE}"
 
 
 def trainer_folder_error(folder: Path) -> str:
@@ -214,11 +212,9 @@ def _numbered(name: str, index: int) -> str:
 def _readable_json(path: Path, key: str) -> str:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
-        return (
-            ""
-            if isinstance(content, dict) and key in content
-            else f"{path} has no {key!r}; {RESTORE}"
-        )
+        if isinstance(content, dict) and key in content:
+            return ""
+        return f"{path} has no {key!r}; {RESTORE}"
     except OSError as error:
         return f"{path} is missing or unreadable ({error.strerror}); {RESTORE}"
     except ValueError as error:

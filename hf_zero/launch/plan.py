@@ -268,11 +268,9 @@ def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tup
             )
         return address, request.master_port
     if len(hosts) == 1:
-        return (
-            (request.master_addr or LOOPBACK, request.master_port or free_port())
-            if request.master_addr or request.master_port
-            else None
-        )
+        if request.master_addr or request.master_port:
+            return (request.master_addr or LOOPBACK, request.master_port or free_port())
+        return None
     address = given or _address(first, remote, ssh)
     return address, request.master_port or random.choice(PORTS)
 

@@ -420,11 +420,9 @@ def _from_its_state(value: Any) -> Any:
 
 
 def _shape_of(value: object) -> Any:
-    return (
-        torch.empty(value.shape, dtype=value.dtype, device="meta")
-        if isinstance(value, torch.Tensor)
-        else value
-    )
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value
 
 
 class Opened:

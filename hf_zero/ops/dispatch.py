@@ -113,11 +113,9 @@ def runs_on(device: torch.device) -> bool:
 def kind_for_auto(device: torch.device | str) -> str:
     """Return the key of ``hf_zero.config.kernels.AUTO`` for ``device``."""
     device = torch.device(device)
-    return (
-        f"{device.type} without Triton"
-        if kinds.runs_triton(device) and not runs_on(device)
-        else device.type
-    )
+    if kinds.runs_triton(device) and not runs_on(device):
+        return f"{device.type} without Triton"
+    return device.type
 
 
 def wanted(name: str, kernels: str | tuple[str, ...], device: torch.device) -> bool:
@@ -126,11 +124,9 @@ def wanted(name: str, kernels: str | tuple[str, ...], device: torch.device) -> b
     """
     if kernels in (None, "off") or not runs_on(device):
         return False
-    return (
-        kinds.runs_triton(device)
-        if kernels == "auto"
-        else isinstance(kernels, str) or name in kernels
-    )
+    if kernels == "auto":
+        return kinds.runs_triton(device)
+    return isinstance(kernels, str) or name in kernels
 
 
 @functools.cache

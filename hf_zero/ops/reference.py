@@ -186,11 +186,9 @@ def _write(master: Tensor, shared: dict[str, Any]) -> None:
 
 
 def _read(moment: Moment) -> Tensor:
-    return (
-        moment.float()
-        if isinstance(moment, Tensor)
-        else decode(moment.codes, moment.scales, moment.signed, moment.dynamic)
-    )
+    if isinstance(moment, Tensor):
+        return moment.float()
+    return decode(moment.codes, moment.scales, moment.signed, moment.dynamic)
 
 
 def _keep(moment: Moment, values: Tensor, shared: dict[str, Any], upper: bool) -> None:

@@ -78,9 +78,9 @@ class LRSchedule(LRScheduler, ABC):
         """Advance to the next iteration, or to ``last_batch_iteration``, and write its values into
         the optimizer's groups.
         """
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
         self._write()
 
     def state_dict(self) -> StateDict:
@@ -197,11 +197,9 @@ class WarmupLR(_Warmup):
     ) -> None:
         super().__init__(optimizer)
         self.min_lrs = self._per_group("warmup_min_lr", warmup_min_lr)
-        self.max_lrs = (
-            list(self.base_lrs)
-            if warmup_max_lr is None
-            else self._per_group("warmup_max_lr", warmup_max_lr)
-        )
+        self.max_lrs = list(self.base_lrs)
+        if warmup_max_lr is not None:
+            self.max_lrs = self._per_group("warmup_max_lr", warmup_max_lr)
         self._rise(warmup_num_steps, warmup_type)
         self._start(last_batch_iteration)
 
@@ -229,24 +227,15 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         self.total_num_steps = self._count("total_num_steps", total_num_steps)
-        super().__init__(
-            optimizer,
-            warmup_min_lr,
-            warmup_max_lr,
-            warmup_num_steps,
-            warmup_type,
-            last_batch_iteration,
-        )
+        rise = (warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+        super().__init__(optimizer, *rise, last_batch_iteration)
         self._warn_if_short(self.total_num_steps)
 
     def _share(self, iteration: int) -> float:
         if iteration < self.warmup_num_steps:
             return self._risen(iteration)
-        return max(
-            0.0,
-            (self.total_num_steps - iteration)
-            / max(1, self.total_num_steps - self.warmup_num_steps),
-        )
+        fall = max(1, self.total_num_steps - self.warmup_num_steps)
+        return max(0.0, (self.total_num_steps - iteration) / fall)
 
 
 class WarmupCosineLR(_Warmup):
@@ -300,9 +289,8 @@ class WarmupCosineLR(_Warmup):
             return 0.0
         if iteration < self.warmup_num_steps:
             return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * self._risen(iteration)
-        progress = (iteration - self.warmup_num_steps + 1) / max(
-            1, self.total_num_steps - self.warmup_num_steps
-        )
+        fall = max(1, self.total_num_steps - self.warmup_num_steps)
+        progress = (iteration - self.warmup_num_steps + 1) / fall
         cosine = (1.0 + math.cos(math.pi * min(1.0, progress))) / 2.0
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
 
@@ -343,11 +331,9 @@ class LRRangeTest(LRSchedule):
         super().step(batch_iteration)
 
     def lrs_at(self, iteration: int) -> list[float]:
-        intervals = (
-            (iteration + 1) // self.step_size
-            if self.staircase
-            else (iteration + 1) / self.step_size
-        )
+        intervals = (iteration + 1) / self.step_size
+        if self.staircase:
+            intervals = (iteration + 1) // self.step_size
         return [lr * (1.0 + self.step_rate * intervals) for lr in self.min_lrs]
 
 
@@ -401,17 +387,12 @@ class OneCycle(LRSchedule):
     ) -> None:
         super().__init__(optimizer)
         first = self._count("cycle_first_step_size", cycle_first_step_size, 1)
-        second = (
-            first
-            if cycle_second_step_size is None
-            else self._count("cycle_second_step_size", cycle_second_step_size)
-        )
         stairs = self._count("cycle_first_stair_count", cycle_first_stair_count)
-        second_stairs = (
-            stairs
-            if cycle_second_stair_count is None
-            else self._count("cycle_second_stair_count", cycle_second_stair_count)
-        )
+        second, second_stairs = first, stairs
+        if cycle_second_step_size is not None:
+            second = self._count("cycle_second_step_size", cycle_second_step_size)
+        if cycle_second_stair_count is not None:
+            second_stairs = self._count("cycle_second_stair_count", cycle_second_stair_count)
         self.halves = ((first, stairs), (second, second_stairs))
         self.total_size = first + second
         self.decay_step_size = self._number("decay_step_size", decay_step_size)
@@ -422,9 +403,8 @@ class OneCycle(LRSchedule):
         self.max_moms = self._per_group("cycle_max_mom", cycle_max_mom)
         self.decay_mom_rate = self._number("decay_mom_rate", decay_mom_rate)
         self.cycle_momentum = bool(cycle_momentum)
-        if self.cycle_momentum and not all(
-            "betas" in group for group in self.optimizer.param_groups
-        ):
+        has_betas = all("betas" in group for group in self.optimizer.param_groups)
+        if self.cycle_momentum and not has_betas:
             warnings.warn(
                 f"OneCycle: {type(self.optimizer).__name__} has no betas, so momentum is not "
                 "cycled; set cycle_momentum: false",
@@ -442,9 +422,8 @@ class OneCycle(LRSchedule):
         if iteration < self.total_size:
             height = self._height(iteration)
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs)]
-        return [
-            low / (1.0 + self.decay_lr_rate * self._intervals(iteration)) for low in self.min_lrs
-        ]
+        decay = 1.0 + self.decay_lr_rate * self._intervals(iteration)
+        return [low / decay for low in self.min_lrs]
 
     def moms_at(self, iteration: int) -> list[float]:
         """Return the momentum of each group at ``iteration``."""
@@ -453,10 +432,8 @@ class OneCycle(LRSchedule):
         if iteration < self.total_size:
             height = self._height(iteration)
             return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms)]
-        return [
-            high * (1.0 + self.decay_mom_rate * self._intervals(iteration))
-            for high in self.max_moms
-        ]
+        growth = 1.0 + self.decay_mom_rate * self._intervals(iteration)
+        return [high * growth for high in self.max_moms]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the ``betas`` of the current iteration, or None if momentum is not cycled. Before
@@ -483,11 +460,8 @@ class OneCycle(LRSchedule):
         return math.floor(climbed * stairs / size) / stairs if stairs else climbed / size
 
     def _intervals(self, iteration: int) -> float:
-        return (
-            (iteration - self.total_size + 1) / self.decay_step_size
-            if self.decay_step_size
-            else 0.0
-        )
+        size = self.decay_step_size
+        return (iteration - self.total_size + 1) / size if size else 0.0
 
     def _write(self) -> None:
         super()._write()
@@ -498,11 +472,7 @@ class OneCycle(LRSchedule):
 
 
 SCHEDULES: dict[str, type[LRSchedule]] = {
-    "LRRangeTest": LRRangeTest,
-    "OneCycle": OneCycle,
-    "WarmupLR": WarmupLR,
-    "WarmupDecayLR": WarmupDecayLR,
-    "WarmupCosineLR": WarmupCosineLR,
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 VALID_LR_SCHEDULES = list(SCHEDULES)
 

@@ -112,8 +112,6 @@ def free_beside_a_step(device: torch.device) -> int:
     """Return the bytes of ``device`` left free by the largest step so far, less a tenth for
     fragmentation. 0 for a CPU: its memory is the host's.
     """
-    return (
-        0
-        if kinds.is_synchronous(device)
-        else max(0, int(0.9 * free_memory.free_at_the_peak(device)))
-    )
+    if kinds.is_synchronous(device):
+        return 0
+    return max(0, int(0.9 * free_memory.free_at_the_peak(device)))

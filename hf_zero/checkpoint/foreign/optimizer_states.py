@@ -83,11 +83,9 @@ def by_shapes(groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shap
         else:
             free.add(shape)
     complete = all(len(names) == len(shapes) for names, shapes in zip(result, groups))
-    return (
-        result
-        if complete and not free & {model[name] for names in result for name in names}
-        else None
-    )
+    if complete and not free & {model[name] for names in result for name in names}:
+        return result
+    return None
 
 
 def by_contents(
@@ -134,11 +132,9 @@ def named(groups: Sequence[ParamGroup], parameters: Collection[str]) -> Names | 
     """Return the names that torch stores for an optimizer that was given named parameters."""
     result = [list(group.get("param_names") or ()) for group in groups]
     complete = all(len(names) == len(group["params"]) for names, group in zip(result, groups))
-    return (
-        result
-        if result and complete and all(name in parameters for names in result for name in names)
-        else None
-    )
+    if result and complete and all(name in parameters for names in result for name in names):
+        return result
+    return None
 
 
 def groups_of(

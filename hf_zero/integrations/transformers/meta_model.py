@@ -275,11 +275,9 @@ def _why_offline() -> str:
 
 
 def _named(model: object) -> str:
-    return (
-        repr(os.fspath(model))
-        if isinstance(model, (str, os.PathLike))
-        else f"this {type(model).__name__}"
-    )
+    if isinstance(model, (str, os.PathLike)):
+        return repr(os.fspath(model))
+    return f"this {type(model).__name__}"
 
 
 WIDTH_PER_LAYER = 150  # between the 128 of a 7B Llama and the 200 of the ZeRO paper's largest model

@@ -267,11 +267,9 @@ def leave_norm_on_device(
     """Wraps ``Trainer._get_grad_norm``: returns a tensor, which the Trainer reads when it logs."""
     if not under_zero(self):
         return original(self, model, grad_norm)
-    return (
-        self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
-        if grad_norm is None
-        else grad_norm
-    )
+    if grad_norm is None:
+        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    return grad_norm
 
 
 class TrainingLogs(dict[str, float]):

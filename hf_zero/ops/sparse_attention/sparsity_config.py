@@ -95,11 +95,9 @@ class SparsityConfig(metaclass=_Registered):
             heads = range(self.num_layout_heads)
             layouts = [self.head_layout(head, blocks, random) for head in heads]
             layout = torch.stack(layouts).to(torch.int64)
-        return (
-            layout
-            if self.num_layout_heads == self.num_heads
-            else layout.repeat(self.num_heads, 1, 1)
-        )
+        if self.num_layout_heads == self.num_heads:
+            return layout
+        return layout.repeat(self.num_heads, 1, 1)
 
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
         """Return the pattern of one head: bool [blocks, blocks]."""

@@ -49,11 +49,9 @@ class ShapeCache:
         description = self._made[call]
         if description is None:
             return func(*args, **kwargs)
-        return (
-            tuple(map(_empty, description))
-            if isinstance(description, list)
-            else _empty(description)
-        )
+        if isinstance(description, list):
+            return tuple(map(_empty, description))
+        return _empty(description)
 
 
 def _makes_new(func: Any) -> bool:
