@@ -309,7 +309,7 @@ class Engine(SavedEngine):
             )
         self.changes.refuse_within("load_checkpoint()")
         if self.bound is not None:
-            self.bound.members.accept_writes()
+            self.bound.members.writes.accept()
             self.bound.members.check()
         self.wait_for_checkpoint(f"the load of {load_dir}")
         if self.sharded_model.engine_flats.trainability_changed:

@@ -29,7 +29,8 @@ from hf_zero.checkpoint.tensorfile import TensorReader
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, in_units, listed, log_rank0
-from hf_zero.optim.optimizer_state import ParameterScalars, TensorsByParameter
+from hf_zero.optim.group_scalars import ParameterScalars
+from hf_zero.optim.whole_tensor_state import TensorsByParameter
 from hf_zero.zero.layout.sharding import persistent_buffers
 from hf_zero.zero.state_entries import StateEntry, StateSource, transfer
 

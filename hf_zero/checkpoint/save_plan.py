@@ -31,7 +31,7 @@ from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
 from hf_zero.config.feature_rows import provided
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
-from hf_zero.optim.optimizer_state import GroupReport
+from hf_zero.optim.group_scalars import GroupReport
 from hf_zero.optim.segments import FetchedArrays
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of

@@ -55,7 +55,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units, logger
-from hf_zero.optim.optimizer_state import report_of, scalars_in
+from hf_zero.optim.group_scalars import report_of, scalars_in
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.layout.walk import attribute_of, config_of, modules_of
 

@@ -104,8 +104,8 @@ class BoundOptimizer:
         # by default those that train
         members = members or [[(n, None) for n, g in group_of.items() if g == at] for at in groups]
         self.members = GroupMembers(table, members, parameters, copied)
-        run_hooks = self.members.states.run_hooks
-        self._own = OwnStep(base, device, self.members.groups, run_hooks)
+        run_hooks = self.members.shown.by_member.run_hooks
+        self._own = OwnStep(base, device, self.members.phase, run_hooks)
         self.state = OptimizerState(table, self.members, carried)
         self.state_dicts = StateDicts(self.state, self.settings)
         self._counted = frozenset[str]()  # parameters that other code updates
@@ -172,11 +172,8 @@ class BoundOptimizer:
         return failure
 
     def _run_hook(self, hook: Callable[..., object]) -> None:
-        self.members.groups.in_hook = True
-        try:
+        with self.members.phase.running_hook():
             hook(self.optimizer, (self.optimizer,), {})
-        finally:
-            self.members.groups.in_hook = False
 
     def step(
         self,
@@ -208,7 +205,7 @@ class BoundOptimizer:
         """
         optimizer: Any = self.optimizer
         table = self._table
-        self.members.take_states()
+        self.members.shown.take()
 
         def rest() -> list[Segment]:
             return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
@@ -231,7 +228,7 @@ class BoundOptimizer:
         values.
         """
         self._counted = names
-        self._table.separate(self.members.segments, names)
+        self._table.separate(self.members.shown.segments, names)
         for segment in self._counted_segments():
             self._table.state_of(segment).create(segment)
 
@@ -251,7 +248,7 @@ class BoundOptimizer:
         def segments() -> list[Segment]:
             return [segment for flat in flats for segment, _ in self._table.parts(flat)]
 
-        self.members.take_states()
+        self.members.shown.take()
         self._step(segments, flats, None, {}, steps_before)
 
     def _step(

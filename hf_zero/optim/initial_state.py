@@ -46,11 +46,9 @@ class InitialStates:
         if decoded:
             settings = _with_fp32_moments(settings)
         initial = initial_state(self._optimizer, settings, like)
-        return (
-            initial
-            if self._narrow_states is None
-            else self._narrow_states.cast_initial(initial, like)
-        )
+        if self._narrow_states is None:
+            return initial
+        return self._narrow_states.cast_initial(initial, like)
 
     def cached(self, decoded: bool = False) -> InitialValues:
         """Return :meth:`of_group` as a function that remembers its results. It holds for one

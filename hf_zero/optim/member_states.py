@@ -7,7 +7,7 @@ to it is stored before the engine uses the state next.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from hf_zero.optim.segment_entries import (
 from hf_zero.optim.segment_table import SegmentTable
 from hf_zero.optim.segments import ParamState, Segment, concatenate, shares_memory
 from hf_zero.optim.snapshots import MemberPart
+from hf_zero.optim.state_by_member import StateUses
 
 Piece = tuple[Segment, int, int]
 """Elements ``[first, last)`` of a segment."""
@@ -78,7 +79,7 @@ class MemberState(MutableMapping[str, Any]):
     def __delitem__(self, name: str) -> None:
         now = self._now()
         if self._states is not None:
-            self._states.before_write()
+            self._states.uses.before_write()
         del now[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -109,10 +110,7 @@ class MemberStates(MutableMapping[Any, Any]):
     this rank have arrays without elements once their group has begun here.
 
     ``members`` of each group, and their ``parts``: those that train; other keys have plain entries.
-    The callbacks: ``wait`` waits for the update of offloaded state; ``refuse`` raises for keys that
-    never have an entry, parameters of the model;
-    ``before_write`` raises while a change is refused; ``restart`` resets all state to that before
-    the first step.
+    :meth:`watch` says what a script's uses call.
     """
 
     def __init__(
@@ -123,14 +121,15 @@ class MemberStates(MutableMapping[Any, Any]):
     ) -> None:
         self._access, self._table, self._groups = table.entries, table, (members, parts)
         self.run_hooks = PreStepHooks(self, table).run
-        self.restart: Callable[[], object] = nothing
-        self.wait: Callable[[], object] = nothing
-        self.refuse: Callable[[object], None] = _allow
-        self.before_write: Callable[[], None] = _allow
+        self.uses = StateUses(nothing)
         self._entries: dict[Any, MemberState] = {}
         self._others = defaultdict[Any, ParamState](dict)  # of no member that trains
         # entries that were read, or written to, since the engine has used the state last
         self.open: dict[Any, MemberState] = {}
+
+    def watch(self, uses: StateUses) -> None:
+        """Let a script's uses call ``uses``."""
+        self.uses = uses
 
     @cached_property
     def parts(self) -> dict[Any, tuple[MemberPart, int]]:
@@ -145,8 +144,8 @@ class MemberStates(MutableMapping[Any, Any]):
 
     def _look(self, *keys: object) -> None:
         for key in keys:
-            self.refuse(key)
-        self.wait()
+            self.uses.refuse(key)
+        self.uses.wait()
 
     def __getitem__(self, key: Any) -> Any:
         self._look(key)
@@ -185,7 +184,7 @@ class MemberStates(MutableMapping[Any, Any]):
         if key not in self.parts:
             del self._others[key]
             return
-        self.before_write()
+        self.uses.before_write()
         self[key]
         self._replace(key, {}).is_removed = True
 
@@ -239,7 +238,7 @@ class MemberStates(MutableMapping[Any, Any]):
 
     def clear(self) -> None:
         self._look()
-        self.restart()
+        self.uses.restart()
 
     def __repr__(self) -> str:
         return repr({key: dict(state) for key, state in self.items()})
@@ -275,7 +274,7 @@ class MemberStates(MutableMapping[Any, Any]):
 
     def show(self, entry: MemberState) -> None:
         """Read ``entry``, unless that was done since the engine has used the state last."""
-        self.wait()
+        self.uses.wait()
         member = entry.member
         if member in self.open:
             return
@@ -325,7 +324,7 @@ class MemberStates(MutableMapping[Any, Any]):
         """Raise PartitionError for arrays among ``values``, assigned to ``entry``, of another shape
         or dtype, and UnsupportedOptimizerError for what no state can be.
         """
-        self.before_write()
+        self.uses.before_write()
         part, group = self.parts[entry.member]
         shape, initial = entry.member.shape, None
         for name, value in values.items():
@@ -434,10 +433,6 @@ class MemberStates(MutableMapping[Any, Any]):
 
 
 _NONE = object()
-
-
-def _allow(*_: object) -> None:
-    """Raise nothing."""
 
 
 def _plain(items: Sequence[tuple[Any, ParamState]]) -> defaultdict[Any, ParamState]:

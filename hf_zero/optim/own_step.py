@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any
@@ -108,18 +107,27 @@ RunHooks = Callable[
 """Run hooks before a step of segments with their gradients; return those that are stepped."""
 
 
-@dataclass(eq=False)
-class GroupsInStep:
-    """Whether a step of the optimizer is under way, in which its hooks may set gradients, and
-    whether one of its hooks runs.
+class OptimizerPhase:
+    """Whether a step of the optimizer is under way, in which its groups have the segments and its
+    hooks may set gradients (:class:`OwnStep` sets that), and whether one of its hooks runs, which
+    may be after a step.
     """
 
-    in_step: bool = False
-    in_hook: bool = False
+    def __init__(self) -> None:
+        self.in_step = self.in_hook = False
+
+    @contextmanager
+    def running_hook(self) -> Iterator[None]:
+        """Context in which a hook of the optimizer runs."""
+        self.in_hook = True
+        try:
+            yield
+        finally:
+            self.in_hook = False
 
 
 class OwnStep:
-    """Steps of the optimizer whose segments have their state in ``device``, noted in ``groups``.
+    """Steps of the optimizer whose segments have their state in ``device``, noted in ``phase``.
     ``base``: its class among the classes with a known update.
     """
 
@@ -127,11 +135,11 @@ class OwnStep:
         self,
         base: type[torch.optim.Optimizer] | None,
         device: DeviceState,
-        groups: GroupsInStep,
+        phase: OptimizerPhase,
         run_hooks: RunHooks,
     ) -> None:
         self._device, self._states, self._bf16 = device, device.entries.states, device.entries.bf16
-        self._base, self._groups, self._run_hooks = base, groups, run_hooks
+        self._base, self._phase, self._run_hooks = base, phase, run_hooks
         self._optimizer = device.entries.optimizer
         self.step = self._optimizer.step  # with the wrappers LR schedulers have put on the object
 
@@ -261,7 +269,7 @@ class OwnStep:
             )
         members, shown = list[Any](), optimizer.state
         stepped, grads = [*segments], gradients
-        self._groups.in_step = True
+        self._phase.in_step = True
         try:
             if in_kernel and grad_scale is not None:
                 optimizer.grad_scale = grad_scale.detach().to(torch.float32).reshape(())
@@ -283,7 +291,7 @@ class OwnStep:
             optimizer.state = shown
             for group, params in zip(optimizer.param_groups, members):
                 group["params"] = params
-            self._groups.in_step = False
+            self._phase.in_step = False
             if in_kernel:
                 vars(optimizer).pop("grad_scale", None)
 

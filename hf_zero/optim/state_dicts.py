@@ -37,7 +37,7 @@ class StateDicts:
         were never stepped have no entry, as in torch. Offloaded state is read into memory.
         """
         state, table, optimizer = self._state, self._state.table, self._optimizer
-        state.members.take_states()
+        state.members.shown.take()
         arrays = {
             flat.key: table.offloaded.copies(flat) if flat.offloaded else state.tensors(flat)
             for flat in state.table.flats
@@ -100,7 +100,7 @@ class StateDicts:
         """Raise UnsupportedOptimizerError if, with the ``settings`` of its groups in a state dict,
         no group keeps a state of one of the ``kinds``, or a group not one of its ``numbers``.
         """
-        segments = self._state.members.segments
+        segments = self._state.members.shown.segments
         present = {MASTER, COMPENSATION}.union(*(self._entries.of(s).keys() for s in segments))
         if present.issuperset(chain(kinds, *numbers)):
             return

@@ -32,7 +32,7 @@ def state_version(state: OptimizerState) -> tuple[object, ...]:
     """Return a value that differs after every load, write in place to or replacement of optimizer
     state. After a step it may be equal. Stores what a script has written to ``optimizer.state``.
     """
-    state.members.take_states()
+    state.members.shown.take()
     versions = list[object]()
     # lists: an update on another thread may add entries
     for entry in [*state.table.entries.states.values()]:

@@ -322,7 +322,7 @@ class EngineParts(ModelWrapper):
         No communication: each rank keeps its part. The step leaves a parameter unchanged if all
         ranks pass None.
         """
-        if self.bound is not None and self.bound.members.groups.in_step:
+        if self.bound is not None and self.bound.members.phase.in_step:
             self.changes.refuse_gradients(f"writing {name}.grad")
         self.pass_runner.write_gradient(flat, name, value)
 

@@ -124,7 +124,7 @@ class PassRunner:
         """
         self._optimizer_step.changes.refuse_until_step(what, trains)
         if not trains and self._optimizer_step.bound is not None:
-            self._optimizer_step.bound.members.refuse_written()
+            self._optimizer_step.bound.members.writes.refuse()
 
     def run_backward(self, loss: torch.Tensor, retain_graph: bool, weight: float | None) -> None:
         """Backpropagate ``loss``, a scalar of one micro-batch, unscaled. ``weight``: of the

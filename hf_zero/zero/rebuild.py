@@ -23,7 +23,8 @@ from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError
 from hf_zero.logging import listed
 from hf_zero.optim.elementwise import adopt
-from hf_zero.optim.optimizer_state import ParameterScalars, TensorsByParameter
+from hf_zero.optim.group_scalars import ParameterScalars
+from hf_zero.optim.whole_tensor_state import TensorsByParameter
 from hf_zero.zero.access.full import join_parts
 from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, flat_of

@@ -19,7 +19,7 @@ from hf_zero.ops import native
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.existing_state import collect
-from hf_zero.optim.members import member_class
+from hf_zero.optim.group_member import member_class
 from hf_zero.optim.moment_formats import refuse_on_device
 from hf_zero.optim.probing import switches_weights
 from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer

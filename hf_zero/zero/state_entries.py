@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from hf_zero.offload.storage import COMPENSATION, MASTER
-from hf_zero.optim.optimizer_state import ParameterScalars, TensorsByParameter
+from hf_zero.optim.group_scalars import ParameterScalars
 from hf_zero.optim.segment_entries import is_elementwise
 from hf_zero.optim.segments import FetchedArrays, ParamState, step_dtype
+from hf_zero.optim.whole_tensor_state import TensorsByParameter
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
 if TYPE_CHECKING:

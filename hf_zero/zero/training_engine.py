@@ -146,7 +146,7 @@ class TrainingEngine(EngineParts):
         first. Every rank must call it, or none. ``optimizer.zero_grad()`` does the same, unless the
         script calls it after every micro-batch of a window.
         """
-        if self.bound is not None and self.bound.members.groups.in_step:
+        if self.bound is not None and self.bound.members.phase.in_step:
             self.changes.refuse_gradients("zero_grad()")
         self.pass_runner.module_hooks.abort_broken_pass()
         self.changes.refuse_until_step("zero_grad()")
@@ -274,7 +274,7 @@ class TrainingEngine(EngineParts):
         overflow = update(self.counters.global_steps, losses.may_overflow)
         self._announce_to_ranks()
         self.schedule.end_step()
-        self.optimizer_step.bound.members.accept_writes()
+        self.optimizer_step.bound.members.writes.accept()
         failure = None
         if not overflow and self.optimizer_step.bound.optimizer._optimizer_step_post_hooks:
             failure = self._run_post_hooks()
@@ -355,7 +355,7 @@ class TrainingEngine(EngineParts):
         with torch.no_grad(), self.changes.change("a step without gradients"):
             self.sharded_model.lend_to_hooks()
             self.optimizer_step.run_pre_hooks()
-            self.bound.members.accept_writes()
+            self.bound.members.writes.accept()
             failure = self._run_post_hooks()
         if failure is not None:
             raise failure

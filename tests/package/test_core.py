@@ -37,9 +37,9 @@ CORE = {
     "zero.reduce": "*",
     "zero.step": "* - captured_step preemption",
     "optim": "__init__ adam bound_optimizer build device_state elementwise existing_state "
-    "group_settings initial_state members moment_formats offloaded_segments optimizer_state "
-    "own_step probing segment_entries segment_table segments snapshots state_dicts step_launch "
-    "whole_tensor",
+    "group_member group_scalars group_settings initial_state members moment_formats "
+    "offloaded_segments optimizer_state own_step probing segment_entries segment_table segments "
+    "snapshots state_by_member state_dicts step_launch whole_tensor whole_tensor_state",
     "offload": "__init__ placement storage unit_updates",
     "ops": "__init__ coded_arrays dispatch flat_tiles host_memory native updates",
     "setup": "__init__ plan plan_inputs request steps training_loader",

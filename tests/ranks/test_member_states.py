@@ -19,7 +19,7 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.optim import AdamW8bit
-from hf_zero.optim.members import GroupMember
+from hf_zero.optim.group_member import GroupMember
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start

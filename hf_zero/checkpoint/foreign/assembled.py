@@ -26,7 +26,7 @@ from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject
-from hf_zero.optim.optimizer_state import report_of
+from hf_zero.optim.group_scalars import report_of
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 

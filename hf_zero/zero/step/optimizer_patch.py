@@ -15,8 +15,10 @@ import torch
 from hf_zero.errors import PartitionError
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import give_back
-from hf_zero.optim.members import GroupMember
+from hf_zero.optim.group_member import GroupMember
 from hf_zero.optim.own_step import taken_hooks
+from hf_zero.optim.segment_entries import nothing
+from hf_zero.optim.state_by_member import StateUses
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter import name_of
@@ -176,11 +178,11 @@ class _EngineMethods:
 
     def watch_state(self, bound: BoundOptimizer) -> None:
         """Let uses of the state of ``bound`` call the engine."""
-        states = bound.members.states
-        states.refuse, states.restart = _refuse_parameter, self._restart
-        states.before_write = self._refuse_until_step
+        wait = self._finish if self._offloads else nothing
+        bound.members.shown.by_member.watch(
+            StateUses(self._restart, _refuse_parameter, wait, self._refuse_until_step)
+        )
         if self._offloads:
-            states.wait = self._finish
             bound.state.wait_with(self._wait)
 
 

@@ -220,7 +220,7 @@ class OptimizerStep:
         self.take_user_writes()
         if not any(flat.copies_master for flat in self.model.trainable):
             return
-        if self.model.schedule.largest("writes to members", int(self.bound.members.written)):
+        if self.model.schedule.largest("writes to members", int(self.bound.members.writes.pending)):
             self.refresh_copies()
             self.model.lend_to_hooks()
 
@@ -230,16 +230,16 @@ class OptimizerStep:
         for flat in copies:
             flat.count_change()
         self.model.schedule.refresh(copies, copies)
-        self.bound.members.accept_writes()
+        self.bound.members.writes.accept()
 
     def take_member_writes(self) -> None:
         """Let whole weights that are about to be read have what a script has written to members of
         groups: in a hook of the step (collective). Elsewhere raise PartitionError.
         """
-        if self.bound is not None and self.bound.members.groups.in_hook:
+        if self.bound is not None and self.bound.members.phase.in_hook:
             self.take_hook_writes()
         elif self.bound is not None:
-            self.bound.members.refuse_written()
+            self.bound.members.writes.refuse()
 
     def scaled_rates(self) -> AbstractContextManager[None]:
         """Return a context with the learning rate of each group multiplied by ``lr_scale``."""
@@ -440,7 +440,7 @@ class OptimizerStep:
             else:
                 updater.begin_in_backward(update)
                 self._apply(flats, steps_before)
-            self.bound.members.accept_writes()
+            self.bound.members.writes.accept()
         for flat in flats:
             if flat.follows_updates and not flat.sharded and not flat.gradient.all_unused:
                 flat.user_writes.mark_updated()  # the rest of the backward must not read it

@@ -19,10 +19,11 @@ from torch import nn
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.logging import listed, log_rank0
-from hf_zero.optim.optimizer_state import ParameterScalars, TensorsByParameter
+from hf_zero.optim.group_scalars import ParameterScalars
 from hf_zero.optim.segment_entries import is_elementwise, is_scalar
 from hf_zero.optim.snapshots import KEY, layout_of
 from hf_zero.optim.whole_tensor import ShardRanks, tensor_state_names
+from hf_zero.optim.whole_tensor_state import TensorsByParameter
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.state_entries import StateEntry, StateSource, names_by_kind
