@@ -281,11 +281,9 @@ def _devices() -> Iterator[Finding]:
                 f"{kind}:{index}", f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
             )
     else:
-        why = (
-            "this build of torch supports only CPUs"
-            if torch.accelerator.current_accelerator() is None
-            else "no driver or no visible GPU"
-        )
+        why = "no driver or no visible GPU"
+        if torch.accelerator.current_accelerator() is None:
+            why = "this build of torch supports only CPUs"
         yield _off("accelerator", f"{why}; training runs on CPU ranks")
     for name, available, use in (
         ("gloo", torch.distributed.is_gloo_available(), "CPU ranks"),

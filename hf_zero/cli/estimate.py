@@ -277,11 +277,9 @@ def _table(result: MemoryEstimate, per_host: int, configured: Own) -> PrintableT
         "expert-parallel rank": result.expert,
     }  # fmt: skip
     over += "".join(f", {count} {what}s" for what, count in shared.items() if count > 1)
-    without = (
-        ", as if nothing were offloaded"
-        if result.offload_optimizer.on or result.offload_param.on
-        else ""
-    )
+    without = ""
+    if result.offload_optimizer.on or result.offload_param.on:
+        without = ", as if nothing were offloaded"
     caption = (
         "Per rank, without activations. Largest unit: whole while it computes, with a "
         "neighbor or two ahead of it. Communicators: NCCL's, whose memory is not counted; users "

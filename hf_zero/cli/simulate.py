@@ -283,11 +283,9 @@ def _seconds(run: Simulation) -> PrintableTable:
 def _store(run: Simulation) -> PrintableTable:
     load, rate = run.store, run.machine.store
     source = run.machine.sources.get("store", "")
-    caption = (
-        f"At {rate:,.0f} requests a second ({source})."
-        if rate
-        else "--store-rate gives its seconds."
-    )
+    caption = "--store-rate gives its seconds."
+    if rate:
+        caption = f"At {rate:,.0f} requests a second ({source})."
     table = PrintableTable(
         title=f"requests of {run.ranks} ranks to the job's store",
         caption=f"{caption} Requests of launchers and of waits come on top.",

@@ -82,11 +82,9 @@ class OneBitSteps(Feature):
             self._chosen, flats, bound, one_bit, step.model.schedule.changed_values
         )
         if not chosen and mesh.rank == 0:
-            why = (
-                "no matrix has a block of elements on each rank"
-                if mesh.pp_stage_ranks > 1
-                else "one rank"
-            )
+            why = "one rank"
+            if mesh.pp_stage_ranks > 1:
+                why = "no matrix has a block of elements on each rank"
             logger.warning("nothing travels in 1 bit (%s): all steps are dense", why)
         self._loads = -1  # load count of the state that the counters here belong to
         self._made = 0  # number of steps made

@@ -87,11 +87,9 @@ def faults(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             meant = closest(
                 name.removeprefix(PREFIXES[0]).removeprefix(PREFIXES[1]), short, limit=1
             )
-            remedy = (
-                f"did you mean {short[meant[0]]}?"
-                if meant
-                else "`hf-zero docs environment` lists the variables"
-            )
+            remedy = "`hf-zero docs environment` lists the variables"
+            if meant:
+                remedy = f"did you mean {short[meant[0]]}?"
             yield name, f"hf-zero has no such variable; {remedy}"
         elif choices and value.strip() and value.strip().lower() not in choices:
             choice = "0 or 1" if choices is SWITCH else listed(choices)

@@ -153,11 +153,9 @@ class StepEvents:
     def _learn_when(self, number: int, asking: int, about: int) -> None:
         """Wait for the step after which all ranks act on request ``number``."""
         key = f"fetch/{number}/renew"
-        condition = (
-            "say from when on orders are recorded anew"
-            if about >= 0
-            else "say after which step all stop or hear of a save"
-        )
+        condition = "say after which step all stop or hear of a save"
+        if about >= 0:
+            condition = "say from when on orders are recorded anew"
         answer = self._waits.wait(key, lambda: [asking], condition)
         delete_once_read(self._store, key, len(self._ranks) - 1)
         if answer.startswith("!"):

@@ -390,11 +390,9 @@ def _address(
     if launcher and name:
         nodes = _text(environ, name)
         return expand_hosts(nodes, name)[0], f"{name}={nodes}"
-    how = (
-        "MASTER_ADDR=HOST srun ..."
-        if srun
-        else "mpirun -x MASTER_ADDR=HOST, or -genv MASTER_ADDR HOST"
-    )
+    how = "mpirun -x MASTER_ADDR=HOST, or -genv MASTER_ADDR HOST"
+    if srun:
+        how = "MASTER_ADDR=HOST srun ..."
     raise LaunchError(
         f"{size} is set, but MASTER_ADDR is "
         f"not{f', and {launcher.title} does not tell the hosts' if launcher else ''}; "

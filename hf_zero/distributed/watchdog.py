@@ -315,11 +315,9 @@ class PollingWatchdog(Watchdog):
         if not pending.warns and waited - self._warned >= self._warn_after:
             self._warned = waited
             missing_ranks = self.posts.missing_ranks(pending) if self.posts is not None else []
-            who = (
-                f"rank{'s' * (len(missing_ranks) > 1)} {', '.join(map(str, missing_ranks))}"
-                if missing_ranks
-                else "another rank"
-            )
+            who = "another rank"
+            if missing_ranks:
+                who = f"rank{'s' * (len(missing_ranks) > 1)} {', '.join(map(str, missing_ranks))}"
             logger.warning(
                 "still waiting for %s after %.0f s: %s has not joined it (has it died, or is it "
                 "elsewhere in the script?)",

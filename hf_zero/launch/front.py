@@ -125,11 +125,9 @@ class _Front:
             news = self._news.get()
             running -= not news.signaled
             if news.code:
-                hint = (
-                    "; ssh could not reach it, or its connection broke"
-                    if news.code == UNREACHABLE
-                    else ""
-                )
+                hint = ""
+                if news.code == UNREACHABLE:
+                    hint = "; ssh could not reach it, or its connection broke"
                 self._say(
                     f"{news.what}, ending all hosts"
                     if news.signaled

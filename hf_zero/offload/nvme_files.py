@@ -44,11 +44,9 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _no_space(path: str, needed: int, free: int, name: str, number: int) -> DiskSpaceError:
-    why = (
-        "RLIMIT_FSIZE (ulimit -f) forbids it"
-        if number == errno.EFBIG
-        else f"{free / _GB:.3f} GB are free"
-    )
+    why = "RLIMIT_FSIZE (ulimit -f) forbids it"
+    if number != errno.EFBIG:
+        why = f"{free / _GB:.3f} GB are free"
     return DiskSpaceError(
         number,
         f"{needed / _GB:.3f} GB more are needed for {name}, and {why}; free some, or name "

@@ -255,11 +255,9 @@ class HostArena:
         if not error:
             return unregister
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        reason = (
-            ""
-            if limit == resource.RLIM_INFINITY
-            else f"; RLIMIT_MEMLOCK is {limit} bytes: raise it with ulimit -l unlimited"
-        )
+        reason = ""
+        if limit != resource.RLIM_INFINITY:
+            reason = f"; RLIMIT_MEMLOCK is {limit} bytes: raise it with ulimit -l unlimited"
         logger.warning(
             "the driver does not pin %d bytes of host memory (error %d%s). It stays pageable: "
             "copies to %s will be slower",

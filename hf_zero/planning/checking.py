@@ -158,11 +158,9 @@ def refusal(plan: EnginePlan, needed: Needs, verdict: MemoryVerdict, fitting: Fi
     lines = shortage(plan, verdict)
     chosen = fitting.chosen
     if chosen is None:
-        files = (
-            ""
-            if needed.files or any("files" in trial.name for trial in fitting.trials)
-            else ", or name a folder for files (nvme_path)"
-        )
+        files = ", or name a folder for files (nvme_path)"
+        if needed.files or any("files" in trial.name for trial in fitting.trials):
+            files = ""
         lines.append(
             f"no other stage or place that was tried fits either ({len(fitting.trials)} tried); "
             f"use more ranks{files}"

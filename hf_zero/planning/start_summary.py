@@ -41,11 +41,9 @@ def summary(report: PreflightReport) -> str:
     }
     split = "".join(f", {name} parallel {size}" for name, size in sizes.items() if size > 1)
     part = " on this rank" if split else ""
-    trains = (
-        "for evaluation, as no optimizer was given"
-        if plan.optimizer is None
-        else f"{'all' if trained == elements else f'{trained:,}'} trainable"
-    )
+    trains = "for evaluation, as no optimizer was given"
+    if plan.optimizer is not None:
+        trains = f"{'all' if trained == elements else f'{trained:,}'} trainable"
     gathered = settings.stage == 3 and not plan.all_persistent
     together = "gathered and reduced" if gathered else "reduced"
     lines = [

@@ -177,11 +177,9 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
                     "the model before hf_zero.initialize"
                 )
             if parameter.requires_grad and parameter.dtype not in CASTABLE:
-                remedy = (
-                    "as real numbers (torch.view_as_real)"
-                    if parameter.is_complex()
-                    else "in a wider dtype"
-                )
+                remedy = "in a wider dtype"
+                if parameter.is_complex():
+                    remedy = "as real numbers (torch.view_as_real)"
                 raise PartitionError(
                     f"parameter {name} is {parameter.dtype}; train it {remedy}, or "
                     "set requires_grad=False"

@@ -172,11 +172,9 @@ def refuse_sharded(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     )
     folders = folders or sorted(manifest.parent for manifest in folder.glob(f"*/*/{MANIFEST}"))
     if folders:
-        what = (
-            "is a sharded checkpoint"
-            if folders == [folder]
-            else f"holds sharded checkpoints ({folders[0].relative_to(folder)})"
-        )
+        what = "is a sharded checkpoint"
+        if folders != [folder]:
+            what = f"holds sharded checkpoints ({folders[0].relative_to(folder)})"
         raise NoModelFolderError(
             f"{path} {what} and no model folder; run `hf-zero convert-checkpoint {path} MODEL` and "
             "load MODEL, or resume training from it "

@@ -405,11 +405,9 @@ class CapturedStep:
         )
         launches = step.bound.repeats_launch()
         if not complete or not launches:
-            why = (
-                "a parameter got no gradient"
-                if launches
-                else "the optimizer is not updated by hf-zero's kernel as its group is set now"
-            )
+            why = "the optimizer is not updated by hf-zero's kernel as its group is set now"
+            if launches:
+                why = "a parameter got no gradient"
             self._log_once("update", f"{KEY}: an update runs uncaptured: {why}")
         return complete and launches
 
