@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.messages import CompressedCommunication, LocoSection
-from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
+from hf_zero.ops.block_codec import BlockCodec
+from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from hf_zero.zero.feature import Feature
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ A message is a row of bytes: codes, then scales (bf16), both at multiples of 16 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from hf_zero.errors import KernelError
 from hf_zero.ops import native
 from hf_zero.ops import symmetric_blocks_reference as reference
 from hf_zero.ops.dispatch import Kernel
-from hf_zero.ops.native import FLOATS, FP32, address, flat, kind, rows_of_bytes
+from hf_zero.ops.native import FLOATS, address, flat, kind, rows_of_bytes
 
 BITS = (4, 8)
 BLOCKS = (32, 64, 128, 256, 512, 1024)  # the largest is a tile of the kernels
-ROW = 16  # bytes; parts of a message begin at multiples of it
+ALIGNMENT = 16  # bytes; codes and scales of a message begin at multiples of it
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class SymmetricBlocks:
 
     def scales_at(self, numel: int) -> int:
         """Return the byte of a message of ``numel`` elements at which the scales begin."""
-        return -(-numel * self.bits // (8 * ROW)) * ROW
+        return -(-numel * self.bits // (8 * ALIGNMENT)) * ALIGNMENT
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a message of ``numel`` elements."""
-        return self.scales_at(numel) + -(-2 * self.scales(numel) // ROW) * ROW
+        return self.scales_at(numel) + -(-2 * self.scales(numel) // ALIGNMENT) * ALIGNMENT
 
     def quantize(self, source: Tensor, rows: int = 1, minus: Tensor | None = None) -> Tensor:
         """Return a message for each of ``rows`` equal parts of ``source``: uint8 [rows, nbytes].
@@ -63,17 +63,12 @@ class SymmetricBlocks:
         """
         numel = self._check("quantize", "source", source, rows)
         if minus is not None:
-            _fits("quantize", "minus", minus, source)
+            _check_alike("quantize", "minus", minus, source)
         out = torch.empty(rows, self.nbytes(numel), dtype=torch.uint8, device=source.device)
-        core = native.core() if source.device.type == "cpu" else None
+        core = _core_for(source)
         if core is not None:
-            core.quantize(
-                self._rows(core, out, numel),
-                address(source),
-                kind(source),
-                address(minus),
-                kind(minus),
-            )
+            operands = address(source), kind(source), address(minus), kind(minus)
+            core.quantize(self._rows(core, out, numel), *operands)
         else:
             QUANTIZE(out, source, minus, self.bits, self.block, self.scales_at(numel))
         return out
@@ -85,7 +80,7 @@ class SymmetricBlocks:
         rows = messages.shape[0]
         numel = self._check("dequantize", "out", out, rows)
         self._check_messages("dequantize", messages, numel)
-        core = native.core() if out.device.type == "cpu" else None
+        core = _core_for(out)
         if core is not None:
             core.dequantize(self._rows(core, messages, numel), address(out), kind(out), add)
         else:
@@ -96,26 +91,20 @@ class SymmetricBlocks:
         ``out``, fp32 [n].
         """
         numel = self._check("dequantize_sum", "out", out, 1)
-        if out.dtype not in FP32:
+        if out.dtype != torch.float32:
             raise KernelError(f"dequantize_sum: out is {out.dtype}; sums are taken in fp32")
         self._check_messages("dequantize_sum", messages, numel)
-        core = native.core() if out.device.type == "cpu" else None
+        core = _core_for(out)
         if core is not None:
             core.dequantize_sum(self._rows(core, messages, numel), address(out))
         else:
             DEQUANTIZE_SUM(out, messages, self.bits, self.block, self.scales_at(numel))
 
-    def _rows(self, core: object, messages: Tensor, numel: int) -> object:
-        codes = address(messages)
-        return core.Rows(  # type: ignore[attr-defined]
-            codes + self.scales_at(numel),
-            codes,
-            messages.shape[1],
-            self.bits,
-            self.block,
-            messages.shape[0],
-            numel,
-        )
+    def _rows(self, core: Any, messages: Tensor, numel: int) -> object:
+        """Return ``messages`` of ``numel`` elements each as the native core takes them."""
+        (rows, nbytes), codes = messages.shape, address(messages)
+        scales = codes + self.scales_at(numel)
+        return core.Rows(scales, codes, nbytes, self.bits, self.block, rows, numel)
 
     def _check(self, op: str, name: str, values: Tensor, rows: int) -> int:
         """Return the elements of a row of ``values``; raise KernelError for unsupported ones."""
@@ -137,7 +126,13 @@ class SymmetricBlocks:
         rows_of_bytes(op, messages, self.nbytes(numel), content)
 
 
-def _fits(op: str, name: str, values: Tensor, like: Tensor) -> None:
+def _core_for(tensor: Tensor) -> Any:
+    """Return the native core for a tensor on the CPU; None: the kernels compute, or torch does."""
+    return native.core() if tensor.device.type == "cpu" else None
+
+
+def _check_alike(op: str, name: str, values: Tensor, like: Tensor) -> None:
+    """Raise KernelError unless ``values`` has the shape and the device of ``like``."""
     if (
         values.dtype not in FLOATS
         or values.shape != like.shape
@@ -146,71 +141,49 @@ def _fits(op: str, name: str, values: Tensor, like: Tensor) -> None:
     ):
         raise KernelError(
             f"{op}: {name} is {values.dtype} of shape {tuple(values.shape)} on {values.device}; "
-            f"give a contiguous tensor of shape {tuple(like.shape)} on {like.device}"
+            f"give a contiguous tensor of shape {tuple(like.shape)} on {like.device}, of one of "
+            f"{', '.join(map(str, FLOATS))}"
         )
 
 
-def _message(device: torch.device, filled: bool) -> Tensor:
-    form, values = SymmetricBlocks(4, 32), torch.linspace(-1, 1, 80, device=device)
-    out = torch.zeros(2, form.nbytes(40), dtype=torch.uint8, device=device)
-    if filled:
-        reference.quantize(out, values, None, 4, 32, form.scales_at(40))
-    return out
+# the messages of the examples: two rows of 40 elements
+_FORM, _ROWS, _NUMEL = SymmetricBlocks(4, 32), 2, 40
+_FORM_ARGUMENTS = _FORM.bits, _FORM.block, _FORM.scales_at(_NUMEL)
+
+
+def _values(device: torch.device) -> Tensor:
+    return torch.linspace(-1, 1, _ROWS * _NUMEL, device=device)
+
+
+def _empty_messages(device: torch.device) -> Tensor:
+    return torch.zeros(_ROWS, _FORM.nbytes(_NUMEL), dtype=torch.uint8, device=device)
+
+
+def _messages(device: torch.device) -> Tensor:
+    messages = _empty_messages(device)
+    reference.quantize(messages, _values(device), None, *_FORM_ARGUMENTS)
+    return messages
 
 
 def _quantize_example(device: torch.device) -> tuple[object, ...]:
-    return _message(device, False), torch.linspace(-1, 1, 80, device=device), None, 4, 32, 32
+    return _empty_messages(device), _values(device), None, *_FORM_ARGUMENTS
 
 
 def _dequantize_example(device: torch.device) -> tuple[object, ...]:
-    return torch.ones(80, device=device), _message(device, True), 4, 32, 32, True
+    return torch.ones(_ROWS * _NUMEL, device=device), _messages(device), *_FORM_ARGUMENTS, True
 
 
 def _sum_example(device: torch.device) -> tuple[object, ...]:
-    return torch.ones(40, device=device), _message(device, True), 4, 32, 32
+    return torch.ones(_NUMEL, device=device), _messages(device), *_FORM_ARGUMENTS
 
 
-_ROOM = "symmetric_blocks"
+_MODULE = "symmetric_blocks"  # of the Triton kernels
 QUANTIZE = Kernel(
-    "quantize_blocks", f"{_ROOM}:quantize", reference.quantize, example=_quantize_example
+    "quantize_blocks", f"{_MODULE}:quantize", reference.quantize, example=_quantize_example
 )
 DEQUANTIZE = Kernel(
-    "dequantize_blocks", f"{_ROOM}:dequantize", reference.dequantize, example=_dequantize_example
+    "dequantize_blocks", f"{_MODULE}:dequantize", reference.dequantize, example=_dequantize_example
 )
 DEQUANTIZE_SUM = Kernel(
-    "dequantize_sum", f"{_ROOM}:dequantize_sum", reference.dequantize_sum, example=_sum_example
+    "dequantize_sum", f"{_MODULE}:dequantize_sum", reference.dequantize_sum, example=_sum_example
 )
-
-
-@dataclass(frozen=True)
-class BlockCodec:
-    """A codec that sends elements as ``blocks``; ``differences``: as differences to the receivers'
-    values, which they add. The rounding error of a difference is part of the next one.
-    """
-
-    blocks: SymmetricBlocks
-    differences: bool = False
-    reads_master: ClassVar[bool] = False
-
-    def __str__(self) -> str:
-        kind = f"int{self.blocks.bits} blocks of {self.blocks.block}"
-        return f"differences in {kind}" if self.differences else kind
-
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes of a message of ``numel`` elements."""
-        return self.blocks.nbytes(numel)
-
-    @torch.no_grad()
-    def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
-        """Encode, see :class:`hf_zero.distributed.collectives.Codec`."""
-        return self.blocks.quantize(values, rows, there if self.differences else None)
-
-    @torch.no_grad()
-    def decode(self, messages: Tensor, full: Tensor) -> None:
-        """Decode, see :class:`hf_zero.distributed.collectives.Codec`."""
-        self.blocks.dequantize(messages, full, self.differences)
-
-    @torch.no_grad()
-    def decode_sum(self, messages: Tensor, out: Tensor) -> None:
-        """Decode and sum, see :class:`hf_zero.distributed.collectives.Codec`."""
-        self.blocks.dequantize_sum(messages, out)

@@ -201,6 +201,10 @@ BLOCKS: list[Row] = [
     (lambda: SymmetricBlocks(4, 100), "blocks of 32, 64, 128, 256, 512, 1024"),
     (lambda: FOUR.quantize(torch.ones(16), 3), "16 elements, which are not 3 equal rows"),
     (lambda: FOUR.quantize(torch.ones(16), 1, torch.ones(8)), r"minus is .* \(8,\)"),
+    (
+        lambda: FOUR.quantize(torch.ones(16), 1, zeros(16, of=F64)),
+        r"minus is .*float64.* of one of",
+    ),
     (lambda: FOUR.dequantize(NIBBLES, torch.ones(4000)), "contiguous rows of 2032 bytes"),
     (lambda: FOUR.dequantize_sum(NIBBLES, torch.ones(16).half()), "sums are taken in fp32"),
     (lambda: Blocks(zeros(8, of=torch.uint8), zeros(2), True), "Blocks: scales has 2 elements"),

@@ -56,15 +56,9 @@ class Dispatches(HoldsParts):
         """Compute [S, hidden] from states [S, hidden], expert indices [S, k] and weights [S, k]."""
         experts: _Experts = self.__dict__[RECORD]
         output = run_experts(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            experts.count,
-            self._run,
-            experts.mesh_dim,
-            experts.name,
-            self.__dict__.get(KEPT),
-        )
+            hidden_states, top_k_index, top_k_weights, experts.count,
+            self._run, experts.mesh_dim, experts.name, self.__dict__.get(KEPT),
+        )  # fmt: skip
         return output.to(hidden_states.dtype)
 
     def _run(self, rows: torch.Tensor, numbers: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -89,7 +83,6 @@ def expert_parallel(model: nn.Module, size: int) -> nn.Module:
         model: a mixture of experts of transformers that names its expert parameters (``ep_plan``).
         size: number of ranks that hold one set of experts together; it divides the experts, and
             the ranks that read different batches.
-
 
     Returns:
         ``model``.

@@ -184,17 +184,10 @@ class MOELayer(nn.Module):
         tokens = hidden.reshape(-1, hidden.shape[-1])
         route = self.gate.route(tokens, options[0] if options else None)
         self.l_aux, self.exp_counts = route.aux_loss, route.counts
-        count = self.ep_size * self.num_local_experts
         output = run_experts(
-            tokens,
-            route.experts,
-            route.weights,
-            count,
-            self._run,
-            self.mesh_dim,
-            self.ep_group_name,
-            self.__dict__.get(KEPT),
-        )
+            tokens, route.experts, route.weights, self.ep_size * self.num_local_experts,
+            self._run, self.mesh_dim, self.ep_group_name, self.__dict__.get(KEPT),
+        )  # fmt: skip
         return output.to(hidden.dtype).view(*hidden.shape[:-1], output.shape[-1])
 
     def _run(self, rows: torch.Tensor, numbers: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -256,18 +249,9 @@ class MoE(nn.Module):
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.expert_group_name = f"ep_size_{ep_size}"
         gate = TopKGate(
-            hidden_size,
-            num_experts,
-            k,
-            capacity_factor,
-            eval_capacity_factor,
-            min_capacity,
-            noisy_gate_policy,
-            drop_tokens,
-            use_rts,
-            None,
-            top2_2nd_expert_sampling,
-        )
+            hidden_size, num_experts, k, capacity_factor, eval_capacity_factor, min_capacity,
+            noisy_gate_policy, drop_tokens, use_rts, None, top2_2nd_expert_sampling,
+        )  # fmt: skip
         experts = Experts(expert, self.num_local_experts, self.expert_group_name)
         self.deepspeed_moe = MOELayer(
             gate, experts, self.expert_group_name, ep_size, self.num_local_experts, use_tutel

@@ -19,17 +19,21 @@ from hf_zero.zero.gather.model_patches import Attached
 
 class Agreement:
     """Compare batches and generators of tensor-parallel ranks before those forwards of a model that
-    are due by :class:`hf_zero.parallel.alike.Calls`, which each generation restarts. Generators may
-    differ until a forward draws from them.
+    are due by :class:`hf_zero.parallel.alike.Calls`, which each generation restarts.
+
+    Generators may differ until a forward draws from them: the states before such a forward are kept
+    until its end. The ranks run the same code, so all of them find that they have drawn; a rank
+    that has not goes on, and its next collective waits for the ranks that have raised.
     """
 
     def __init__(self, axis: TensorAxis, random: OwnRandomNumbers | None):
         self._axis, self._random = axis, random
         self._forwards = Calls()
         # generator states of this rank before the current forward, if those of the ranks differ
-        self._differing: list[torch.Tensor] = []
+        self._states_before: list[torch.Tensor] = []
 
     def watch(self, model: nn.Module) -> None:
+        """Compare before the forwards of ``model``, for its lifetime; copies of it do not."""
         model.register_forward_pre_hook(Attached(self._before), with_kwargs=True)
         model.register_forward_hook(Attached(self._after))
 
@@ -49,46 +53,52 @@ class Agreement:
     def _before(self, module: nn.Module, args: object, kwargs: object) -> None:
         if self._random is not None:
             self._random.reset()
-        self._differing = []
+        self._states_before = []  # of a forward that has raised
         if self._forwards.due(module.training):
-            self.compare(args, kwargs)
+            self._compare(args, kwargs)
 
-    def _after(self, module: nn.Module, args: object, output: object) -> None:
-        before, self._differing = self._differing, []
-        if not before:
-            return
-        now = generator_states(process_group.default_device())
-        if not all(map(torch.equal, before, now)):
-            raise RankMismatchError(
-                f"the random generators of tensor-parallel ranks {self._ranks} differ: they would "
-                "drop different elements of the same activations, or add other noise to them; "
-                "seed them alike (torch.manual_seed with one number for the ranks of a group, "
-                "set_seed(..., device_specific=False))"
-            )
-
-    @property
-    def _ranks(self) -> str:
-        return f"{self._axis.dim.ranks[0]}-{self._axis.dim.ranks[-1]}"
-
-    def compare(self, args: object, kwargs: object) -> None:
+    def _compare(self, args: object, kwargs: object) -> None:
         """Raise RankMismatchError on all ranks of the group if their batches differ; if their
-        generators differ, remember the states (collective).
+        generators differ, keep this rank's states (collective).
         """
         device = process_group.default_device()
         states = generator_states(device)
         codes = [hash_of(_tensors((args, kwargs))), hash_of(states)]
-        name, size = "hashes of batches and generators", self._axis.size
-        batches, generators = differing([self._axis.dim], codes, device, name)
+        batches, generators = differing(
+            [self._axis.dim], codes, device, "hashes of batches and generators"
+        )
         if batches:
+            size = self._axis.size
             raise RankMismatchError(
-                f"tensor-parallel ranks {self._ranks} were given different batches; data is "
-                f"parallel over groups of {size} ranks, in eval() and generate(), too: read it, "
+                f"tensor-parallel ranks {self._ranks_in_words} were given different batches; data "
+                f"is parallel over groups of {size} ranks, in eval() and generate(), too: read it, "
                 f"and prompts, as rank // {size} of ranks // {size} "
                 f"(DistributedSampler(data, world_size // {size}, rank // {size})); the Trainer "
                 f"and Accelerate do so by {TENSOR_SIZE} = {size} in the configuration"
             )
         if generators:
-            self._differing = states
+            self._states_before = states
+
+    def _after(self, module: nn.Module, args: object, output: object) -> None:
+        """Raise RankMismatchError if the forward has drawn from generators that differ."""
+        before, self._states_before = self._states_before, []
+        if not before:
+            return
+        now = generator_states(process_group.default_device())
+        if not all(map(torch.equal, before, now)):
+            raise RankMismatchError(
+                f"the random generators of tensor-parallel ranks {self._ranks_in_words} differ: "
+                "they would drop different elements of the same activations, or add other noise to "
+                "them; seed them alike (torch.manual_seed with one number for the ranks of a "
+                "group, set_seed(..., device_specific=False))"
+            )
+
+    @property
+    def _ranks_in_words(self) -> str:
+        """The first and the last rank of the group: its ranks are neighbors, as is the remedy's
+        ``rank // size``.
+        """
+        return f"{self._axis.dim.ranks[0]}-{self._axis.dim.ranks[-1]}"
 
 
 def _tensors(values: object) -> list[torch.Tensor]:
