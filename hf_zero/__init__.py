@@ -19,8 +19,8 @@ _EXPORTS = {
     "init_distributed": "hf_zero.distributed.init",
     "PipelineEngine": "hf_zero.setup.pipeline_engine",
     "PipelineModule": "hf_zero.parallel.pipeline.module",
-    "LayerSpec": "hf_zero.parallel.pipeline.module",
-    "TiedLayerSpec": "hf_zero.parallel.pipeline.module",
+    "LayerSpec": "hf_zero.parallel.pipeline.layer_specs",
+    "TiedLayerSpec": "hf_zero.parallel.pipeline.layer_specs",
     "pipeline_stages": "hf_zero.integrations.transformers.pipeline_stages",
     "GatheredParameters": "hf_zero.zero.access.full",
     "summon_full_params": "hf_zero.zero.access.full",
@@ -71,9 +71,9 @@ if TYPE_CHECKING:
     from hf_zero.integrations.transformers.loading import from_pretrained as from_pretrained
     from hf_zero.integrations.transformers.pipeline_stages import pipeline_stages as pipeline_stages
     from hf_zero.parallel.expert.model import expert_parallel as expert_parallel
-    from hf_zero.parallel.pipeline.module import LayerSpec as LayerSpec
+    from hf_zero.parallel.pipeline.layer_specs import LayerSpec as LayerSpec
+    from hf_zero.parallel.pipeline.layer_specs import TiedLayerSpec as TiedLayerSpec
     from hf_zero.parallel.pipeline.module import PipelineModule as PipelineModule
-    from hf_zero.parallel.pipeline.module import TiedLayerSpec as TiedLayerSpec
     from hf_zero.parallel.sequence.sequence_parallel import sequence_parallel as sequence_parallel
     from hf_zero.parallel.tensor import tensor_parallel as tensor_parallel
     from hf_zero.parity.in_process import parity as parity

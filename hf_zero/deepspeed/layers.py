@@ -14,7 +14,7 @@ from torch import nn
 from hf_zero.errors import KernelError, PartitionError
 from hf_zero.integrations.fused.sparse_attention import extend_position_embedding, sparsify
 from hf_zero.ops.sparse_attention import SparsityConfig, sparse_attention
-from hf_zero.parallel.pipeline.module import partition_uniform
+from hf_zero.parallel.pipeline.stage_bounds import partition_uniform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -21,7 +21,7 @@ from hf_zero.distributed import process_group
 from hf_zero.distributed.process_group import dist
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.expert.marks import is_expert_parameter
-from hf_zero.parallel.pipeline.module import partition_uniform
+from hf_zero.parallel.pipeline.stage_bounds import partition_uniform
 from hf_zero.zero.layout.parameter import OwnedParameter
 from hf_zero.zero.layout.tree import map_tensors
 

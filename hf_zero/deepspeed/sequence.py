@@ -21,9 +21,9 @@ from hf_zero.activations.checkpointing import repeatable
 from hf_zero.config.feature_rows import provided
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.sequence.attention import gather
 from hf_zero.parallel.sequence.batches import SequenceBatches, on_cpu, share_among_groups
 from hf_zero.parallel.sequence.division import SEQUENCE_CONTEXT, Division
+from hf_zero.parallel.sequence.exchanges import gather
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel, sequence_parallel
 
 _MARK = "_hf_zero_sequence"

@@ -18,15 +18,9 @@ from numbers import Integral
 from hf_zero.errors import ConfigError, NotBuiltError
 
 AXES = (
-    "pipeline",
-    "data",
-    "context",
-    "sequence",
-    "sequence_context",
-    "tensor",
-    "expert_data",
+    "pipeline", "data", "context", "sequence", "sequence_context", "tensor", "expert_data",
     "expert",
-)
+)  # fmt: skip
 # the orders in which axes number all ranks
 _ORDERS = (
     ("pipeline", "data", "context", "sequence", "tensor"),

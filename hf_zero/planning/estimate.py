@@ -58,13 +58,9 @@ __all__ = ["MemoryEstimate", "Proposal", "StageEstimate", "Tiers", "estimate", "
 Precision = Literal["fp32", "float32", "no", "bf16", "bfloat16", "fp16", "float16"]
 MAX_RANKS = 1 << 20
 PRECISIONS = {
-    "fp32": "fp32",
-    "float32": "fp32",
-    "no": "fp32",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp16": "fp16",
-    "float16": "fp16",
+    **dict.fromkeys(("fp32", "float32", "no"), "fp32"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16"), "fp16"),
 }
 
 

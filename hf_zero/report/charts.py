@@ -22,33 +22,19 @@ HEIGHT = 190
 TICKS = {"expr": "ceil(width / 80)"}  # of the axis of steps
 RUNS = ("var(--c1)", "var(--c2)")
 KINDS = {
-    "parameters": "var(--c1)",
-    "gradients": "var(--c2)",
-    "optimizer": "var(--c3)",
-    BUFFERS: "var(--c6)",
-    "state": "var(--c4)",
-    "allocated at most": "var(--c4)",
-}
+    "parameters": "var(--c1)", "gradients": "var(--c2)", "optimizer": "var(--c3)", BUFFERS:
+    "var(--c6)", "state": "var(--c4)", "allocated at most": "var(--c4)",
+}  # fmt: skip
 OPERATIONS = {
-    "all_gather": "var(--c1)",
-    "reduce_scatter": "var(--c2)",
-    "all_reduce": "var(--c3)",
-    "all_to_all": "var(--c4)",
-    "send_to_next": "var(--c5)",
-    "send_activations": "var(--c5)",
-    "send_gradients": "var(--c6)",
-    "broadcast": "var(--c7)",
-}
+    "all_gather": "var(--c1)", "reduce_scatter": "var(--c2)", "all_reduce": "var(--c3)",
+    "all_to_all": "var(--c4)", "send_to_next": "var(--c5)", "send_activations": "var(--c5)",
+    "send_gradients": "var(--c6)", "broadcast": "var(--c7)",
+}  # fmt: skip
 BARS = {
-    "forward": "var(--c1)",
-    "backward": "var(--c5)",
-    "kernels": "var(--c1)",
-    "gathers": "var(--c3)",
-    "reductions": "var(--c4)",
-    "updates": "var(--c6)",
-    "transfers": "var(--c7)",
+    "forward": "var(--c1)", "backward": "var(--c5)", "kernels": "var(--c1)", "gathers":
+    "var(--c3)", "reductions": "var(--c4)", "updates": "var(--c6)", "transfers": "var(--c7)",
     "exposed": "var(--c2)",
-}
+}  # fmt: skip
 PARTS = {"forward_ms": "forward", "backward_ms": "backward", "update_ms": "update"}
 WAITS = {"gather_wait_ms": "gathers", "reduction_wait_ms": "reductions"}
 

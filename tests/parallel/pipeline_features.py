@@ -21,7 +21,8 @@ from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.process_group import default_store
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.pipeline.module import LayerSpec, set_random_seed
+from hf_zero.parallel.pipeline.layer_specs import LayerSpec
+from hf_zero.parallel.pipeline.module import set_random_seed
 from tests.parallel.pipelines import (
     CLIP,
     STEPS,

@@ -10,12 +10,8 @@ from torch import nn
 import hf_zero
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
-from hf_zero.parallel.pipeline.module import (
-    LayerSpec,
-    PipelineModule,
-    TiedLayerSpec,
-    set_random_seed,
-)
+from hf_zero.parallel.pipeline.layer_specs import LayerSpec, TiedLayerSpec
+from hf_zero.parallel.pipeline.module import PipelineModule, set_random_seed
 
 STEPS, VOCAB, WIDTH = 3, 11, 8
 LR, MOMENTUM, CLIP = 0.5, 0.9, 0.3

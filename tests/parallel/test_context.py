@@ -21,9 +21,9 @@ from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.fused.sparse_attention import sparsify
 from hf_zero.parallel.sequence import block_kernels
-from hf_zero.parallel.sequence.attention import DistributedAttention
 from hf_zero.parallel.sequence.block_kernels import KERNELS, kernels_on
 from hf_zero.parallel.sequence.blocks import Pattern
+from hf_zero.parallel.sequence.distributed_attention import DistributedAttention
 from hf_zero.parallel.sequence.division import Division
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.parallel.sequence.ring import ring_attention

@@ -11,7 +11,8 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import OffloadError, UnusedParameterError
 from hf_zero.ops.files import parse_faults
-from hf_zero.parallel.pipeline.module import LayerSpec, TiedLayerSpec, set_random_seed
+from hf_zero.parallel.pipeline.layer_specs import LayerSpec, TiedLayerSpec
+from hf_zero.parallel.pipeline.module import set_random_seed
 from tests.helpers.cells import in_one_item
 from tests.helpers.processes import run_processes, say
 from tests.parallel import pipeline_features as features

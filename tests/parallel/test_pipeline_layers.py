@@ -33,7 +33,9 @@ from hf_zero.errors import (
     UnmanagedWindowError,
 )
 from hf_zero.parallel.expert.moe_layer import MoE
-from hf_zero.parallel.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec, bounds_of
+from hf_zero.parallel.pipeline.layer_specs import LayerSpec, TiedLayerSpec
+from hf_zero.parallel.pipeline.module import PipelineModule
+from hf_zero.parallel.pipeline.stage_bounds import bounds_of
 from hf_zero.parallel.pipeline.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,

@@ -34,7 +34,7 @@ from hf_zero.loading.expressions import Filled
 from hf_zero.loading.shard_only import hold
 from hf_zero.logging import parse_size
 from hf_zero.parallel.pipeline.module import PipelineModule
-from hf_zero.parallel.pipeline.staged import set_tied
+from hf_zero.parallel.pipeline.tied_parameters import set_tied
 from hf_zero.planning import checking
 from hf_zero.planning.estimate import propose
 from hf_zero.planning.needs import needs

@@ -14,8 +14,8 @@ import hf_zero
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import PartitionError
-from hf_zero.parallel.sequence.attention import gather as gather_tokens
-from hf_zero.parallel.sequence.attention import gather_heads, scatter_heads
+from hf_zero.parallel.sequence.exchanges import gather as gather_tokens
+from hf_zero.parallel.sequence.exchanges import gather_heads, scatter_heads
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_last_to, copy_to, gather, split, sum_over
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded

@@ -23,7 +23,7 @@ from hf_zero.integrations import fused
 from hf_zero.integrations.fused import sequence_attention
 from hf_zero.integrations.transformers.trainer_phases import counting_whole_batches
 from hf_zero.parallel.sequence import batches
-from hf_zero.parallel.sequence.attention import DistributedAttention
+from hf_zero.parallel.sequence.distributed_attention import DistributedAttention
 from hf_zero.parallel.sequence.division import Division
 from hf_zero.parallel.sequence.documents import Documents
 from hf_zero.techniques.layer_drop import draw

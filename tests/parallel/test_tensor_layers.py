@@ -21,7 +21,8 @@ import hf_zero
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import RankMismatchError
 from hf_zero.parallel.tensor import agreement
-from hf_zero.parallel.tensor.axis import SharedInputs, TensorAxis, WeightGradients
+from hf_zero.parallel.tensor.axis import TensorAxis
+from hf_zero.parallel.tensor.shared_inputs import SharedInputs, WeightGradients
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.cells import in_one_item
 from tests.helpers.dropout import dropout_by

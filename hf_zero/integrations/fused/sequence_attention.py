@@ -30,10 +30,11 @@ from hf_zero.integrations.fused import sparse_attention as sparse
 from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.logging import log_rank0
 from hf_zero.ops.sparse_attention.layouts import HeadsOf
-from hf_zero.parallel.sequence.attention import all_gather, attend, check_heads
+from hf_zero.parallel.sequence.attention import attend, check_heads
 from hf_zero.parallel.sequence.batches import are_counted, is_part
 from hf_zero.parallel.sequence.division import Division
 from hf_zero.parallel.sequence.documents import Documents, knows_positions
+from hf_zero.parallel.sequence.exchanges import all_gather
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
 from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 

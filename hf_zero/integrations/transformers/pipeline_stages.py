@@ -27,7 +27,8 @@ from hf_zero.errors import ConfigError, PipelineError
 from hf_zero.integrations.transformers.loading import read_later
 from hf_zero.loading import make_pending, make_real, read_pending
 from hf_zero.parallel.cutting import check_module
-from hf_zero.parallel.pipeline.module import bounds_of, training_numel
+from hf_zero.parallel.pipeline.layer_specs import training_numel
+from hf_zero.parallel.pipeline.stage_bounds import bounds_of
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.topology import ProcessTopology
 from hf_zero.zero.layout.flat_buffer import owner_of

@@ -1,7 +1,4 @@
-"""Engine of a pipeline: a step is ``train_batch``, over all micro-batches of a window.
-
-Configurations that a pipeline does not support are refused before anything is created.
-"""
+"""Engine of a pipeline: a step is ``train_batch``, over all micro-batches of a window."""
 
 from __future__ import annotations
 
@@ -20,13 +17,12 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.distributed.stage_messages import StageMessages
-from hf_zero.errors import ConfigError, PipelineError, RankMismatchError, UnmanagedWindowError
+from hf_zero.errors import ConfigError, PipelineError, RankMismatchError
 from hf_zero.parallel.alike import Calls, differing, hash_of
-from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.pipeline.rank_stages import PipelineRun, Stage
-from hf_zero.parallel.pipeline.staged import StagedModule, TiedParameters, mark_tied
+from hf_zero.parallel.pipeline.staged import StagedModule
+from hf_zero.parallel.pipeline.tied_parameters import TiedParameters, mark_tied
 from hf_zero.parallel.pipeline.topology import PipelineParallelGrid
-from hf_zero.parallel.sequence.division import CONTEXT, KEY
 from hf_zero.zero.layout.engine_plan import UNCUT, Cuts, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.step.window import WindowEnd
@@ -424,61 +420,3 @@ def pipelined(engine_class: type[E]) -> type[E]:
         attributes = {"__doc__": PipelineTraining.__doc__, "__module__": engine_class.__module__}
         _made[engine_class] = type("PipelineEngine", (PipelineTraining, engine_class), attributes)
     return _made[engine_class]
-
-
-def check_uncut(config: ZeroConfig, module: StagedModule) -> None:
-    """Raise ConfigError if ``config``, the job or layers of ``module`` spread over ranks what the
-    stages have already separated, or what is not built with a pipeline: layers, experts, sequences.
-    """
-    if next(module.parameters(), None) is None:
-        raise ConfigError(
-            f"stage {module.stage_id} of {module.num_stages} of the pipeline has no parameters; "
-            "choose num_stages or partition_method so that each has some"
-        )
-    size, groups = config.tensor_parallel.size, get_parallel()
-    dims = ParallelDims() if groups is None else groups.dims
-    if size > 1:
-        raise ConfigError(
-            f"tensor_parallel.autotp_size is {size}, and the model is cut into stages already; "
-            f"call hf_zero.tensor_parallel(model, {size}) before pipeline_stages(model, "
-            f"{module.num_stages}), and remove the key"
-        )
-    layers = [layer.ep_size for layer in module.modules() if isinstance(layer, MOELayer)]
-    experts = max(config.expert_parallel.size, dims.expert, *layers, 1)
-    if experts > 1:
-        raise ConfigError(
-            f"experts are spread over {experts} ranks (expert_parallel.autoep_size, ep_size), and "
-            "the model is a pipeline; leave each expert whole in its stage (ep_size=1, without "
-            "the section), or train the whole model without stages"
-        )
-    sizes = {
-        KEY: max(config.sequence_parallel_size, dims.sequence),
-        CONTEXT: max(config.context_parallel_size, dims.context),
-    }
-    for key, readers in sizes.items():
-        if readers > 1:
-            raise ConfigError(
-                f"{key} is {readers}, and the model is a pipeline, whose stages read whole "
-                "sequences; remove it and hf_zero.sequence_parallel, or train the whole model "
-                "without stages, at ZeRO stage 3"
-            )
-
-
-def check_pipeline(config: ZeroConfig, module: StagedModule) -> None:
-    """Raise ConfigError for recomputation of a model that does not offer it, and for a schedule for
-    another number of stages per rank. Raise UnmanagedWindowError if the script is to end
-    accumulation windows itself. What no pipeline goes with is in ``config/features.toml``.
-    """
-    if not config.managed_gradient_accumulation:
-        raise UnmanagedWindowError(
-            "managed_gradient_accumulation is false, which is not supported with pipeline "
-            "parallelism: train_batch runs all micro-batches of a step; remove the key"
-        )
-    if config.pipeline.activation_checkpoint_interval and not hasattr(
-        module, "set_checkpoint_interval"
-    ):
-        raise ConfigError(
-            "pipeline.activation_checkpoint_interval is for a PipelineModule; recompute the "
-            "blocks of this model with activation_checkpointing.blocks"
-        )
-    config.pipeline.schedule_for(module.stages_per_rank)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.parallel.pipeline.engine import E, check_pipeline, check_uncut, pipelined
+from hf_zero.parallel.pipeline.engine import E, pipelined
+from hf_zero.parallel.pipeline.refusals import check_pipeline, check_uncut
 from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
 from hf_zero.zero.feature import EngineInputs, Feature
 

@@ -1,15 +1,10 @@
-"""``PipelineModule``: a list of layers divided into the stages of a pipeline, by number, parameters
-or class, and layers that are built only by the rank whose stage holds them.
-"""
+"""``PipelineModule``: a list of layers in the stages of a pipeline."""
 
 from __future__ import annotations
 
-import math
 import random
-import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy
@@ -21,6 +16,13 @@ from hf_zero.activations.checkpointing import repeatable
 from hf_zero.config.value_types import argument, integer
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
+from hf_zero.parallel.pipeline.layer_specs import (
+    LayerSpec,
+    TiedLayerSpec,
+    name_of_layer,
+    training_numel,
+)
+from hf_zero.parallel.pipeline.stage_bounds import bounds_of
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.topology import PipelineParallelGrid, ProcessTopology
 
@@ -275,183 +277,3 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
-
-
-class LayerSpec:
-    """Specification of a layer, built later as ``typename(*module_args, **module_kwargs)``."""
-
-    def __init__(
-        self, typename: Callable[..., nn.Module], *module_args: object, **module_kwargs: object
-    ):
-        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise ConfigError(
-                f"LayerSpec({typename!r}) needs a class of torch.nn.Module; pass a function as a "
-                "layer by itself, without LayerSpec"
-            )
-        self.typename: type[nn.Module] = typename
-        self.module_args = module_args
-        self.module_kwargs = module_kwargs
-
-    def __repr__(self) -> str:
-        args = [*map(repr, self.module_args)]
-        args += [f"{name}={value!r}" for name, value in self.module_kwargs.items()]
-        return f"{self.typename.__name__}({', '.join(args)})"
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self.typename(*self.module_args, **self.module_kwargs)
-
-
-class TiedLayerSpec(LayerSpec):
-    """A layer that shares its parameters with all others of the same ``key``; if these are on
-    several stages, the engine sums their gradients. ``forward_fn(module, inputs)`` replaces its
-    forward.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        typename: Callable[..., nn.Module],
-        *module_args: object,
-        forward_fn: Callable[[nn.Module, object], object] | None = None,
-        tied_weight_attr: str | Sequence[str] = ("weight",),
-        **module_kwargs: object,
-    ):
-        """``tied_weight_attr``: the weights that DeepSpeed would tie; here the whole module is.
-
-        Raises ConfigError for a ``key`` that cannot name a module.
-        """
-        super().__init__(typename, *module_args, **module_kwargs)
-        if not isinstance(key, str) or not key or "." in key or hasattr(nn.ModuleDict(), key):
-            raise ConfigError(
-                f"TiedLayerSpec({key!r}): the key is part of the parameters' names; pass a string "
-                'without dots that is no attribute of torch.nn.ModuleDict, such as "embed"'
-            )
-        self.key = key
-        self.forward_fn = forward_fn
-        self.tied_weight_attr = (
-            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
-        )
-
-
-def name_of_layer(layer: object) -> str:
-    """Return the class name of a layer, or the name of a function."""
-    if isinstance(layer, LayerSpec):
-        return layer.typename.__name__
-    if isinstance(layer, nn.Module):
-        return type(layer).__name__
-    return str(getattr(layer, "__name__", type(layer).__name__))
-
-
-def training_numel(layer: object) -> int:
-    """Return the number of trainable parameter elements of ``layer``; a layer that is not built yet
-    is built on the meta device.
-    """
-    if isinstance(layer, LayerSpec):
-        with torch.device("meta"):
-            layer = layer.build()
-    if not isinstance(layer, nn.Module):
-        return 0
-    return sum(p.numel() for p in layer.parameters() if p.requires_grad)
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the first index of each part of ``num_items``, and the end. Sizes differ by at most
-    one; the first parts are the larger ones.
-    """
-    size, remainder = divmod(num_items, num_parts)
-    return [part * size + min(part, remainder) for part in range(num_parts + 1)]
-
-
-def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
-    """Return the first index of each part of a list, and its end, such that the heaviest part is as
-    light as possible, and then the lightest part as heavy as possible.
-    """
-    sums = [0, *accumulate(weights)]
-    low, high = max(weights, default=0), sums[-1]
-    while low < high:
-        middle = (low + high) // 2
-        if len(_packed(sums, middle)) - 1 <= num_parts:
-            high = middle
-        else:
-            low = middle + 1
-    return _even(sums, num_parts, low)
-
-
-def _even(sums: Sequence[int], num_parts: int, most: int) -> list[int]:
-    """Return the bounds of parts of at most ``most`` whose lightest is as heavy as possible."""
-    ends = range(len(sums))
-    # by end: the weight of the lightest part so far, and the first index of the last part
-    lightest: list[list[tuple[float, int]]] = [[(math.inf if end == 0 else -1, 0) for end in ends]]
-    for _ in range(num_parts):
-        before = lightest[-1]
-        lightest.append(
-            [
-                max(
-                    (min(before[at][0], sums[end] - sums[at]), at)
-                    for at in range(end + 1)
-                    if sums[end] - sums[at] <= most
-                )
-                for end in ends
-            ]
-        )
-    bounds = [len(sums) - 1]
-    for row in reversed(lightest[1:]):
-        bounds.append(row[bounds[-1]][1])
-    return bounds[::-1]
-
-
-def _packed(sums: Sequence[int], most: int) -> list[int]:
-    """Return the bounds of parts filled greedily, each up to ``most``."""
-    parts = [0]
-    for item in range(1, len(sums)):
-        if sums[item] - sums[parts[-1]] > most:
-            parts.append(item - 1)
-    return [*parts, len(sums) - 1]
-
-
-def bounds_of(method: str, parts: int, names: Sequence[str], numels: Sequence[int]) -> list[int]:
-    """Return the first index of each of the ``parts`` of a list of layers, and its end. ``names``:
-    classes of the layers. ``numels``: trainable parameter elements of each layer.
-
-    ``method``: "uniform" balances the number of layers, "parameters" that of their parameters,
-    "type:regex" that of the layers whose class matches the expression, ignoring case. Raises
-    ConfigError for another method, an expression without a match, and fewer layers than parts.
-    """
-    if len(names) < parts:
-        raise ConfigError(
-            f"a pipeline of {parts} stages over {len(names)} layers leaves stages empty; make "
-            "num_stages smaller, or the layers finer"
-        )
-    whole = str(method).lower()
-    kind, _, expression = str(method).partition(":")
-    if whole == "uniform":
-        return partition_uniform(len(names), parts)
-    if whole == "parameters":
-        weights = list(numels)
-    elif kind.lower() == "type" and expression:
-        try:
-            weights = [int(bool(re.search(expression, name, re.IGNORECASE))) for name in names]
-        except re.error as error:
-            raise ConfigError(
-                f"partition_method {method!r} has no regular expression after type: ({error}); "
-                "write the class of the layers to balance, as type:linear"
-            ) from error
-        if not any(weights):
-            raise ConfigError(
-                f"partition_method {method!r} matches none of the layers "
-                f"({', '.join(dict.fromkeys(names))}); name one of their classes"
-            )
-    else:
-        raise ConfigError(
-            f'partition_method is {method!r}; it is "uniform", "parameters" or "type:regex"'
-        )
-    return _filled(partition_balanced(weights, parts))
-
-
-def _filled(bounds: list[int]) -> list[int]:
-    """Return ``bounds`` with at least one layer a part; weightless layers may leave some empty."""
-    for part in range(1, len(bounds) - 1):
-        bounds[part] = max(bounds[part], bounds[part - 1] + 1)
-    for part in range(len(bounds) - 2, 0, -1):
-        bounds[part] = min(bounds[part], bounds[part + 1] - 1)
-    return bounds

@@ -1,36 +1,24 @@
 """Attention over sequences that are split among ranks: each rank computes some of the heads over
 all tokens, or over those of a ring, and the outputs return to the ranks of their tokens.
-
-[Note: exchange]
-All-to-alls between sequence-parallel ranks change the split dimension: tokens, or heads (Ulysses,
-arXiv 2309.14509). They are differentiable; the backward is the inverse exchange.
-``DistributedAttention`` does so around a model's own attention.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from hf_zero.device.kinds import autocast_dtype
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import MeshDim
-from hf_zero.distributed.parallel_groups import get_parallel
-from hf_zero.distributed.process_group import get_world_size
 from hf_zero.errors import ConfigError
-from hf_zero.ops.operators import GradientContext
-from hf_zero.parallel.sequence.division import AXIS, CONTEXT, KEY, Division
+from hf_zero.parallel.sequence.division import KEY, Division
 from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.parallel.sequence.exchanges import gather_heads, scatter_heads
 from hf_zero.parallel.sequence.ring import ring_attention
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # computes [B, S, H, D] from q [B, H, S, D], k and v [B, Hkv, S, D]
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -152,224 +140,3 @@ def _places(
         whole = upload(torch.cat([tokens.flatten() for tokens in indices]), device)
         parts = whole.split([tokens.numel() for tokens in indices])
         return whole, tuple(part.view_as(tokens) for part, tokens in zip(parts, indices))
-
-
-def scatter_heads(dim: MeshDim, key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Exchange ``tensors`` [B, H, tokens of this rank, D], of one dtype, for this rank's share of
-    the heads with the tokens of all ranks: [B, H / ranks, tokens, D]. One message to each rank.
-    """
-    if dim.size == 1:
-        return tensors
-    return _ScatterHeads.apply(dim, key, *tensors)  # type: ignore[no-any-return]
-
-
-def gather_heads(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Inverse of :func:`scatter_heads`: [B, H / ranks, tokens, D] to [B, H, tokens of this rank,
-    D], laid out in memory as [B, tokens, H, D].
-    """
-    if dim.size == 1:
-        return tensor
-    return _GatherHeads.apply(dim, key, tensor)[0]  # type: ignore[no-any-return]
-
-
-def gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """All-gather ``tensor`` differentiably: gradients are summed over the losses of all ranks."""
-    return _GatherTensors.apply(dim, key, tensor)  # type: ignore[no-any-return]
-
-
-def all_gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` of each rank, stacked: [ranks, ...]. Without gradients."""
-    local = tensor.detach().contiguous()
-    whole = local.new_empty(dim.size, *local.shape)
-    dim.all_gather([(whole.view(-1), local.view(-1))], key).wait()
-    return whole
-
-
-class _ScatterHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: GradientContext, dim: MeshDim, key: str, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.dim, ctx.key = dim, key
-        return tuple(_to_heads(dim, key, tensors))
-
-    @staticmethod
-    def backward(ctx: GradientContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *_GatherHeads.apply(ctx.dim, _gradients_of(ctx.key), *grads)
-
-
-class _GatherHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: GradientContext, dim: MeshDim, key: str, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.dim, ctx.key = dim, key
-        return tuple(_to_tokens(dim, key, tensors))
-
-    @staticmethod
-    def backward(ctx: GradientContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *_ScatterHeads.apply(ctx.dim, _gradients_of(ctx.key), *grads)
-
-
-class _GatherTensors(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: GradientContext, dim: MeshDim, key: str, tensor: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.dim, ctx.key = dim, key
-        parts = all_gather(dim, key, tensor).unbind()
-        if not tensor.is_floating_point():
-            ctx.mark_non_differentiable(*parts)
-        return parts
-
-    @staticmethod
-    def backward(ctx: GradientContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, _SumOwn.apply(ctx.dim, _gradients_of(ctx.key), *grads)
-
-
-class _SumOwn(torch.autograd.Function):
-    """Sum of the tensors of this rank's index over all ranks, of one for each rank."""
-
-    @staticmethod
-    def forward(
-        ctx: GradientContext, dim: MeshDim, key: str, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.dim, ctx.key = dim, key
-        total = torch.stack(tensors)
-        dim.all_reduce(total, key).wait()
-        return total[dim.rank]
-
-    @staticmethod
-    def backward(ctx: GradientContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *_GatherTensors.apply(ctx.dim, _gradients_of(ctx.key), grad)
-
-
-def _gradients_of(key: str) -> str:
-    return f"gradients of {key}"
-
-
-def _to_heads(dim: MeshDim, key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Convert each of ``tensors`` from [B, H, s, D] to [B, H / ranks, S, D]."""
-    rows = [tensor.unflatten(1, (dim.size, -1)).movedim(1, 0) for tensor in tensors]
-    return [torch.cat(came, dim=2) for came in _swap(dim, key, rows)]
-
-
-def _to_tokens(dim: MeshDim, key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Convert each of ``tensors`` from [B, H / ranks, S, D] to [B, H, s, D]."""
-    rows = [tensor.unflatten(2, (dim.size, -1)).movedim(2, 0) for tensor in tensors]
-    # memory layout [B, s, H, D]: modules hold the heads of a token side by side
-    return [
-        torch.cat([part.transpose(1, 2) for part in came], dim=2).transpose(1, 2)
-        for came in _swap(dim, key, rows)
-    ]
-
-
-def _swap(dim: MeshDim, key: str, rows: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-    """Send ``rows[i][rank]`` to each rank, all in one message; return for each i the received
-    tensors in rank order.
-    """
-    flat = [row.reshape(dim.size, -1) for row in rows]
-    sent = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0].contiguous()
-    sizes = [sent.shape[1]] * dim.size
-    handle, came = dim.all_to_all(sent.view(-1), sizes, sizes, key)
-    handle.wait()
-    parts = [part.split([row.shape[1] for row in flat]) for part in came.view(dim.size, -1)]
-    return [
-        tuple(part[index].view(row.shape[1:]) for part in parts) for index, row in enumerate(rows)
-    ]
-
-
-class DistributedAttention(nn.Module):
-    """Run ``local_attention`` over the tokens of all sequence-parallel ranks, on this rank's share
-    of the heads (Ulysses, arXiv 2309.14509). Its forward is collective over these ranks.
-
-    Args:
-        local_attention: called with query, key and value of whole sequences, and the further
-            arguments of the forward.
-        sequence_process_group: the group of ``hf_zero.sequence_parallel(size)``, called before.
-            None: that of the job; without sequence parallelism nothing is exchanged.
-        scatter_idx: the dimension of the heads.
-        gather_idx: the dimension of the tokens: 0 of [tokens, batch, heads, D], 1 of [batch,
-            tokens, heads, D].
-        sp_stream: accepted; collectives have streams of their own.
-
-    Raises:
-        ConfigError: another group, or a job whose ranks form rings.
-    """
-
-    def __init__(
-        self,
-        local_attention: Callable[..., torch.Tensor],
-        sequence_process_group: ProcessGroup | None = None,
-        scatter_idx: int = 2,
-        gather_idx: int = 0,
-        sp_stream: object = None,
-    ):
-        super().__init__()
-        self.local_attn = local_attention
-        self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
-        groups = get_parallel()
-        if groups is not None and groups.dims.context > 1:
-            raise ConfigError(
-                f"DistributedAttention needs the tokens of whole sequences, and with {CONTEXT} = "
-                f"{groups.dims.context} they stay on the ranks of a ring; use a model of "
-                f"transformers, or {KEY} alone"
-            )
-        ours = None if groups is None else groups.group(AXIS)
-        other = sequence_process_group not in (None, ours)
-        if other and get_world_size(sequence_process_group) > 1:
-            raise ConfigError(
-                "DistributedAttention(sequence_process_group=...) is not the group of this job's "
-                "sequence-parallel ranks; call hf_zero.sequence_parallel(size), which makes it, "
-                "and pass its .group, or None"
-            )
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch_dim_idx: int | None = None,
-        rotary_pos_emb: object = None,
-        *args: object,
-        **kwargs: object,
-    ) -> torch.Tensor:
-        """Return the attention output for this rank's tokens, laid out like ``query``;
-        ``local_attention`` may merge the last two dimensions of its output, heads and D.
-
-        ``batch_dim_idx`` is accepted: the batch is the dimension that is neither heads nor tokens.
-        Key and value heads that do not divide among the ranks are repeated. Raises ConfigError for
-        query heads that do not, for queries of other than four dimensions, and for
-        ``rotary_pos_emb``.
-        """
-        if rotary_pos_emb is not None:
-            raise ConfigError(
-                "DistributedAttention was given rotary_pos_emb; rotate queries and keys before, "
-                "by the positions that this rank's tokens have in the whole sequence"
-            )
-        if query.dim() != 4:
-            raise ConfigError(
-                f"DistributedAttention was given queries of {query.dim()} dimensions "
-                f"{tuple(query.shape)}; make them four: the tokens, the batch, the heads, and D"
-            )
-        groups = get_parallel()
-        if groups is None or groups.along(AXIS).size == 1:
-            return self.local_attn(query, key, value, *args, **kwargs)
-        dim = groups.along(AXIS)
-        places = self.scatter_idx, self.gather_idx
-        heads = spread_heads(
-            dim, *(tensor.movedim(places, (1, 2)) for tensor in (query, key, value))
-        )
-        whole = self.local_attn(*(head.movedim((1, 2), places) for head in heads), *args, **kwargs)
-        return self._tokens_of_rank(dim, whole)
-
-    def _tokens_of_rank(self, dim: MeshDim, whole: torch.Tensor) -> torch.Tensor:
-        """Convert [S, batch, H / ranks, D], or with the last two merged, to this rank's s tokens of
-        all heads.
-        """
-        joined = whole.dim() == 3
-        places = self.scatter_idx, self.gather_idx
-        # treat merged heads and D as heads of one element
-        four = (whole.unsqueeze(-1) if joined else whole).movedim(places, (1, 2))
-        local = gather_heads(dim, "attention", four).movedim((1, 2), places)
-        return local.squeeze(-1) if joined else local

@@ -19,9 +19,9 @@ from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import ConfigError
 from hf_zero.ops.dispatch import version_of
-from hf_zero.parallel.sequence.attention import all_gather
 from hf_zero.parallel.sequence.division import Division
 from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.parallel.sequence.exchanges import all_gather
 
 # attribute of loaders: a function that returns one distributed over groups; True on the result
 SHARE = "_hf_zero_share"
@@ -31,13 +31,9 @@ IGNORED = -100  # the label that losses of transformers ignore
 _PART = "_hf_zero_part"
 # Redundant beside position_ids, or of no use without a mask.
 _DROPPED = (
-    "attention_mask",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
+    "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "seq_idx",
-)
+)  # fmt: skip
 
 
 def cut(batch: Any, rank: int, division: Division) -> dict[str, object]:

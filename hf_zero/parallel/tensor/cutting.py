@@ -12,10 +12,11 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.agreement import Agreement
-from hf_zero.parallel.tensor.axis import SharedInputs, TensorAxis, is_conv1d
+from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.layers import Part, is_sharded, put_on
 from hf_zero.parallel.tensor.plan import Target
+from hf_zero.parallel.tensor.shared_inputs import SharedInputs, is_conv1d
 from hf_zero.parallel.tensor.styles import COLWISE, COUNTS, LayerStyle, dimension, packed
 from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 

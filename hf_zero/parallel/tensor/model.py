@@ -23,7 +23,8 @@ from hf_zero.parallel.tensor.axis import TensorAxis
 from hf_zero.parallel.tensor.cutting import TensorParallel, cut_layers, cuts_for
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.dtensors import unwrap
-from hf_zero.parallel.tensor.layers import EnteringCaches, is_sharded, put_on
+from hf_zero.parallel.tensor.entering_caches import EnteringCaches
+from hf_zero.parallel.tensor.layers import is_sharded, put_on
 from hf_zero.parallel.tensor.plan import (
     Target,
     has_own_plan,

@@ -14,8 +14,8 @@ from torch import nn
 
 from hf_zero.errors import NotBuiltError
 from hf_zero.parallel.tensor import layers
-from hf_zero.parallel.tensor.axis import is_conv1d
 from hf_zero.parallel.tensor.layers import Sharded
+from hf_zero.parallel.tensor.shared_inputs import is_conv1d
 
 _BERT = {
     "embeddings.word_embeddings": "embedding_rowwise",

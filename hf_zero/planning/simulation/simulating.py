@@ -28,13 +28,10 @@ from hf_zero.integrations.fused.deferred_heads import defer_head
 from hf_zero.integrations.transformers.meta_model import sized_model
 from hf_zero.measures.collectives import wire_bytes
 from hf_zero.parallel.expert.model import spread_experts
-from hf_zero.parallel.pipeline.engine import (
-    PipelineTraining,
-    check_pipeline,
-    check_uncut,
-    pipelined,
-)
-from hf_zero.parallel.pipeline.staged import StagedModule, set_tied
+from hf_zero.parallel.pipeline.engine import PipelineTraining, pipelined
+from hf_zero.parallel.pipeline.refusals import check_pipeline, check_uncut
+from hf_zero.parallel.pipeline.staged import StagedModule
+from hf_zero.parallel.pipeline.tied_parameters import set_tied
 from hf_zero.parallel.sequence.attention import Axes
 from hf_zero.parallel.sequence.division import AXIS, RING, Division
 from hf_zero.parallel.tensor import tensor_parallel
