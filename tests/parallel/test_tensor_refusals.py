@@ -331,6 +331,24 @@ def test_a_model_that_is_right(case):
     assert "are those of the whole model, on 2 ranks" in said[0]
 
 
+def test_a_forward_that_raised_is_not_compared_with_the_next_batch():
+    def run(rank):
+        model = cut(models[rank], verify=True).train()
+        layer = model.model.layers[1]
+
+        def fail(*_):
+            raise MemoryError
+
+        hook = layer.register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError):
+            model(**batch_of(seed=1))
+        hook.remove()
+        model(**batch_of(seed=2)).loss.backward()
+
+    models = [seeded(llama) for _ in range(2)]
+    run_ranks(2, run)
+
+
 def test_further_backwards_after_the_comparison():
     """Of a graph that was kept, as of a second loss."""
 

@@ -8,7 +8,7 @@ are propagated through it, too. So no loss is computed twice, whatever scales it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -35,16 +35,15 @@ _NAMED = 5
 
 
 class Verification:
-    """Compare a forward and backward with those of ``whole``, a copy from before the cut."""
+    """Compare the first forward and backward in training of a cut model with those of ``whole``, a
+    copy from before the cut. A forward that raises is compared anew, with the batch of the next.
+    """
 
     def __init__(self, whole: nn.Module, axis: TensorAxis):
-        self.whole, self._axis = whole, axis
+        self._axis = axis
+        # None once both are compared; hooks on views of the outputs stay, for further backwards
+        self._comparison: _Comparison | None = _Comparison(whole, axis)
         self._handles: list[RemovableHandle] = []
-        self._outputs: list[torch.Tensor] = []  # of the whole model
-        self._given: dict[int, torch.Tensor] = {}  # gradients of the outputs, by output number
-        self._gradients: dict[str, torch.Tensor] = {}
-        self._ends = False  # whether :meth:`_finish` is queued for the end of the backward
-        self._done = False  # hooks on views of the outputs stay, for further backwards
 
     def watch(self, model: nn.Module) -> None:
         """Compare the first forward of ``model`` in training, and its backward."""
@@ -56,27 +55,94 @@ class Verification:
     def _before(
         self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> None:
-        if not (model.training and torch.is_grad_enabled()) or self._outputs:
+        if self._comparison is not None and model.training and torch.is_grad_enabled():
+            self._comparison.run_whole(model, args, kwargs)
+
+    def _after(self, model: nn.Module, args: object, output: object) -> object:
+        comparison = self._comparison
+        if comparison is None or not comparison.outputs:
+            return None
+        self._remove_hooks()
+        outputs = _differentiable(output)
+        comparison.compare_outputs(type(model).__name__, outputs)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = partial(comparison.add_gradient, name)
+                self._handles.append(parameter.register_hook(hook))
+        places = iter(range(len(outputs)))
+
+        def passed_on(x: torch.Tensor) -> torch.Tensor:
+            """Hook a view of ``x`` for readers of the output; a loss beside logits reads ``x``."""
+            if not x.requires_grad:
+                return x
+            view = x.view_as(x)
+            view.register_hook(partial(self._take_given, model, next(places)))
+            return view
+
+        return map_tensors(output, passed_on)
+
+    def _take_given(self, model: nn.Module, index: int, gradient: torch.Tensor) -> None:
+        """Keep the gradient of an output; end the comparison when its backward ends."""
+        if self._comparison is None:
             return
+        if not self._comparison.given:
+            finish = partial(self._finish, model)
+            Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+        self._comparison.add_given(index, gradient)
+
+    def _finish(self, model: nn.Module) -> None:
+        self._remove_hooks()
+        comparison, self._comparison = self._comparison, None
+        assert comparison is not None
+        count = comparison.compare_gradients(model)
+        log_rank0(
+            f"{VERIFY}: loss and {count} gradients of {type(model).__name__} are those of the "
+            f"whole model, on {self._axis.size} ranks"
+        )
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _Comparison:
+    """One comparison with the model ``whole``.
+
+    ``outputs``: of the whole model, [] before :meth:`run_whole`. ``given``: the gradients that the
+    backward of the cut model brings to its outputs, by their number.
+    """
+
+    def __init__(self, whole: nn.Module, axis: TensorAxis):
+        self._whole, self._axis = whole, axis
+        self.outputs: list[torch.Tensor] = []
+        self.given: dict[int, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] = {}  # of the cut model
+
+    def run_whole(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
+        """Run the whole model, with the values of ``model``, on the arguments of its forward."""
+        self.outputs = []  # of a forward that has raised; their graph holds the former parameters
         self._take_values(model)
-        parameter = next(self.whole.parameters())
+        parameter = next(self._whole.parameters())
         args, kwargs = tree_map_only(
             torch.Tensor,
             lambda x: x.detach().to(parameter.dtype) if x.is_floating_point() else x,
             (args, kwargs),
         )
-        self._outputs = _differentiable(self.whole(*args, **kwargs))
+        self.outputs = _differentiable(self._whole(*args, **kwargs))
 
     def _take_values(self, model: nn.Module) -> None:
         device = process_group.default_device()
-        needed = 2 * sum(p.numel() * p.element_size() for p in self.whole.parameters())
+        needed = 2 * sum(p.numel() * p.element_size() for p in self._whole.parameters())
         if free_bytes(device) < needed:
             raise DoesNotFitError(
                 f"{VERIFY} needs {in_units(needed)} on each rank for the whole model and its "
                 f"gradients, and {in_units(free_bytes(device))} are free; verify a smaller model "
                 "of this type, or remove the key"
             )
-        values, parameters = model.state_dict(), dict(self.whole.named_parameters())
+        values, parameters = model.state_dict(), dict(self._whole.named_parameters())
         if missing := sorted(set(parameters) - set(values)):
             raise ConfigError(
                 f"{VERIFY} compares the model with what it was before it was cut, and "
@@ -86,83 +152,54 @@ class Verification:
             value = values[name].to(device, copy=True)
             replacement = nn.Parameter(value, parameter.requires_grad)
             torch.utils.swap_tensors(parameter, replacement)
-        self.whole.to(device).train(model.training)
+        self._whole.to(device).train(model.training)
 
-    def _after(self, model: nn.Module, args: object, output: object) -> object:
-        if not self._outputs:
-            return None
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        outputs = _differentiable(output)
-        if [output.shape for output in outputs] != [output.shape for output in self._outputs]:
+    def compare_outputs(self, name: str, outputs: Sequence[torch.Tensor]) -> None:
+        """Raise VerificationError, on all ranks of the group, if ``outputs`` of the cut model, of
+        the class ``name``, differ (collective).
+        """
+        if [output.shape for output in outputs] != [output.shape for output in self.outputs]:
             raise VerificationError(
-                f"{VERIFY}: {type(model).__name__} has outputs of "
+                f"{VERIFY}: {name} has outputs of "
                 f"{[list(output.shape) for output in outputs]}, cut, and of "
-                f"{[list(output.shape) for output in self._outputs]}, whole; {_REMEDY}"
+                f"{[list(output.shape) for output in self.outputs]}, whole; {_REMEDY}"
             )
-        named = {f"output {index}": output for index, output in enumerate(self._outputs)}
-        self._compare("outputs", dict(zip(named, outputs)), named)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                hook = partial(self._take_gradient, name)
-                self._handles.append(parameter.register_hook(hook))
-        self._model = model
-        places = iter(range(len(outputs)))
+        expected = {f"output {index}": output for index, output in enumerate(self.outputs)}
+        self._compare("outputs", dict(zip(expected, outputs)), expected)
 
-        def passed_on(x: torch.Tensor) -> torch.Tensor:
-            """Hook a view of ``x`` for readers of the output; a loss beside logits reads ``x``."""
-            if not x.requires_grad:
-                return x
-            view = x.view_as(x)
-            view.register_hook(partial(self._take_given, next(places)))
-            return view
+    def add_given(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient that the backward brings to output ``index``."""
+        self.given[index] = self.given.get(index, 0) + gradient.detach()
 
-        return map_tensors(output, passed_on)
-
-    def _take_given(self, index: int, gradient: torch.Tensor) -> None:
-        if self._done:
-            return
-        self._given[index] = self._given.get(index, 0) + gradient.detach()
-        if not self._ends:
-            self._ends = True
-            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
-
-    def _take_gradient(self, name: str, gradient: torch.Tensor) -> None:
+    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Add a gradient of parameter ``name`` of the cut model."""
         self._gradients[name] = self._gradients.get(name, 0) + gradient.detach()
 
-    def _finish(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        reached = [(self._outputs[index], gradient) for index, gradient in self._given.items()]
+    def compare_gradients(self, model: nn.Module) -> int:
+        """Run the backward of the whole model, compare the gradients of ``model`` with its own, and
+        return their number. Raises VerificationError as :meth:`compare_outputs` (collective).
+        """
+        reached = [(self.outputs[index], gradient) for index, gradient in self.given.items()]
         torch.autograd.backward(
             [output for output, _ in reached],
             [gradient.to(output.dtype) for output, gradient in reached],
         )
         expected, actual = {}, {}
-        whole = dict(self.whole.named_parameters())
-        for name, parameter in self._model.named_parameters():
+        whole = dict(self._whole.named_parameters())
+        for name, parameter in model.named_parameters():
             if not parameter.requires_grad or name not in whole:
                 continue
-            sharding = sharding_of(parameter)
-            want = whole[name].grad
+            sharding, want = sharding_of(parameter), whole[name].grad
             if want is None:
                 want = torch.zeros_like(whole[name])
             want = want if sharding.box is None else sharding.box.take(want)
             gradient = self._gradients.get(name)
-            if gradient is None:
-                gradient = torch.zeros_like(want)
-            gradient = gradient.reshape(want.shape)
+            gradient = torch.zeros_like(want) if gradient is None else gradient.reshape(want.shape)
             if sharding.partial:
                 gradient = self._axis.sum(gradient, f"{name} ({VERIFY})")
             expected[name], actual[name] = want, gradient
         self._compare("gradients", actual, expected)
-        log_rank0(
-            f"{VERIFY}: loss and {len(expected)} gradients of {type(self._model).__name__} are "
-            f"those of the whole model, on {self._axis.size} ranks"
-        )
-        self.__dict__.clear()
-        self._done = True
+        return len(expected)
 
     @torch.no_grad()
     def _compare(
