@@ -29,7 +29,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.launch.plan import Request, refuse_missing
 
 if TYPE_CHECKING:
-    from hf_zero.parity.session import Answer
+    from hf_zero.parity.answers import Answer
 
 DIFFERENT = 1
 TRAINING_FILES = (".yaml", ".yml")
@@ -124,7 +124,8 @@ def parity(
 
 def compare(request: Request, options: Compared, as_json: bool = False) -> bool:
     """Compare the script of ``request``, print the answer, and return whether it is equal."""
-    from hf_zero.parity.session import Resume, Session, as_json_object
+    from hf_zero.parity.answers import as_json_object
+    from hf_zero.parity.session import Resume, Session
 
     refuse_missing(request)
     if not as_json:
@@ -212,7 +213,7 @@ class _Progress:
 
 
 def _print(answer: Answer) -> None:
-    from hf_zero.parity.session import details, sentence
+    from hf_zero.parity.answers import details, sentence
 
     print(entry(sentence(answer)))
     for line in details(answer):

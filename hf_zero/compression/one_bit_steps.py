@@ -1,12 +1,5 @@
 """The steps of an optimizer with a momentum in one bit: the choice between dense and one-bit steps,
-the freeze between them, the messages of each, and the gradient norm.
-
-[Note: the gradient norm]
-In one bit no rank has the average gradient before its momentum is sent, and clipping must precede
-that. The norm is estimated as the root mean square of the ranks' own gradient norms times the ratio
-of the two, measured in the last dense steps. A step that sends nothing uses this rank's own
-gradient and that ratio. The ratio stays on the device, in the groups of the optimizer; a checkpoint
-stores it as a number.
+the freeze between them, and the messages of each.
 """
 
 from __future__ import annotations
@@ -22,16 +15,14 @@ from torch import Tensor, nn
 from hf_zero.compression.flat_lamb import FlatLamb
 from hf_zero.compression.flat_momentum import LIMIT, FlatMomentum, corrects
 from hf_zero.compression.local_steps import LIMIT_OF_MEANS, LocalSteps
+from hf_zero.compression.rank_norm import RankNorm, note
 from hf_zero.config import ZeroConfig
 from hf_zero.device.spans import span
-from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import logger
-from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.optim.group_settings import ALL_FROZEN_AT, FROZEN_AT, NORM_RATIO
+from hf_zero.optim.group_settings import ALL_FROZEN_AT, FROZEN_AT
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.reduce.norm import sums_of_squares
 
 if TYPE_CHECKING:
     from hf_zero.zero.step.optimizer_step import OptimizerStep
@@ -503,55 +494,3 @@ class OneBitSteps(Feature):
     def state_bytes(self) -> Mapping[str, int]:
         nbytes = sum(momentum.nbytes() for momentum in self._chosen) + self._local.nbytes()
         return {"optimizer": nbytes}
-
-
-class RankNorm:
-    """The sum of squares of this rank's own gradients, if taken in this step."""
-
-    def __init__(self, mesh: Mesh, bound: BoundOptimizer, kernels: str | tuple[str, ...]) -> None:
-        self._mesh, self._bound, self._kernels = mesh, bound, kernels
-        self._squares: Tensor | None = None
-        self.scale = 1.0  # factor that makes the gradients summands of a mean
-
-    def take(self, gradients: Sequence[Tensor], scale: float) -> None:
-        self._squares, self.scale = self._sum(gradients) * scale**2, scale
-
-    def drop(self) -> None:
-        self._squares = None
-
-    def estimated(self, share: float) -> Tensor:
-        """Return ``share`` of the estimated square of the average gradient's norm: fp64, 0-dim."""
-        if self._squares is None:
-            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        ratio = self._ratio()
-        return self._squares * (torch.where(ratio < 0.0, 1.0, ratio) * share)
-
-    def measure(self, shards: Sequence[Tensor]) -> None:
-        """Update the ratio by the average gradient: this rank has ``shards`` (collective)."""
-        if self._squares is None:
-            return
-        both = torch.stack([self._sum(shards), self._squares])
-        self._squares = None
-        self._mesh.shard.all_reduce(both, "norms of gradients").wait()
-        mean, local = both.unbind()
-        ratio, before = mean * self._mesh.shard.size / local, self._ratio()
-        mixed = torch.where(before < 0.0, ratio, 0.9 * before + 0.1 * ratio)
-        measured = (ratio >= 0.0) & (ratio < float("inf"))  # excludes zero gradients and overflows
-        note(self._bound, NORM_RATIO, torch.where(measured, mixed, before))
-
-    def _ratio(self) -> Tensor:
-        """Return the ratio measured so far, fp64, 0-dim; -1: none."""
-        ratio = self._bound.groups[0].get(NORM_RATIO, -1.0)
-        if isinstance(ratio, Tensor):
-            return ratio
-        return torch.full((), ratio, dtype=torch.float64, device=self._mesh.device)
-
-    def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sum of squares of ``tensors`` on the device, fp64."""
-        return torch.stack(sums_of_squares(tensors, self._kernels)).sum().to(self._mesh.device)
-
-
-def note(bound: BoundOptimizer, key: str, value: float | Tensor) -> None:
-    """Store ``value`` in all groups of the optimizer ``bound``, and so in checkpoints."""
-    for group in bound.groups:
-        group[key] = value

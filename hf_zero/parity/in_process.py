@@ -11,9 +11,10 @@ from typing import Any
 
 from hf_zero.checkpoint.run_state import restorer_of_generators
 from hf_zero.distributed import process_group, world_group
+from hf_zero.parity.answers import Answer
 from hf_zero.parity.comparison import RunRecord
 from hf_zero.parity.runs import ComparedRun, recording
-from hf_zero.parity.session import Answer, Resume, compare
+from hf_zero.parity.session import Resume, compare
 
 
 def parity(

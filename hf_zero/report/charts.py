@@ -13,7 +13,6 @@ from typing import Any
 from hf_zero.measures.run_record import BUFFERS
 from hf_zero.report.rows import TIERS
 from hf_zero.report.run import RecordedRun, is_loss
-from hf_zero.report.timeline import LANES, Bar, Timeline
 
 Spec = dict[str, Any]
 
@@ -22,18 +21,13 @@ HEIGHT = 190
 TICKS = {"expr": "ceil(width / 80)"}  # of the axis of steps
 RUNS = ("var(--c1)", "var(--c2)")
 KINDS = {
-    "parameters": "var(--c1)", "gradients": "var(--c2)", "optimizer": "var(--c3)", BUFFERS:
-    "var(--c6)", "state": "var(--c4)", "allocated at most": "var(--c4)",
+    "parameters": "var(--c1)", "gradients": "var(--c2)", "optimizer": "var(--c3)",
+    BUFFERS: "var(--c6)", "state": "var(--c4)", "allocated at most": "var(--c4)",
 }  # fmt: skip
 OPERATIONS = {
     "all_gather": "var(--c1)", "reduce_scatter": "var(--c2)", "all_reduce": "var(--c3)",
     "all_to_all": "var(--c4)", "send_to_next": "var(--c5)", "send_activations": "var(--c5)",
     "send_gradients": "var(--c6)", "broadcast": "var(--c7)",
-}  # fmt: skip
-BARS = {
-    "forward": "var(--c1)", "backward": "var(--c5)", "kernels": "var(--c1)", "gathers":
-    "var(--c3)", "reductions": "var(--c4)", "updates": "var(--c6)", "transfers": "var(--c7)",
-    "exposed": "var(--c2)",
 }  # fmt: skip
 PARTS = {"forward_ms": "forward", "backward_ms": "backward", "update_ms": "update"}
 WAITS = {"gather_wait_ms": "gathers", "reduction_wait_ms": "reductions"}
@@ -117,7 +111,7 @@ def traffic(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
             "encoding": {
                 "x": _steps(),
                 "y": _bytes(most, "y"),
-                "color": _colors("operation", OPERATIONS, rows),
+                "color": colors_of("operation", OPERATIONS, rows),
                 "tooltip": [
                     {"field": "step"},
                     {"field": "operation"},
@@ -149,7 +143,7 @@ def memory(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
                     "axis": {"title": None, "grid": False, "labelLimit": 240},
                 },
                 "x": _bytes(most, "x"),
-                "color": _colors("kind", KINDS, rows),
+                "color": colors_of("kind", KINDS, rows),
                 "order": {"field": "place", "type": "quantitative"},
                 "tooltip": [
                     {"field": "line"},
@@ -163,68 +157,6 @@ def memory(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
             "step come and go, and activations are in neither"
         )
         yield _for_run(runs, run, Chart(f"memory{index}", "Memory", note, spec))
-
-
-def timeline(index: int, one: Timeline) -> Chart:
-    """Return the chart of one step."""
-    lines, bars = _places(one.bars)
-    labels = ", ".join(f"'{position:.3f}': '{name}'" for position, name in lines.items())
-    depth = max(bar["y2"] for bar in bars)
-    spec: Spec = {
-        "data": {"values": bars},
-        "height": max(140, 18 * depth),
-        "params": [
-            {
-                "name": "zoom",
-                "select": {
-                    "type": "interval",
-                    "encodings": ["x"],
-                    "zoom": "wheel![event.shiftKey]",
-                },
-                "bind": "scales",
-            }
-        ],
-        "mark": {"type": "rect", "clip": True, "tooltip": True},
-        "encoding": {
-            "x": {
-                "field": "begin",
-                "type": "quantitative",
-                "scale": {"domain": [0, one.length / 1e3], "nice": False},
-                "axis": {"title": "milliseconds", "format": ",~f"},
-            },
-            "x2": {"field": "end"},
-            "y": {
-                "field": "y",
-                "type": "quantitative",
-                "scale": {"domain": [0, depth], "reverse": True, "nice": False},
-                "axis": {
-                    "title": None,
-                    "values": list(lines),
-                    "labelExpr": f"({{{labels}}})[format(datum.value, '.3f')]",
-                    "grid": False,
-                    "labelOverlap": False,
-                    "ticks": False,
-                    "domain": False,
-                    "labelLimit": 220,
-                },
-            },
-            "y2": {"field": "y2"},
-            "color": _colors("kind", BARS, bars),
-            "tooltip": [
-                {"field": "name"},
-                {"field": "kind"},
-                {"field": "begin", "title": "begins at (ms)", "format": ".3f"},
-                {"field": "took", "title": "takes (ms)", "format": ".3f"},
-            ],
-        },
-    }
-    some = "" if one.shown == one.ranks else f", the first {one.shown} of {one.ranks} ranks"
-    note = (
-        f"step {one.step}{some}: {one.length / 1e3:,.1f} ms. Gathers and reductions are drawn "
-        "from their launch to their end; exposed: computation waited."
-    )
-    hint = "Drag to move, Shift and the wheel to zoom."
-    return Chart(f"timeline{index}", "Timeline of a step", note, spec, True, hint)
 
 
 def _for_run(runs: Sequence[RecordedRun], run: RecordedRun, chart: Chart) -> Chart:
@@ -265,7 +197,7 @@ def _steps() -> Spec:
                      "labelOverlap": "greedy", "labelSeparation": 8}}  # fmt: skip
 
 
-def _colors(field: str, colors: Mapping[str, str], rows: Sequence[Mapping[str, object]]) -> Spec:
+def colors_of(field: str, colors: Mapping[str, str], rows: Sequence[Mapping[str, object]]) -> Spec:
     """Return the encoding by the ``colors`` of those values that occur."""
     used = {row[field] for row in rows}
     used_colors = {name: color for name, color in colors.items() if name in used}
@@ -347,7 +279,7 @@ def _with_evaluations(runs: Sequence[RecordedRun], losses: Iterator[Chart]) -> I
             "encoding": {
                 "x": _steps(),
                 "y": {"field": "value", "type": "quantitative"},
-                "color": _colors(by, colors, [{by: name} for name in colors])
+                "color": colors_of(by, colors, [{by: name} for name in colors])
                 | ({} if by == "evaluation" else {"legend": None}),
                 "detail": [{"field": "evaluation"}, {"field": "run"}],
                 "tooltip": [
@@ -407,7 +339,7 @@ def _drawn(
                 "labelExpr": f"datum.value ? format(datum.value, '{form}') : '0'",
             },
         },
-        "color": _colors(by, colors, [{by: name} for name in colors] if by == "run" else rows),
+        "color": colors_of(by, colors, [{by: name} for name in colors] if by == "run" else rows),
     }
     if by == "run":
         legend = {"symbolType": "stroke", "symbolSize": 300} if len(runs) > 1 else None
@@ -546,50 +478,3 @@ def _memory_rows(run: RecordedRun) -> Iterator[Spec]:
         peak = max(run.figure("peak_device_bytes"), default=0)
         if tier == "device" and peak:
             yield row("allocated at most", tier, "allocated at most", "by the allocator", peak)
-
-
-def _places(bars: Sequence[Bar]) -> tuple[dict[float, str], list[Spec]]:
-    """Return the labels of lanes by their place, and the bars at their places: those of one lane
-    that overlap lie below each other; what was exposed is drawn over the lane.
-    """
-    labels: dict[float, str] = {}
-    layers: list[Spec] = []
-    top = 0.0
-    for rank in sorted({bar.rank for bar in bars}):
-        for lane in LANES:
-            ordered = sorted(
-                (bar for bar in bars if (bar.rank, bar.lane) == (rank, lane)),
-                key=lambda bar: (bar.kind == "exposed", bar.begin),
-            )
-            if not ordered:
-                continue
-            ends: list[float] = []  # of the last bar of each level
-            levels = []
-            for bar in ordered:
-                if bar.kind == "exposed":
-                    levels.append(-1)
-                    continue
-                level = next((n for n, end in enumerate(ends) if end <= bar.begin), len(ends))
-                ends[level:] = [bar.end, *ends[level + 1 :]]
-                levels.append(level)
-            depth = max(1, min(len(ends), 4)) if lane != "compute" else 1
-            height = 1.6 if lane == "compute" else 1.0 if depth == 1 else 0.6 * depth
-            for bar, level in zip(ordered, levels):
-                whole = level < 0 or lane == "compute"
-                low = top if whole else top + height * (level % depth) / depth
-                high = top + height if whole else low + height / depth
-                layers.append(
-                    {
-                        "name": bar.name,
-                        "kind": bar.kind,
-                        "begin": round(bar.begin / 1e3, 4),
-                        "end": round(bar.end / 1e3, 4),
-                        "took": round((bar.end - bar.begin) / 1e3, 4),
-                        "y": round(low, 4),
-                        "y2": round(high - 0.08, 4),
-                    }
-                )
-            labels[round(top + height / 2, 4)] = f"rank {rank} {lane}"
-            top += height + 0.25
-        top += 0.6
-    return labels, layers

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.logging import counted, in_units, listed
-from hf_zero.report import charts
+from hf_zero.report import charts, timeline_chart
 from hf_zero.report.charts import Chart
 from hf_zero.report.run import RecordedRun, RunReader, is_loss
 from hf_zero.report.timeline import Timeline, read_timeline
@@ -115,7 +115,11 @@ def _sections(
     tables = [_named(runs, run, _collectives(run)) for run in runs]
     yield _section("Communication", _charts(charts.traffic(runs), drawn), *tables)
     parts = [
-        _named(runs, runs[index], _charts([charts.timeline(index, chart)], drawn) + _exposed(chart))
+        _named(
+            runs,
+            runs[index],
+            _charts([timeline_chart.timeline(index, chart)], drawn) + _exposed(chart),
+        )
         for index, chart in enumerate(timelines)
         if chart is not None
     ]

@@ -1,41 +1,28 @@
-"""Samples chosen by difficulty (arXiv 2212.03597): each step draws from the *pool* of samples that
-every metric of the configuration admits at its current difficulty. Sections and names are
-DeepSpeed's. The order of the samples is a function of the seed, the samples of a step and the
-number of consumed samples:
-
-- Initially each sample of the dataset is due once. A draw takes a sample that is in the pool and
-  due, with equal probabilities, and it is due no longer. A draw that finds none starts another
-  epoch: all are due again. So no sample is drawn twice in an epoch, however the pool changes
-  meanwhile, and if the pool is the whole dataset the order is a shuffle per epoch.
-- From a pool smaller than a batch, samples are drawn several times within the batch.
-
-All ranks have the same order; the samplers of data loaders distribute it among them. A resumed run,
-on any number of ranks with the same number of samples a step, replays only the sizes of its draws:
-one permutation for each change of the pool, nothing for the samples in between.
+"""Samples chosen by difficulty (arXiv 2212.03597) as a feature of an engine: each step draws from
+the samples that every metric of the configuration admits at its current difficulty. Sections and
+names are DeepSpeed's.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from torch.utils.data import BatchSampler, IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.techniques import LENGTHS, METRICS, SAMPLING, DataEfficiency, DataSampling
 from hf_zero.distributed.parallel_groups import dims_in_effect, readers
 from hf_zero.errors import ConfigError
+from hf_zero.techniques.curriculum_samplers import CurriculumSampler, RankBatches
 from hf_zero.techniques.difficulty_index import (
     AnalyzerIndex,
     DifficultyIndex,
     RankedSamples,
     is_analyzers,
 )
+from hf_zero.techniques.sample_order import Criterion, SampleOrder
 from hf_zero.techniques.schedules import DifficultySchedule, Number
 from hf_zero.techniques.sequence_length import metrics_of
 from hf_zero.zero.engine_parts import EngineFeatures
@@ -56,247 +43,6 @@ _KEYS = (
 # (batch, state) -> batch; state: curriculum_step, counted from 1, and current_difficulties by
 # metric
 PostProcess = Callable[..., object]
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """The limit of one metric: samples up to ``difficulty(step)`` are admitted, steps counted from
-    1. The difficulty is a value of the metric or, if ``percentiles`` is given, one of so many
-    percentiles.
-    """
-
-    name: str
-    index: RankedSamples
-    difficulty: Callable[[int], float]
-    percentiles: float | None = None
-    # cache by difficulty: a search of the index in each step would cost more than the draws
-    _counts: dict[float, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def admitted(self, step: int) -> int:
-        """Return the number of the index's samples, easiest first, admitted at ``step``."""
-        difficulty = self.difficulty(step)
-        if difficulty not in self._counts:
-            self._counts[difficulty] = (
-                self.index.count_up_to(difficulty)
-                if self.percentiles is None
-                else self.index.count_of(difficulty, self.percentiles)
-            )
-        return self._counts[difficulty]
-
-    def describe(self, step: int) -> str:
-        difficulty = self.difficulty(step)
-        if self.percentiles is None:
-            return f"{self.name} ≤ {difficulty:g}"
-        return f"percentile {difficulty:g} of {self.percentiles:g} of {self.name}"
-
-
-class SampleOrder:
-    """The order of ``rows`` samples under ``criteria``; a step takes ``batch_size`` samples over
-    all ranks.
-    """
-
-    def __init__(self, rows: int, criteria: Sequence[Criterion], batch_size: int, seed: int):
-        self.rows = rows
-        self.criteria = tuple(criteria)
-        self.batch_size = batch_size
-        self.seed = seed
-
-    def after(self, consumed: int) -> Iterator[int]:
-        """Yield the samples from number ``consumed`` on, endlessly.
-
-        Raises ConfigError at a step that admits no sample.
-        """
-        drawn, within = divmod(consumed, self.batch_size)
-        draws, admitted, step = _Draws(self.rows, self.seed), None, 0
-        while True:
-            step += 1
-            counts = [criterion.admitted(step) for criterion in self.criteria]
-            if counts != admitted:
-                admitted = counts
-                draws.change_pool(self._pool(counts, step), step)
-            if step <= drawn:
-                draws.skip(self.batch_size)
-            else:
-                yield from draws.take(self.batch_size)[within:].tolist()
-                within = 0
-
-    def pool(self, step: int) -> np.ndarray:
-        """Return the samples admitted at ``step``, counted from 1, in ascending order."""
-        return self._pool([criterion.admitted(step) for criterion in self.criteria], step)
-
-    def _pool(self, counts: list[int], step: int) -> np.ndarray:
-        admitted = np.ones(self.rows, dtype=bool)
-        for criterion, count in zip(self.criteria, counts):
-            if count < self.rows:
-                easy = np.zeros(self.rows, dtype=bool)
-                easy[criterion.index.order[:count]] = True
-                admitted &= easy
-        pool = np.flatnonzero(admitted)
-        if not len(pool):
-            limits = " and ".join(criterion.describe(step) for criterion in self.criteria)
-            raise ConfigError(
-                f"no sample is admitted at step {step}, which asks for {limits}; raise "
-                "min_difficulty (`hf-zero analyze` shows the values)"
-            )
-        return pool
-
-
-class _Draws:
-    """The draws as defined in the module docstring, from one pool at a time."""
-
-    def __init__(self, rows: int, seed: int):
-        self._seed = seed
-        self._due = np.ones(rows, dtype=bool)
-        self._pool = np.empty(0, dtype=np.int64)
-        self._key = 0  # step at which the pool was set
-        self._epochs = 0  # epochs started since
-        # the pool's samples due in this epoch, shuffled on first use
-        self._order: np.ndarray | None = None
-        self._size = self._at = 0
-
-    def change_pool(self, pool: np.ndarray, step: int) -> None:
-        if self._at:
-            self._due[self._shuffled()[: self._at]] = False
-        self._pool, self._key, self._epochs, self._order = pool, step, 0, None
-        self._size, self._at = int(self._due[pool].sum()), 0
-
-    def skip(self, count: int) -> None:
-        """Advance by ``count`` draws without returning the samples."""
-        beyond = self._at + count - self._size
-        if beyond <= 0:
-            self._at += count
-            return
-        # an epoch ends only with the next draw after its last sample
-        epochs, at = divmod(beyond - 1, len(self._pool))
-        self._due[:] = True
-        self._epochs += epochs + 1
-        self._order, self._size, self._at = None, len(self._pool), at + 1
-
-    def take(self, count: int) -> np.ndarray:
-        taken = []
-        while count:
-            count_here = min(count, self._size - self._at) or min(count, len(self._pool))
-            self.skip(count_here)
-            taken.append(self._shuffled()[self._at - count_here : self._at])
-            count -= count_here
-        return np.concatenate(taken)
-
-    def _shuffled(self) -> np.ndarray:
-        if self._order is None:
-            random = np.random.default_rng((self._seed, self._key, self._epochs))
-            self._order = random.permutation(self._pool[self._due[self._pool]])
-        return self._order
-
-
-@dataclass
-class _Training:
-    """The training that a sampler and its copies follow."""
-
-    order: SampleOrder | None = None
-    steps_done: Callable[[], int] = int
-    post_process: Callable[[object], object] | None = None
-
-
-class CurriculumSampler(Sampler[int]):
-    """Sampler of all ranks' samples in the order of the training: a step takes the next
-    ``batch_size`` samples, whatever their division into micro-batches and ranks.
-
-    The length, an epoch of the loader, is the number of samples in the dataset, in whole batches;
-    the order decides which samples these are. An iteration starts with the first sample of the
-    training's next step: a resumed run continues at its position, and the samples of an
-    accumulation window without a step are drawn again.
-
-    ``skip`` and ``announced``: as in :class:`hf_zero.setup.training_loader.EpochSampler`.
-    """
-
-    skip = 0
-    announced: int | None = None
-    follows_steps = True  # an iteration begins with the samples of the next step
-
-    def __init__(self, dataset: Any, batch_size: int, drop_last: bool = False):
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self._skipped = 0
-        self._training = _Training()
-        whole, remainder = divmod(len(dataset), batch_size)
-        self._length = max(1, whole + bool(remainder and not drop_last)) * batch_size
-
-    def follow(
-        self,
-        order: SampleOrder,
-        steps_done: Callable[[], int],
-        post_process: Callable[[object], object] | None = None,
-    ) -> None:
-        """Draw in ``order``, for a training that has completed ``steps_done()`` steps.
-        ``post_process`` changes the batches of a
-        :class:`hf_zero.setup.training_loader.TrainingLoader`.
-        """
-        training = self._training
-        training.order, training.steps_done, training.post_process = order, steps_done, post_process
-
-    def post_process(self, batch: object) -> object:
-        """Return the batch that a loader yields for ``batch``, which may be post-processed."""
-        return batch if self._training.post_process is None else self._training.post_process(batch)
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def total_size(self) -> int:
-        """The number of samples of an epoch, over all ranks."""
-        return self._length
-
-    def __iter__(self) -> Iterator[int]:
-        order = self._training.order
-        if order is None:
-            raise ConfigError(
-                "a loader that draws by difficulty was iterated before there was an engine; "
-                "prepare the model that it trains first"
-            )
-        consumed = self._training.steps_done() * self.batch_size - self._skipped
-        skip, self.skip = self.skip, 0
-        return islice(order.after(max(0, consumed)), max(0, self._length - skip))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Announce the script's epoch; the step determines where an iteration starts."""
-        self.announced = epoch
-
-    def before_skipping(self, samples: int) -> CurriculumSampler:
-        """Return a copy for a loader that drops its first ``samples`` samples, which a resumed
-        training has consumed: the first sample after them belongs to the training's next step.
-        """
-        other = copy.copy(self)
-        other._skipped += samples
-        return other
-
-
-class RankBatches(Sampler[list[int]]):
-    """Yield one rank's share of the micro-batches: every ``ranks``-th, from number ``rank``."""
-
-    def __init__(self, sampler: CurriculumSampler, micro_batch: int, ranks: int, rank: int):
-        self.batches = BatchSampler(sampler, micro_batch, drop_last=True)
-        self.batch_size, self.ranks, self.rank = micro_batch, ranks, rank
-
-    def __len__(self) -> int:
-        return len(self.batches) // self.ranks
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return islice(self.batches, self.rank, None, self.ranks)
-
-
-class RankSamples(Sampler[int]):
-    """Yield the samples of ``batches`` one by one, for loaders that build micro-batches of that
-    size themselves.
-    """
-
-    def __init__(self, batches: RankBatches):
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches) * self.batches.batch_size
-
-    def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self.batches)
 
 
 class DifficultySampling(Feature):

@@ -22,9 +22,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from hf_zero.config.techniques import TokenDropSection
 from hf_zero.optim import OneBitAdam
 from hf_zero.techniques.blocks import linears_of_blocks
-from hf_zero.techniques.data_sampling import Criterion, SampleOrder
 from hf_zero.techniques.difficulty_index import write_index
 from hf_zero.techniques.quantized_linears import base_config
+from hf_zero.techniques.sample_order import Criterion, SampleOrder
 from hf_zero.techniques.token_drop import sample as token_drop_of
 from hf_zero.techniques.token_drop import tokens_read
 from tests.helpers import layer_drop, sampled, token_drop

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_zero.techniques.data_sampling import Criterion, SampleOrder
 from hf_zero.techniques.difficulty_index import DifficultyIndex, write_index
+from hf_zero.techniques.sample_order import Criterion, SampleOrder
 
 ROWS, BATCH = 40, 8
 PERCENTILES = [25, 50, 100]

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 import hf_zero
-from hf_zero.techniques.data_sampling import Criterion, SampleOrder
 from hf_zero.techniques.difficulty_index import write_index
+from hf_zero.techniques.sample_order import Criterion, SampleOrder
 from tests.helpers import sampled
 from tests.helpers.engines import config_of
 from tests.helpers.models import seeded

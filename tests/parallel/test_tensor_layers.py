@@ -117,7 +117,7 @@ def _sent(make, backward=True):
 
 
 def test_a_layer_sums_twice_forward_and_twice_backward(monkeypatch):
-    monkeypatch.setattr(agreement.Agreement, "compare", lambda *_: None)
+    monkeypatch.setattr(agreement.Agreement, "_compare", lambda *_: None)
     forward, both, sent, words = _sent(lambda: llama(num_hidden_layers=4))
     # embedding, and attention and MLP of 4 layers; the head's backward in place of the embedding
     assert forward == {"all_reduce": 9, "all_gather": 1}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.parity.session import Answer
+from hf_zero.parity.answers import Answer
 from tests.helpers.ranks import run_ranks
 
 FEATURES, ROWS = 12, 3

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.parity.answers import Answer
 from hf_zero.parity.causes import OF_ENGINE
-from hf_zero.parity.session import Answer
 from tests.helpers.ranks import run_ranks
 from tests.helpers.seeded_faults import seeded
 from tests.parity.loops import FEATURES, config, loop, stack

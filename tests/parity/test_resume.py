@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 import hf_zero
 from hf_zero.errors import ParityError
+from hf_zero.parity.answers import Answer
 from hf_zero.parity.causes import OF_ENGINE, cause_of_resume
-from hf_zero.parity.session import Answer
 from tests.helpers import launched
 from tests.helpers.ranks import run_ranks
 from tests.helpers.seeded_faults import seeded

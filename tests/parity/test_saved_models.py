@@ -13,8 +13,8 @@ import torch
 
 import hf_zero
 from hf_zero.engine import Engine
+from hf_zero.parity.answers import Answer
 from hf_zero.parity.saved_models import SavedModel, tensor_differences
-from hf_zero.parity.session import Answer
 from tests.helpers.ranks import run_ranks
 from tests.parity.loops import FEATURES, ROWS, config, stack
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from hf_zero.errors import ConfigError
-from hf_zero.techniques.data_sampling import Criterion, CurriculumSampler, SampleOrder
+from hf_zero.techniques.curriculum_samplers import CurriculumSampler
 from hf_zero.techniques.difficulty_index import write_index
+from hf_zero.techniques.sample_order import Criterion, SampleOrder
 
 ROWS = 40
 SCHEDULES: dict[str, Callable[[int], float]] = {

@@ -293,7 +293,7 @@ def draw_by_difficulty(
     )
     if batches is not None:
         from hf_zero.parallel.sequence.batches import SHARE
-        from hf_zero.techniques.data_sampling import CurriculumSampler
+        from hf_zero.techniques.curriculum_samplers import CurriculumSampler
 
         def choose(shared: DataLoaderAdapter, size: int) -> DataLoaderAdapter:
             ranks = 1 if self.split_batches else self.num_processes // size
@@ -345,7 +345,7 @@ def skip_what_was_trained(
     if finder.chosen() and type(skipping) is DataLoaderDispatcher:
         # Accelerate constructs it anew without these two
         skipping.state, skipping.slice_fn = dataloader.state, dataloader.slice_fn
-    from hf_zero.techniques.data_sampling import CurriculumSampler
+    from hf_zero.techniques.curriculum_samplers import CurriculumSampler
 
     sampler = _sampler_of(dataloader)
     if isinstance(sampler, CurriculumSampler):

@@ -39,13 +39,8 @@ from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold
 from hf_zero.logging import listed
 from hf_zero.measures.figures import tracked
-from hf_zero.techniques.data_sampling import (
-    CurriculumSampler,
-    RankBatches,
-    RankSamples,
-    follow,
-    sampled_metrics,
-)
+from hf_zero.techniques.curriculum_samplers import CurriculumSampler, RankBatches, RankSamples
+from hf_zero.techniques.data_sampling import follow, sampled_metrics
 from hf_zero.techniques.training_phases import phases_of
 
 if TYPE_CHECKING:

@@ -14,14 +14,7 @@ from .layouts import (
 )
 
 __all__ = [
-    "BSLongformerSparsityConfig",
-    "BigBirdSparsityConfig",
-    "BlockLayout",
-    "DenseSparsityConfig",
-    "FixedSparsityConfig",
-    "LocalSlidingWindowSparsityConfig",
-    "SparsityConfig",
-    "VariableSparsityConfig",
-    "from_section",
-    "sparse_attention",
-]
+    "BSLongformerSparsityConfig", "BigBirdSparsityConfig", "BlockLayout", "DenseSparsityConfig",
+    "FixedSparsityConfig", "LocalSlidingWindowSparsityConfig", "SparsityConfig",
+    "VariableSparsityConfig", "from_section", "sparse_attention",
+]  # fmt: skip

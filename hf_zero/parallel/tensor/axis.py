@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -27,9 +28,6 @@ from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import PartitionError
 from hf_zero.ops.operators import GradientContext
-
-if TYPE_CHECKING:
-    from hf_zero.parallel.tensor.shared_inputs import WeightGradients
 
 STRETCH = 64 << 20  # bytes of joined tensors per all-gather
 
@@ -128,6 +126,14 @@ def _join(x: torch.Tensor, axis: int, name: str) -> torch.Tensor:
     return _axes[axis].join(x, name)
 
 
+class GradientsBeside(Protocol):
+    """Gradients of ``weights`` that a backward computes while it sums that of their input."""
+
+    weights: Sequence[torch.nn.Parameter]
+
+    def compute(self, x: torch.Tensor) -> list[torch.Tensor | None]: ...
+
+
 class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -135,7 +141,7 @@ class _CopyTo(torch.autograd.Function):
         x: torch.Tensor,
         axis: int,
         name: str,
-        beside: WeightGradients | None,
+        beside: GradientsBeside | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         ctx.axis, ctx.name, ctx.beside = axis, name, beside
@@ -257,7 +263,7 @@ def border_of(node: torch.autograd.graph.Node) -> Border | None:
 
 
 def copy_to(
-    x: torch.Tensor, axis: TensorAxis, name: str, beside: WeightGradients | None = None
+    x: torch.Tensor, axis: TensorAxis, name: str, beside: GradientsBeside | None = None
 ) -> torch.Tensor:
     """Return ``x``, equal on all ranks, as input of layers of which each rank has a part.
     ``beside``: the gradients of their weights, computed while the backward's sum is in flight.

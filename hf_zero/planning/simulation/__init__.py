@@ -5,12 +5,6 @@ from hf_zero.planning.simulation.measuring import Measured, measure
 from hf_zero.planning.simulation.simulating import CollectiveCount, PhaseBytes, Simulation, simulate
 
 __all__ = [
-    "CollectiveCount",
-    "Machine",
-    "Measured",
-    "PhaseBytes",
-    "Seconds",
-    "Simulation",
-    "measure",
+    "CollectiveCount", "Machine", "Measured", "PhaseBytes", "Seconds", "Simulation", "measure",
     "simulate",
-]
+]  # fmt: skip

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.accelerate.loaders import _DataParallelState, skip_what_was_trained
-from hf_zero.techniques.data_sampling import CurriculumSampler
+from hf_zero.techniques.curriculum_samplers import CurriculumSampler
 from hf_zero.techniques.difficulty_index import DifficultyIndex
 from tests.helpers import sampled
 from tests.helpers.cells import in_one_item
