@@ -349,6 +349,26 @@ class Mesh:
         """Return ``value`` of each peer, in the order of :attr:`ranks` (collective)."""
         return [value] if self.peers is None else self.peers.all_gather_object(value, what)
 
+    def largest(self, what: str, value: int) -> int:
+        """Return the largest ``value`` of all ranks (collective, outside passes); ``what`` names
+        the agreement.
+        """
+        if self.consensus is None:
+            return value
+        return self.consensus.gathers.agree(what, (0, value), lambda proposal: "agreement")[1]
+
+    def equal_on_all(self, what: str, value: int) -> bool:
+        """Return whether all ranks give the same ``value``, outside passes; False also on a rank
+        that alone asks ``what``. Raises RankMismatchError if others ask for something else.
+        """
+        if self.consensus is None:
+            return True
+        gathers, values = self.consensus.gathers, [(0, value), (0, -value)]
+        try:
+            return values == [gathers.agree_or_leave(what, one, lambda _: what) for one in values]
+        finally:
+            gathers.end_asking()
+
     def gather_from_stages(self, value: T, what: str) -> list[T]:
         """Return ``value`` of each rank of all stages of a pipeline, which the ranks of a stage
         agree on (collective over all ranks). Without stages: that of this rank alone.

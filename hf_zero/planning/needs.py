@@ -44,7 +44,7 @@ from hf_zero.offload.update import STAGED
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.optim.bf16_state import WIDENED
 from hf_zero.optim.one_bit import OneBit, one_bit_of
-from hf_zero.zero.gather.schedule import MAX_PREFETCHED_UNITS
+from hf_zero.zero.gather.schedule import count_prefetched
 from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan, FlatPlan
 from hf_zero.zero.layout.wrap import names_in_blocks
 from hf_zero.zero.reduce.reductions import IN_FLIGHT
@@ -287,10 +287,8 @@ def gathered_bytes(plan: EnginePlan) -> int:
     most = 0
     for order in (sizes, sizes[::-1]):
         for index, size in enumerate(order):
-            following = order[index + 1 : index + 1 + (MAX_PREFETCHED_UNITS if ahead else 0)]
-            while len(following) > 1 and sum(following) > ahead:
-                following = following[:-1]
-            most = max(most, size + sum(following))
+            following = order[index + 1 :]
+            most = max(most, size + sum(following[: count_prefetched(following, ahead)]))
     return root + most
 
 

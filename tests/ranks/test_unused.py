@@ -19,7 +19,7 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.update import StagedCopies
 from hf_zero.ops import dispatch
 from hf_zero.optim import Adafactor
-from hf_zero.zero.gather.schedule import merged
+from hf_zero.zero.gather.merged_orders import merged
 from hf_zero.zero.layout import wrap
 from hf_zero.zero.state_entries import EngineState
 from tests.helpers import oracle

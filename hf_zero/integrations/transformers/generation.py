@@ -106,4 +106,4 @@ def _fits(model: nn.Module, engine: Engine) -> bool:
     fits = sum(unit.nbytes for unit in missing) <= FREE_SHARE * free_bytes(engine.device)
     if limit is not None and sum(parameter.numel() for parameter in model.parameters()) > limit:
         fits = False
-    return engine.schedule.largest("generate", int(not fits)) == 0
+    return engine.mesh.largest("generate", int(not fits)) == 0

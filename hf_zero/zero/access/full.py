@@ -171,7 +171,7 @@ class GatheredParameters:
                     values = whole.detach().contiguous().cpu().view(-1).view(torch.uint8)
                     digest.update(values.numpy().tobytes())
             what = f"write to {names} inside GatheredParameters(modifier_rank=None)"
-            if not engine.schedule.equal_on_all(what, int(digest.hexdigest()[:15], 16)):
+            if not engine.mesh.equal_on_all(what, int(digest.hexdigest()[:15], 16)):
                 raise RankMismatchError(
                     f"{names}: rank {engine.global_rank} has written values inside "
                     "GatheredParameters(modifier_rank=None) that other ranks have not; write the "

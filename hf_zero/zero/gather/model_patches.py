@@ -30,7 +30,7 @@ from hf_zero.zero.layout.sharding import join_parts, sharding_of, take_own_part
 from hf_zero.zero.layout.walk import modules_of
 
 _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")
-_index = attrgetter("index")
+_index, _requires_grad = attrgetter("index"), attrgetter("requires_grad")
 # Puts whole parameters of a module into the state dict, under a prefix.
 WholeSource = Callable[[nn.Module, dict[str, Any], str], None]
 
@@ -223,7 +223,7 @@ class ModelPatches:
         unchanged = list(map(len, registries)) == self._lengths and all(
             map(is_, chain.from_iterable(map(dict.values, registries)), self._held)
         )
-        if not unchanged or any(parameter.requires_grad for parameter in self._untrained):
+        if not unchanged or any(map(_requires_grad, self._untrained)):
             self._walk()
 
     def _walk(self) -> None:

@@ -17,31 +17,72 @@ fetched.
 
 A unit is released one unit late, when the next unit is needed: a block called twice in a row is not
 gathered twice, and the last unit of a forward is still gathered when its backward begins.
+
+[Note: prefetching]
+A unit that is needed brings the next ones of the plan: their shards are read from files, and their
+gathers launched, the first whatever its size, then up to :data:`MAX_PREFETCHED_UNITS` and a limit
+in bytes. Other ranks count on it: by :func:`count_prefetched` they know how far a rank may be, and
+issue as much before they wait for its reduction (the note in reduction_order.py). So
+:func:`count_prefetched` and the end of :meth:`Schedule.ensure_gathered` must admit the same units;
+``tests/zero/test_schedule.py`` compares them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.zero.gather.merged_orders import merged
 from hf_zero.zero.gather.shared_shards import SharedShards
 from hf_zero.zero.gather.unit import GatherState, Unit, unit_of
 from hf_zero.zero.layout.compute_copy import ChangedValues
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
-GATHER, END_OF_PASS = 1, 0
 _pins, _nbytes = attrgetter("guard.pins"), attrgetter("nbytes")
 MAX_PREFETCHED_UNITS = 2  # beside the limit in bytes of the configuration
-T = TypeVar("T")
+
+
+class Next(IntEnum):
+    """What a rank proposes to do next while an order is recorded. Of the proposals of all ranks the
+    largest is done: a gather that any rank needs comes before the end.
+    """
+
+    END_OF_PASS = 0
+    GATHER = 1
+
+
+def count_prefetched(sizes: Sequence[int], limit: int) -> int:
+    """Return how many of the next units of a plan, with ``sizes`` in bytes, are prefetched at most;
+    ``limit``: of their bytes. As the end of :meth:`Schedule.ensure_gathered`.
+    """
+    units = min(len(sizes), MAX_PREFETCHED_UNITS) if limit else 0
+    while units > 1 and sum(sizes[:units]) > limit:
+        units -= 1
+    return units
+
+
+class PassDepths(NamedTuple):
+    """Numbers of gathers of a plan that a rank may have issued, with those that it prefetches."""
+
+    of_units: dict[int, int]  # once it has needed a unit of the plan, by index
+    after: Sequence[int]  # once it has issued 0, 1, 2... of the gathers that the pass has recorded
+    whole: int  # once it has issued all
 
 
 class ReductionsUnderWay(Protocol):
-    """``Reducer`` (``reduce/reducer.py``), as gathers call it."""
+    """``Reducer`` (``reduce/reducer.py``), as gathers call it.
+
+    ``reach``: length of the prefix of the plan that this rank may wait for, outside of which a unit
+    is fetched (the note in reduction_order.py); None: the whole plan.
+    """
+
+    reach: int | None
 
     @property
     def launched(self) -> int: ...
@@ -64,7 +105,12 @@ class Pass:
 
 
 class Schedule:
-    """The gathers and releases of one engine. :meth:`connect` completes it."""
+    """The gathers and releases of one engine. :meth:`connect` completes it, before the first pass:
+    without it these three attributes are missing.
+
+    Others read ``gathered_for_others`` (``BackwardTracker``) and ``shards``, and add changes to
+    ``changed_values``; only this class sets its attributes.
+    """
 
     _reducer: ReductionsUnderWay
     abort_broken_backward: Callable[[], None]
@@ -100,9 +146,6 @@ class Schedule:
         self._prefetched: list[Unit] = []
         # units gathered only for other ranks so far, with their positions in the plan
         self.gathered_for_others: list[tuple[int, Unit]] = []
-        # length of the prefix of the plan that this rank may wait for, as the reducer limits it;
-        # None: the whole plan
-        self.reach: int | None = None
         self._kept_units: list[Unit] = []  # for the backward that may follow
         self.before_rounding = tuple(before_rounding)
 
@@ -123,24 +166,19 @@ class Schedule:
         self.abort_broken_backward = abort_broken_backward
         self._on_use = on_use
 
-    def depths_of_last_pass(self) -> tuple[dict[int, int], Sequence[int]]:
-        """Return the numbers of gathers of the plan that a rank may have issued, with those that it
-        prefetches, once it has needed each unit of it, by index; and once it has issued 0, 1, 2...
-        of those that the pass has recorded, and all. Of the last pass to issue all its gathers.
-        """
+    def depths_of_last_pass(self) -> PassDepths:
+        """Return the depths in the plan of the last pass to issue all its gathers."""
         plan = self._last_complete.plan or []
+        sizes = list(map(_nbytes, plan))
 
-        def with_prefetched(needed: int) -> int:  # as :meth:`ensure_gathered` prefetches
-            ahead = plan[needed : needed + MAX_PREFETCHED_UNITS] if self._ahead_bytes else []
-            while len(ahead) > 1 and sum(map(_nbytes, ahead)) > self._ahead_bytes:
-                ahead.pop()
-            return needed + len(ahead)
+        def with_prefetched(needed: int) -> int:
+            return needed + count_prefetched(sizes[needed:], self._ahead_bytes)
 
         positions = [0]
         for unit in self._last_complete.record or plan:  # a subsequence of the plan
             positions.append(plan.index(unit, positions[-1]) + 1)
         of_units = {unit.index: with_prefetched(number) for number, unit in enumerate(plan, 1)}
-        return of_units, [*map(with_prefetched, positions), len(plan)]
+        return PassDepths(of_units, list(map(with_prefetched, positions)), len(plan))
 
     @property
     def resident(self) -> tuple[int, ...]:
@@ -200,10 +238,11 @@ class Schedule:
         """
         under_way = self._pass
         if under_way is None:
+            # without gathers: what the pass before has left is not this one's
             self._last_complete = Pass(None, False, [])
             return
         if under_way.plan is None:
-            while self._agree_on_gather(END_OF_PASS, None):
+            while self._agree_on_gather(Next.END_OF_PASS, None):
                 pass
             # Units that no rank used in this pass keep their positions, since they may be used
             # again: a fetch of a unit outside the plan is slow.
@@ -226,7 +265,8 @@ class Schedule:
             self.changed_values.end()
         under_way = self._pass
         if under_way is None:
-            self._mesh.passes.end()  # ``Reducer.begin`` has begun it, if it is a backward
+            # a backward, which ``Reducer.begin`` has begun; ``issue_rest`` has been called in it
+            self._mesh.passes.end()
             return
         self.issue_rest()
         self._mesh.passes.end()
@@ -305,7 +345,8 @@ class Schedule:
         self, unit: Unit, module: nn.Module | None = None, for_script: bool = False
     ) -> None:
         """Gather ``unit``, with the values of the last step, and wait until it is whole on this
-        rank, for the running ``module``; ``for_script``: no module computes with the values.
+        rank, for the running ``module``; ``for_script``: no module computes with the values. In a
+        pass with a plan, release units that were needed before, and prefetch the next ones.
         """
         if self._on_use is not None:
             self._on_use(unit)
@@ -320,32 +361,8 @@ class Schedule:
                 if not other.in_use:
                     other.release()
             self._to_release = []
-        under_way = self._pass
-        plan = None if under_way is None else under_way.plan
-        if unit.state is GatherState.RELEASED:
-            if (
-                under_way is not None
-                and plan
-                and unit in plan[under_way.cursor : self.reach]
-                and unit not in under_way.left_out
-            ):
-                # planned: issue the gathers of the plan up to this one
-                if self._prefetched:
-                    self._note_unneeded(self._prefetched)
-                    self._prefetched = []
-                self.issue_through(plan.index(unit, under_way.cursor))
-                under_way.cursor += 1
-                unit.launch_gather(backward=under_way.backward)
-            elif under_way is not None and plan is not None and unit.needs_no_peer:
-                # this rank holds all of it
-                unit.launch_gather(backward=under_way.backward)
-            elif plan is not None and self._mesh.consensus is not None:
-                # outside the plan, or of its part for which this rank may not wait yet
-                self.shards.fetch(unit)
-            else:
-                # recording, or no pass: agree on gathers until this unit is the one chosen
-                while unit.state is GatherState.RELEASED:
-                    self._agree_on_gather(GATHER, unit)
+        if unit.state is GatherState.RELEASED and self._await_turn(unit):
+            unit.launch_gather(backward=self._in_backward)
         unit.finish_gather()
         if self.changed_values.on and not for_script:
             self.changed_values.use(unit.flats, not self._in_backward)
@@ -355,23 +372,26 @@ class Schedule:
             if at:  # units gathered before it are not needed, or not in this order
                 self._note_unneeded(self._prefetched[:at])
             del self._prefetched[: at + 1]
-        if under_way is None or plan is None:
+        under_way = self._pass
+        if under_way is None or under_way.plan is None:
             return
-        # prefetch: read shards from files, and launch the next gathers of the plan
+        # Prefetch: read shards from files, and launch the next gathers of the plan, here and not in
+        # a method, which would be a call for each unit of a pass.
+        plan = under_way.plan
         for coming in plan[under_way.cursor : under_way.cursor + self._reads_ahead]:
             if coming.state is GatherState.RELEASED and coming not in under_way.left_out:
                 for flat in coming.sharded_flats:
                     flat.prefetch()
-        # as :meth:`depths_of_last_pass` tells other ranks
         if not self._ahead_bytes:
             return
         waiting = sum(map(_nbytes, self._prefetched))
-        end = len(plan) if self.reach is None else self.reach
+        end = len(plan) if self._reducer.reach is None else self._reducer.reach
         while under_way.cursor < end and len(self._prefetched) < MAX_PREFETCHED_UNITS:
             coming = plan[under_way.cursor]
             if coming in under_way.left_out:
                 under_way.cursor += 1
                 continue
+            # as :func:`count_prefetched` tells other ranks
             if coming.state is not GatherState.RELEASED or (
                 self._prefetched and waiting + coming.nbytes > self._ahead_bytes
             ):
@@ -380,6 +400,32 @@ class Schedule:
             coming.launch_gather(backward=under_way.backward)
             self._prefetched.append(coming)
             waiting += coming.nbytes
+
+    def _await_turn(self, unit: Unit) -> bool:
+        """Issue the gathers of the plan before that of ``unit``, which is released, and return
+        whether its own is to be launched now. Without a turn in a plan it is fetched from the other
+        ranks, or launched here as all of them agree.
+        """
+        under_way = self._pass
+        if under_way is not None and under_way.plan is not None:
+            awaited = under_way.plan[under_way.cursor : self._reducer.reach]
+            if unit in awaited and unit not in under_way.left_out:
+                if self._prefetched:
+                    self._note_unneeded(self._prefetched)
+                    self._prefetched = []
+                self.issue_through(under_way.plan.index(unit, under_way.cursor))
+                under_way.cursor += 1
+                return True
+            if unit.needs_no_peer:  # this rank holds all of it
+                return True
+            if self._mesh.consensus is not None:
+                # outside the plan, or of its part for which this rank may not wait yet
+                self.shards.fetch(unit)
+                return False
+        # recording, or no pass: agree on gathers until this unit is the one chosen
+        while unit.state is GatherState.RELEASED:
+            self._agree_on_gather(Next.GATHER, unit)
+        return False
 
     def release_later(self, unit: Unit) -> None:
         """Mark the sharded ``unit`` as unused: it is released when the next unit is needed."""
@@ -393,16 +439,17 @@ class Schedule:
         the unit unpinned.
         """
         self.abort_broken_backward()
-        gathered = unit.sharded_flats and unit.state is not GatherState.RELEASED
+        gathered = bool(unit.sharded_flats) and unit.state is not GatherState.RELEASED
         current = unit in self._kept_units and not unit.is_rounded
         if self._pass is None and not unit.guard.pins and gathered and not current:
             # It is gathered only on this rank (by a graph that is still alive, say): the other
             # ranks need this one to join their gather. Or its values are rounded.
-            self._agree_on_gather(GATHER, unit)
+            self._agree_on_gather(Next.GATHER, unit)
         self.ensure_gathered(unit, for_script=True)
         unit.guard.pins += 1
 
     def unpin(self, unit: Unit) -> None:
+        """Undo one :meth:`pin`, and release ``unit`` if nothing else uses it."""
         unit.guard.pins -= 1
         if unit.sharded_flats and not unit.in_use:
             unit.release()
@@ -411,30 +458,6 @@ class Schedule:
     def between_passes(self) -> bool:
         """Return whether no pass with gathers is under way."""
         return self._pass is None
-
-    def largest(self, what: str, value: int) -> int:
-        """Return the largest ``value`` of all ranks (collective, outside passes); ``what`` names
-        the agreement.
-        """
-        if self._mesh.consensus is None:
-            return value
-        return self._mesh.consensus.gathers.agree(what, (0, value), lambda proposal: "agreement")[1]
-
-    def equal_on_all(self, what: str, value: int) -> bool:
-        """Return whether all ranks give the same ``value``, outside passes; False also on a rank
-        that alone asks ``what``. Raises RankMismatchError if others ask for something else.
-        """
-        if self._mesh.consensus is None:
-            return True
-        gathers = self._mesh.consensus.gathers
-        try:
-            replies = [
-                gathers.agree_or_leave(what, (0, number), lambda proposal: what)
-                for number in (value, -value)
-            ]
-        finally:
-            gathers.end_asking()
-        return replies == [(0, value), (0, -value)]
 
     def _note_unneeded(self, units: Sequence[Unit]) -> None:
         """Record prefetched units that were not needed at their turn."""
@@ -479,35 +502,34 @@ class Schedule:
                 # other ranks may have released it.
                 unit.release(keep_views=True)
 
-    def _agree_on_gather(self, kind: int, unit: Unit | None) -> bool:
-        """Agree with the other ranks on the next gather and issue it; return False once all ranks
-        are at the end of the pass. Outside passes a rank that is alone fetches ``unit``.
+    def _agree_on_gather(self, wanted: Next, unit: Unit | None) -> bool:
+        """Agree with the other ranks on what is next, where this rank wants a gather of ``unit``,
+        or the end of the pass. Launch the gather and, in a pass, record it; return False once all
+        ranks are at the end. Outside passes a rank that is alone fetches ``unit``.
         """
         under_way = self._pass
-        # The largest proposal wins: a gather beats END_OF_PASS; among gathers the first unit in
-        # model order in a forward, the last in a backward.
-        sign = 1 if under_way is not None and under_way.backward else -1
-        proposal = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
+        backward = under_way is not None and under_way.backward
+        # among gathers the first unit in model order in a forward, the last in a backward
+        sign = 1 if backward else -1
+        proposal = (wanted, sign * unit.index if unit is not None else -len(self._units) - 1)
         consensus, agreed = self._mesh.consensus, proposal
         if consensus is not None:
+            gathers, where = consensus.gathers, self._describe_pass()
             if under_way is None and unit is not None:
-                reply = consensus.gathers.agree_or_leave(
-                    self._describe_pass(), proposal, self._describe_proposal
-                )
+                reply = gathers.agree_or_leave(where, proposal, self._describe_proposal)
                 if reply is None:
                     self.shards.fetch(unit, outside_passes=True)
                     return True
-                agreed = reply
             else:
-                agreed = consensus.gathers.agree(
-                    self._describe_pass(), proposal, self._describe_proposal, self._reducer.launched
-                )
-            self._reducer.finish_beyond(consensus.gathers.all_launched)
-        if agreed[0] == END_OF_PASS:
+                launched = self._reducer.launched
+                reply = gathers.agree(where, proposal, self._describe_proposal, launched)
+            agreed = Next(reply[0]), reply[1]
+            self._reducer.finish_beyond(gathers.all_launched)
+        if agreed[0] is Next.END_OF_PASS:
             return False
         chosen = self._units[abs(agreed[1])]  # an index with the sign of its pass
         # outside passes the gather is for a script or a checkpoint, with exact values
-        chosen.launch_gather(under_way is None, under_way is not None and under_way.backward)
+        chosen.launch_gather(exact=under_way is None, backward=backward)
         self._mesh.shard.advance_gathers()  # all ranks have issued it, or are about to
         if under_way is not None:
             under_way.record.append(chosen)
@@ -519,39 +541,14 @@ class Schedule:
         return f"{'backward' if self._pass.backward else 'forward'} {self._pass.key!r}"
 
     def _describe_proposal(self, proposal: tuple[int, int]) -> str:
-        return (
-            f"gather of {self._units[abs(proposal[1])].label}"
-            if proposal[0] == GATHER
-            else "end of the pass"
-        )
+        wanted, index = proposal
+        return f"gather of {self._units[abs(index)].label}" if wanted else "end of the pass"
 
     def _release_unused(self) -> None:
+        """Release the units that neither a user nor the backward that may follow reads."""
         for unit in self._sharded:
-            if (
-                unit.state is not GatherState.RELEASED
-                and not unit.in_use
-                and unit not in self._kept_units
-            ):
+            if unit.state is GatherState.RELEASED:
+                continue
+            if not unit.in_use and unit not in self._kept_units:
                 unit.release()
         self._to_release, self._prefetched, self.gathered_for_others = [], [], []
-
-
-def merged(orders: Sequence[Sequence[T]], place: Callable[[T], int]) -> list[T]:
-    """Return the first of ``orders`` with the items that only a later one holds: each between its
-    neighbors in that order, and there before the first item of a greater ``place``.
-    """
-    result = list(orders[0])
-    members = set(result)
-    for order in orders[1:]:
-        at = 0  # after the item before it
-        for number, item in enumerate(order):
-            if item in members:
-                at = len(result) - result[::-1].index(item)
-                continue
-            after = members.intersection(order[number:])
-            while at < len(result) and result[at] not in after and place(result[at]) < place(item):
-                at += 1
-            result.insert(at, item)
-            members.add(item)
-            at += 1
-    return result

@@ -22,11 +22,13 @@ class IdleParameters:
 
     def add_forward(self, idle: Mapping[FlatBuffer, int]) -> None:
         """Record that the backward under way reaches a forward without the parameters ``idle``."""
-        self._of_backward = _both(self._of_backward, idle)
+        before = self._of_backward
+        self._of_backward = idle if before is None else _both(before, idle)
 
     def end_backward(self) -> None:
         """Record the backward: one that reaches no forward uses all parameters."""
-        self._of_window = _both(self._of_window, self._of_backward or {})
+        before, idle = self._of_window, self._of_backward or {}
+        self._of_window = idle if before is None else _both(before, idle)
         self._of_backward = None
 
     def set_on_flats(self) -> None:
@@ -40,9 +42,9 @@ class IdleParameters:
 
 
 def _both(
-    one: Mapping[FlatBuffer, int] | None, other: Mapping[FlatBuffer, int]
+    one: Mapping[FlatBuffer, int], other: Mapping[FlatBuffer, int]
 ) -> Mapping[FlatBuffer, int]:
-    if one is None or one is other:
+    if one is other:
         return other
     return {flat: bits & other[flat] for flat, bits in one.items() if flat in other}
 

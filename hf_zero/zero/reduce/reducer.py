@@ -217,6 +217,8 @@ class Reducer:
         self._left_some_out = False  # some backward of the window has left units out
         self._known: set[Hashable] = set()  # kinds of backward whose order is known
         self.progress = BackwardProgress()  # of the backward under way, or of the last one
+        # length of the prefix of the plan of gathers that this rank may wait for; None: all of it
+        self.reach: int | None = None
         # units left out of the backward under way that it uses after all: reduced last
         self._restored: set[Unit] = set()
         self.configure_backward(BackwardSettings())
@@ -283,7 +285,7 @@ class Reducer:
         progress.ready[unit] = grad_versions(unit) if progress.learns else None
         progress.observed.complete.append(unit.index)
         if progress.learns:
-            progress.observed.depths[unit.index] = self._schedule.issued
+            progress.observed.issued[unit.index] = self._schedule.issued
         if not self._reduces_now:
             progress.observed.has_gradients |= self._sums.add(unit, self._factor_before_window)
 
@@ -315,7 +317,7 @@ class Reducer:
         coming = None if progress.next == len(progress.units) else progress.units[progress.next]
         if depths and not jointly and coming and coming not in self._order.reduced_last:
             reach = max(progress.depth, depths.get(coming.index, 0))
-        self._schedule.reach = reach
+        self.reach = reach
 
     def launch(self, unit: Unit) -> None:
         """Take in the gradients of ``unit`` and send its reductions, together with those of the
@@ -461,7 +463,7 @@ class Reducer:
             drop_raw_grads(self._frozen)
 
     def _end_progress(self) -> None:
-        self.progress.under_way, self._schedule.reach = False, None
+        self.progress.under_way, self.reach = False, None
         self._messages.set_waits_jointly(False)
 
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
@@ -491,7 +493,7 @@ class Reducer:
         # If an older forward is pending, units are not complete before the end: nothing to learn.
         if any(r.has_gradients for r in observed) and not any(r.older_pending for r in observed):
             self._known.add(progress.key)
-            self._order.learn(progress.key, observed, *self._schedule.depths_of_last_pass())
+            self._order.learn(progress.key, observed, self._schedule.depths_of_last_pass())
         else:
             self._known.discard(progress.key)  # its depths may be those of another plan
 

@@ -18,23 +18,26 @@ waits for.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from hf_zero.zero.gather.schedule import merged
+from hf_zero.zero.gather.merged_orders import merged
+from hf_zero.zero.gather.schedule import PassDepths
 from hf_zero.zero.gather.unit import Unit
 
 
 @dataclass
 class BackwardObservations:
-    """Observations from one backward on one rank; units by index."""
+    """Observations from one backward on one rank, which the reducer writes down as they come and
+    sends to the others at its end; units by index.
+    """
 
     # the backward of an older forward was pending, so units were not complete before the end
     older_pending: bool
     has_gradients: bool = False  # on parameters, unlike torch.autograd.grad
     complete: list[int] = field(default_factory=list)  # units in the order of completion
-    # number of gathers issued before it, by unit
-    depths: dict[int, int] = field(default_factory=dict)
+    # by complete unit: number of gathers that the pass had issued then
+    issued: dict[int, int] = field(default_factory=dict)
     # units that got gradients after their reduction was launched
     late: list[int] = field(default_factory=list)
     # units that got gradients after they seemed complete, but before their launch
@@ -44,46 +47,42 @@ class BackwardObservations:
 
 
 class ReductionOrder:
-    """One order for all ranks: the reversed order of definition, until the first backward has shown
-    a better one.
+    """One order for all ranks: the reversed order of definition with the root after the others, and
+    last the units outside the model, until the first backward has shown a better one.
     """
 
     def __init__(self, units: Sequence[Unit]):
+        # The unit of the model itself is the first: its modules run before and after the others'.
         root, *others = (unit for unit in units if unit.modules)
         outside = [unit for unit in units if not unit.modules]
         self.units = [u for u in (*reversed(others), root, *outside) if u.trainable_flats]
-        # units with gradients in several parts, and those whose end no hook reports
+        # Those whose end no hook reports; in time, those that :meth:`learn` finds with gradients in
+        # several parts.
         self.reduced_last: set[Unit] = set(outside)
-        self._known = False
+        self._has_learned = False
         # by kind of backward and unit: the number of gathers of the plan that a rank may issue, and
         # wait for, before it launches the reduction of the unit
         self.depths: dict[Hashable, dict[int, int]] = {}
 
     def learn(
-        self,
-        key: Hashable,
-        observed: Sequence[BackwardObservations],
-        depths_of_units: Mapping[int, int],
-        depths: Sequence[int],
+        self, key: Hashable, observed: Sequence[BackwardObservations], depths: PassDepths
     ) -> None:
-        """Update the order from the observations of each rank in the first backward of a kind.
-        Equal on all ranks. ``depths_of_units``, ``depths``: as
-        :meth:`Schedule.depths_of_last_pass` returns them.
+        """Update the order from the observations of each rank in the first backward of a kind, and
+        its ``depths``. Equal on all ranks.
         """
         by_index = {unit.index: unit for unit in self.units}
         late = {by_index[index] for record in observed for index in (*record.late, *record.parts)}
-        if not self._known:
-            self._known = True
+        if not self._has_learned:
+            self._has_learned = True
             defined = [unit.index for unit in self.units]
             indices = merged([*(record.complete for record in observed), defined], defined.index)
             unfinished = {index for record in observed for index in record.unfinished}
-            self.units = [
-                by_index[index] for index in sorted(indices, key=lambda index: index in unfinished)
-            ]
+            indices.sort(key=unfinished.__contains__)  # these last
+            self.units = [by_index[index] for index in indices]
         self.reduced_last |= late
-        self.units.sort(key=lambda unit: unit in self.reduced_last)
-        self.depths[key] = known = dict(depths_of_units)
+        self.units.sort(key=self.reduced_last.__contains__)
+        of_units = self.depths[key] = dict(depths.of_units)
         for record in observed:
-            issued = record.depths | dict.fromkeys(record.unfinished, -1)  # all of them
-            for index, count in issued.items():
-                known[index] = max(known.get(index, 0), depths[count])
+            for index, issued in record.issued.items():
+                of_units[index] = max(of_units.get(index, 0), depths.after[issued])
+            of_units.update(dict.fromkeys(record.unfinished, depths.whole))

@@ -220,7 +220,7 @@ class OptimizerStep:
         self.take_user_writes()
         if not any(flat.copies_master for flat in self.model.trainable):
             return
-        if self.model.schedule.largest("writes to members", int(self.bound.members.writes.pending)):
+        if self.model.mesh.largest("writes to members", int(self.bound.members.writes.pending)):
             self.refresh_copies()
             self.model.lend_to_hooks()
 
@@ -414,7 +414,7 @@ class OptimizerStep:
         if not self.model.placement.offloads_anything:
             return False
         hooked = bool(self.bound.optimizer._optimizer_step_pre_hooks)
-        return bool(self.model.schedule.largest("hooks before the step", int(hooked)))
+        return bool(self.model.mesh.largest("hooks before the step", int(hooked)))
 
     @torch.no_grad()
     def begin_update_in_backward(self, flats: Sequence[FlatBuffer], steps_before: int) -> bool:
@@ -494,7 +494,7 @@ class OptimizerStep:
             return ""
         self.updater.finish()
         error = model.placement.files.write_error()
-        failed = model.schedule.largest("a look at what was written", int(error is not None))
+        failed = model.mesh.largest("a look at what was written", int(error is not None))
         if not any(model.mesh.gather_from_stages(failed, "whether writes have failed")):
             return ""
         errors = model.mesh.job.all_gather_object(str(error or ""), "writes that failed")
