@@ -175,12 +175,8 @@ class _OffloadedPass:
         self.keeps = False  # whether tensors saved from now on stay: the backward needs them first
         self.ended = False
         self._limit = offload.in_flight
-        self._min_bytes, self._slabs, self._device = (
-            offload.min_bytes,
-            offload.slabs,
-            offload.device,
-        )
-        self._stays = stays
+        self._min_bytes, self._stays = offload.min_bytes, stays
+        self._slabs, self._device = offload.slabs, offload.device
         self._records: list[weakref.ref[_Record]] = []
         self._cursor = 0  # records from here on were reloaded, or never left
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Record]]] = {}

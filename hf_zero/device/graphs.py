@@ -73,10 +73,8 @@ def reading_nothing() -> AbstractContextManager[None]:
 def _saying(captures: bool) -> Iterator[None]:
     """Answer whether a capture is under way."""
     module = _module
-    asked, module.is_current_stream_capturing = (
-        module.is_current_stream_capturing,
-        lambda: captures,
-    )
+    asked = module.is_current_stream_capturing
+    module.is_current_stream_capturing = lambda: captures
     try:
         yield
     finally:

@@ -216,6 +216,7 @@ class MetricsFile:
                     os.fsync(opened.fileno())
             except OSError as error:
                 self._fail_to_write(error)
+                return False
         return not self.waiting
 
     def _flush(self, folder: Path) -> int:

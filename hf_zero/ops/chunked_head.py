@@ -125,11 +125,8 @@ class Gradients:
         on_host = kinds.is_synchronous(hidden.device)
         rounds = hidden.dtype == torch.bfloat16 and on_host and has_bf16_products()
         self._widens = dtype != hidden.dtype and not (rounds or kinds.is_nvidia(hidden.device))
-        self._wanted, self._head, self._begun = (
-            wanted,
-            weight.to(dtype) if self._widens and wanted.hidden else weight,
-            False,
-        )
+        self._wanted, self._has_product = wanted, False  # whether :meth:`add` was called
+        self._head = weight.to(dtype) if self._widens and wanted.hidden else weight
 
     def add(self, grad: torch.Tensor, hidden: torch.Tensor, rows: slice | torch.Tensor) -> None:
         """Add the contribution of ``hidden`` [n, width], the tokens ``rows``, given the gradient of
@@ -143,25 +140,27 @@ class Gradients:
             else:
                 self.hidden[rows] = (grad @ self._head).to(self.hidden.dtype)
         if self._wanted.weight:
-            _product(self.weight, grad.t(), hidden, add=self._begun)
+            _product(self.weight, grad.t(), hidden, add=self._has_product)
         if self._wanted.bias:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
-        self._begun = True
+        self._has_product = True
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if not self._begun:
+        """Return the sums; those of the weight are zeros if nothing was added."""
+        if not self._has_product:
             self.weight.zero_()
         return self.hidden, self.weight, self.bias
 
 
-def _product(into: torch.Tensor, a: torch.Tensor, right: torch.Tensor, add: bool) -> None:
+def _product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: bool) -> None:
     """Compute ``into`` = or += left @ right; ``into`` may be wider than its operands."""
-    if into.dtype == a.dtype:
-        torch.addmm(into, a, right, beta=1 if add else 0, out=into)
+    beta = 1 if add else 0
+    if into.dtype == left.dtype:
+        torch.addmm(into, left, right, beta=beta, out=into)
     elif kinds.is_synchronous(into.device):
-        into.add_(a @ right) if add else into.copy_(a @ right)
+        into.add_(left @ right) if add else into.copy_(left @ right)
     else:
-        torch.ops.aten.addmm.dtype_out(into, a, right, into.dtype, beta=1 if add else 0, out=into)
+        torch.ops.aten.addmm.dtype_out(into, left, right, into.dtype, beta=beta, out=into)
 
 
 def _logits(

@@ -241,10 +241,8 @@ class ReferenceFileQueue:
             os.posix_fadvise(block.file.buffered, block.offset, block.bytes, os.POSIX_FADV_DONTNEED)
 
     def _attempt(self, block: Block, target: memoryview) -> None:
-        requested, descriptor = (
-            block.bytes - block.got,
-            block.file.direct_fd if block.direct else block.file.buffered,
-        )
+        requested = block.bytes - block.got
+        descriptor = block.file.direct_fd if block.direct else block.file.buffered
         if self._faults:
             requested, descriptor = self._faulty(block, requested, descriptor)
         part = target[block.got : block.got + requested]

@@ -192,10 +192,8 @@ def share_of_this_rank(environ: Mapping[str, str] | None = None) -> Share:
     source = f"{cores} cores this rank is bound to" if bound else f"{cores} cores{among}"
     quota = cpu_quota()
     if quota is not None and quota / ranks < share:
-        share, source = (
-            max(1, math.ceil(quota / ranks)),
-            f"a cgroup quota of {quota:g} cores{among}",
-        )
+        share = max(1, math.ceil(quota / ranks))
+        source = f"a cgroup quota of {quota:g} cores{among}"
     return Share(share, source)
 
 
@@ -215,13 +213,8 @@ def cpu_quota(
         if controllers == "":
             base, read = root, _quota_v2
         elif "cpu" in controllers.split(","):
-            base, read = (
-                next(
-                    (root / name for name in (controllers, "cpu") if (root / name).is_dir()),
-                    root / "cpu",
-                ),
-                _quota_v1,
-            )
+            mounts = (root / name for name in (controllers, "cpu") if (root / name).is_dir())
+            base, read = next(mounts, root / "cpu"), _quota_v1
         else:
             continue
         # In a container the path may be that of the host, and the mount is the container's own

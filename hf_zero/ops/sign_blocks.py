@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from hf_zero.ops.dispatch import Kernel
 from hf_zero.ops.native import FLOATS, FP32, address, kind, rows_of_bytes
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
-ROW = 16  # bytes; parts of a message begin at multiples of it
+ALIGNMENT = 16  # bytes; bits and scales of a message begin at multiples of it
 PIECE = 1 << 22  # elements that are squared at once
 
 
@@ -111,12 +112,12 @@ class BlockTable:
     @property
     def scales_at(self) -> int:
         """The byte of a message at which the scales begin."""
-        return -(-self.count * self.block // (8 * ROW)) * ROW
+        return -(-self.count * self.block // (8 * ALIGNMENT)) * ALIGNMENT
 
     @property
     def nbytes(self) -> int:
         """The bytes of a message."""
-        return self.scales_at + -(-4 * self.count // ROW) * ROW
+        return self.scales_at + -(-4 * self.count // ALIGNMENT) * ALIGNMENT
 
     def empty(self, device: torch.device) -> Tensor:
         """Allocate a message for each row: zeros."""
@@ -295,21 +296,14 @@ class BlockTable:
                 block += -(-size // self.block)
 
     def _part(
-        self, core: object, messages: Tensor, row: int, block: int, numel: int, rows: int = 1
+        self, core: Any, messages: Tensor, row: int, block: int, numel: int, rows: int = 1
     ) -> object:
         """Return a view for the native core: ``numel`` elements of each of ``rows`` messages,
         starting at ``block``.
         """
         first = address(messages) + row * messages.shape[1]
-        return core.Rows(  # type: ignore[attr-defined]
-            first + self.scales_at + 4 * block,
-            first + block * self.block // 8,
-            messages.shape[1],
-            1,
-            self.block,
-            rows,
-            numel,
-        )
+        scales, bits = first + self.scales_at + 4 * block, first + block * self.block // 8
+        return core.Rows(scales, bits, messages.shape[1], 1, self.block, rows, numel)
 
     def _check(
         self, op: str, messages: Tensor, **values: tuple[Tensor, tuple[torch.dtype, ...]]
@@ -364,9 +358,9 @@ def _apply_example(device: torch.device) -> tuple[object, ...]:
     return weights, message, exponents, keep, keep * 0.01, *form
 
 
-_ROOM = "sign_blocks"
+_MODULE = "sign_blocks"  # of the Triton kernels
 COMPRESS = Kernel(
-    "sign_compress", f"{_ROOM}:compress", reference.compress, example=_compress_example
+    "sign_compress", f"{_MODULE}:compress", reference.compress, example=_compress_example
 )
-COMBINE = Kernel("sign_combine", f"{_ROOM}:combine", reference.combine, example=_combine_example)
-APPLY = Kernel("sign_apply", f"{_ROOM}:apply", reference.apply, example=_apply_example)
+COMBINE = Kernel("sign_combine", f"{_MODULE}:combine", reference.combine, example=_combine_example)
+APPLY = Kernel("sign_apply", f"{_MODULE}:apply", reference.apply, example=_apply_example)

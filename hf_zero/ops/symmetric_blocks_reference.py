@@ -39,10 +39,8 @@ def dequantize(
 ) -> None:
     """Decode the rows of ``messages`` into ``out``, or add them to it in fp32."""
     rows = messages.shape[0]
-    values, target = (
-        _values(messages, out.numel() // rows, bits, block, scales_at),
-        out.view(rows, -1),
-    )
+    values = _values(messages, out.numel() // rows, bits, block, scales_at)
+    target = out.view(rows, -1)
     target.copy_(target.float() + values if add else values)
 
 

@@ -86,10 +86,8 @@ def traffic(plan: EnginePlan, codings: Codings) -> list[Traffic]:
     rank, and if ranks hold different parts of the model, whose own exchanges are not counted.
     """
     stage, replicas = plan.settings.stage, plan.settings.replicate_size
-    shards, accumulation = (
-        plan.dims.pp_stage_ranks // replicas,
-        plan.settings.gradient_accumulation_steps or 1,
-    )
+    shards = plan.dims.pp_stage_ranks // replicas
+    accumulation = plan.settings.gradient_accumulation_steps or 1
     every = [_sizes(flat, max(1, plan.sharers(flat) // replicas)) for flat in plan.flats]
     trains = [flat_bytes for flat_bytes, flat in zip(every, plan.flats) if flat.spec.trainable]
     in_few_bits = shards > 1 and plan.dims.tensor * plan.dims.expert == 1

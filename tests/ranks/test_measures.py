@@ -297,6 +297,20 @@ def test_a_disk_that_is_full_for_some_steps_loses_no_line(cut, tmp_path, heard):
     assert len(told) == 2 and "cannot be written" in told[0] and file.lost_steps == 0
 
 
+def test_lines_that_a_disk_has_not_taken_are_not_said_to_be_there(tmp_path, monkeypatch):
+    def refuse(descriptor):
+        raise OSError("no disk")
+
+    file = MetricsFile(1 << 20)
+    file.keep_in(tmp_path)
+    file.write({"step": 1})
+    assert file.sync()
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics_file.os, "fsync", refuse)
+        assert not file.sync()
+    assert file.sync() and numbers(tmp_path) == [1]
+
+
 def test_a_file_that_cannot_be_made_at_first_begins_once(tmp_path, monkeypatch):
     file = MetricsFile(1 << 20, {"ranks": 1})
     file.keep_in(tmp_path)

@@ -33,11 +33,7 @@ _ARGUMENTS = (
 def _loss(function: Any, args: Any, kwargs: Any) -> Any:
     """Handle cross_entropy, and nll_loss of log_softmax, with classes as targets."""
     arguments = dict(zip(_ARGUMENTS, args)) | kwargs
-    logits, target, weight = (
-        arguments.get("input"),
-        arguments.get("target"),
-        arguments.get("weight"),
-    )
+    logits, target, weight = map(arguments.get, ("input", "target", "weight"))
     reduction, ignored = arguments.get("reduction", "mean"), arguments.get("ignore_index", -100)
     smoothing = arguments.get("label_smoothing", 0.0)
     if not isinstance(logits, DeferredOutput) or not _is_plain(target):

@@ -163,10 +163,8 @@ class BigBirdSparsityConfig(SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head)
         self.attention = _direction(attention)
         self.num_random_blocks, self.seed = num_random_blocks, seed
-        self.num_sliding_window_blocks, self.num_global_blocks = (
-            num_sliding_window_blocks,
-            num_global_blocks,
-        )
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self.num_global_blocks = num_global_blocks
 
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
         layout = _sliding(blocks, self.num_sliding_window_blocks) | _random(

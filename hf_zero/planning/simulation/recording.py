@@ -302,11 +302,8 @@ def _as_if_read(engine: TrainingEngine) -> Iterator[None]:
     """Context for what the host reads on the meta device: numbers are finite, and all ranks have
     gradients of the parameters of which this one has.
     """
-    agreement, world, isfinite = (
-        engine.optimizer_step.agreement,
-        engine.mesh.pp_stage_ranks,
-        torch.isfinite,
-    )
+    agreement, world = engine.optimizer_step.agreement, engine.mesh.pp_stage_ranks
+    isfinite = torch.isfinite
     read = agreement.ranks_with_gradients
 
     def counts(flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:
