@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.hang_detection import Watchdog
-from hf_zero.distributed.rank_requests import ShardFetches, StepEvents, refuse_destroyed
+from hf_zero.distributed.rank_requests import StepEvents
+from hf_zero.distributed.shard_fetches import ShardFetches, refuse_destroyed
 from hf_zero.distributed.store import ENDED, RollCall, StoreWait
 from hf_zero.errors import RankMismatchError
 

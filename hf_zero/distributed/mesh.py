@@ -47,7 +47,7 @@ from hf_zero.distributed.world_group import EngineResources, RankGroup, get_worl
 from hf_zero.logging import log_rank0
 
 if TYPE_CHECKING:
-    from hf_zero.distributed.rank_requests import Serving
+    from hf_zero.distributed.shard_fetches import Serving
 
 T = TypeVar("T")
 HOLDERS = "holders"  # ranks that have made the engine and not left it

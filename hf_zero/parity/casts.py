@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

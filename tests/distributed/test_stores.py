@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.distributed import rank_requests, rank_status
+from hf_zero.distributed import rank_status, shard_fetches
 from hf_zero.distributed import store as job_store
 from hf_zero.distributed.consensus import Consensus
 from hf_zero.distributed.hang_detection import Watchdog
@@ -230,8 +230,8 @@ class Broken:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_requests, "PART", 16)
-    monkeypatch.setattr(rank_requests, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(shard_fetches, "PART", 16)
+    monkeypatch.setattr(shard_fetches, "POLL_SECONDS", 0.002)
 
 
 @pytest.fixture
@@ -323,13 +323,13 @@ def test_a_thread_of_an_engine_that_is_gone_is_awaited_at_exit(quick: None) -> N
     """It would return from the store into an interpreter that shuts down, which aborts."""
     store, chunks = Held(), Chunks(0, 4)
     events: Any = SimpleNamespace(asked=set())
-    fetches = rank_requests.ShardFetches(store, 0, range(1), events, events, list)  # type: ignore
+    fetches = shard_fetches.ShardFetches(store, 0, range(1), events, events, list)  # type: ignore
     fetches.serve(chunks.of)
     thread = fetches.serving.thread
     assert thread is not None
     del fetches
     assert store.reached.wait(60)
-    awaited = [serving.thread for serving in rank_requests._serving]
+    awaited = [serving.thread for serving in shard_fetches._serving]
     store.go.set()
     assert thread in awaited
     thread.join(60)

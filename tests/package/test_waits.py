@@ -19,7 +19,7 @@ LIMITS = {"waited", "limit", "deadline"}  # names of values that come from a clo
 ENDS = {
     "checkpoint/host_folders.py:lock_in": "in each round another process has removed the folder",
     "cli/runs.py:top": "Ctrl-C: it waits for nobody, and shows a file until its reader leaves",
-    "distributed/rank_requests.py:_serve_until_closed": "its engine is closed or gone",
+    "distributed/shard_fetches.py:_serve_until_closed": "its engine is closed or gone",
     "distributed/rank_requests.py:end_step": "StoreWait: each request is answered, or an error",
     "distributed/recovery.py:answer_statements": "the statements that were counted before",
     "distributed/store.py:_answer": "its TimeoutStore, which puts None into the queue",

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hf_zero.distributed.hang_detection import Watchdog
-from hf_zero.distributed.rank_requests import ShardFetches, StepEvents
+from hf_zero.distributed.rank_requests import StepEvents
+from hf_zero.distributed.shard_fetches import ShardFetches
 from hf_zero.distributed.store import StoreWait
 from tests.protocols.explore import Judge, explore
 from tests.protocols.ranks import World

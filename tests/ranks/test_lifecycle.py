@@ -21,7 +21,7 @@ import hf_zero
 from hf_zero.checkpoint import background_saves
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
-from hf_zero.distributed import rank_requests
+from hf_zero.distributed import shard_fetches
 from hf_zero.errors import (
     CheckpointError,
     ConfigError,
@@ -315,7 +315,7 @@ def test_modules_that_the_configuration_names_are_units(rank, model, leaf, units
     "stage, where, name, thread",
     [
         (2, OffloadedUpdater, "_run", "hf-zero update"),
-        (3, rank_requests, "_serve_until_closed", "hf_zero-serve"),
+        (3, shard_fetches, "_serve_until_closed", "hf_zero-serve"),
     ],
 )
 def test_the_device_is_set_first(stage, where, name, thread, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import time
 import pytest
 from torch.utils.data._utils import signal_handling
 
-from hf_zero.distributed import process_group, rank_requests
+from hf_zero.distributed import process_group, shard_fetches
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError, RankMismatchError
 from hf_zero.zero.step import preemption
 from hf_zero.zero.step.preemption import _Handler
@@ -27,7 +27,7 @@ LIMIT = 50  # steps after which nobody waits any longer
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(rank_requests, "IDLE_SECONDS", 0.02)
+    monkeypatch.setattr(shard_fetches, "IDLE_SECONDS", 0.02)
 
 
 @pytest.fixture
