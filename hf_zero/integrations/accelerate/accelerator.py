@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from hf_zero.integrations.accelerate.refusals import (
 )
 from hf_zero.integrations.accelerate.trl_names import add_trl_names
 from hf_zero.integrations.checkpoint_folders import save_folder
-from hf_zero.integrations.engine_protocol import is_engine, trains
+from hf_zero.integrations.engine_protocol import holder_of, is_engine, trains
 from hf_zero.integrations.seams import Original
 from hf_zero.measures.figures import tracked
 
@@ -166,12 +166,14 @@ def forget_window(accelerator: Accelerator) -> None:
 
 
 def empty_state_dict_elsewhere(
-    original: Original, self: Accelerator, model: object, unwrap: bool = True
+    original: Original, self: Accelerator, model: nn.Module, unwrap: bool = True
 ) -> object:
     """Wraps ``Accelerator.get_state_dict``: ranks other than 0 get an empty state dict instead of
     None, as under FSDP. At stage 3, where all ranks call it, a step of ``model`` that is still
-    deferred is made before.
+    deferred is made before. An unwrapped model stands for its engine.
     """
+    engine = holder_of(model.parameters()) if finder.chosen() else None
+    model = model if engine is None or engine.module is not model else cast(nn.Module, engine)
     make_unclaimed_step(self, model)
     state = original(self, model, unwrap)
     return {} if state is None and finder.chosen() else state

@@ -108,10 +108,6 @@ class EngineSteps:
         """The object that ``accelerator.free_memory`` destroys."""
         return self
 
-    def get_global_grad_norm(self) -> float:
-        """Return the norm of the last gradient of the first engine."""
-        return self.engines[0].get_global_grad_norm()
-
     def destroy(self) -> None:
         with ExitStack() as all_engines:  # the others, too, if one raises
             for engine in reversed(self.engines):
@@ -454,7 +450,7 @@ def clip_by_the_engine(
     the norm open; warns once if it has a different one.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    steps: object = self.deepspeed_engine_wrapped
+    steps: object = getattr(self, "deepspeed_engine_wrapped", None)  # Accelerate's, under ZeRO
     # the optimizer's groups have members, this rank's parts of parameters
     tensors = [t if (whole := getattr(t, "parameter", None)) is None else whole for t in tensors]
     engine = holder_of(tensors) if finder.chosen() else None

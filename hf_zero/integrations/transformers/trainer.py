@@ -26,6 +26,7 @@ from torch import nn
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.engine_steps import StepCaller
 from hf_zero.integrations.accelerate.loaders import sequence_ranks, tensor_ranks
 from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
 from hf_zero.integrations.checkpoint_folders import save_folder
@@ -256,6 +257,7 @@ def prepare_engine(
     engine.measures.shown_elsewhere()
     self._mixed_mesh_grads = False  # a gradient that the engine holds is not read to find out
     leave_to_trainer(self.accelerator)
+    self.accelerator.deepspeed_engine_wrapped.caller = StepCaller.OPTIMIZER
     if engine.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:
         save_on_signals(self, engine)
     return result

@@ -242,6 +242,16 @@ def test_clipping_by_the_groups_of_the_optimizer_and_of_a_model_without_an_engin
             assert_same_weights(engine.module, plain)
 
 
+def test_clipping_in_a_script_without_zero() -> None:
+    forget()
+    accelerator = Accelerator(cpu=True)
+    model = stack()
+    model = accelerator.prepare(model)
+    accelerator.backward(squared(model))
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.05)
+    assert norm is not None and float(norm) > 0.05
+
+
 @in_turn(("models", "of_model"), [(n, m) for n in (1, 2) for m in (False, True)])
 def test_the_norm_of_gradients_that_were_dropped_is_zero(models: int, of_model: bool) -> None:
     forget()
@@ -537,6 +547,17 @@ def test_a_save_between_a_backward_and_its_step_leaves_the_step_to_the_script() 
         accelerator.clip_grad_norm_(engine.parameters(), limit)
         optimizer.step()
     assert (engine.global_steps, engine.max_norm) == (2, 0.1)
+
+
+@in_turn("stage", [2, 3])
+def test_an_unwrapped_model_has_the_state_dict_of_its_engine(stage: int) -> None:
+    forget()
+    accelerator = accelerator_with(None, stage)
+    engine, _ = prepared(accelerator)
+    whole = accelerator.get_state_dict(engine)
+    unwrapped = accelerator.get_state_dict(accelerator.unwrap_model(engine))
+    assert unwrapped.keys() == whole.keys()
+    assert all(torch.equal(unwrapped[name], whole[name]) for name in whole)
 
 
 @in_turn(("configured", "accumulation"), [(c, a) for c in (0.05, None) for a in (1, 2)])

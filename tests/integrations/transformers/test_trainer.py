@@ -284,6 +284,21 @@ def test_a_limit_with_which_the_trainer_does_not_clip(limit: float, tmp_path: Pa
     assert_same_training(trained("ours", 3, tmp_path, **chosen), expected)
 
 
+def test_a_training_step_with_two_backwards(tmp_path: Path) -> None:
+    """The second forward follows the first backward, from the first step on."""
+
+    def run(route: str) -> transformers.Trainer:
+        forget()
+        twice = routed(route, 3, tmp_path, max_steps=2, optim="sgd", learning_rate=0.1)
+        step = twice.training_step
+        twice.training_step = lambda *args: step(*args) + step(*args)
+        twice.train()
+        return twice
+
+    plain = run("plain")
+    assert_same_training(run("ours"), plain)
+
+
 def test_the_engine_has_the_batch_that_fits(tmp_path: Path) -> None:
     class Short(transformers.Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
