@@ -226,11 +226,7 @@ class _RankLoad(StateSource):
     """
 
     def __init__(
-        self,
-        engine: SavedEngine,
-        target: LoadTarget,
-        checkpoint: Checkpoint,
-        options: LoadOptions,
+        self, engine: SavedEngine, target: LoadTarget, checkpoint: Checkpoint, options: LoadOptions
     ) -> None:
         self.engine, self.checkpoint, self.options = engine, checkpoint, options
         self.manifest = checkpoint.manifest

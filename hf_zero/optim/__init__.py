@@ -8,36 +8,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_EXPORTS = {
-    "Adafactor": "hf_zero.optim.adafactor",
-    "Adam": "hf_zero.optim.adam",
-    "BoundOptimizer": "hf_zero.optim.bound_optimizer",
-    "CPUAdagrad": "hf_zero.optim.cpu",
-    "CPUAdam": "hf_zero.optim.cpu",
-    "CPULion": "hf_zero.optim.cpu",
-    "CPUSGD": "hf_zero.optim.cpu",
-    "Adam8bit": "hf_zero.optim.eight_bit",
-    "AdamW8bit": "hf_zero.optim.eight_bit",
-    "Lion8bit": "hf_zero.optim.eight_bit",
-    "SGD8bit": "hf_zero.optim.eight_bit",
-    "LARS": "hf_zero.optim.trust_ratio",
-    "Muon": "hf_zero.optim.muon",
-    "Lamb": "hf_zero.optim.trust_ratio",
-    "Lion": "hf_zero.optim.lion",
-    "LRRangeTest": "hf_zero.optim.schedules",
-    "OneBitAdam": "hf_zero.optim.one_bit",
-    "OneBitLamb": "hf_zero.optim.one_bit_lamb",
-    "OneCycle": "hf_zero.optim.schedules",
-    "VALID_LR_SCHEDULES": "hf_zero.optim.schedules",
-    "WarmupCosineLR": "hf_zero.optim.schedules",
-    "WarmupDecayLR": "hf_zero.optim.schedules",
-    "WarmupLR": "hf_zero.optim.schedules",
-    "ZeroOneAdam": "hf_zero.optim.one_bit",
-    "build_optimizer": "hf_zero.optim.build",
-    "build_scheduler": "hf_zero.optim.schedules",
+# names by module
+_MODULES = {
+    "adafactor": "Adafactor",
+    "adam": "Adam",
+    "bound_optimizer": "BoundOptimizer",
+    "build": "build_optimizer",
+    "cpu": "CPUAdagrad CPUAdam CPULion CPUSGD",
+    "eight_bit": "Adam8bit AdamW8bit Lion8bit SGD8bit",
+    "lion": "Lion",
+    "muon": "Muon",
+    "one_bit": "OneBitAdam ZeroOneAdam",
+    "one_bit_lamb": "OneBitLamb",
+    "schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR build_scheduler",
+    "trust_ratio": "LARS Lamb",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = list(_EXPORTS)
+__all__ = list(_MODULE_OF)
 
 if TYPE_CHECKING:
     from hf_zero.optim.adafactor import Adafactor as Adafactor
@@ -69,10 +57,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
+    if name not in _MODULE_OF:
         raise AttributeError(
             f"module 'hf_zero.optim' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value

@@ -315,16 +315,11 @@ class Adafactor(FactoredOptimizer):
         if beta1 is not None and not 0.0 <= beta1 < 1.0:
             raise ConfigError(f"Adafactor: beta1 is {beta1}; give a number in [0, 1), or none")
         defaults = {
-            "lr": lr,
-            "eps": tuple(eps),
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "beta1": beta1,
-            "weight_decay": weight_decay,
-            "scale_parameter": scale_parameter,
-            "relative_step": relative_step,
+            "lr": lr, "eps": tuple(eps), "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate, "beta1": beta1, "weight_decay": weight_decay,
+            "scale_parameter": scale_parameter, "relative_step": relative_step,
             "warmup_init": warmup_init,
-        }
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     @classmethod

@@ -35,13 +35,9 @@ _Settings = dict[str, Any]
 _LIKE = {"lr": 1e-3}
 # names of these settings in Transformers and other libraries
 _OTHER_NAMES = {
-    "learning_rate": "lr",
-    "adam_epsilon": "eps",
-    "epsilon": "eps",
-    "adam_beta1": "betas",
-    "beta_1": "betas",
-    "wd": "weight_decay",
-}
+    "learning_rate": "lr", "adam_epsilon": "eps", "epsilon": "eps", "adam_beta1": "betas",
+    "beta_1": "betas", "wd": "weight_decay",
+}  # fmt: skip
 
 
 def build_optimizer(

@@ -61,14 +61,9 @@ class CPUAdam(CPUOptimizer):
         for beta in betas:
             check_range(type(self).__name__, "betas", beta, below=1.0)
         defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "bias_correction": bias_correction,
-        }
+            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
+            "amsgrad": amsgrad, "maximize": maximize, "bias_correction": bias_correction,
+        }  # fmt: skip
         super().__init__(
             params, {**defaults, "decoupled_weight_decay": adamw_mode, "moments": moments}
         )

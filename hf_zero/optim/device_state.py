@@ -38,11 +38,7 @@ from hf_zero.ops.flat_tiles import PHASE
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT
 from hf_zero.optim.initial_state import InitialStates, InitialValues, constructor_makes_state
 from hf_zero.optim.moment_formats import codec_of
-from hf_zero.optim.segment_entries import (
-    SegmentStateAccess,
-    copy_of,
-    is_elementwise,
-)
+from hf_zero.optim.segment_entries import SegmentStateAccess, copy_of, is_elementwise
 from hf_zero.optim.segments import (
     FetchedArrays,
     MemoryRegion,

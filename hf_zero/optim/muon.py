@@ -88,18 +88,11 @@ class Muon(WholeTensorOptimizer):
                 "number of steps below 100, and three coefficients"
             )
         defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
-            "ns_steps": ns_steps,
-            "eps": eps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "betas": tuple(betas),
-            "adam_eps": adam_eps,
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps, "eps": eps,
+            "adjust_lr_fn": adjust_lr_fn, "betas": tuple(betas), "adam_eps": adam_eps,
             "use_muon": use_muon,
-        }
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, object]) -> None:

@@ -364,15 +364,9 @@ ADAM = Rule(adam, _has_plain_betas, {"exp_avg": True, "exp_avg_sq": False})
 LION = Rule(lion, _has_plain_betas, {"exp_avg": True})
 ADAGRAD, SGD = Rule(adagrad, _has_no_special_mode, {}), Rule(sgd, _has_no_special_mode, {})
 RULES: dict[type, Rule] = {
-    torch.optim.Adam: ADAM,
-    CPUAdam: ADAM,
-    Lion: LION,
-    CPULion: LION,
-    torch.optim.Adagrad: ADAGRAD,
-    CPUAdagrad: ADAGRAD,
-    torch.optim.SGD: SGD,
-    CPUSGD: SGD,
-}
+    torch.optim.Adam: ADAM, CPUAdam: ADAM, Lion: LION, CPULion: LION, torch.optim.Adagrad: ADAGRAD,
+    CPUAdagrad: ADAGRAD, torch.optim.SGD: SGD, CPUSGD: SGD,
+}  # fmt: skip
 
 
 def whole_tensor_rule(cls: type[WholeTensorOptimizer], group: ParamGroup) -> Rule:

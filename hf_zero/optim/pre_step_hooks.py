@@ -38,10 +38,7 @@ class PreStepHooks:
         self._members, self._table = members, table
 
     def run(
-        self,
-        run: Callable[[], None],
-        segments: Sequence[Segment],
-        gradients: list[Tensor],
+        self, run: Callable[[], None], segments: Sequence[Segment], gradients: list[Tensor]
     ) -> tuple[list[Segment], list[Tensor]]:
         """``run`` the optimizer's own pre hooks before a step of ``segments``, whose members have
         the ``gradients`` meanwhile, and the weights that are stepped. Return the segments with

@@ -80,15 +80,10 @@ class Lamb(TensorSumOptimizer):
                 "0 <= min_coeff <= max_coeff"
             )
         defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
+            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
+            "bias_correction": bias_correction, "max_coeff": max_coeff, "min_coeff": min_coeff,
             "eps_inside_sqrt": eps_inside_sqrt,
-        }
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     def get_lamb_coeffs(self) -> list[float]:
@@ -195,13 +190,9 @@ class LARS(TensorSumOptimizer):
                 f"{trust_coefficient}; give numbers of at least 0, and the last one above"
             )
         defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "nesterov": nesterov,
-        }
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient, "eps": eps, "nesterov": nesterov,
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     @staticmethod

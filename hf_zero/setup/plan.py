@@ -32,20 +32,12 @@ from hf_zero.zero.feature import EngineInputs, FeatureSet, early
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
-from hf_zero.zero.layout.walk import (
-    StagedModel,
-    parameters_of,
-)
+from hf_zero.zero.layout.walk import StagedModel, parameters_of
 from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes
-from hf_zero.zero.transaction import (
-    on_rollback,
-    snapshot_of,
-    snapshot_of_parameters,
-    trial,
-)
+from hf_zero.zero.transaction import on_rollback, snapshot_of, snapshot_of_parameters, trial
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,12 +184,7 @@ def check_inputs(resolved: Resolved[E]) -> None:
     check_data(request.training_data, settings)
     features.check_inputs(
         EngineInputs(
-            model,
-            settings,
-            resolved.dims,
-            resolved.optimizer,
-            request.training_data,
-            request.mpu,
+            model, settings, resolved.dims, resolved.optimizer, request.training_data, request.mpu
         )
     )
 

@@ -65,10 +65,7 @@ def check_capture(
 
 
 def _reasons(
-    settings: ZeroConfig,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
+    settings: ZeroConfig, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> Iterator[str]:
     if not graphs.supports(device):
         yield f"the device {device.type} (it has no such graphs; train on a GPU)"

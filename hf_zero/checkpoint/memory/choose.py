@@ -156,10 +156,7 @@ def choose_checkpoint(
 
 
 def _on_disk(
-    ranks: RankGroup,
-    rank: int,
-    directory: str | os.PathLike[str] | None,
-    tag: str | None = None,
+    ranks: RankGroup, rank: int, directory: str | os.PathLike[str] | None, tag: str | None = None
 ) -> OnDisk | None:
     """Return the checkpoint ``<directory>/<tag>``, by default the one that ``latest`` names; None
     without one. Collective.
@@ -183,10 +180,7 @@ def _on_disk(
 
 
 def _on_disk_or_damage(
-    ranks: RankGroup,
-    rank: int,
-    directory: str | os.PathLike[str] | None,
-    tag: str | None = None,
+    ranks: RankGroup, rank: int, directory: str | os.PathLike[str] | None, tag: str | None = None
 ) -> tuple[OnDisk | None, CheckpointError | None]:
     """Return :func:`_on_disk` and its error, which is logged: damage on disk must not bar a whole
     generation in memory. Collective.

@@ -26,11 +26,6 @@ class GenerationsInMemory(MemoryCheckpoints):
         return newest_in_memory(config, directory, tag, run, skipped)
 
     def choose(
-        self,
-        engine: SavedEngine,
-        directory: Folder,
-        tag: str | None,
-        strict: bool,
-        resumes: bool,
+        self, engine: SavedEngine, directory: Folder, tag: str | None, strict: bool, resumes: bool
     ) -> Newest:
         return choose_checkpoint(engine, directory, tag, strict, resumes)

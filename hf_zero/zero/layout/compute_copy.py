@@ -139,10 +139,7 @@ class ChangedValues:
         self.on = False  # some flat buffer has changed values
 
     def change(
-        self,
-        flats: Sequence[ChangedBuffer],
-        change: Change | None,
-        values: str = "changed weights",
+        self, flats: Sequence[ChangedBuffer], change: Change | None, values: str = "changed weights"
     ) -> None:
         """Call ``set_transform`` on each of ``flats``. Called between passes."""
         for flat in flats:

@@ -23,13 +23,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from hf_zero.device import kinds, streams
-from hf_zero.offload.storage import (
-    MASTER,
-    DeviceStorage,
-    ReadableStorage,
-    Storage,
-    StorageContents,
-)
+from hf_zero.offload.storage import MASTER, DeviceStorage, ReadableStorage, Storage, StorageContents
 from hf_zero.ops.host_memory import MAPPED_ALONE, advise_huge_pages
 from hf_zero.zero.layout.flat_spec import FlatSpec
 
