@@ -1,5 +1,5 @@
-"""Target of one save: where its files are written, how they become a checkpoint in a folder or an
-object store, and which older checkpoints are then removed.
+"""Target of one save: where its files are written, and how they become a checkpoint in a folder or
+an object store, in place of the one that had its tag.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from functools import cache
@@ -17,22 +17,17 @@ from pathlib import Path
 from hf_zero.checkpoint import storage
 from hf_zero.checkpoint.find import (
     DROPPED,
-    LATEST,
     NEW,
     OBJECTS_NAME,
     RANK_PATTERN,
     REPLACED,
     RESERVED,
     SAVING,
-    integrity_error,
     is_checkpoint,
-    latest_tag,
-    oldest_first,
 )
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.storage import (
     AnyPath,
-    describe_error,
     is_remote,
     make_folder,
     objects_in,
@@ -91,7 +86,7 @@ class CommitTarget(ABC):
         """Return the ids, or their first digits, of saves that :meth:`prepare` or
         :meth:`publish` would remove.
         """
-        return list(filter(None, [_save_id(self.final)]))
+        return list(filter(None, [save_id_in(self.final)]))
 
     @abstractmethod
     def prepare(self) -> None:
@@ -322,7 +317,7 @@ def canonical_path(final: AnyPath) -> str:
     return str(final) if is_remote(final) else str(final.parent.resolve() / final.name)
 
 
-def _save_id(folder: AnyPath) -> str:
+def save_id_in(folder: AnyPath) -> str:
     """Return the id of the save of a checkpoint; "" if there is none, or none that can be read."""
     try:
         with store_errors(folder):
@@ -406,110 +401,3 @@ def _is_own_object(item: AnyPath) -> bool:
         or fnmatch(item.name, RANK_PATTERN)
         or (item.name.startswith(f"{stem}-") and item.suffix == f".{suffix}")
     )
-
-
-def check_keep(keep: int | None) -> None:
-    """Raise CheckpointError unless ``keep`` is None or an integer of at least 1."""
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise CheckpointError(
-            f"keep={keep!r} is no number of checkpoints; pass 1 or more, or None to keep all"
-        )
-
-
-def retain(final: AnyPath, keep: int, others: Mapping[tuple[str, str], object]) -> list[AnyPath]:
-    """Keep the new checkpoint ``final`` and the newest complete ones beside it, ``keep`` in all.
-    Return the folders that were removed.
-
-    Only tags that differ from this one in their numbers alone are considered (``global_step100``
-    and ``global_step200``, but not ``best``), and no saves of ``others``, which a warning names;
-    the tag that ``latest`` names always stays. A failed removal is a warning, since the save itself
-    has succeeded.
-    """
-    family = [
-        folder
-        for folder in final.parent.iterdir()
-        if _stem(folder) == _stem(final) and is_checkpoint(folder)
-    ]
-    for folder in list(family) if others else ():
-        writer = others.get((_save_id(folder), canonical_path(folder)))
-        if writer is not None:
-            family.remove(folder)
-            logger.warning(
-                "%s was written by %s, which still runs: it is neither counted nor removed",
-                folder,
-                writer,
-            )
-    newest_first = oldest_first(family)[::-1]
-    protected = {final}
-    if (final.parent / LATEST).exists():
-        try:
-            protected.add(final.parent / latest_tag(final.parent))
-        except CheckpointError as error:
-            logger.warning("retention skipped: cannot read `latest` (%s)", error)
-            return []
-    return remove(excess(newest_first, keep, protected, integrity_error))
-
-
-def excess(
-    newest_first: Iterable[AnyPath],
-    keep: int,
-    protected: set[AnyPath],
-    wrong: Callable[[AnyPath], str],
-) -> list[AnyPath]:
-    """Return the complete checkpoints of ``newest_first`` beyond the first ``keep`` complete ones,
-    oldest first, without the ``protected`` ones.
-
-    ``wrong`` returns the damage of a checkpoint, or "". If the newest is damaged, nothing is
-    returned: the storage itself may be at fault.
-    """
-    complete: list[AnyPath] = []
-    for at, folder in enumerate(newest_first):
-        problem = wrong(folder)
-        if problem:
-            logger.warning("%s is damaged and is neither counted nor removed (%s)", folder, problem)
-            if at == 0:
-                return []
-        else:
-            complete.append(folder)
-    return [folder for folder in reversed(complete[keep:]) if folder not in protected]
-
-
-def remove(chosen: Sequence[AnyPath], aside: str = DROPPED) -> list[AnyPath]:
-    """Remove the folders ``chosen`` and return those that were removed. A warning names each one
-    that cannot be removed.
-    """
-    gone = []
-    for folder in chosen:
-        try:
-            drop(folder, aside)
-        except OSError as error:
-            logger.warning(
-                "could not delete old checkpoint %s: %s", folder, describe_error(error, folder)
-            )
-        else:
-            gone.append(folder)
-    return gone
-
-
-def drop(folder: AnyPath, aside: str = DROPPED) -> None:
-    """Remove ``folder``. It is renamed first, so that no partial checkpoint ever has its name.
-    Raises OSError.
-
-    ``aside`` is the prefix of its name meanwhile, optionally with a folder in front.
-    """
-    if is_remote(folder):
-        # first: without its manifest what is left is never taken for a complete checkpoint
-        remove_objects([folder / MANIFEST_NAME])
-        remove_objects(objects_in(folder))
-        return
-    discard_replaced(folder)
-    away = folder.parent / (aside + folder.name)
-    storage.remove_tree(away)
-    storage.rename_durably(folder, away)
-    storage.remove_tree(away)
-
-
-def _stem(folder: AnyPath) -> str:
-    if folder.name.startswith(".") or folder.is_symlink():
-        return ""
-    return re.sub(r"\d+", "#", folder.name)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.commit import CommitTarget, retain
+from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.retention import retain
 from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures
 from hf_zero.checkpoint.tensorfile import FileHashes
 from hf_zero.errors import CheckpointError, RankMismatchError

@@ -24,7 +24,7 @@ import torch
 
 import hf_zero
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.commit import CommitTarget, canonical_path, check_keep, commit_target
+from hf_zero.checkpoint.commit import CommitTarget, canonical_path, commit_target
 from hf_zero.checkpoint.file_writer import write_tensors
 from hf_zero.checkpoint.manifest import (
     AXES,
@@ -290,7 +290,7 @@ def _agree_on_target(
     name = f"global_step{engine.counters.global_steps}" if tag is None else str(tag)
 
     def check() -> AnyPath:
-        check_keep(keep)
+        _check_keep(keep)
         find.check_tag(name)
         return as_path(directory)
 
@@ -305,6 +305,14 @@ def _agree_on_target(
             "same tag on every rank"
         )
     return commit_target(root, name, save_id=answers[0][1])
+
+
+def _check_keep(keep: int | None) -> None:
+    """Raise CheckpointError unless ``keep`` is None or an integer of at least 1."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise CheckpointError(
+            f"keep={keep!r} is no number of checkpoints; pass 1 or more, or None to keep all"
+        )
 
 
 def config_files(module: torch.nn.Module) -> dict[str, bytes]:

@@ -20,7 +20,8 @@ _MODULES = {
     "muon": "Muon",
     "one_bit": "OneBitAdam ZeroOneAdam",
     "one_bit_lamb": "OneBitLamb",
-    "schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR build_scheduler",
+    "schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR "
+    "build_scheduler",
     "trust_ratio": "LARS Lamb",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint import background_saves, commit, save_job, storage
+from hf_zero.checkpoint import background_saves, commit, retention, save_job, storage
 from hf_zero.checkpoint import find as finding
 from hf_zero.checkpoint.background_saves import BackgroundSaver
 from hf_zero.checkpoint.commit import FolderTarget
@@ -89,7 +89,7 @@ def write_image(path: Path, parts: Iterator[memoryview], plan: Any) -> FileHashe
 
 def retain(*args: Any) -> list[Any]:
     hold_up("removal")
-    return commit.retain(*args)
+    return retention.retain(*args)
 
 
 def hold_up(what: str) -> None:
@@ -251,7 +251,7 @@ def processes() -> Iterator[None]:
         patch.setattr(save_job, "retain", retain)
         for module in (commit, save_job):
             patch.setattr(module, "Manifest", Manifest)
-        patch.setattr(commit, "integrity_error", damage)
+        patch.setattr(finding, "integrity_error", damage)
         yield
 
 

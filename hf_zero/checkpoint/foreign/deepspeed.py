@@ -59,14 +59,13 @@ CLASSES = (
     "argparse.Namespace",
 )
 # Keys that DeepSpeed itself stores beside the client state.
-OWN_KEYS = frozenset(
-    (
-        "module buffer_names optimizer param_shapes frozen_param_shapes shared_params "
-        "frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names "
-        "skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config ds_version "
-        "checkpoint_parallel_dimensions num_experts universal_checkpoint_info"
-    ).split()
-)
+OWN_KEYS = frozenset([
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd",
+    "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples",
+    "dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions",
+    "num_experts", "universal_checkpoint_info",
+])  # fmt: skip
 RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
