@@ -7,20 +7,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_EXPORTS = {
-    "save": "save_sharded",
-    "save_whole": "consolidate",
-    "load": "load_sharded",
-    "convert_checkpoint": "convert.export",
-    "Conversion": "convert.export",
-    "verify_checkpoint": "verify",
-    "verify_all": "verify",
-    "Verdict": "verify",
-    "iterate_state_dict": "consolidate",
-    "get_fp32_state_dict_from_zero_checkpoint": "consolidate",
-    "load_state_dict_from_zero_checkpoint": "consolidate",
-    "convert_zero_checkpoint_to_fp32_state_dict": "consolidate",
+_MODULES = {
+    "save_sharded": "save",
+    "load_sharded": "load",
+    "consolidate": "save_whole iterate_state_dict get_fp32_state_dict_from_zero_checkpoint "
+    "load_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict",
+    "convert.export": "convert_checkpoint Conversion",
+    "verify": "verify_checkpoint verify_all Verdict",
 }
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = list(_EXPORTS)
 

@@ -33,10 +33,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_zero.checkpoint.commit import CommitTarget
+from hf_zero.checkpoint.failures import describe_error, describe_failures
 from hf_zero.checkpoint.file_writer import write_image
 from hf_zero.checkpoint.save_job import NOTHING_SAVED, Outcome, SaveJob
 from hf_zero.checkpoint.staging import DeferredState, StagedFile, Tensors, plan_in_call
-from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures, is_remote
+from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, BlockHashes, FileHashes, FilePlan
 from hf_zero.distributed.rank_requests import STOP
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError, HostMemoryError

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
-from hf_zero.checkpoint import storage
+from hf_zero.checkpoint import object_store, storage
 from hf_zero.checkpoint.find import (
     DROPPED,
     NEW,
@@ -26,14 +26,8 @@ from hf_zero.checkpoint.find import (
     is_checkpoint,
 )
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.storage import (
-    AnyPath,
-    is_remote,
-    make_folder,
-    objects_in,
-    remove_objects,
-    store_errors,
-)
+from hf_zero.checkpoint.object_store import objects_in, remove_objects
+from hf_zero.checkpoint.storage import AnyPath, is_remote, make_folder, store_errors
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
 
@@ -257,12 +251,12 @@ class ObjectStoreTarget(CommitTarget):
         self, manifest: Manifest, files: Mapping[str, bytes], above: Mapping[str, bytes]
     ) -> None:
         for name, content in files.items():
-            storage.put_object(self.path_of(name), content)
+            object_store.put_object(self.path_of(name), content)
         content = manifest.dumps()
         # Parse it before the upload: an unreadable manifest is never published.
         self._check_written(Manifest.parse(content, self.path_of(MANIFEST_NAME)))
         try:
-            storage.put_object(self.path_of(MANIFEST_NAME), content)
+            object_store.put_object(self.path_of(MANIFEST_NAME), content)
         except OSError as error:
             if not self._is_published():
                 raise
@@ -286,7 +280,7 @@ class ObjectStoreTarget(CommitTarget):
 
     def finish(self, above: Mapping[str, bytes]) -> None:
         for name, content in above.items():
-            storage.put_object(self.directory / name, content)
+            object_store.put_object(self.directory / name, content)
         remove_unlisted(self.final)
 
     def abort(self) -> None:

@@ -26,10 +26,11 @@ from hf_zero.checkpoint.convert.outputs import (
     plan_outputs,
     tied_names,
 )
+from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import pair_names, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
-from hf_zero.checkpoint.storage import collective_try, local_path, write_all
+from hf_zero.checkpoint.storage import local_path, write_all
 from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed

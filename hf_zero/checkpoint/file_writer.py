@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.storage import BLOCK, AnyPath, Upload, is_remote
+from hf_zero.checkpoint.object_store import Upload
+from hf_zero.checkpoint.storage import BLOCK, AnyPath, is_remote
 from hf_zero.checkpoint.tensorfile import (
     DATA_ALIGNMENT,
     FileHasher,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from hf_zero.checkpoint.failures import collective_try, decide_on_rank_0
 from hf_zero.checkpoint.find import HUGGINGFACE, locate, newest_complete
 from hf_zero.checkpoint.generations import kept_generations
 from hf_zero.checkpoint.load_sharded import check, check_names
@@ -17,7 +18,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.reader import recognize
 from hf_zero.checkpoint.save_sharded import parallel_sizes
-from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, decide_on_rank_0, place_of
+from hf_zero.checkpoint.storage import AnyPath, as_path, place_of
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.distributed.parallel_dims import ParallelDims

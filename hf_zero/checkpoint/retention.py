@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from hf_zero.checkpoint import find, storage
+from hf_zero.checkpoint import failures, find, object_store, storage
 from hf_zero.checkpoint.commit import canonical_path, discard_replaced, save_id_in
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.storage import AnyPath
@@ -85,7 +85,7 @@ def remove(chosen: Sequence[AnyPath], aside: str = find.DROPPED) -> list[AnyPath
             logger.warning(
                 "could not delete old checkpoint %s: %s",
                 folder,
-                storage.describe_error(error, folder),
+                failures.describe_error(error, folder),
             )
         else:
             removed.append(folder)
@@ -100,8 +100,8 @@ def drop(folder: AnyPath, aside: str = find.DROPPED) -> None:
     """
     if storage.is_remote(folder):
         # first: without its manifest what is left is never taken for a complete checkpoint
-        storage.remove_objects([folder / MANIFEST_NAME])
-        storage.remove_objects(storage.objects_in(folder))
+        object_store.remove_objects([folder / MANIFEST_NAME])
+        object_store.remove_objects(object_store.objects_in(folder))
         return
     discard_replaced(folder)
     away = folder.parent / (aside + folder.name)

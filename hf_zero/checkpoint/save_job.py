@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget
+from hf_zero.checkpoint.failures import describe_error, describe_failures
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.retention import retain
-from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures
+from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import FileHashes
 from hf_zero.errors import CheckpointError, RankMismatchError
 

@@ -25,6 +25,7 @@ import torch
 import hf_zero
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget, canonical_path, commit_target
+from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.file_writer import write_tensors
 from hf_zero.checkpoint.manifest import (
     AXES,
@@ -37,6 +38,7 @@ from hf_zero.checkpoint.manifest import (
     TensorStateEntry,
     class_name,
 )
+from hf_zero.checkpoint.progress import progress_bar
 from hf_zero.checkpoint.run_state import NonTensorState, non_tensor_state, objects_file
 from hf_zero.checkpoint.save_job import NOTHING_SAVED, ByCollectives, SaveJob, SharedFiles
 from hf_zero.checkpoint.save_plan import (
@@ -49,15 +51,15 @@ from hf_zero.checkpoint.save_plan import (
     unwrapped,
 )
 from hf_zero.checkpoint.staging import ReadyFile, deferred_states
-from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progress_bar
+from hf_zero.checkpoint.storage import AnyPath, as_path
 from hf_zero.checkpoint.tensorfile import FileHashes
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units, logger
 from hf_zero.optim.group_scalars import report_of, scalars_in
-from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.layout.walk import attribute_of, config_of, modules_of
+from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.background_saves import BackgroundSaver

@@ -1,6 +1,5 @@
-"""Storage of checkpoints: local folders as paths, object stores as URLs through fsspec. Reads
-ranges from either, writes small files that are flushed to the device, shows progress in bytes, and
-raises an error of one rank on all ranks, with its remedy.
+"""Storage of checkpoints: local folders as paths, object stores as URLs through fsspec; byte ranges
+of files in either; small local files that are flushed to the device, and renames and removals.
 """
 
 from __future__ import annotations
@@ -11,19 +10,13 @@ import functools
 import os
 import re
 import shutil
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
-
-if TYPE_CHECKING:
-    from hf_zero.distributed.mesh import Mesh
-    from hf_zero.distributed.world_group import RankGroup
 
 AnyPath = Any
 """A ``pathlib.Path``, or a ``upath.UPath`` of an object store.
@@ -322,189 +315,3 @@ def fsync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-PARTS = 9_000  # most parts of an object; S3 accepts 10,000
-
-
-def put_object(where: AnyPath, content: bytes) -> None:
-    """Put a small object, atomically. Raises OSError."""
-    with store_errors(where):
-        where.fs.pipe_file(where.path, content)
-
-
-class Upload:
-    """A new object of ``size`` bytes, sent in parts from start to end. It exists once :meth:`flush`
-    has returned.
-    """
-
-    def __init__(self, where: AnyPath, size: int) -> None:
-        self._where, self._sent = where, False
-        with store_errors(where):
-            self._file: Any = where.fs.open(
-                where.path, "wb", block_size=max(2 * PART, -(-size // PARTS))
-            )
-
-    def write(self, data: memoryview) -> None:
-        with store_errors(self._where):
-            self._file.write(data)
-
-    def flush(self) -> None:
-        with store_errors(self._where):
-            self._file.close()
-        self._sent = True
-
-    def __enter__(self) -> Upload:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self._sent:
-            return
-        try:
-            self._file.discard()
-        except Exception as trouble:
-            # the upload has already failed with another error, which is the one to raise
-            logger.warning(
-                "the parts of %s that were sent may be left in the store: %s", self._where, trouble
-            )
-        with suppress(AttributeError):  # a file in memory has nothing to send
-            self._file.closed = True  # else garbage collection would send the rest
-
-
-def remove_objects(chosen: Iterable[AnyPath]) -> None:
-    for item in chosen:
-        with store_errors(item):
-            item.fs.rm_file(item.path)
-
-
-def objects_in(folder: AnyPath) -> list[AnyPath]:
-    """Return the objects directly in ``folder``, by name."""
-    with store_errors(folder):
-        items = folder.iterdir() if folder.is_dir() else ()
-        return sorted((item for item in items if item.is_file()), key=lambda item: item.name)
-
-
-T = TypeVar("T")
-
-_REMEDIES = {
-    errno.ENOSPC: "the disk is full: free space or save into another folder",
-    errno.EDQUOT: "the quota is used up: free space or save into another folder",
-    errno.EACCES: "make the folder writable for this user or choose another one",
-    errno.EPERM: "make the folder writable for this user or choose another one",
-    errno.EROFS: "the file system is read-only: choose another folder",
-    errno.ENOENT: "the folder must be on storage that all ranks share, and nobody "
-    "may remove it meanwhile",
-    errno.EEXIST: "this is a file, and a folder is needed: choose another folder",
-    errno.ENOTDIR: "this is a file, and a folder is needed: choose another folder",
-    errno.EISDIR: "this is a folder, and a file is needed: choose another folder",
-}
-
-
-def describe_error(error: BaseException, path: object = None) -> str:
-    """Return one line: what was wrong, in which file (by default ``path``), and what to do."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if isinstance(error, OSError):
-        file = error.filename if error.filename is not None else path
-        remedy = _REMEDIES.get(error.errno or 0, "check the storage, then try again")
-        return f"{file}: {error.strerror or error}; {remedy}"
-    return f"{type(error).__name__}: {error}" + (f" ({path})" if path is not None else "")
-
-
-@contextmanager
-def checkpoint_errors(path: object) -> Iterator[None]:
-    """Convert an OSError into a CheckpointError; ``path`` is the file to name where it has none."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(describe_error(error, path)) from error
-
-
-def describe_failures(failed: Mapping[int, str], world: int) -> str:
-    """Return one line for the ranks that failed, out of ``world``: rank -> text in ``failed``. A
-    text that all ranks share is given once, without ranks.
-    """
-    texts = list(dict.fromkeys(failed.values()))
-    if len(failed) == world and len(texts) == 1:
-        return texts[0]
-    shown = list(failed.items())[:4]
-    more = f" (and {len(failed) - len(shown)} more ranks)" if len(failed) > len(shown) else ""
-    return "; ".join(f"rank {rank}: {text}" for rank, text in shown) + more
-
-
-def collective_try(
-    mesh: Mesh | RankGroup,
-    action: Callable[[], T],
-    path: AnyPath = None,
-    after: str = "",
-    share: Callable[[T], object] | None = None,
-) -> tuple[T, list[Any]]:
-    """Run ``action`` on every rank. Return this rank's result, and by rank the part of each result
-    that ``share`` returns (None without it). Collective.
-
-    If ``action`` raised on any rank, all ranks raise one CheckpointError that names these ranks and
-    their errors. ``path`` is the file to name where an error has none; ``after`` is appended to the
-    message and says what still holds.
-    """
-    cause: BaseException | None = None
-    try:
-        value_here = action()
-        outcome: tuple[bool, Any] = (True, None if share is None else share(value_here))
-    except Exception as error:
-        cause, outcome = error, (False, describe_error(error, path))
-    outcomes = mesh.all_gather_object(outcome)
-    failed = {rank: text for rank, (ok, text) in enumerate(outcomes) if not ok}
-    if not failed:
-        return value_here, [value for _, value in outcomes]
-    message = describe_failures(failed, len(outcomes))
-    raise CheckpointError(message + (f". {after}" if after else "")) from cause
-
-
-def decide_on_rank_0(world: RankGroup, choose: Callable[[], T]) -> T:
-    """Return the result of ``choose()`` on rank 0 of the group ``world`` to all ranks. Collective.
-
-    If ``choose`` raises, all ranks raise a CheckpointError with its error.
-    """
-    cause: Exception | None = None
-    answer: tuple[T | None, str] = (None, "")
-    if world.rank == 0:
-        try:
-            answer = choose(), ""
-        except Exception as error:
-            cause, answer = error, (None, describe_error(error))
-    chosen, failure = world.broadcast_object(answer, what="the choice of rank 0")
-    if failure:
-        raise CheckpointError(failure) from cause
-    return cast(T, chosen)
-
-
-Tick = Callable[[int], None]
-
-
-SHOWN_AFTER = 2.0  # seconds before a bar appears that was not asked for
-
-
-@contextmanager
-def progress_bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]:
-    """Show a progress bar on stderr and yield the function that advances it by a number of bytes,
-    which several threads may call.
-
-    With ``progress`` None the bar is shown only if stderr is a terminal, and only once the work has
-    lasted :data:`SHOWN_AFTER` seconds. False shows none.
-    """
-    if not (sys.stderr.isatty() if progress is None else progress):
-        yield lambda count: None
-        return
-    from tqdm import tqdm
-
-    class ByteBar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
-        monitor_interval = 0  # no thread that redraws it
-
-    lock, delay = threading.Lock(), 0.0 if progress else SHOWN_AFTER
-    with ByteBar(desc=what, total=total, unit="B", unit_scale=True, delay=delay) as shown:
-
-        def advance(count: int) -> None:
-            with lock:
-                shown.update(count)
-
-        yield advance

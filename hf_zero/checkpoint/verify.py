@@ -20,8 +20,9 @@ from hf_zero.checkpoint.memory.inventory import (
     records_in,
 )
 from hf_zero.checkpoint.memory.record import RankRecord, join_records
+from hf_zero.checkpoint.progress import Tick, progress_bar
 from hf_zero.checkpoint.reader import ShardedCheckpoint, recognize
-from hf_zero.checkpoint.storage import AnyPath, Tick, as_path, is_remote, progress_bar
+from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_zero.checkpoint.convert.to_universal import LATEST_UNIVERSAL
+from hf_zero.checkpoint.failures import decide_on_rank_0
 from hf_zero.checkpoint.find import LATEST, find_checkpoint
-from hf_zero.checkpoint.storage import as_path, decide_on_rank_0
+from hf_zero.checkpoint.storage import as_path
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError, ConfigError, TargetMismatchError
 from hf_zero.logging import log_rank0, logger

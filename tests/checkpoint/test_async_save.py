@@ -180,9 +180,9 @@ def test_a_bar_appears_for_work_that_lasts(monkeypatch, capsys):
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
     monkeypatch.setattr(storage.sys.stderr, "isatty", lambda: True, raising=False)
     for progress, lasts, shown in ((None, 0.0, False), (None, 1.0, True), (False, 1.0, False)):
-        with storage.progress_bar(progress, 100, "saving run") as tick:
+        with progress.progress_bar(progress, 100, "saving run") as tick:
             tick(25)
-            clock[0] += lasts * storage.SHOWN_AFTER
+            clock[0] += lasts * progress.SHOWN_AFTER
             tick(75)
         assert ("saving run" in capsys.readouterr().err) == shown
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import file_writer, save_job, save_sharded, storage
+from hf_zero.checkpoint import failures, file_writer, save_job, save_sharded, storage
 from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.save_job import SaveJob
 from hf_zero.distributed.parallel_dims import ParallelDims
@@ -350,8 +350,8 @@ def test_a_choice_that_fails_on_rank_0_raises_on_all_ranks(error: Exception) -> 
 
     def run(rank: int) -> str:
         with pytest.raises(CheckpointError) as raised:
-            storage.decide_on_rank_0(get_world_group(), choose)
+            failures.decide_on_rank_0(get_world_group(), choose)
         return str(raised.value)
 
     first, second = run_ranks(2, run)
-    assert first == second == storage.describe_error(error)
+    assert first == second == failures.describe_error(error)

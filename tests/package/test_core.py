@@ -43,9 +43,9 @@ CORE = {
     "offload": "__init__ placement storage unit_updates",
     "ops": "__init__ coded_arrays dispatch flat_tiles host_memory native updates",
     "setup": "__init__ plan plan_inputs request steps training_loader",
-    "checkpoint": "__init__ commit file_writer find generations load_sharded "
-    "background_saves manifest match match_schedule reader resume retention run_state save_job "
-    "save_plan save_sharded staging storage tensorfile",
+    "checkpoint": "__init__ commit failures file_writer find generations load_sharded "
+    "background_saves manifest match match_schedule object_store progress reader resume retention "
+    "run_state save_job save_plan save_sharded staging storage tensorfile",
 }  # fmt: skip
 
 # Packages whose own files name, for type checkers, what users import, in the core or not; and the

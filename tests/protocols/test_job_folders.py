@@ -15,9 +15,9 @@ import pytest
 
 from hf_zero.checkpoint import host_folders
 from hf_zero.checkpoint.convert.files import LOCK, lock_folder
+from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.host_folders import SaveLog
 from hf_zero.checkpoint.memory import folders, saving
-from hf_zero.checkpoint.storage import collective_try
 from hf_zero.deepspeed import state_dicts
 from hf_zero.errors import CheckpointError
 from tests.protocols import memory

@@ -46,10 +46,12 @@ from hf_zero.checkpoint.convert.outputs import (
     plan_outputs,
 )
 from hf_zero.checkpoint.convert.publish import Publication
+from hf_zero.checkpoint.failures import checkpoint_errors
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import dtype_name
+from hf_zero.checkpoint.progress import progress_bar
 from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
-from hf_zero.checkpoint.storage import AnyPath, checkpoint_errors, local_path, progress_bar
+from hf_zero.checkpoint.storage import AnyPath, local_path
 from hf_zero.checkpoint.tensorfile import FilePlan
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.logging import in_units, listed, logger, parse_size

@@ -27,10 +27,10 @@ import torch
 from hf_zero.checkpoint import find, storage
 from hf_zero.checkpoint.convert.outputs import OutputTensor
 from hf_zero.checkpoint.host_folders import FileLock
+from hf_zero.checkpoint.progress import Tick
 from hf_zero.checkpoint.reader import Checkpoint, Scratch
 from hf_zero.checkpoint.storage import (
     AnyPath,
-    Tick,
     fsync_path,
     is_remote,
     make_folder,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint import find, storage
+from hf_zero.checkpoint import failures, find, storage
 from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.outputs import OutputTensor, log_left_out, outputs
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, OWN_KEYS, SETTINGS, STEP, WEIGHTS
@@ -62,7 +62,7 @@ def name_latest(folder: Path) -> None:
         storage.rename_durably(new, latest)
     except OSError as error:
         raise CheckpointError(
-            f"{storage.describe_error(error, latest)}. {folder} itself is complete; write "
+            f"{failures.describe_error(error, latest)}. {folder} itself is complete; write "
             f"{path.name} into {latest}"
         ) from error
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.checkpoint import find, host_folders
+from hf_zero.checkpoint.failures import collective_try, decide_on_rank_0
 from hf_zero.checkpoint.generations import Newest
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_zero.checkpoint.match import LoadTarget, match_names
@@ -24,13 +25,7 @@ from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_pa
 from hf_zero.checkpoint.memory.slot_files import SlotFiles
 from hf_zero.checkpoint.reader import copy_ranges
 from hf_zero.checkpoint.run_state import SavedEngine
-from hf_zero.checkpoint.storage import (
-    as_path,
-    collective_try,
-    decide_on_rank_0,
-    place_of,
-    remove_tree,
-)
+from hf_zero.checkpoint.storage import as_path, place_of, remove_tree
 from hf_zero.checkpoint.tensorfile import Hash, algorithm_of, bytes_view, hash_of_file
 from hf_zero.config import ZeroConfig
 from hf_zero.config.memory import MemorySection

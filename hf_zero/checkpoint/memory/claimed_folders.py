@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.memory import folders
 from hf_zero.checkpoint.memory.job_folders import JobFolders
-from hf_zero.checkpoint.storage import collective_try
 from hf_zero.config.memory import MemorySection
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units

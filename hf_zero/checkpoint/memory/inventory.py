@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hf_zero.checkpoint.failures import describe_error
 from hf_zero.checkpoint.memory.folders import CLAIM, RESUME, SLOTS
 from hf_zero.checkpoint.memory.record import SUFFIX, RankRecord, record_path
-from hf_zero.checkpoint.storage import AnyPath, describe_error, is_remote
+from hf_zero.checkpoint.storage import AnyPath, is_remote
 from hf_zero.checkpoint.tensorfile import hash_of
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger

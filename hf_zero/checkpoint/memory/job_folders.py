@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint import host_folders
+from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.memory import folders
 from hf_zero.checkpoint.memory.inventory import Generation, HeldFile, generations, scan
-from hf_zero.checkpoint.storage import collective_try
 from hf_zero.config.memory import MemorySection
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0

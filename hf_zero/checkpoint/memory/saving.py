@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from hf_zero.checkpoint import find, host_folders
+from hf_zero.checkpoint.failures import collective_try, describe_error
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.generations import Generations
 from hf_zero.checkpoint.memory import folders
@@ -48,7 +49,7 @@ from hf_zero.checkpoint.save_plan import (
     stored_width,
 )
 from hf_zero.checkpoint.save_sharded import config_files, manifest_head
-from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, place_of, remove_tree
+from hf_zero.checkpoint.storage import BLOCK, place_of, remove_tree
 from hf_zero.checkpoint.tensorfile import FileHasher, bytes_view
 from hf_zero.config import ZeroConfig
 from hf_zero.config.memory import MemorySection

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.background_saves import after_commit
+from hf_zero.checkpoint.failures import decide_on_rank_0
 from hf_zero.checkpoint.find import DROPPED
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.retention import excess, remove
-from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder

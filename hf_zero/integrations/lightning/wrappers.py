@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.background_saves import after_commit
+from hf_zero.checkpoint.failures import decide_on_rank_0
 from hf_zero.checkpoint.memory import checkpoints_of, newest
 from hf_zero.checkpoint.retention import remove
-from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.config import ZeroConfig
 from hf_zero.config.memory import MemorySection
 from hf_zero.distributed.world_group import get_world_group

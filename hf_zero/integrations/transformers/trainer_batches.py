@@ -8,8 +8,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_zero.checkpoint.failures import decide_on_rank_0
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.storage import AnyPath, decide_on_rank_0
+from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.config.resolving import ACCUMULATION, TOTAL
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.logging import counted, log_rank0

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint.background_saves import after_commit
+from hf_zero.checkpoint.failures import decide_on_rank_0
 from hf_zero.checkpoint.retention import excess, remove
-from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.distributed.world_group import barrier, get_world_group
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (

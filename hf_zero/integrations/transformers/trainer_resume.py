@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint import find
+from hf_zero.checkpoint.failures import decide_on_rank_0
 from hf_zero.checkpoint.memory import newest_in_memory
-from hf_zero.checkpoint.storage import decide_on_rank_0
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
