@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from hf_zero.planning.estimate import propose as propose
     from hf_zero.planning.simulation import simulate as simulate
     from hf_zero.setup.pipeline_engine import PipelineEngine as PipelineEngine
-    from hf_zero.zero.access.full import GatheredParameters as GatheredParameters
+    from hf_zero.zero.access.gathered_parameters import GatheredParameters as GatheredParameters
     from hf_zero.zero.access.full import safe_get_full_fp32_param as safe_get_full_fp32_param
     from hf_zero.zero.access.full import safe_get_full_grad as safe_get_full_grad
     from hf_zero.zero.access.full import (
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from hf_zero.zero.access.full import (
         safe_set_full_optimizer_state as safe_set_full_optimizer_state,
     )
-    from hf_zero.zero.access.full import summon_full_params as summon_full_params
+    from hf_zero.zero.access.gathered_parameters import summon_full_params as summon_full_params
 
 
 class _Package(ModuleType):

@@ -26,7 +26,8 @@ from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import logger
-from hf_zero.zero.access.full import GatheredParameters, safe_get_full_fp32_param
+from hf_zero.zero.access.full import safe_get_full_fp32_param
+from hf_zero.zero.access.gathered_parameters import GatheredParameters
 from hf_zero.zero.access.wholes import WeightBuckets
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import flat_of, owner_of

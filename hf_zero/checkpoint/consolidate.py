@@ -35,7 +35,7 @@ from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 from hf_zero.zero.access.consolidate import gather_state_dict
-from hf_zero.zero.layout.sharding import WholeNames
+from hf_zero.zero.layout.whole_names import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

@@ -33,7 +33,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, in_units, listed, log_rank0
 from hf_zero.optim.group_scalars import ParameterScalars
 from hf_zero.optim.whole_tensor_state import TensorsByParameter
-from hf_zero.zero.layout.sharding import persistent_buffers
+from hf_zero.zero.layout.whole_names import persistent_buffers
 from hf_zero.zero.state_entries import StateEntry, StateSource, transfer
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from hf_zero.logging import listed, log_rank0
 from hf_zero.offload.storage import COMPENSATION
 from hf_zero.optim.initial_state import moment_names
 from hf_zero.optim.whole_tensor import tensor_state_names
-from hf_zero.zero.layout.sharding import WholeNames, belongs, persistent_buffers
+from hf_zero.zero.layout.whole_names import WholeNames, belongs, persistent_buffers
 
 if TYPE_CHECKING:
     from torch import nn

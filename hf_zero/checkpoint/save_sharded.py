@@ -59,7 +59,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units, logger
 from hf_zero.optim.group_scalars import report_of, scalars_in
 from hf_zero.zero.layout.walk import attribute_of, config_of, modules_of
-from hf_zero.zero.layout.sharding import WholeNames
+from hf_zero.zero.layout.whole_names import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.background_saves import BackgroundSaver

@@ -38,7 +38,7 @@ from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger
-from hf_zero.zero.layout.training_state import CopyGate
+from hf_zero.zero.layout.optimizer_shard import CopyGate
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer

@@ -32,7 +32,8 @@ from hf_zero.zero.access.full import whole_of
 from hf_zero.zero.access.wholes import version_of
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, engine_of
-from hf_zero.zero.layout.sharding import WholeNames, own_part, persistent_buffers, sharding_of
+from hf_zero.zero.layout.sharding import own_part, sharding_of
+from hf_zero.zero.layout.whole_names import WholeNames, persistent_buffers
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer
 from hf_zero.zero.training_engine import TrainingEngine
 

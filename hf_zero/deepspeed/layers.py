@@ -172,7 +172,7 @@ class TiledLinear(nn.Module):
     @torch.no_grad()
     def copy_params_from(self, other: Any) -> None:
         """Take the values of the layer ``other`` of the same size (collective at stage 3)."""
-        from hf_zero.zero.access.full import GatheredParameters
+        from hf_zero.zero.access.gathered_parameters import GatheredParameters
 
         for name, mine, its in (
             ("in_features", self.in_features, other.in_features),

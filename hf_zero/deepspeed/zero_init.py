@@ -26,7 +26,7 @@ from hf_zero.engine import engines_of, release_holders
 from hf_zero.integrations import finder
 from hf_zero.loading import Building, Opened, make_pending, make_real
 from hf_zero.loading.shard_only import hold
-from hf_zero.zero.access.full import summon_full_params
+from hf_zero.zero.access.gathered_parameters import summon_full_params
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter import ZeroParamStatus
 

@@ -13,7 +13,7 @@ from hf_zero.offload.storage import Allocator
 from hf_zero.ops import host
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import GradientBuffer
+    from hf_zero.zero.layout.gradients import GradientBuffer
 
 STAGED = 2  # gradients in staging memory at once, to be added or cast by the host
 # gradients whose GPU memory is kept for the copy; the host waits for the oldest, so that its lead

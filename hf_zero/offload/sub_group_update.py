@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hf_zero.optim.segments import Segment
     from hf_zero.optim.sharded_tensors import ShardedTensors
     from hf_zero.optim.whole_tensor import TensorPlace
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 PREFETCHED_SUB_GROUPS = 8  # announced sub-groups to prefetch; there may be fewer buffers
 # returns memory for the new values of elements [start, stop), in the dtype of the parameters

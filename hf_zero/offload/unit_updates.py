@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from hf_zero.device import streams
     from hf_zero.zero.gather.unit import Unit
-    from hf_zero.zero.layout.training_state import GradientBuffer
+    from hf_zero.zero.layout.gradients import GradientBuffer
 
 
 class UnitUpdates:

@@ -31,7 +31,8 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.storage import COMPENSATION, MASTER
 from hf_zero.ops.stochastic_rounding import round_stochastically
-from hf_zero.optim.elementwise import adopted_class, update_base
+from hf_zero.optim.adoption import adopted_class
+from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.segment_entries import is_elementwise
 from hf_zero.optim.segments import ParamState, Segment, StateArrays
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer

@@ -26,7 +26,7 @@ from hf_zero.optim.step_launch import step_launch
 from hf_zero.optim.whole_tensor import ShardRanks, WholeTensorOptimizer
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 
 class BoundOptimizer:

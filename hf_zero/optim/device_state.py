@@ -49,7 +49,7 @@ from hf_zero.optim.segments import (
 )
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 
 class DeviceState(Regions):

@@ -6,26 +6,19 @@ numbers of the group, but nothing computed over a whole tensor (a norm, a row me
 product), unless it declares the sums that ranks add up for it. The list is exact: a class not on it
 runs only if the user vouches for it by name, or allows untested ones and a probe (``probing.py``)
 finds no difference, because a wrong one would train badly in silence.
-
-Objects of torch's and transformers' classes whose update needs whole tensors, and of 8-bit classes
-of bitsandbytes and torchao, are converted to classes of this package that make the same update over
-shards: an object keeps its identity, groups,
-hooks and schedulers, and remains an instance of its own class.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from hf_zero.config.feature_rows import loaded
 from hf_zero.config.optimizers import INSTEAD, OPTIMIZERS, WHOLE
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.optim.adoption import adopted_class, overrides, qualified_name
 from hf_zero.optim.probing import difference
-from hf_zero.optim.segments import ParamState
 from hf_zero.optim.whole_tensor import whole_tensor_base
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = tuple(
@@ -47,23 +40,12 @@ def elementwise_base(cls: type) -> type[torch.optim.Optimizer] | None:
     listed = next((ancestor for ancestor in cls.__mro__ if ancestor in ELEMENTWISE), None)
     if listed is None:
         return None
-    for name in _UPDATE_METHODS:
-        # torch wraps the inherited ``step`` of every subclass for its profiler: compare the
-        # unwrapped functions.
-        if inspect.unwrap(getattr(cls, name, _nothing)) is not inspect.unwrap(
-            getattr(listed, name, _nothing)
-        ):
-            return None
-    return listed
+    return None if overrides(cls, listed, _UPDATE_METHODS) else listed
 
 
 def update_base(cls: type) -> type[torch.optim.Optimizer] | None:
     """Return the class with the update of ``cls`` unchanged, if flat shards can run it, or None."""
     return elementwise_base(cls) or whole_tensor_base(cls)
-
-
-def _nothing() -> None:
-    """A placeholder for a method that a class does not define."""
 
 
 def vouched_for(cls: type, allowed: Iterable[str]) -> bool:
@@ -102,9 +84,10 @@ def check(
         mismatch = difference(optimizer)
         if not mismatch:
             return (
-                f"zero_allow_untested_optimizer: {_name(cls)} is not known to update each element "
-                "by itself; a probe found no difference between whole tensors and shards, which "
-                f'proves nothing. Confirm it with "elementwise_optimizers": ["{cls.__name__}"]'
+                f"zero_allow_untested_optimizer: {qualified_name(cls)} is not known to update each "
+                "element by itself; a probe found no difference between whole tensors and shards, "
+                "which proves nothing. Confirm it with "
+                f'"elementwise_optimizers": ["{cls.__name__}"]'
             )
         why = f"it {mismatch}"
     elif listed is not None:
@@ -137,69 +120,3 @@ def updates_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     """
     kind = type(optimizer)
     return elementwise_base(adopted_class(kind) or kind) is not None
-
-
-_ADOPTING = {name: row for row in OPTIMIZERS for name in row.adopts}
-_made: dict[Any, Any] = {}
-_CONVERTED_METHODS = ("step", "_init_group", "_get_lr", "_rms", "_approx_sq_grad", "_get_options")
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def adopted_class(cls: Any) -> Any:
-    """Return the subclass of ``cls`` that makes its update over shards, or None if ``cls`` is
-    unknown or overrides the update.
-    """
-    listed = next((base for base in cls.__mro__ if _name(base) in _ADOPTING), None)
-    if listed is None:
-        return None
-    ours = loaded(_ADOPTING[_name(listed)].cls)
-    if issubclass(cls, ours):
-        return None
-    for name in _CONVERTED_METHODS:
-        own, its = getattr(cls, name, None), getattr(listed, name, None)
-        if own is not its and inspect.unwrap(own or _nothing) is not inspect.unwrap(
-            its or _nothing
-        ):
-            return None
-    if cls in _made:
-        return _made[cls]
-    subclass = _made[cls] = type(
-        cls.__name__, (ours, cls), {"__module__": cls.__module__, "ADOPTED": cls}
-    )
-    subclass.__qualname__ = cls.__qualname__
-    return subclass
-
-
-def adopt(optimizer: torch.optim.Optimizer) -> None:
-    """Convert ``optimizer`` in place to its sharded class if :func:`adopted_class` finds one. Its
-    groups get the settings that the original class does not have.
-    """
-    adopted, live = adopted_class(type(optimizer)), vars(optimizer)
-    if adopted is None:
-        return
-    adopted.adopt_groups(optimizer)
-    if getattr(live.get("step"), "_wrapped_by_lr_sched", False):
-        del live["step"]  # a scheduler's wrapper around the step of the former class
-    optimizer.__class__ = adopted
-    patch: torch.optim.Optimizer = optimizer
-    patch._patch_step_function()
-    adopt_states(optimizer, optimizer.state.values())
-
-
-def adopt_states(optimizer: torch.optim.Optimizer, states: Iterable[ParamState]) -> None:
-    """Convert ``states`` of parameters in place, from the format of the class that ``optimizer``
-    had before :func:`adopt`.
-    """
-    adopt_state = getattr(type(optimizer), "adopt_state", lambda state: None)
-    for state in states:
-        adopt_state(state)
-
-
-def give_back(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`adopt`. The optimizer's state must have been removed before."""
-    former = getattr(type(optimizer), "ADOPTED", None)
-    if former is not None:
-        optimizer.__class__ = former

@@ -14,7 +14,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.optim.own_step import OptimizerPhase
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 # torch's own attributes, which the properties of a member hide
 _data: Any = Tensor.data

@@ -22,7 +22,7 @@ from hf_zero.optim.snapshots import parts_of
 from hf_zero.optim.state_by_member import HiddenStates, StateByMember
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 _writes_to = attrgetter("member_writes")
 

@@ -13,7 +13,7 @@ from hf_zero.optim.segment_entries import SegmentStateAccess
 from hf_zero.optim.segments import Regions, Segment, StateArrays
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 
 UsedSegments = Callable[["OptimizerShard"], Sequence[Segment]]

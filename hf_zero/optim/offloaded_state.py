@@ -38,7 +38,7 @@ from hf_zero.optim.segments import (
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 
 def refuse_offload(optimizer: torch.optim.Optimizer) -> None:

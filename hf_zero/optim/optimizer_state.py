@@ -22,7 +22,7 @@ from hf_zero.optim.state_by_member import StateUses
 from hf_zero.optim.whole_tensor_state import WholeTensorState
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 
 class OptimizerState:

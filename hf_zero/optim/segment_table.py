@@ -23,7 +23,7 @@ from hf_zero.optim.step_launch import StepLaunch
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 
 Pieces = Callable[[MemoryRegion], Iterable[Segment]]

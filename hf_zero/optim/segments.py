@@ -27,7 +27,7 @@ from hf_zero.ops.coded_arrays import StateArray
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 Group = TypeVar("Group", bound=Hashable)
 

@@ -21,7 +21,7 @@ from hf_zero.optim.segments import Segment
 from hf_zero.optim.whole_tensor import ShardRanks, TensorPlace, Tensors, WholeTensorOptimizer
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 
 class ShardedTensors(Tensors):

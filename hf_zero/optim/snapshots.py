@@ -14,7 +14,7 @@ from torch.optim.optimizer import StateDict
 from hf_zero.optim.segments import ParamState
 
 if TYPE_CHECKING:
-    from hf_zero.zero.layout.training_state import OptimizerShard
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 KEY = "segments"  # the entry of a state dict
 Layout = dict[str, list[list[Any]]]

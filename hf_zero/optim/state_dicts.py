@@ -15,7 +15,7 @@ from torch.optim.optimizer import StateDict
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.logging import listed
 from hf_zero.offload.storage import COMPENSATION, MASTER
-from hf_zero.optim.elementwise import adopt_states
+from hf_zero.optim.adoption import adopt_states
 from hf_zero.optim.group_settings import GroupSettings, plain_settings
 from hf_zero.optim.initial_state import initial_state, moment_names
 from hf_zero.optim.optimizer_state import OptimizerState

@@ -22,18 +22,19 @@ from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.engine import Engine, engines_of
 from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
+from hf_zero.optim.adoption import adopt
 from hf_zero.optim.build import twin_of
-from hf_zero.optim.elementwise import adopt, check
+from hf_zero.optim.elementwise import check
 from hf_zero.setup.plan_inputs import PlanInputs
 from hf_zero.setup.request import E, SetupRequest
 from hf_zero.setup.training_loader import check_data
 from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import EngineInputs, FeatureSet, early
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.leaf_modules import mark_configured
 from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
 from hf_zero.zero.layout.walk import StagedModel, parameters_of
-from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_bytes import held_bytes

@@ -20,14 +20,14 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.feature_rows import provided
 from hf_zero.engine import release_holders
 from hf_zero.logging import counted, log_rank0
-from hf_zero.optim.elementwise import adopt
+from hf_zero.optim.adoption import adopt
 from hf_zero.setup.plan import Planned, plan_to_build
 from hf_zero.setup.request import E
 from hf_zero.setup.training_loader import data_loader, warn_lost_position
+from hf_zero.zero.layout.leaf_modules import mark_configured
 from hf_zero.zero.layout.parameter_classes import parameter_classes
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
 from hf_zero.zero.layout.walk import StagedModel, parameters_of
-from hf_zero.zero.layout.wrap import mark_configured
 from hf_zero.zero.transaction import (
     on_rollback,
     restore_buffers_on_rollback,

@@ -22,7 +22,7 @@ from torch import nn
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError
 from hf_zero.logging import listed
-from hf_zero.optim.elementwise import adopt
+from hf_zero.optim.adoption import adopt
 from hf_zero.optim.group_scalars import ParameterScalars
 from hf_zero.optim.whole_tensor_state import TensorsByParameter
 from hf_zero.zero.access.full import join_parts
@@ -30,8 +30,8 @@ from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, flat_of
 from hf_zero.zero.layout.parameter import raw_grad, set_raw_grad
 from hf_zero.zero.layout.parameter_views import forget
-from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.layout.walk import named_modules_of
+from hf_zero.zero.layout.whole_names import WholeNames
 from hf_zero.zero.materialize import check_alike, check_parameters, check_statistics
 from hf_zero.zero.sharded_model import check_optimizer
 from hf_zero.zero.state_entries import EngineState, StateEntry, StateSource, names_by_kind, transfer

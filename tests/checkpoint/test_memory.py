@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import tensorfile
-from hf_zero.zero.layout.sharding import persistent_buffers
+from hf_zero.zero.layout.whole_names import persistent_buffers
 from tests.checkpoint.jobs import Job, run
 from tests.checkpoint.setups import Setup, train
 from tests.helpers.deepspeed_files import write

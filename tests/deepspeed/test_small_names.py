@@ -26,7 +26,7 @@ from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError
 from hf_zero.measures import comms_log
 from hf_zero.planning.estimate import estimate
-from hf_zero.zero.layout.wrap import mark_configured, z3_leaf_module
+from hf_zero.zero.layout.leaf_modules import mark_configured, z3_leaf_module
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of
 from tests.helpers.ranks import run_ranks

@@ -18,7 +18,7 @@ from hf_zero.offload.storage import CastStorage, DeviceStorage, HostStorage
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.device_state import DeviceState
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.training_state import CopyGate, OptimizerShard
+from hf_zero.zero.layout.optimizer_shard import CopyGate, OptimizerShard
 
 STORAGES = (DeviceStorage, CastStorage, HostStorage, NvmeStorage)
 READS, WRITES = ("fetch", "fetch_into"), ("store", "add", "acquire")

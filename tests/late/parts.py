@@ -16,7 +16,7 @@ import torch  # isort: skip
 from hf_zero.device import pinned, streams  # isort: skip
 from hf_zero.offload.nvme import BufferPool  # isort: skip
 from hf_zero.ops.masked_rows import RowCount  # isort: skip
-from hf_zero.zero.layout.training_state import GradientMemory  # isort: skip
+from hf_zero.zero.layout.gradients import GradientMemory
 
 HERE = torch.device(NAME, 0)
 

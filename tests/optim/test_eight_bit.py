@@ -15,7 +15,8 @@ from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import dynamic_map
 from hf_zero.ops.moment_blocks import Blocks
 from hf_zero.optim import AdamW8bit, Lion8bit, SGD8bit
-from hf_zero.optim.elementwise import adopt, check, give_back
+from hf_zero.optim.adoption import adopt, give_back
+from hf_zero.optim.elementwise import check
 from tests.helpers.buffers import reference
 from tests.helpers.cells import in_one_item
 

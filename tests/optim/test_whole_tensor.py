@@ -17,7 +17,8 @@ from hf_zero.config.feature_rows import loaded
 from hf_zero.config.optimizers import OPTIMIZERS
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.optim import LARS, Adafactor, Lamb, Muon, build_optimizer
-from hf_zero.optim.elementwise import adopt, check, give_back
+from hf_zero.optim.adoption import adopt, give_back
+from hf_zero.optim.elementwise import check
 from hf_zero.optim.muon import hidden_matrices
 from tests.helpers.cells import in_one_item
 from tests.helpers.optimizers import WHOLE

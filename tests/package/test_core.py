@@ -36,7 +36,7 @@ CORE = {
     "zero.layout": "* - attributes meta_run",
     "zero.reduce": "*",
     "zero.step": "* - captured_step preemption",
-    "optim": "__init__ adam bound_optimizer build device_state elementwise existing_state "
+    "optim": "__init__ adam adoption bound_optimizer build device_state elementwise existing_state "
     "group_member group_scalars group_settings initial_state members moment_formats "
     "offloaded_segments optimizer_state own_step probing segment_entries segment_table segments "
     "snapshots state_by_member state_dicts step_launch whole_tensor whole_tensor_state",

@@ -18,7 +18,8 @@ from hf_zero.parallel.expert.marks import is_expert_parameter, split, split_grou
 from hf_zero.parallel.expert.moe_layer import MoE, TopKGate
 from hf_zero.parallel.expert.routing import Capacity
 from hf_zero.zero.access.consolidate import whole_state_dict
-from hf_zero.zero.layout.sharding import WholeNames, sharding_of
+from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.whole_names import WholeNames
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import OnEngine, config_of, start, train_on_threads

@@ -32,7 +32,7 @@ from hf_zero.errors import (
 )
 from hf_zero.loading.shard_only import hold
 from hf_zero.offload.update import OffloadedUpdater
-from hf_zero.zero.access.full import GatheredParameters
+from hf_zero.zero.access.gathered_parameters import GatheredParameters
 from hf_zero.zero.layout.parameter import ReleasedParameter
 from hf_zero.zero.training_engine import TrainingEngine
 from tests.helpers import oracle

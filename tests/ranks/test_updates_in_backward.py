@@ -25,7 +25,7 @@ from hf_zero.ops.flat_tiles import Tiles
 from hf_zero.optim import AdamW8bit, Lamb
 from hf_zero.planning.needs import device_gradients, needs
 from hf_zero.zero.access import full, local
-from hf_zero.zero.layout.training_state import GradientMemory
+from hf_zero.zero.layout.gradients import GradientMemory
 from tests.helpers import offloads
 from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton

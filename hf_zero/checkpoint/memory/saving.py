@@ -58,7 +58,7 @@ from hf_zero.distributed.rank_hosts import host_name
 from hf_zero.errors import CheckpointError, HfZeroError
 from hf_zero.logging import in_units, log_rank0, logger
 from hf_zero.ops import native
-from hf_zero.zero.layout.sharding import WholeNames
+from hf_zero.zero.layout.whole_names import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.background_saves import BackgroundSaver

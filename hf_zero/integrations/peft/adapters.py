@@ -51,7 +51,7 @@ def read_token_rows(
     """
     if not finder.chosen():
         return original(self, weight, rows, embed_dim)
-    from hf_zero.zero.access.full import GatheredParameters
+    from hf_zero.zero.access.gathered_parameters import GatheredParameters
 
     with GatheredParameters([weight]):
         return weight[rows].detach().clone()

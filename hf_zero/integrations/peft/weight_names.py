@@ -17,7 +17,7 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.peft.adapters import described
 from hf_zero.zero.access.weight_stream import WRAPPERS, Names
-from hf_zero.zero.layout.sharding import persistent_buffers
+from hf_zero.zero.layout.whole_names import persistent_buffers
 
 if TYPE_CHECKING:
     from peft import PeftModel

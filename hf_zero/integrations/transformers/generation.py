@@ -24,7 +24,7 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.engine import Engine
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.parallel.tensor.model import model_record
-from hf_zero.zero.access.full import summon_full_params
+from hf_zero.zero.access.gathered_parameters import summon_full_params
 from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import engine_of, owner_of
 from hf_zero.zero.layout.sharding import dims_of_parts

@@ -28,7 +28,7 @@ from hf_zero.parallel.tensor.axis import (
 )
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.parallel.tensor.shared_inputs import SharedInputs, separable_weight
-from hf_zero.zero.access.full import GatheredParameters
+from hf_zero.zero.access.gathered_parameters import GatheredParameters
 from hf_zero.zero.layout import sharding
 from hf_zero.zero.layout.parameter import ZeroParamStatus
 from hf_zero.zero.layout.sharding import sharding_of

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.zero.access.wholes import Whole, whole_groups
 from hf_zero.zero.layout.parameter import OwnedParameter, name_of
-from hf_zero.zero.layout.sharding import WholeNames, belongs, written
+from hf_zero.zero.layout.whole_names import WholeNames, belongs, written
 
 if TYPE_CHECKING:
     from hf_zero.zero.sharded_engine import ShardedEngine

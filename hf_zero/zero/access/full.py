@@ -23,7 +23,7 @@ from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, flat_of, owner_of
 from hf_zero.zero.layout.parameter import LEFT_SHARDED, holder_of_whole, name_of
 from hf_zero.zero.layout.sharding import sharding_of
-from hf_zero.zero.layout.training_state import GradState
+from hf_zero.zero.layout.gradients import GradState
 from hf_zero.zero.state_entries import EngineState, StateEntry
 
 

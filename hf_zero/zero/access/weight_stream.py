@@ -24,7 +24,8 @@ from hf_zero.zero.access.wholes import (
 )
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
-from hf_zero.zero.layout.sharding import WholeNames, sharding_of
+from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.whole_names import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.zero.sharded_engine import ShardedEngine

@@ -22,7 +22,7 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.sharding import WholeNames
+from hf_zero.zero.layout.whole_names import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.zero.sharded_engine import ShardedEngine

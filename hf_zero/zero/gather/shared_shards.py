@@ -18,7 +18,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.training_state import CopyGate
+from hf_zero.zero.layout.optimizer_shard import CopyGate
 
 SHARE = 4  # a message of small flat buffers has room for this many of the largest
 EVENTS = 256  # writes whose events are kept; a GPU's queue of launches holds fewer

@@ -47,12 +47,8 @@ from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.parameter import OwnedParameter, OwningEngine, UpdatingParameter
 from hf_zero.zero.layout.parameter_views import ParameterGuard, ParameterViews, UserWrites
-from hf_zero.zero.layout.training_state import (
-    GradientBuffer,
-    GradientMemory,
-    GradientVersion,
-    OptimizerShard,
-)
+from hf_zero.zero.layout.gradients import GradientBuffer, GradientMemory, GradientVersion
+from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from hf_zero.offload.storage import MASTER, CastStorage, DeviceStorage
 from hf_zero.zero.layout.engine_plan import EnginePlan, shard_spec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import MATRIX_ALIGNMENT
-from hf_zero.zero.layout.training_state import GradientPart, gradient_memories
+from hf_zero.zero.layout.gradients import GradientPart, gradient_memories
 
 
 class FlatAllocator:

@@ -31,7 +31,8 @@ from torch import nn
 from hf_zero.device import kinds
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.zero.layout.flat_spec import FlatSpec
-from hf_zero.zero.layout.training_state import GradientBuffer, OptimizerShard
+from hf_zero.zero.layout.gradients import GradientBuffer
+from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 from hf_zero.zero.layout.tree import tensors_in, transformed
 
 Flat = TypeVar("Flat", contravariant=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.training_state import GradState
+from hf_zero.zero.layout.gradients import GradState
 
 
 class IdleParameters:

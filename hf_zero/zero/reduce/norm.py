@@ -21,7 +21,7 @@ from hf_zero.device import kinds, pinned, streams
 from hf_zero.logging import logger
 from hf_zero.ops import dispatch, native
 from hf_zero.ops.flat_tiles import RUNS, squared_norms
-from hf_zero.zero.layout.training_state import GradientBuffer
+from hf_zero.zero.layout.gradients import GradientBuffer
 
 RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.zero.layout.training_state import GradientVersion
+from hf_zero.zero.layout.gradients import GradientVersion
 
 
 class HeldGradient:

@@ -21,7 +21,8 @@ from hf_zero.optim.group_settings import compared_settings, scaled_rates
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.training_state import GradientBuffer, GradState, OptimizerShard
+from hf_zero.zero.layout.gradients import GradientBuffer, GradState
+from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.reduce.norm import NormCheck, squared_norm
 from hf_zero.zero.reduce.step_agreement import StepAgreement

@@ -25,7 +25,7 @@ from hf_zero.optim.snapshots import KEY, layout_of
 from hf_zero.optim.whole_tensor import ShardRanks, tensor_state_names
 from hf_zero.optim.whole_tensor_state import TensorsByParameter
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.sharding import WholeNames
+from hf_zero.zero.layout.whole_names import WholeNames
 from hf_zero.zero.state_entries import StateEntry, StateSource, names_by_kind
 
 if TYPE_CHECKING:
