@@ -22,8 +22,8 @@ _EXPORTS = {
     "LayerSpec": "hf_zero.parallel.pipeline.layer_specs",
     "TiedLayerSpec": "hf_zero.parallel.pipeline.layer_specs",
     "pipeline_stages": "hf_zero.integrations.transformers.pipeline_stages",
-    "GatheredParameters": "hf_zero.zero.access.full",
-    "summon_full_params": "hf_zero.zero.access.full",
+    "GatheredParameters": "hf_zero.zero.access.gathered_parameters",
+    "summon_full_params": "hf_zero.zero.access.gathered_parameters",
     "safe_get_full_fp32_param": "hf_zero.zero.access.full",
     "safe_get_full_grad": "hf_zero.zero.access.full",
     "safe_get_full_optimizer_state": "hf_zero.zero.access.full",
@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from hf_zero.planning.estimate import propose as propose
     from hf_zero.planning.simulation import simulate as simulate
     from hf_zero.setup.pipeline_engine import PipelineEngine as PipelineEngine
-    from hf_zero.zero.access.gathered_parameters import GatheredParameters as GatheredParameters
     from hf_zero.zero.access.full import safe_get_full_fp32_param as safe_get_full_fp32_param
     from hf_zero.zero.access.full import safe_get_full_grad as safe_get_full_grad
     from hf_zero.zero.access.full import (
@@ -92,6 +91,7 @@ if TYPE_CHECKING:
     from hf_zero.zero.access.full import (
         safe_set_full_optimizer_state as safe_set_full_optimizer_state,
     )
+    from hf_zero.zero.access.gathered_parameters import GatheredParameters as GatheredParameters
     from hf_zero.zero.access.gathered_parameters import summon_full_params as summon_full_params
 
 

@@ -35,8 +35,8 @@ from hf_zero.optim.group_scalars import GroupReport
 from hf_zero.optim.segments import FetchedArrays
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import sharding_of
-from hf_zero.zero.layout.whole_names import WholeNames, persistent_buffers
 from hf_zero.zero.layout.walk import attribute_of
+from hf_zero.zero.layout.whole_names import WholeNames, persistent_buffers
 from hf_zero.zero.state_entries import EngineState
 
 if TYPE_CHECKING:

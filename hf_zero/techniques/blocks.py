@@ -29,7 +29,8 @@ from hf_zero.errors import ConfigError
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 from hf_zero.zero.gather.unit import OutermostForward
-from hf_zero.zero.layout.wrap import described, find_blocks, repeated_blocks
+from hf_zero.zero.layout.walk import described
+from hf_zero.zero.layout.wrap import find_blocks, repeated_blocks
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

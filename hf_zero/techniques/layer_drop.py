@@ -59,7 +59,7 @@ from hf_zero.techniques.schedules import Decay
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.gather.unit import OutermostForward
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.wrap import described
+from hf_zero.zero.layout.walk import described
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

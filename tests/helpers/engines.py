@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.zero.access import full as gathered
+from hf_zero.zero.access import gathered_parameters
 from hf_zero.zero.gather.unit import GatherState, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, owner_of
 from hf_zero.zero.layout.parameter import name_of
@@ -116,7 +117,7 @@ def full_weights(engine: Any) -> dict[str, torch.Tensor]:
         if name in trained:
             weights[name] = trained[name]
         else:
-            with gathered.GatheredParameters([p]):
+            with gathered_parameters.GatheredParameters([p]):
                 weights[name] = p.detach().float().clone()
     return weights
 

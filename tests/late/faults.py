@@ -329,7 +329,7 @@ FAULTS: dict[str, Fault] = {
             ALONE, unrecorded("shared_shards.py writing"), COPIES),
         "shards are served under the copy of their update": (
             "stage 3, optimizer on the host, read by one rank between steps",
-            left_out("synchronize", "training_state.py synchronize_update"), COPIES),
+            left_out("synchronize", "optimizer_shard.py synchronize_update"), COPIES),
         "the gradient norm is read before it is summed": (
             "stage 2", left_out("wait", "step_agreement.py agree"), COPIES),
         "parts of matrices are used before they come": (

@@ -15,8 +15,8 @@ import torch
 import transformers
 from torch import nn
 
-from hf_zero.zero.layout.tree import tensors_in
 from hf_zero.zero.layout.leaf_modules import get_z3_leaf_modules, set_z3_leaf_modules
+from hf_zero.zero.layout.tree import tensors_in
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import STAGES, engine_opener, train_on_threads

@@ -18,7 +18,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import parse_rate, rate_in_units
 from hf_zero.planning.estimate import traffic
 from hf_zero.planning.needs import gathered_bytes
-from hf_zero.zero.layout import training_state
+from hf_zero.zero.layout import gradients
 from hf_zero.zero.layout.parameter import raw_grad
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
@@ -282,13 +282,13 @@ def test_no_number_depends_on_it(monkeypatch, stage, precision, in_no_sync):
     """Weights and gradients have the bits of a run that keeps the memory, where freed memory comes
     back as NaN, and in several allocations.
     """
-    allocate = training_state.GradientMemory.set_allocated
+    allocate = gradients.GradientMemory.set_allocated
 
     def poisoned(memory, allocated):
         fresh = allocated and memory.nbytes == 0
         allocate(memory, allocated)
         if fresh:
-            memory._whole.fill_(float("nan"))
+            memory._elements.fill_(float("nan"))
 
     def run(keeps):
         def on_rank(rank, model):
@@ -312,9 +312,9 @@ def test_no_number_depends_on_it(monkeypatch, stage, precision, in_no_sync):
 
         return on_ranks(RANKS, on_rank, build=build)
 
-    monkeypatch.setattr(training_state, "LARGEST", 20_000)
+    monkeypatch.setattr(gradients, "LARGEST", 20_000)
     kept = run(True)
-    monkeypatch.setattr(training_state.GradientMemory, "set_allocated", poisoned)
+    monkeypatch.setattr(gradients.GradientMemory, "set_allocated", poisoned)
     for (grads, state, count), (own_grads, own_state, own_count) in zip(kept, run(False)):
         assert count == own_count > 1 and len(grads) == len(own_grads) > 3
         assert all(torch.equal(a, b) for a, b in zip(grads, own_grads))
@@ -328,11 +328,11 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 @pytest.mark.skipif(not HUGE_PAGES.exists(), reason="the system has no huge pages")
 def test_large_memory_on_the_host_has_huge_pages():
     """The system has the advice for the mapping of an allocation, each time it is made."""
-    memory = training_state.GradientMemory([40 << 20], torch.uint8, torch.device("cpu"))
+    memory = gradients.GradientMemory([40 << 20], torch.uint8, torch.device("cpu"))
     for _ in range(2):
         memory.set_allocated(False)
         memory.set_allocated(True)
-        inside = memory._whole.data_ptr() + (16 << 20)
+        inside = memory._elements.data_ptr() + (16 << 20)
         flags, here = "", False
         for line in Path("/proc/self/smaps").read_text().splitlines():
             start, dash, end = line.split(" ")[0].partition("-")

@@ -169,7 +169,7 @@ def test_a_backward_holds_the_gradients_of_few_units(stage, ranks, monkeypatch):
     def run(rank: int, model: nn.Module) -> tuple[list[int], list[int]]:
         engine, peaks = opened(model, stage, True), []
         memories = [flat.gradient.memory for flat in engine.flats]
-        sizes = [memory._whole.nbytes for memory in memories]
+        sizes = [memory._elements.nbytes for memory in memories]
         peak = Peak(monkeypatch, set(memories))
         for step in range(3):
             peak.nbytes = 0

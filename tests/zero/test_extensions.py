@@ -32,8 +32,8 @@ def test_the_engine_names_no_technique() -> None:
 
 OWNERS = {
     "FlatBuffer": "layout/flat_buffer.py",
-    "GradientBuffer": "layout/training_state.py",
-    "OptimizerShard": "layout/training_state.py",
+    "GradientBuffer": "layout/gradients.py",
+    "OptimizerShard": "layout/optimizer_shard.py",
 }
 
 

@@ -91,7 +91,7 @@ def test_a_write_of_state_on_the_device_raises_while_a_save_copies_it_and_safe_s
 
 def test_storages_are_reached_through_leases_alone():
     """No module but those of the leases reads the private storage of a shard."""
-    layers = {ROOT / "zero/layout" / name for name in ("training_state.py", "flat_buffer.py")}
+    layers = {ROOT / "zero/layout" / name for name in ("optimizer_shard.py", "flat_buffer.py")}
     readers = {
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in ROOT.rglob("*.py")

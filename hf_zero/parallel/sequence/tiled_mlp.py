@@ -19,8 +19,8 @@ from hf_zero.errors import ConfigError
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.gather.model_patches import Attached, Override
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.walk import text_config_of
-from hf_zero.zero.layout.wrap import described, repeated_blocks
+from hf_zero.zero.layout.walk import described, text_config_of
+from hf_zero.zero.layout.wrap import repeated_blocks
 from hf_zero.zero.training_engine import TrainingEngine
 
 KEY = "tiled_mlp"

@@ -23,8 +23,8 @@ from hf_zero.zero.layout.initial_values import FormerValues, Source, pending, so
 from hf_zero.zero.layout.parameter import OwnedParameter, given_class, owned_class
 from hf_zero.zero.layout.parameter_classes import ParameterClasses
 from hf_zero.zero.layout.sharding import sharding_of
-from hf_zero.zero.layout.whole_names import written
 from hf_zero.zero.layout.walk import modules_of
+from hf_zero.zero.layout.whole_names import written
 
 LARGEST_TABLE = 256  # elements: a table of the values of one byte; larger tensors are sharded
 

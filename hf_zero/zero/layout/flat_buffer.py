@@ -45,10 +45,10 @@ from hf_zero.ops.coded_arrays import decoded
 from hf_zero.zero.layout.compute_copy import Change, WeightTransform
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec
-from hf_zero.zero.layout.parameter import OwnedParameter, OwningEngine, UpdatingParameter
-from hf_zero.zero.layout.parameter_views import ParameterGuard, ParameterViews, UserWrites
 from hf_zero.zero.layout.gradients import GradientBuffer, GradientMemory, GradientVersion
 from hf_zero.zero.layout.optimizer_shard import OptimizerShard
+from hf_zero.zero.layout.parameter import OwnedParameter, OwningEngine, UpdatingParameter
+from hf_zero.zero.layout.parameter_views import ParameterGuard, ParameterViews, UserWrites
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]

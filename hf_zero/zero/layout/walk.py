@@ -7,6 +7,7 @@ model of transformers (a LightningModule, an actor of reinforcement learning) tr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
@@ -130,3 +131,11 @@ class StagedModel(nn.Module):
     """A model of which each rank holds stages: its parameters differ from those of other ranks, and
     its plan is collective.
     """
+
+
+def described(module: nn.Module) -> str:
+    """Return the class of ``module``, for messages, with the release of the library that has it."""
+    kind = getattr(type(module), "_hf_zero_plain", type(module))
+    library = kind.__module__.partition(".")[0]
+    release = getattr(sys.modules.get(library), "__version__", None)
+    return f"{kind.__name__} of {library} {release}" if release else kind.__name__

@@ -34,9 +34,9 @@ from hf_zero.logging import listed
 from hf_zero.offload.unit_updates import GradientCopies
 from hf_zero.zero.gather.unit import OutermostForward, Unit, UnitCall, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.gradients import GradientMemory
 from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads
 from hf_zero.zero.layout.stage_policy import StagePolicy
-from hf_zero.zero.layout.gradients import GradientMemory
 from hf_zero.zero.reduce.idle_parameters import IdleParameters, zero_left_out
 from hf_zero.zero.reduce.losses import AveragingFactors
 from hf_zero.zero.reduce.reduction_order import BackwardObservations, ReductionOrder

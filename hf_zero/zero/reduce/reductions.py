@@ -30,8 +30,8 @@ from hf_zero.offload.unit_updates import GradientCopies
 from hf_zero.zero.gather.shared_shards import Pack
 from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.zero.layout.gradients import GradState
+from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.zero.reduce.norm import sums_of_squares
 
 # Messages with acquired buffers that may be in flight at once; unlimited while ranks wait jointly

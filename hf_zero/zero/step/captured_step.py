@@ -36,8 +36,8 @@ from hf_zero.device import graphs, kinds
 from hf_zero.device.graphs import Graph, Graphs
 from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
-from hf_zero.zero.layout.parameter_views import any_raw_grad
 from hf_zero.zero.layout.gradients import GradState
+from hf_zero.zero.layout.parameter_views import any_raw_grad
 from hf_zero.zero.layout.tree import form_of, map_tensors, tensors_in
 from hf_zero.zero.reduce.reducer import Reducer
 from hf_zero.zero.step.optimizer_step import OptimizerStep

@@ -15,7 +15,6 @@ import torch
 from hf_zero.errors import PartitionError
 from hf_zero.optim.adoption import give_back
 from hf_zero.optim.bound_optimizer import BoundOptimizer
-from hf_zero.optim.adoption import give_back
 from hf_zero.optim.group_member import GroupMember
 from hf_zero.optim.own_step import taken_hooks
 from hf_zero.optim.segment_entries import nothing

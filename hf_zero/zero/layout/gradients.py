@@ -1,5 +1,4 @@
-"""The training state of one flat buffer on this rank: its gradient, accumulated and reduced, and
-its optimizer state, with the update under way.
+"""This rank's memory for the gradients of flat buffers, and what it holds for the next step.
 
 [Note: gradients between steps]
 Gradients of neighboring flat buffers are adjacent, so that an update kernel processes them as one
@@ -15,22 +14,22 @@ activations finds room for the next one more easily.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
 from enum import Enum
 from functools import cache, partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from hf_zero.device import kinds, streams
-from hf_zero.offload.storage import MASTER, DeviceStorage, ReadableStorage, Storage, StorageContents
 from hf_zero.ops.host_memory import MAPPED_ALONE, advise_huge_pages
 from hf_zero.zero.layout.flat_spec import FlatSpec
 
-Key = TypeVar("Key", bound=Hashable)
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
-_NONE: frozenset[str] = frozenset()
+Key = TypeVar("Key", bound=Hashable)
 LARGEST = 1 << 28  # bytes of an allocation with several gradients
+_NONE: frozenset[str] = frozenset()
 
 
 class GradState(Enum):
@@ -94,19 +93,19 @@ class GradientBuffer:
     def set_memory(
         self,
         memory: GradientMemory | None,
-        whole: bool = False,
+        accumulates: bool = False,
         host: torch.Tensor | None = None,
         upcast_on_accumulate: bool = False,
     ) -> None:
         """Set the memory: the next part of ``memory``, on the device, for this rank's part or, if
-        ``whole``, for ``accumulated_grad``; ``host`` [owned], of an offloaded gradient.
+        it ``accumulates``, for ``accumulated_grad``; ``host`` [owned], of an offloaded gradient.
         """
         self.memory, self.offloaded = memory, host is not None
         self.accumulated_grad = self.shard = None
         self.upcast_on_accumulate = upcast_on_accumulate
         if memory is not None:
             part = memory.take(self)
-            self.accumulated_grad = part if whole else None
+            self.accumulated_grad = part if accumulates else None
             self.move(part)
         if host is not None:
             self.shard = host
@@ -302,11 +301,11 @@ class GradientBuffer:
             else:
                 part.copy_(flattened[first : first + stop - start]).mul_(scale)
         if self.has_unreduced and self.accumulated_grad is not None:
-            whole = self.accumulated_grad[slot.offset : slot.end]
+            unreduced = self.accumulated_grad[slot.offset : slot.end]
             if flattened is None:
-                whole.zero_()
+                unreduced.zero_()
             else:
-                whole.copy_(flattened).mul_(unreduced_scale)
+                unreduced.copy_(flattened).mul_(unreduced_scale)
         self.grad_sq_norm = None
         self.version.number += 1
 
@@ -326,11 +325,9 @@ class GradientBuffer:
 
     def on_device(self) -> torch.Tensor:
         """Return the gradient in ``memory``."""
-        whole = self.accumulated_grad
-        if whole is not None:
-            return whole
-        assert self.shard is not None
-        return self.shard
+        on_device = self.shard if self.accumulated_grad is None else self.accumulated_grad
+        assert on_device is not None
+        return on_device
 
     def upcast(self) -> None:
         """Keep gradients in 32 bits from now on: sums in 16 bits would lose small terms."""
@@ -353,7 +350,7 @@ class GradientMemory:
     ):
         self._sizes, self._keeps = list(sizes), keeps
         self._buffers: list[GradientBuffer] = []
-        self._whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self._elements = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self._on_streams = kinds.drives_streams(device.type)
         self._in_host_memory = device.type == "cpu"
         self._taken = 0  # elements
@@ -367,35 +364,35 @@ class GradientMemory:
         start, size = self._taken, self._sizes[len(self._buffers)]
         self._buffers.append(buffer)
         self._taken += size
-        return self._whole[start : start + size]
+        return self._elements[start : start + size]
 
     @property
     def nbytes(self) -> int:
         """The bytes allocated now."""
-        return self._whole.untyped_storage().nbytes()
+        return self._elements.untyped_storage().nbytes()
 
     def set_allocated(self, allocated: bool) -> None:
         """Allocate the memory, uninitialized, for the current stream, or free it unless it is kept:
         none of the gradients is needed any more.
         """
-        current = streams.current_stream(self._whole.device) if self._on_streams else None
+        current = streams.current_stream(self._elements.device) if self._on_streams else None
         if not (allocated or self._keeps):  # tensor.numpy() has made it an array's, too
-            self._keeps = self.is_allocated and not self._whole.untyped_storage().resizable()
+            self._keeps = self.is_allocated and not self._elements.untyped_storage().resizable()
         if allocated == self.is_allocated or self._keeps:
             if allocated and current is not None and self._origin and current != self._origin[0]:
                 # torch's allocator may have reused memory that work on that stream still reads
                 current.wait_event(self._origin[1])
-                streams.record_use(self._whole, current)
+                streams.record_use(self._elements, current)
             return
         if current is not None and not allocated:
-            streams.record_use(self._whole, current)
+            streams.record_use(self._elements, current)
         with torch.inference_mode(False):
-            self._whole.untyped_storage().resize_(self._whole.nbytes if allocated else 0)
+            self._elements.untyped_storage().resize_(self._elements.nbytes if allocated else 0)
         self.is_allocated = allocated
         self.is_ready = allocated and current is None
         self._origin = (current, streams.record_event(current)) if allocated and current else None
-        if allocated and self._in_host_memory and self._whole.nbytes >= MAPPED_ALONE:
-            advise_huge_pages(self._whole)
+        if allocated and self._in_host_memory and self._elements.nbytes >= MAPPED_ALONE:
+            advise_huge_pages(self._elements)
 
     def forget_stream(self) -> None:
         """Forget the stream on which memory was allocated: its work is complete."""
@@ -407,7 +404,7 @@ class GradientMemory:
         reference and is cast when it lands. Other streams wait for the cast before they use the new
         memory.
         """
-        narrow: torch.Tensor | None = self._whole
+        narrow: torch.Tensor | None = self._elements
         assert narrow is not None
         device = narrow.device
         current = streams.current_stream(device) if self._on_streams else None
@@ -415,15 +412,15 @@ class GradientMemory:
             narrow = None
         elif current is not None:
             streams.record_use(narrow, current)
-        self._whole = self._whole.new_empty(0)
+        self._elements = self._elements.new_empty(0)
         for buffer in self._buffers:
-            buffer.move(self._whole)
-        self._whole = (
+            buffer.move(self._elements)
+        self._elements = (
             torch.empty(sum(self._sizes), dtype=torch.float32, device=device)
             if narrow is None
             else narrow.float()
         )
-        for buffer, view in zip(self._buffers, self._whole.split(self._sizes)):
+        for buffer, view in zip(self._buffers, self._elements.split(self._sizes)):
             buffer.move(view)
         self.is_ready = current is None
         self._origin = (current, streams.record_event(current)) if current is not None else None
@@ -461,171 +458,3 @@ def gradient_memories(
             memories[key] = cache(partial(GradientMemory, sizes[dtype], dtype, device, keeps))
         last[dtype] = key
     return memories
-
-
-class CopyGate:
-    """The wait of changes of state that a save in the background copies after its call, in each
-    lease for writing.
-    """
-
-    # of the copy under way; None if there is none
-    wait_until_copied: Callable[[], None] | None = None
-
-    def begin_copy(self, wait_until_copied: Callable[[], None]) -> None:
-        """Register a copy, for which ``wait_until_copied`` waits."""
-        self.wait_until_copied = wait_until_copied
-
-    def end_copy(self) -> None:
-        """Record the end of the copy, on any thread."""
-        self.wait_until_copied = None
-
-    def wait_for_copy(self) -> None:
-        """Wait for the copy under way, if any. Returns also if the save has failed."""
-        wait = self.wait_until_copied  # another thread may end the copy
-        if wait is not None:
-            wait()
-
-
-class OptimizerShard(CopyGate):
-    """The optimizer's view of the elements ``owned`` of one flat buffer: its master weights and its
-    offloaded moments. Moments on the device are in ``optim/device_state.py``.
-
-    Their memory is used under a lease: :meth:`reading`, :meth:`writing`, and :meth:`updating` of
-    the update itself. A lease ends where the next update begins.
-    """
-
-    def __init__(self, spec: FlatSpec, gradient: GradientBuffer):
-        self.spec = spec
-        self.key, self.layout, self.owned = spec.key, spec.layout, spec.owned
-        self.trainable, self.tied_pp_stages = spec.trainable, spec.sharding.pp_stages
-        self.gradient = gradient
-        gradient.reader = self
-        self.keep_in(DeviceStorage({}), False)
-        # memory of the members of optimizer groups, which counts a script's writes in ``_version``
-        self.members: torch.Tensor | None = None
-        self._writes_before = 0  # to the memory that members had before
-        self.has_update = False  # an update is under way: nobody has waited for it
-        self._finish_update: Callable[[], None]  # waits for it
-        # result of that update: the event of its last copy to the device
-        self._update: Future[streams.Event | None] | None = None
-        # that event of the last finished update; compute streams wait for it
-        self._copied: streams.Event | None = None
-
-    def __repr__(self) -> str:
-        return f"OptimizerShard({self.key}, owned {self.owned})"
-
-    def keep_in(self, storage: Storage, separate_master: bool) -> None:
-        """Keep master weights in ``storage``, under the name ``MASTER``, and moments as well if it
-        is offloaded. Unless ``separate_master``, the master weights are the memory of the parameter
-        shard.
-        """
-        # whether the master weights are separate from the parameter shard
-        self.has_separate_master = separate_master
-        self.offloaded = storage.offloaded  # master weights and moments are
-        self._storage = storage
-        # names, formats and bytes of the arrays, which need no lease
-        self.contents: StorageContents = storage
-
-    def move_to_device(
-        self, master: torch.Tensor | None, shard: torch.Tensor, separate_master: bool
-    ) -> None:
-        """End the offload of master weights; the caller moves the moments first.
-
-        ``master`` [owned] is their memory on the device; None if ``shard`` is: the parameter shard,
-        or a copy of an offloaded one (``separate_master``).
-        """
-        former = self.writing()
-        target = shard if master is None else master.copy_(former.fetch(MASTER))
-        former.close()
-        self.keep_in(DeviceStorage({MASTER: target}), separate_master)
-
-    @property
-    def master(self) -> torch.Tensor | None:
-        """The master weights, under a lease for reading: [owned], in ``spec.master_dtype``; None
-        for frozen parameters. Written with :meth:`store_master`.
-        """
-        storage = self.reading()
-        return storage.fetch(MASTER) if MASTER in storage.names() else None
-
-    def memory_of_members(self) -> torch.Tensor:
-        """Return the memory of the master weights for the members of optimizer groups to be views
-        of: a script's writes to them are counted in :attr:`member_writes`, the engine's are not.
-        """
-        self._writes_before = self.member_writes
-        self.members = self.contents.entry(MASTER).data
-        return self.members
-
-    @property
-    def member_writes(self) -> int:
-        """Number of a script's writes to members of optimizer groups in this flat buffer."""
-        return self._writes_before + (0 if self.members is None else self.members._version)
-
-    def store_master(self, values: torch.Tensor, start: int = 0) -> None:
-        """Overwrite the master weights, which exist, from element ``start`` of ``owned`` on."""
-        self.writing().store(MASTER, start, values)
-
-    @property
-    def has_master(self) -> bool:
-        """Return whether these parameters have master weights, which may be the parameter shard
-        itself: those that train, until their memory is freed.
-        """
-        return MASTER in self._storage.names()
-
-    def free(self) -> None:
-        """Free the memory."""
-        self._writes_before, self.members = self.member_writes, None
-        self.updating().close()
-        self.keep_in(DeviceStorage({}), False)
-
-    def reading(self) -> ReadableStorage:
-        """Return the storage, to be read: the update under way is over."""
-        self.wait_for_update()
-        return self._storage
-
-    def writing(self) -> Storage:
-        """Return the storage, to be written to: the update under way is over, and so is the copy
-        of a save.
-        """
-        self.wait_for_update()
-        return self.updating()
-
-    def updating(self) -> Storage:
-        """Return the storage to the update under way, on any thread, which excludes all other
-        leases from :meth:`begin_update` to :meth:`end_update`. The copy of a save is over.
-        """
-        if self.wait_until_copied is not None:
-            self.wait_for_copy()
-        return self._storage
-
-    def wait_for_update(self) -> None:
-        """Wait for the update under way, if any, and raise its exception."""
-        if self.has_update:
-            self._finish_update()
-
-    @property
-    def update_runs(self) -> bool:
-        """Return whether the update thread still works on this shard."""
-        return self._update is not None and not self._update.done()
-
-    def begin_update(
-        self, finish: Callable[[], None], update: Future[streams.Event | None] | None
-    ) -> None:
-        """Register an update: ``finish`` waits for it and calls :meth:`end_update`; ``update``
-        returns the event of its last copy to the device. None: the shard itself is up to date, and
-        only whole parameters are still to come.
-        """
-        self._finish_update, self._update, self.has_update = finish, update, True
-
-    def end_update(self, copied: streams.Event | None) -> None:
-        """Record the end of the update; its copies to the device end with the event ``copied``."""
-        self._copied = copied  # first: another thread reads this or ``_update``
-        self._update, self.has_update = None, False
-
-    def synchronize_update(self) -> None:
-        """Wait for the update on a thread other than the training thread. The host also waits for
-        the last copy, because no stream of this thread does.
-        """
-        update = self._update
-        copied = update.result() if update is not None else self._copied
-        if copied is not None:
-            copied.synchronize()
