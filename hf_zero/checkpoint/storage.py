@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -182,11 +183,9 @@ class _LocalRanges:
 
     def __init__(self, path: Path) -> None:
         self._path, self._fd = path, os.open(path, os.O_RDONLY)
-        try:
-            self.size = os.fstat(self._fd).st_size
-        except BaseException:
-            os.close(self._fd)
-            raise
+        # closes the file of tensors that were to be read later and are dropped, which nobody closes
+        self._unclosed = weakref.finalize(self, os.close, self._fd)
+        self.size = os.fstat(self._fd).st_size
 
     def read(self, view: memoryview, at: int) -> int:
         return read_all(self._fd, view, at)
@@ -197,7 +196,7 @@ class _LocalRanges:
         """
         fd, self._fd = self._fd, -1
         try:
-            if fd >= 0:
+            if self._unclosed.detach():
                 os.close(fd)
         except OSError as error:
             logger.warning("%s was read, but could not be closed: %s", self._path, error.strerror)

@@ -5,6 +5,7 @@ whatever happens meanwhile; and the names that scripts for DeepSpeed call.
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.jobs import Engine, Job, other, run, same, small, state_of, train_some
 from tests.checkpoint.setups import Setup, train
 from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.leftovers import held_files
 
 MODEL = "model.safetensors"
 
@@ -292,6 +294,10 @@ def test_state_dicts_of_scripts(tmp_path):
     for name, tensor in state.items():
         assert (lazy[name].shape, lazy[name].dtype) == (tensor.shape, tensor.dtype)
         assert torch.equal(lazy[name].contiguous(), tensor)
+    assert held_files(tmp_path)
+    del lazy
+    gc.collect()
+    assert not held_files(tmp_path)
     only = checkpoint.get_fp32_state_dict_from_zero_checkpoint(
         tmp_path, "global_step2", exclude_frozen_parameters=True
     )
