@@ -16,16 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from hf_zero.device import kinds, streams
 from hf_zero.ops.host_memory import MAPPED_ALONE, advise_huge_pages
 from hf_zero.zero.layout.flat_spec import FlatSpec
-
-if TYPE_CHECKING:
-    from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 Key = TypeVar("Key", bound=Hashable)
 LARGEST = 1 << 28  # bytes of an allocation with several gradients
@@ -40,6 +37,14 @@ class GradState(Enum):
     REDUCED = "reduced"  # of all ranks, in ``shard``
     BOTH = "reduced, and unreduced ones of later backwards"
     APPLIED = "applied by an update in the backward, and freed"
+
+
+class GradientReader(Protocol):
+    """The optimizer state of the same elements, whose update reads the gradient."""
+
+    has_update: bool
+
+    def wait_for_update(self) -> None: ...
 
 
 class GradientVersion:
@@ -83,7 +88,7 @@ class GradientBuffer:
         self.used = 0  # bits of parameters with a gradient on this rank in the accumulation window
         # bits of parameters that no backward of the window has used on any rank, known to all ranks
         self.idle = 0
-        self.reader: OptimizerShard  # whose update reads the gradient
+        self.reader: GradientReader
         # names of parameters without a gradient on any rank, once the ranks have agreed
         self.unused = _NONE
 
