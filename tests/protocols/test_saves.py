@@ -263,8 +263,8 @@ def test_latest_is_whole(job: str, schedules: Callable[..., int]) -> None:
 def test_latest_is_written_before_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     early = (
         "storage.fsync_path(self._temporary)",
-        "os.replace(self.path_of(NEW + LATEST), self.directory / LATEST)\n"
-        "    storage.write_file(self.path_of(NEW + LATEST), above[LATEST])\n"
+        "os.replace(self.path_of(NEW + 'latest'), self.directory / 'latest')\n"
+        "    storage.write_file(self.path_of(NEW + 'latest'), above['latest'])\n"
         "    storage.fsync_path(self._temporary)",
     )
     seed_fault(monkeypatch, FolderTarget, "publish", early)
