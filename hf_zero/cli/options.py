@@ -17,7 +17,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
 
 if TYPE_CHECKING:
-    from hf_zero.planning.estimate import JobOptions
+    from hf_zero.planning.estimate_job import JobOptions
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:

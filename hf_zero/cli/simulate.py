@@ -157,7 +157,7 @@ def _measured(job: Job, rows: int, length: int) -> Measured | None:
     """
     from hf_zero.distributed.init import init_distributed
     from hf_zero.distributed.process_group import destroy_process_group, get_rank
-    from hf_zero.planning.estimate import exact_precision
+    from hf_zero.planning.estimate_job import exact_precision
     from hf_zero.planning.simulation import measure
     from hf_zero.planning.simulation.simulating import module_of
     from hf_zero.zero.layout.precision import COMPUTE

@@ -17,7 +17,8 @@ import hf_zero
 from hf_zero.device.free_memory import FreeBytes
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers import meta_model
-from hf_zero.planning.estimate import asked_for, traffic
+from hf_zero.planning.estimate import traffic
+from hf_zero.planning.estimate_job import asked_for
 from tests.helpers.cells import in_one_item, runs_long
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}

@@ -29,7 +29,8 @@ LAYERS = {
         3: "compression zero checkpoint loading measures planning activations parallel techniques "
         "engine",
         4: "_autoload integrations deepspeed setup initialize parity",
-        5: "planning.activation_memory planning.estimate planning.simulation report cli",
+        5: "planning.activation_memory planning.estimate planning.estimate_job planning.simulation "
+        "report cli",
     }.items()
     for name in names.split()
 }

@@ -15,7 +15,7 @@ from hf_zero.device.free_memory import FreeBytes
 from hf_zero.integrations.transformers.meta_model import sized_model
 from hf_zero.optim.build import build_optimizer
 from hf_zero.planning import narrow_state
-from hf_zero.planning.estimate import asked_for, plans_of
+from hf_zero.planning.estimate_job import asked_for, plans_of
 from hf_zero.planning.needs import needs
 from tests.cli.test_estimate import TINY
 from tests.helpers.engines import full_weights, start

@@ -29,7 +29,8 @@ from hf_zero.planning.simulation.recording import (
     Work,
 )
 from hf_zero.planning.simulation.shapes import ShapeCache, tensors_of
-from hf_zero.planning.simulation.simulating import plans_of_stages, record_plans, recorder_of
+from hf_zero.planning.simulation.simulated_engines import record_plans, recorder_of
+from hf_zero.planning.simulation.simulating import plans_of_stages
 from hf_zero.planning.simulation.stages import record_stage
 from hf_zero.zero.state_bytes import held_bytes
 from tests.helpers.cells import fast, in_one_item

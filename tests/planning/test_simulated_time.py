@@ -31,7 +31,8 @@ from hf_zero.planning.simulation.recording import (
     Wait,
     Work,
 )
-from hf_zero.planning.simulation.simulating import plans_of_stages, record_plans
+from hf_zero.planning.simulation.simulated_engines import record_plans
+from hf_zero.planning.simulation.simulating import plans_of_stages
 from tests.helpers.cells import in_one_item
 from tests.helpers.processes import run_processes
 

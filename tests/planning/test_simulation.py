@@ -19,13 +19,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.planning.needs import state_bytes
+from hf_zero.planning.simulation.figures import model_states
 from hf_zero.planning.simulation.recording import Message, Recorder, Wait, record
-from hf_zero.planning.simulation.simulating import (
-    dims_of,
-    model_states,
-    plans_of_stages,
-    record_plans,
-)
+from hf_zero.planning.simulation.simulated_engines import dims_of, record_plans
+from hf_zero.planning.simulation.simulating import plans_of_stages
 from hf_zero.zero.layout.planner import replan
 from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.state_bytes import held_bytes
