@@ -57,8 +57,7 @@ class OffloadedUpdates(Feature):
         widest = max((flat.dtype.itemsize for flat in model.trainable), default=1)
         copies = StagedCopies(device, placement.sub_group_size * widest, placement.take_pinned)
         updater = OffloadedUpdater(model.units, mesh, device, copies, copies_gradients)
-        step.gradient_offload, step.updater, step.on_use = copies_gradients, updater, updater.used
-        step.bring_state_back = self._bring_back_what_fits
+        step.offload_to(updater, copies_gradients, self._bring_back_what_fits)
 
     @torch.no_grad()
     def _bring_back_what_fits(self) -> None:

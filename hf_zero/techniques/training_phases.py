@@ -246,7 +246,7 @@ class TrainingPhases(Feature):
             if now != self._set:
                 engine.set_batches(micro, steps)
                 _set_rows(engine.training_dataloader, micro)
-        engine.optimizer_step.lr_scale = self.lr_scale(step)
+        engine.optimizer_step.scale_rates(self.lr_scale(step))
 
     def _warn_of_zero_rate(self, engine: TrainingEngine) -> None:
         """Warn once if the last step had a learning rate of 0 and changed no weight."""

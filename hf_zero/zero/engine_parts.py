@@ -42,8 +42,6 @@ from hf_zero.zero.step.step_interfaces import StepHooks, StepMeasures, StopReque
 from hf_zero.zero.step.window import AccumulationWindow, Counters
 from hf_zero.zero.transaction import on_rollback, transaction
 
-# attributes of an OptimizerStep that a rebuild keeps
-KEPT_OF_STEP = ("max_norm", "lr_scale", "norm", "applied")
 _guarding: list[RemovableHandle] = []  # the one process-wide hook on optimizer steps
 
 
@@ -277,7 +275,7 @@ class EngineParts(ModelWrapper):
         before = {
             "scaler": self.scaler.state_dict(),
             "features": self.feature_set.state_dict(),
-            "step": {name: getattr(self.optimizer_step, name) for name in KEPT_OF_STEP},
+            "step": self.optimizer_step.kept(),
             "stop_requests": self.stop_requests,
         }
         # its handlers stay, so that no signal is lost
@@ -289,8 +287,7 @@ class EngineParts(ModelWrapper):
         """Continue after :meth:`assemble` with what :meth:`take_apart` has returned."""
         self.scaler.load_state_dict(before["scaler"])
         self.feature_set.load_state_dict(before["features"])
-        for name, value in before["step"].items():
-            setattr(self.optimizer_step, name, value)
+        self.optimizer_step.restore(before["step"])
         self.stop_requests = before["stop_requests"]
         self.stop_requests.move(self.mesh, self.schedule.shards)
         self.set_scale_on_optimizer()
@@ -411,11 +408,11 @@ class EngineParts(ModelWrapper):
     @property
     def max_norm(self) -> float:
         """The norm to which gradients are clipped; 0.0: no clipping. Can change between steps."""
-        return self.optimizer_step.max_norm
+        return self.optimizer_step.gradient.max_norm
 
     @max_norm.setter
     def max_norm(self, value: float) -> None:
-        self.optimizer_step.max_norm = value
+        self.optimizer_step.gradient.clip_to(value)
 
     def gradient_accumulation_steps(self) -> int:
         return self.accumulation.accumulation_steps
@@ -436,7 +433,7 @@ class EngineParts(ModelWrapper):
 
     def grad_norm_tensor(self) -> torch.Tensor:
         """Return the same as a 0-dim tensor on the device, which later steps do not change."""
-        norm = self.optimizer_step.norm
+        norm = self.optimizer_step.gradient.last
         return torch.zeros((), dtype=torch.float64, device=self.device) if norm is None else norm
 
     def get_lr(self) -> list[float]:

@@ -5,9 +5,9 @@ Its row in ``hf_zero/config/features.toml`` has its keys, its place in the order
 not go with; its class does the rest. The core calls the methods of :class:`Feature`, and knows no
 feature by name. ``bind`` and ``apply`` may also set these extension points of the engine:
 
-- ``OptimizerStep.gradient_offload``, ``updater``, ``on_use``, ``bring_state_back``: the update of
+- ``OptimizerStep.offload_to``: the update of
   state that is not on the device, in ``bind``
-- ``OptimizerStep.lr_scale``, ``engine.set_batches``: phases of a training
+- ``OptimizerStep.scale_rates``, ``engine.set_batches``: phases of a training
 - ``engine.schedule.changed_values``: values of units other than the shards
 - ``module_hooks.left_out.sources``: blocks that a forward skips
 - ``pass_runner.step_runner``: what runs a step

@@ -187,7 +187,7 @@ class PassRunner:
         if step.bound is not None:
             refuse_switched(self._model.flats)
             step.changes.refuse_until_step("another backward")
-            if step.held.divisor is not None:
+            if step.gradient.held.divisor is not None:
                 raise PartitionError(
                     "a backward after clip_grad_norm_ adds gradients that are not clipped to those "
                     "that are; clip after the last backward of a step (with Accelerate: if "
@@ -200,7 +200,7 @@ class PassRunner:
         updates = (
             ends_window
             and self._model.updates_in_backward
-            and not step.max_norm
+            and not step.gradient.max_norm
             and (self._by_step or self.tracker.inside_backward)
         )
         if updates:
@@ -290,7 +290,7 @@ class PassRunner:
         self.reducer.wait_for_offload()
         shard = flat.gradient.shard
         device = flat.full.device if shard is None else shard.device
-        scale = self._optimizer_step.held_scale(device)
+        scale = self._optimizer_step.gradient.held_scale(device)
         flat.gradient.write(name, value, scale * self.reducer.unreduced_scale(flat), scale)
 
     def has_micro_batch(self) -> bool:

@@ -195,6 +195,11 @@ class ShardedModel:
             self._members(optimizer),
         )
 
+    @property
+    def shards_masters(self) -> bool:
+        """Return whether this rank has master weights of a part of the model alone."""
+        return self.policy.shards_optimizer and self.mesh.shard.size > 1
+
     def _members(
         self, optimizer: torch.optim.Optimizer
     ) -> list[list[tuple[str, torch.Tensor | None]]]:

@@ -4,6 +4,7 @@ optimizer state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -151,7 +152,7 @@ class TrainingEngine(EngineParts):
         self.pass_runner.module_hooks.abort_broken_pass()
         self.changes.refuse_until_step("zero_grad()")
         self.pass_runner.reducer.clear()
-        self.optimizer_step.held.forget()
+        self.optimizer_step.gradient.held.forget()
         self.pass_runner.losses.reset()
         self.measures.zero_grad()
         self.accumulation.restart()
@@ -167,7 +168,7 @@ class TrainingEngine(EngineParts):
         scale; 0.0 without a gradient (collective).
         """
         self.pass_runner.reduce()
-        return self.optimizer_step.gradient_norm()
+        return self.optimizer_step.gradient.current()
 
     @torch.no_grad()
     def clip_gradient(self, limit: float) -> torch.Tensor:
@@ -177,7 +178,9 @@ class TrainingEngine(EngineParts):
         this norm unless a gradient is written since.
         """
         self._reduce_for_norm()
-        return self.optimizer_step.clip(limit, self.counters.global_steps)
+        if limit != math.inf:
+            self.changes.refuse_until_step("clip_grad_norm_")
+        return self.optimizer_step.gradient.clip(limit, self.counters.global_steps)
 
     @torch.no_grad()
     def measure_gradient(self) -> torch.Tensor:
@@ -185,7 +188,7 @@ class TrainingEngine(EngineParts):
         :meth:`clip_gradient`. A backward may have made its update already.
         """
         self._reduce_for_norm()
-        return self.optimizer_step.measure(self.counters.global_steps)
+        return self.optimizer_step.gradient.measure(self.counters.global_steps)
 
     def _reduce_for_norm(self) -> None:
         if self.changes.broken:
@@ -262,7 +265,9 @@ class TrainingEngine(EngineParts):
                 "steps the learning-rate schedule itself: it would advance twice as fast; remove "
                 "the call, or give no scheduler to initialize and keep the call"
             )
-        if self.changes.unconfirmed is None and (failed := self.optimizer_step.failed_writes()):
+        if self.sharded_model.placement.files is None or self.changes.unconfirmed is not None:
+            return
+        if failed := self.optimizer_step.failed_writes():
             raise failed_write(failed)
 
     def _update(self, in_backward: bool = False) -> Exception | None:
@@ -327,7 +332,7 @@ class TrainingEngine(EngineParts):
         after the first one move the state that fits back to the device (collective).
         """
         self.pass_runner.reducer.clear()
-        held = self.optimizer_step.held
+        held = self.optimizer_step.gradient.held
         if held.is_measured or held.is_clipped:
             held.forget()
         if self.sharded_model.placement.awaits_first_step and not overflow:
@@ -401,7 +406,7 @@ class TrainingEngine(EngineParts):
         step, changes = self.optimizer_step, self.changes
         assert changes.unconfirmed is not None
         settings, hooks, writes, failure = changes.unconfirmed
-        if step.max_norm:
+        if step.gradient.max_norm:
             changes.refuse_unconfirmed("gradient clipping that was switched on after the backward")
         if step.hook_ids() != hooks:
             changes.refuse_unconfirmed("a hook registered or removed after the backward")

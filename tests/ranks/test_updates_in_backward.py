@@ -569,7 +569,7 @@ def test_what_may_be_read_is_right():
         engine = opened(model, 2, early)
         train(engine, rank, range(2))
         engine.backward(squared(engine, At(2, 0, rank)))
-        norms = [engine.optimizer_step.gradient_norm(), float(engine.measure_gradient())]
+        norms = [engine.optimizer_step.gradient.current(), float(engine.measure_gradient())]
         norms.append(float(engine.clip_gradient(math.inf)))
         engine.step()
         return [*norms, engine.get_global_grad_norm()], ended(engine)

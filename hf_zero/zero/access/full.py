@@ -198,7 +198,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if own is None:
         return None
     whole = whole_of(flat, param, own.to(step_dtype(own.dtype)))
-    return whole / engine.optimizer_step.held_scale(whole.device)
+    return whole / engine.optimizer_step.gradient.held_scale(whole.device)
 
 
 @torch.no_grad()
@@ -210,7 +210,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     flat = flat_to_write(param, "safe_set_full_grad")
     engine, _ = gradient_to_replace(flat, param, "safe_set_full_grad")
     own = own_part(flat, param, value, "safe_set_full_grad")
-    scale = engine.optimizer_step.held_scale(value.device)
+    scale = engine.optimizer_step.gradient.held_scale(value.device)
     # a product in fp16 would overflow: the scale is about its largest number
     flat.gradient.write_own(name_of(param), own.to(step_dtype(own.dtype)) * scale)
 

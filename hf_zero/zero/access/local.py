@@ -81,7 +81,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     if own is None:
         return None
     part = _part(flat, param, own)
-    return part.to(step_dtype(part.dtype)) / engine.optimizer_step.held_scale(part.device)
+    return part.to(step_dtype(part.dtype)) / engine.optimizer_step.gradient.held_scale(part.device)
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     flat = flat_to_write(param, "safe_set_local_grad")
     engine, _ = gradient_to_replace(flat, param, "safe_set_local_grad")
     values = _checked(flat, param, value, "safe_set_local_grad")
-    scale = engine.optimizer_step.held_scale(value.device)
+    scale = engine.optimizer_step.gradient.held_scale(value.device)
     flat.gradient.write_own(name_of(param), values.to(step_dtype(values.dtype)) * scale)
 
 

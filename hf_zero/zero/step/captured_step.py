@@ -354,42 +354,41 @@ class CapturedStep:
                 tensors = step.bound.prepare_launch(step.shards_to_write())
             places = tuple(tensor.data_ptr() for tensor in tensors)
             states = tuple(flat.gradient.state for flat in self._model.trainable)
-            key = places, step.max_norm, states, step.held.is_clipped, self._take_measured(step)
+            clips = step.gradient.max_norm, step.gradient.held.is_clipped
+            key = places, clips, states, self._take_measured(step)
         # one that is new runs as it is first: it compiles kernels and copies tables from the host
         is_new, self._prepared = key is None or key != self._prepared, key
         if is_new or self._steps < WARM_UP:
             self._steps += 1
             return step.update(steps_before, may_overflow)
         if self._captured_update is None or self._captured_update[0] != key:
-            step.is_captured = True
-            try:
+            with step.capturing():
                 graph, _ = self._capture("update", lambda: step.update(steps_before, False))
-            finally:
-                step.is_captured = False
-            assert step.norm is not None
+            assert step.gradient.last is not None
             graph.held.extend(tensors)
-            self._captured_update = key, graph, step.norm
+            self._captured_update = key, graph, step.gradient.last
             graph.launch()  # the hooks of the optimizer have run in the capture
         else:
             for flat in self._model.trainable:
                 flat.user_writes.mark_updated()
             step.bound.launch(self._captured_update[1].launch)
         norm = self._captured_update[2]
-        step.norm = norm.clone()  # of this step, which the next launch does not change
-        step.norm_check.check(step.norm, steps_before + 1)
+        own = norm.clone()  # of this step, which the next launch does not change
+        step.gradient.record(own)
+        step.norm_check.check(own, steps_before + 1)
         return False
 
     def _take_measured(self, step: OptimizerStep) -> tuple[bool, bool]:
         """Copy the norm of a gradient that was measured before its step, and the divisor by which a
         script has clipped it, to where a graph reads them. Return whether there are such.
         """
-        measured, divisor = step.held.squares, step.held.divisor
+        measured, divisor = step.gradient.held.squares, step.gradient.held.divisor
         if measured is not None:
             self._measured[0].copy_(measured)
-            step.held.measure(self._measured[0])
+            step.gradient.held.measure(self._measured[0])
         if divisor is not None:
             self._measured[1].copy_(divisor)
-            step.held.clip(self._measured[1])
+            step.gradient.held.clip(self._measured[1])
         return measured is not None, divisor is not None
 
     def _repeats(self, step: OptimizerStep) -> bool:

@@ -1,10 +1,10 @@
-"""The optimizer step: gradient norm, clipping, updates on the device and of offloaded state."""
+"""The optimizer step: updates on the device and of offloaded state, and what scripts write between
+and in them.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -14,22 +14,26 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import NOTHING, span
 from hf_zero.errors import ConfigError, OffloadError
-from hf_zero.logging import counted, listed, log_rank0
+from hf_zero.logging import log_rank0
 from hf_zero.offload.unit_updates import GradientCopies, UnitUpdates
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.group_settings import compared_settings, scaled_rates
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.gather.unit import Unit, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.gradients import GradientBuffer, GradState
+from hf_zero.zero.layout.gradients import GradState
 from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.reduce.norm import NormCheck, squared_norm
 from hf_zero.zero.reduce.step_agreement import StepAgreement
 from hf_zero.zero.sharded_model import ShardedModel
-from hf_zero.zero.step.held_gradient import HeldGradient, clip_divisor
+from hf_zero.zero.step.gradient_norm import GradientNorm
+from hf_zero.zero.step.held_gradient import clip_divisor
 from hf_zero.zero.step.state_changes import StateChanges
 from hf_zero.zero.step.step_interfaces import NO_HOOKS, StepHooks
+
+KeptOfStep = tuple[float, torch.Tensor | None, float, bool]
+"""The norm that steps clip to, the last one, the factor on rates, whether the step was applied."""
 
 
 class OptimizerStep:
@@ -56,20 +60,15 @@ class OptimizerStep:
         if optimizer is not None:
             self.bound = model.bind(optimizer, config)
         self.agreement = StepAgreement(model.trainable, model.mesh, model.mesh.device)
-        # Features set these: copies of gradients to the host; updates of offloaded state; what
-        # moves the state that fits beside a first step to the device (collective); what waits for
-        # the update of a unit that is needed, if that may outlast the step.
-        self.gradient_offload: GradientCopies | None = None
-        self.updater = UnitUpdates()
+        self.gradient = GradientNorm(model, self.bound, self.agreement, scaler, hooks, config)
+        self.gradient_offload: GradientCopies | None = None  # copies of gradients to the host
+        self.updater = UnitUpdates()  # of offloaded state
+        # moves the state that fits beside a first step to the device (collective)
         self.bring_state_back: Callable[[], None] = nothing
-        self.on_use: Callable[[Unit], None] | None = (
-            Unit.wait_for_update if model.overlaps else None
-        )
-        # the norm to which gradients are clipped; 0.0: no clipping
-        self.max_norm = float(config.gradient_clipping or 0.0)
-        self.held = HeldGradient(model.engine_flats.gradient_version)
-        # the norm of the last step, or of a gradient measured since, 0-dim on the device
-        self.norm: torch.Tensor | None = None
+        # waits for the update of a unit that is needed, if that may outlast the step
+        self.on_use: Callable[[Unit], None] | None = None
+        if model.overlaps:
+            self.on_use = Unit.wait_for_update
         # whether non-finite gradients prevent a step even without a loss scale
         self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
         self.lr_scale = 1.0  # factor of an update on the learning rates of the groups
@@ -77,9 +76,33 @@ class OptimizerStep:
         # the engine itself reads and writes the optimizer's state now, without waiting for an
         # update
         self.updates_state = False
-        self._updated_on: streams.Stream | None = None  # the last update in a backward
-        self.is_captured = False  # the update under way is captured in a graph: nothing runs yet
-        self._warned_of_hooks = self._looked_for_ungrouped = False
+        self._updated_on: streams.Stream | None = None  # the stream of an update in a backward
+        self._is_captured = False  # the update under way is captured in a graph: nothing runs yet
+        self._warned_of_hooks = False
+
+    def offload_to(
+        self, updater: UnitUpdates, copies: GradientCopies | None, bring_back: Callable[[], None]
+    ) -> None:
+        """Let ``updater`` update offloaded state, from ``copies`` of gradients in host memory
+        unless they are there; ``bring_back`` moves state that fits to the device after a first
+        step.
+        """
+        self.updater, self.on_use = updater, updater.used
+        self.gradient_offload, self.bring_state_back = copies, bring_back
+
+    def kept(self) -> KeptOfStep:
+        """Return what :meth:`restore` takes after a rebuild of the engine."""
+        return self.gradient.max_norm, self.gradient.last, self.lr_scale, self.applied
+
+    def restore(self, kept: KeptOfStep) -> None:
+        """Continue with what the step of the engine before a rebuild has kept."""
+        max_norm, last, self.lr_scale, self.applied = kept
+        self.gradient.clip_to(max_norm)
+        self.gradient.record(last)
+
+    def scale_rates(self, factor: float) -> None:
+        """Multiply the learning rates of the groups by ``factor`` in updates from now on."""
+        self.lr_scale = factor
 
     def check_updates(self) -> None:
         """Raise ConfigError for state that is not on the device, and that nothing updates."""
@@ -102,11 +125,10 @@ class OptimizerStep:
         for begin in self.feature_hooks.begin_step:
             local |= begin(may_skip)
         # with an update in the backward, step() may come later
-        total = self._squares(steps_before, model.updates_in_backward, local)
-        self.norm = norm = total.sqrt() / self.scaler.scale
+        total, norm = self.gradient.of_step(steps_before, model.updates_in_backward, local)
         if may_skip and not bool(torch.isfinite(total)):
             return True
-        if not may_overflow and not self.is_captured:
+        if not may_overflow and not self._is_captured:
             self.norm_check.check(norm, steps_before + 1)
         written, fresh = self._update_state(self._divisor(norm), steps_before)
         stale = []
@@ -124,12 +146,12 @@ class OptimizerStep:
         """Return by what the update divides gradients of ``norm``: the loss scale and clipping, on
         the device; None: by nothing.
         """
-        scale = self.scaler.scale
-        if self.held.divisor is not None:
-            return scale * self.held.divisor
-        if self.max_norm > 0.0 and not self.held.is_clipped:
-            self._warn_of_ungrouped()
-            return scale * clip_divisor(norm, self.max_norm)
+        scale, gradient = self.scaler.scale, self.gradient
+        if gradient.held.divisor is not None:
+            return scale * gradient.held.divisor
+        if gradient.max_norm > 0.0 and not gradient.held.is_clipped:
+            gradient.warn_of_ungrouped()
+            return scale * clip_divisor(norm, gradient.max_norm)
         return None if scale == 1.0 else torch.full((), scale, device=self.model.mesh.device)
 
     def _update_state(
@@ -254,6 +276,15 @@ class OptimizerStep:
             yield
 
     @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Context in which a graph captures an update, instead of running it."""
+        self._is_captured = True
+        try:
+            yield
+        finally:
+            self._is_captured = False
+
+    @contextmanager
     def _updating_state(self) -> Iterator[None]:
         self.updates_state = True
         try:
@@ -275,10 +306,6 @@ class OptimizerStep:
                         self.changes.refuse_until_step(f"a write to {name}")
             unit.take_user_writes()
 
-    @property
-    def _shards_masters(self) -> bool:
-        return self.model.policy.shards_optimizer and self.model.mesh.shard.size > 1
-
     def _warn_of_hooks(self) -> None:
         """Warn once of hooks before the optimizer's step that do not see all gradients."""
         if self._warned_of_hooks:
@@ -291,121 +318,13 @@ class OptimizerStep:
                 "if they change gradients, switch offload_optimizer off",
                 logging.WARNING,
             )
-        elif self._shards_masters:
+        elif self.model.shards_masters:
             log_rank0(
                 "hooks before the optimizer's step find in optimizer.param_groups this rank's "
                 "parts of the gradients: a norm of them is not that of the whole gradient; clip "
                 "with gradient_clipping, or before optimizer.step()",
                 logging.WARNING,
             )
-
-    def measure(self, steps_before: int) -> torch.Tensor:
-        """Return the norm of the reduced gradient before clipping, without the loss scale, 0-dim,
-        and agree on the parameters that have one (collective): once, as long as no gradient
-        changes. With a feature that acts at the beginning of a step, the step measures again.
-        """
-        self.norm = self._squares(steps_before, holds=True).sqrt() / self.scaler.scale
-        return self.norm.clone()  # the caller's own
-
-    def _squares(self, steps_before: int, holds: bool, local: bool = False) -> torch.Tensor:
-        """Return the sum of squares of the reduced gradient over all ranks, 0-dim, fp64, unless it
-        is measured already (collective), and hold it if it ``holds``. ``local``: without the other
-        ranks.
-        """
-        total = self.held.squares if self.held.is_measured else None
-        if total is None:
-            total = self._own_squares(local)
-            if not local:
-                (total,) = self._agree(total, steps_before)
-            if holds and not self.feature_hooks.begin_step:
-                self.held.measure(total)
-        return total
-
-    def _own_squares(self, local: bool = False) -> torch.Tensor:
-        """Return this rank's part of the square of the gradient norm: fp64, 0-dim. ``local``: the
-        square for all ranks, as far as this rank can estimate it.
-        """
-        by_weight: defaultdict[float, list[GradientBuffer]] = defaultdict(list, {1.0: []})
-        for flat in self.model.trainable:
-            if not flat.gradient.stays_local:
-                by_weight[flat.mesh.weight].append(flat.gradient)
-        device = self.model.mesh.device
-        squares = squared_norm(by_weight.pop(1.0), device, self.kernels)
-        for weight, gradients in by_weight.items():
-            squares = squares + weight * squared_norm(gradients, device, self.kernels)
-        for squares_of in self.feature_hooks.squares:
-            added = squares_of(local)
-            if added is not None:
-                squares = squares + added
-        return squares
-
-    def _agree(self, squares: torch.Tensor, steps_before: int) -> torch.Tensor:
-        """Return the sum of ``squares`` over the ranks, [1]. They agree on the used parameters, and
-        compare what a script has set since the engine was built.
-        """
-        settings = self.bound.settings.changes()
-        if switched := self.model.engine_flats.switched:
-            settings = f"{settings}, requires_grad switched of {switched}".removeprefix(", ")
-        before = len(self.bound.optimizer._optimizer_step_pre_hooks)
-        after = len(self.bound.optimizer._optimizer_step_post_hooks)
-        # ranks exchange what hooks have written: between two before the step, and after each later
-        for count, where in (before if before > 1 else 0, "before"), (after, "after"):
-            if count and self._shards_masters:
-                settings = f"{settings}, {count} hooks {where} the step".removeprefix(", ")
-        return self.agreement.agree(squares.view(1), steps_before, settings)
-
-    @torch.no_grad()
-    def gradient_norm(self) -> float:
-        """Return the norm of the reduced gradient, before clipping, without the loss scale; 0.0
-        without a gradient (collective).
-        """
-        # another stage of a pipeline may have gradients
-        ready = any(flat.gradient.ready for flat in self.model.trainable)
-        total = self._own_squares() if ready else squared_norm((), self.model.mesh.device)
-        for dim in (self.model.mesh.sums.stages, self.model.mesh.sums.counted):
-            dim.all_reduce(total, "gradient norm").wait()
-        return float(total.sqrt()) / self.scaler.scale
-
-    def clip(self, limit: float, steps_before: int) -> torch.Tensor:
-        """Clip the reduced gradient to norm ``limit`` (infinity: not) for the step, in place of
-        ``max_norm``. Return its norm before, without the loss scale (collective).
-        """
-        if limit != math.inf:
-            self.changes.refuse_until_step("clip_grad_norm_")
-        norm, divisor = self.measure(steps_before), self.held.divisor
-        if divisor is not None:
-            norm = norm / divisor
-        if limit != math.inf:
-            self._warn_of_ungrouped()
-            last = clip_divisor(norm, limit)
-            divisor = last if divisor is None else divisor * last
-        self.held.clip(divisor)
-        return norm
-
-    def _warn_of_ungrouped(self) -> None:
-        """Warn, the first time that gradients are clipped, of parameters whose gradients torch's
-        ``clip_grad_norm_(model.parameters())`` would count besides.
-        """
-        if self._looked_for_ungrouped:
-            return
-        self._looked_for_ungrouped = True
-        frozen = (flat.parameters for flat in self.model.flats if not flat.trainable)
-        names = [n for parameters in frozen for n, p in parameters.items() if p.requires_grad]
-        if names:
-            log_rank0(
-                f"{counted(len(names), 'parameter')} of the model require grad and are in no group "
-                f"of the optimizer ({listed(names, 3)}): the norm and clipping leave out their "
-                "gradients, which torch's clip_grad_norm_(model.parameters()) counts; pass them to "
-                "the optimizer, or freeze them",
-                logging.WARNING,
-            )
-
-    def held_scale(self, device: torch.device) -> float | torch.Tensor:
-        """Return the factor on the gradients held: the loss scale, and what a script's clipping has
-        yet to divide by, then on ``device``.
-        """
-        scale, divisor = self.scaler.scale, self.held.divisor
-        return scale if divisor is None else divisor.to(device) * scale
 
     def waits_for_hooks(self) -> bool:
         """Return whether no rank updates in the backward, because one has hooks before the step:
@@ -542,6 +461,7 @@ class OptimizerStep:
         if self.model.placement.offloads_anything:
             # no copy may outlive the host memory that it reads or fills
             kinds.synchronize(self.model.mesh.device)
+        self.gradient.close()
         self.bound, self.feature_hooks = None, NO_HOOKS  # type: ignore[assignment]
         for failure in filter(None, failures):  # the model lacks values of the last step
             raise failure
