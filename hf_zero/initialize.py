@@ -120,24 +120,13 @@ def initialize(
         DoesNotFitError: training needs more memory or disk space than is free; the message says
             what fits.
     """
-    return start(
-        SetupRequest.read(
-            Engine,
-            args=args,
-            model=model,
-            config=config,
-            config_params=config_params,
-            model_parameters=model_parameters,
-            optimizer=optimizer,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port,
-            mpu=mpu,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            resume=resume,
-        )
-    )
+    request = SetupRequest.read(
+        Engine, args=args, model=model, config=config, config_params=config_params,
+        model_parameters=model_parameters, optimizer=optimizer, training_data=training_data,
+        lr_scheduler=lr_scheduler, distributed_port=distributed_port, mpu=mpu,
+        dist_init_required=dist_init_required, collate_fn=collate_fn, resume=resume,
+    )  # fmt: skip
+    return start(request)
 
 
 def start(request: SetupRequest[E]) -> tuple[E, Any, DataLoader[Any] | None, Any]:

@@ -28,7 +28,7 @@ def complete_preset_or_file(incomplete: str) -> list[str]:
 
 def complete_quantized(incomplete: str) -> list[str]:
     """Offer the formats of quantization-aware training."""
-    from hf_zero.config.techniques import AWARE
+    from hf_zero.config.low_bits import AWARE
 
     return beginning(AWARE, incomplete)
 

@@ -14,7 +14,7 @@ import typer
 
 from hf_zero.cli.completions import complete_preset_or_file
 from hf_zero.cli.printing import AsJson, entry, print_json, printable
-from hf_zero.config.files import shown
+from hf_zero.config.sourced import shown
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -225,27 +225,13 @@ def launch(
     warn_once()
     script, *arguments = command
     request = Request(
-        script,
-        tuple(arguments),
-        module,
-        no_python,
-        hostfile=hostfile,
-        include=include,
-        exclude=exclude,
-        num_nodes=num_nodes,
-        num_procs=procs,
-        master_addr=master_addr,
-        master_port=master_port,
-        node_rank=node_rank,
-        interface=interface,
-        accelerate=configured.accelerate,
-        machines_of_file=_machines(options.config),
-        export=(*(export or ()), *configured.export),
-        env_files=tuple(env_file or ()),
-        log_dir=log_dir,
-        ssh=ssh,
-        ssh_port=ssh_port,
-    )
+        script, tuple(arguments), module, no_python, hostfile=hostfile, include=include,
+        exclude=exclude, num_nodes=num_nodes, num_procs=procs, master_addr=master_addr,
+        master_port=master_port, node_rank=node_rank, interface=interface,
+        accelerate=configured.accelerate, machines_of_file=_machines(options.config),
+        export=(*(export or ()), *configured.export), env_files=tuple(env_file or ()),
+        log_dir=log_dir, ssh=ssh, ssh_port=ssh_port,
+    )  # fmt: skip
     start_ranks(request, as_json)
 
 
@@ -289,14 +275,10 @@ def request_on_this_machine(
     configured = options.start()
     script, *arguments = command
     return Request(
-        script,
-        tuple(arguments),
-        module,
-        num_procs=ranks_of_options(ranks, None, None),
+        script, tuple(arguments), module, num_procs=ranks_of_options(ranks, None, None),
         accelerate=configured.accelerate,
-        machines_of_file=None if options.config is None else "1",
-        export=configured.export,
-    )
+        machines_of_file=None if options.config is None else "1", export=configured.export,
+    )  # fmt: skip
 
 
 def request_of_training(training: TrainingFile, script: str, *arguments: str) -> Request:
@@ -316,7 +298,8 @@ def _written(pairs: list[str], preset: str | None) -> dict[str, object]:
     Raises ConfigError for an unknown key or value, and for a key that another option sets.
     """
     from hf_zero.config import PRESETS, ZeroConfig
-    from hf_zero.config.files import load_yaml, merge
+    from hf_zero.config.files import load_yaml
+    from hf_zero.config.sourced import merge
 
     sections: JsonObject = {}
     unset: list[str] = []

@@ -144,13 +144,10 @@ class Job:
         precision, optimizer and offload.
         """
         return {
-            "config": self.config,
-            "tensor_parallel": self.tp,
-            "expert_parallel": self.ep,
-            "pipeline_parallel": self.pp,
-            "sequence_parallel": self.sp,
+            "config": self.config, "tensor_parallel": self.tp, "expert_parallel": self.ep,
+            "pipeline_parallel": self.pp, "sequence_parallel": self.sp,
             "context_parallel": self.cp,
-        }
+        }  # fmt: skip
 
 
 def offload_section(device: str | None, moments: str | None = None) -> JsonObject | None:

@@ -15,18 +15,7 @@ from hf_zero.config.sections import (
 from hf_zero.config.zero_config import PRESETS, ZeroConfig
 
 __all__ = [
-    "PRESETS",
-    "AioSection",
-    "Bf16Section",
-    "CheckpointSection",
-    "ExpertParallelSection",
-    "ExplainRow",
-    "Fp16Section",
-    "LaunchSection",
-    "OffloadOptimizer",
-    "OffloadParam",
-    "OptimizerConfig",
-    "SchedulerConfig",
-    "ZeroConfig",
-    "ZeroSection",
-]
+    "PRESETS", "AioSection", "Bf16Section", "CheckpointSection", "ExpertParallelSection",
+    "ExplainRow", "Fp16Section", "LaunchSection", "OffloadOptimizer", "OffloadParam",
+    "OptimizerConfig", "SchedulerConfig", "ZeroConfig", "ZeroSection",
+]  # fmt: skip

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.config.dialects import Dialect
-from hf_zero.config.files import load_file, shown
+from hf_zero.config.files import load_file
 from hf_zero.config.keys import KEYS, SECTIONS
 from hf_zero.config.measures import MONITORS
 from hf_zero.config.reading import ConfigReading, meant
 from hf_zero.config.sections import LaunchSection
+from hf_zero.config.sourced import shown
 from hf_zero.config.spelling import closest, did_you_mean
 from hf_zero.config.value_types import ANYTHING, BOOLEAN, PATH, TEXT, Key, Status, ValueType, placed
 from hf_zero.errors import ConfigError, NotBuiltError

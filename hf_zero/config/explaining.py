@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 from hf_zero.config.dialects import keys_of_dialects
 from hf_zero.config.feature_rows import SECRETS
-from hf_zero.config.files import SourcedDict, flattened
 from hf_zero.config.keys import KEYS
 from hf_zero.config.reading import AUTO, ConfigReading
 from hf_zero.config.refusals import Check, idle_params, refusals
+from hf_zero.config.sourced import SourcedDict, flattened
 from hf_zero.config.value_types import Status
 from hf_zero.logging import JsonObject, aligned
 

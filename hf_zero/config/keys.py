@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from hf_zero.config.feature_rows import SECTIONS as OF_FEATURES
-from hf_zero.config.files import value_at
 from hf_zero.config.offload import OFFLOAD_ALIASES
 from hf_zero.config.sections import TENSOR_ALIASES
 from hf_zero.config.settings import Settings
+from hf_zero.config.sourced import value_at
 from hf_zero.config.value_types import (
     BOOLEAN,
     COUNT,
@@ -40,15 +40,9 @@ from hf_zero.logging import JsonObject
 TABLE = Path(__file__).with_suffix(".toml")
 TOP_LEVEL = "top level"  # the table of keys outside of sections
 VALUE_TYPES = {
-    "boolean": BOOLEAN,
-    "count": COUNT,
-    "dtype": DTYPE,
-    "names": NAMES,
-    "number": number(0),
-    "section": SECTION,
-    "size": SIZE,
-    "text": TEXT,
-}
+    "boolean": BOOLEAN, "count": COUNT, "dtype": DTYPE, "names": NAMES, "number": number(0),
+    "section": SECTION, "size": SIZE, "text": TEXT,
+}  # fmt: skip
 STATUSES = {"active": Status.ACTIVE, "inert": Status.INERT, "not_built": Status.NOT_BUILT}
 SECTION_OFF = '{"enabled": false}'
 

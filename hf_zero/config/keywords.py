@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from hf_zero.config import (
         activations,
+        low_bits,
         measures,
         memory,
         messages,
@@ -176,9 +177,9 @@ class Keywords(TypedDict, total=False):
     """The section ``compressed_communication``."""
     zeropp_loco_param: messages.LocoSection | Mapping[str, object] | None
     """The section ``zero_optimization.zeropp_loco_param``."""
-    quantization_aware_training: techniques.QuantizationAware | Mapping[str, object] | None
+    quantization_aware_training: low_bits.QuantizationAware | Mapping[str, object] | None
     """The section ``quantization_aware_training``."""
-    float8_training: techniques.Float8Training | Mapping[str, object] | None
+    float8_training: low_bits.Float8Training | Mapping[str, object] | None
     """The section ``float8_training``."""
     activation_checkpointing: activations.ActivationCheckpointing | Mapping[str, object] | None
     """The section ``activation_checkpointing``."""
@@ -196,11 +197,11 @@ class Keywords(TypedDict, total=False):
     """The section ``data_efficiency.data_sampling.curriculum_learning``."""
     training_phases: techniques.TrainingPhasesSection | Mapping[str, object] | None
     """The section ``training_phases``."""
-    quantize_training: techniques.QuantizeTraining | Mapping[str, object] | None
+    quantize_training: low_bits.QuantizeTraining | Mapping[str, object] | None
     """The section ``quantize_training``."""
-    eigenvalue: techniques.EigenvalueSection | Mapping[str, object] | None
+    eigenvalue: low_bits.EigenvalueSection | Mapping[str, object] | None
     """The section ``quantize_training.eigenvalue``."""
-    compression_weights: techniques.WeightQuantization | Mapping[str, object] | None
+    compression_weights: low_bits.WeightQuantization | Mapping[str, object] | None
     """The section ``compression_training.weight_quantization``."""
     progressive_layer_drop: techniques.LayerDropSection | Mapping[str, object] | None
     """The section ``progressive_layer_drop``."""

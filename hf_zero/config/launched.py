@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import os
 
-from hf_zero.config.files import flattened, merge
 from hf_zero.config.refusals import STAGE
+from hf_zero.config.sourced import flattened, merge
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject, logger

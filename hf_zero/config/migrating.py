@@ -21,7 +21,6 @@ from hf_zero.config.accelerate_yaml import (
     read_accelerate,
 )
 from hf_zero.config.dialects import read_any
-from hf_zero.config.files import shown
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.migrating_sections import (
     KeyFinding,
@@ -44,6 +43,7 @@ from hf_zero.config.refusals import (
     launcher_refusal,
     refusals,
 )
+from hf_zero.config.sourced import shown
 from hf_zero.config.spelling import MISSPELT, closest, is_comment
 from hf_zero.config.value_types import Status
 from hf_zero.config.zero_config import ZeroConfig

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import TRANSLATED
-from hf_zero.config.files import shown
+from hf_zero.config.sourced import shown
 from hf_zero.config.spelling import closest, did_you_mean, is_comment
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeVar
 
-from hf_zero.config.files import FILES, SourcedDict, shown
 from hf_zero.config.keys import ALIASES, ANSWERS, KEYS, MEANT, OWN_AUTOS, SECTIONS
+from hf_zero.config.sourced import FILES, SourcedDict, shown
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment, is_foreign
 from hf_zero.config.value_types import Key, Status
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError

@@ -7,22 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hf_zero.config.elasticity import ELASTICITY, elastic_batch
 from hf_zero.config.feature_rows import SECTIONS
 from hf_zero.config.features import conflicts, refused_values, switched_on
-from hf_zero.config.files import shown
 from hf_zero.config.keys import KEYS
 from hf_zero.config.optimizers import named
 from hf_zero.config.reading import ConfigReading
-from hf_zero.config.resolving import (
-    ACCUMULATION,
-    BATCH,
-    ELASTICITY,
-    EQUATION,
-    MICRO,
-    TOTAL,
-    elastic_batch,
-)
+from hf_zero.config.resolving import ACCUMULATION, BATCH, EQUATION, MICRO, TOTAL
 from hf_zero.config.sections import OPTIMIZERS, SCHEDULERS
+from hf_zero.config.sourced import shown
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 

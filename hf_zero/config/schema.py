@@ -182,12 +182,9 @@ def _sentence(text: str) -> str:
 
 
 _TYPES = {
-    "integer": "int",
-    "number": "float",
-    "boolean": "bool",
-    "string": "str",
+    "integer": "int", "number": "float", "boolean": "bool", "string": "str",
     "object": "Mapping[str, object]",
-}
+}  # fmt: skip
 
 
 def keywords() -> str:

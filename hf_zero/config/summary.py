@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 
 from hf_zero.config.explaining import NO_EFFECT, ExplainRow, shown_value
-from hf_zero.config.files import DICT, FILES, is_written
+from hf_zero.config.sourced import DICT, FILES, is_written
 
 COMPUTED = "computed"
 UNBROKEN = "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"

@@ -10,9 +10,10 @@ from glob import glob
 from pathlib import Path
 
 from hf_zero.config import PRESETS, ZeroConfig
-from hf_zero.config.files import flattened, load_file, merge, value_at
+from hf_zero.config.files import load_file
 from hf_zero.config.reading import ConfigReading
 from hf_zero.config.schema import DRAFT
+from hf_zero.config.sourced import flattened, merge, value_at
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.value_types import (
     BOOLEAN,

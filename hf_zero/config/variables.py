@@ -15,31 +15,18 @@ from hf_zero.logging import LEVELS, STEPS, WARNED, listed, log_rank0
 PREFIXES = ("HF_ZERO_", "HFZERO_")  # the first, and a misspelling of it
 OFF = ("0", "false", "off", "no")
 SWITCH = ("1", "true", "on", "yes", *OFF)
+SWITCHES = ("AUTOLOAD", "PREFLIGHT", "TRACEBACK", "NATIVE", "TRITON")
+ANY_VALUE = (
+    "DEEPSPEED_VERSION", "HOST", "LOG", "SSH", "THREADS", "ISA", "IO_FAULT", "REQUIRE_CORE",
+    "CXXFLAGS", "VENV", "TORCH", "LAUNCH_FILE", "LAUNCHED_BY", "WRITTEN_KEYS", "WARNED",
+)  # fmt: skip
 # A ConfigError names other values of a variable without values here, where hf-zero reads it.
 VARIABLES: dict[str, tuple[str, ...]] = {
-    "HF_ZERO_AUTOLOAD": SWITCH,
+    **{f"HF_ZERO_{name}": SWITCH for name in SWITCHES},
     "HF_ZERO_BACKEND": ("hf_zero", "deepspeed"),
-    "HF_ZERO_DEEPSPEED_VERSION": (),
-    "HF_ZERO_PREFLIGHT": SWITCH,
-    "HF_ZERO_HOST": (),
     "HF_ZERO_LOG_LEVEL": (*LEVELS, *STEPS),
-    "HF_ZERO_LOG": (),
-    "HF_ZERO_TRACEBACK": SWITCH,
-    "HF_ZERO_SSH": (),
-    "HF_ZERO_THREADS": (),
-    "HF_ZERO_NATIVE": SWITCH,
-    "HF_ZERO_ISA": (),
-    "HF_ZERO_TRITON": SWITCH,
     "HF_ZERO_IO": ("io_uring", "threads", "python"),
-    "HF_ZERO_IO_FAULT": (),
-    "HF_ZERO_REQUIRE_CORE": (),
-    "HF_ZERO_CXXFLAGS": (),
-    "HF_ZERO_VENV": (),
-    "HF_ZERO_TORCH": (),
-    "HF_ZERO_LAUNCH_FILE": (),
-    "HF_ZERO_LAUNCHED_BY": (),
-    "HF_ZERO_WRITTEN_KEYS": (),
-    "HF_ZERO_WARNED": (),
+    **{f"HF_ZERO_{name}": () for name in ANY_VALUE},
 }
 SAID_BY_LOG = ("HF_ZERO_LOG_LEVEL",)  # hf_zero.logging warns about its value when it is imported
 

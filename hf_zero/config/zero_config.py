@@ -18,13 +18,14 @@ from hf_zero.config import explaining, kernels, resolving
 from hf_zero.config.dialects import keys_of_dialects, read_any
 from hf_zero.config.explaining import ExplainRow, Unset
 from hf_zero.config.feature_rows import FeatureSection
-from hf_zero.config.files import SourcedDict, load_file, load_text
+from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import ANSWERS, KEYS, is_experimental
 from hf_zero.config.offload import OffloadOptimizer, OffloadParam
 from hf_zero.config.reading import SWITCHES, ConfigReading
 from hf_zero.config.refusals import Check, check_reading, complete, refusals
 from hf_zero.config.sections import LaunchSection, OptimizerConfig, SchedulerConfig
 from hf_zero.config.settings import Settings
+from hf_zero.config.sourced import SourcedDict
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.value_types import section, sections_of
 from hf_zero.errors import ConfigError

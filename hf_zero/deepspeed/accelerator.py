@@ -30,14 +30,10 @@ if TYPE_CHECKING:
     from hf_zero.deepspeed.op_builders import OpBuilder
 
 TENSORS = {
-    "BFloat16Tensor": torch.bfloat16,
-    "ByteTensor": torch.uint8,
-    "DoubleTensor": torch.float64,
-    "FloatTensor": torch.float32,
-    "HalfTensor": torch.float16,
-    "IntTensor": torch.int32,
+    "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32, "HalfTensor": torch.float16, "IntTensor": torch.int32,
     "LongTensor": torch.int64,
-}
+}  # fmt: skip
 
 
 class DeepSpeedAccelerator:

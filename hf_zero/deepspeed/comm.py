@@ -198,13 +198,9 @@ def configure(
         config = getattr(deepspeed_config, "zero_config_native", deepspeed_config)
         settings = ZeroConfig.coerce(config, foreign=True)
         comms_logger.take(settings.section_of(CommsLoggerSection))
-    for name, value in (
-        ("enabled", enabled),
-        ("prof_all", prof_all),
-        ("prof_ops", None if prof_ops is None else list(prof_ops)),
-        ("verbose", verbose),
-        ("debug", debug),
-    ):
+    operations = None if prof_ops is None else list(prof_ops)
+    values = {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}
+    for name, value in (values | {"prof_ops": operations}).items():
         if value is not None:
             setattr(comms_logger, name, value)
 

@@ -25,14 +25,10 @@ class DeepSpeedConfigModel(BaseModel):
     """
 
     model_config = ConfigDict(
-        validate_default=True,
-        validate_assignment=True,
-        use_enum_values=True,
-        populate_by_name=True,
-        extra="forbid",
-        arbitrary_types_allowed=True,
+        validate_default=True, validate_assignment=True, use_enum_values=True,
+        populate_by_name=True, extra="forbid", arbitrary_types_allowed=True,
         protected_namespaces=(),
-    )
+    )  # fmt: skip
 
     def __init__(self, strict: bool = False, **data: object) -> None:
         if not strict:

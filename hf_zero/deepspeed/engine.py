@@ -8,24 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, tag_of
+from hf_zero.deepspeed.checkpoint_targets import agreed_target, nothing_to_load, tag_of
 from hf_zero.deepspeed.engine_getters import ReportingEngine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.deepspeed.modules import refuse
-from hf_zero.deepspeed.optimizers import hide_wrapped, show_wrapped
-from hf_zero.deepspeed.zero_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from hf_zero.deepspeed.state_offload import StatesAway, checked
+from hf_zero.deepspeed.wrapped_optimizer import hide_wrapped, show_wrapped
 from hf_zero.device import kinds
-from hf_zero.errors import ConfigError, PartitionError, UnreducedGradientsError, UnscalableLossError
+from hf_zero.errors import UnreducedGradientsError, UnscalableLossError
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.reduce.losses import Fp16LossScaler
-from hf_zero.zero.state_bytes import GATHERED, MASTERS, MOMENTS, tensors_on_device
-
-if TYPE_CHECKING:
-    from hf_zero.zero.training_engine import TrainingEngine
 
 
 class _ScaledLoss(torch.autograd.Function):
@@ -233,14 +229,9 @@ class DeepSpeedEngine(ReportingEngine):
         if nothing_to_load(load_dir, tag):
             return None, {}
         path, state = super().load_checkpoint(
-            os.fspath(load_dir),
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            **more,
-        )
+            os.fspath(load_dir), tag, load_module_strict, load_optimizer_states,
+            load_lr_scheduler_states, load_module_only, **more,
+        )  # fmt: skip
         self.loaded_checkpoint_tag = os.path.basename(path) if path else None
         return path, state
 
@@ -287,81 +278,3 @@ class DeepSpeedEngine(ReportingEngine):
 
     # called by Accelerate if ranks share layers, at any stage
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-
-KINDS = tuple(kind.value for kind in OffloadStateTypeEnum)
-# by the engine's kinds (``zero/state_bytes.py``)
-_NAMES = {
-    "parameters": "lp_params",
-    GATHERED: "lp_params",
-    "gradients": "lp_grads",
-    MASTERS: "hp_params",
-    MOMENTS: "optim_states",
-}
-
-
-class StatesAway:
-    """The offloaded storages with their host copies. Storages are emptied and refilled in place:
-    every view of them, in parameters, segments and buffers, stays valid.
-    """
-
-    def __init__(self) -> None:
-        self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._away)
-
-    def send(
-        self, engine: TrainingEngine, include: Iterable[str], pin: bool, non_blocking: bool
-    ) -> None:
-        """Copy the storages that hold only kinds in ``include`` to host memory, and free their
-        device memory.
-        """
-        chosen = set(include)
-        storages: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
-        for kind, tensor in tensors_on_device(engine):
-            storage = tensor.untyped_storage()
-            storages.setdefault(storage._cdata, (storage, set()))[1].add(_NAMES[kind])
-        for storage, kinds_in_it in storages.values():
-            if storage.nbytes() and kinds_in_it <= chosen:
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
-                host.copy_(_bytes(storage), non_blocking=non_blocking)
-                self._away.append((storage, host))
-        kinds.synchronize(engine.device)  # complete the copies before their sources are freed
-        for storage, _ in self._away:
-            storage.resize_(0)
-
-    def reload(self, device: torch.device, non_blocking: bool) -> None:
-        """Refill the storages."""
-        for storage, host in self._away:
-            storage.resize_(host.numel())
-            _bytes(storage).copy_(host, non_blocking=non_blocking)
-        if non_blocking:
-            kinds.synchronize(device)  # the host copies are freed now
-        self._away = []
-
-    def refuse(self, what: str) -> None:
-        """Raise PartitionError if any state is offloaded."""
-        if self._away:
-            raise PartitionError(
-                f"{what} while offload_states() keeps this engine's state in host memory; call "
-                "engine.reload_states() first"
-            )
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    view = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return view.set_(storage)  # type: ignore[call-overload]
-
-
-def checked(include: Any, device: object) -> tuple[str, ...]:
-    """Return the kinds to move, all if ``include`` is None. Raises ConfigError for unknown kinds
-    and devices.
-    """
-    where = getattr(device, "value", device)
-    if where not in (OffloadDeviceEnum.cpu.value, OffloadDeviceEnum.none.value):
-        raise ConfigError(f"offload_states: device is {where!r}; states go to the host: pass 'cpu'")
-    chosen = KINDS if include is None else tuple(getattr(kind, "value", kind) for kind in include)
-    if unknown := sorted(set(chosen) - set(KINDS)):
-        raise ConfigError(f"offload_states: {unknown} is not a state; choose among {list(KINDS)}")
-    return () if where == OffloadDeviceEnum.none.value else chosen

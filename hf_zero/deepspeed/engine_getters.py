@@ -19,11 +19,11 @@ from hf_zero.deepspeed.groups import (
     get_sequence_parallel_group,
     get_tensor_parallel_rank,
     get_tensor_parallel_world_size,
-    has_moe_layers,
 )
-from hf_zero.deepspeed.logs import SynchronizedWallClockTimer, ThroughputTimer
 from hf_zero.deepspeed.modules import LEFT_OUT
-from hf_zero.deepspeed.zero_config import ZERO, DeepSpeedZeroConfig
+from hf_zero.deepspeed.moe_utils import has_moe_layers
+from hf_zero.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
+from hf_zero.deepspeed.zero_sections import ZERO, DeepSpeedZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed.backends import native_backend
 from hf_zero.distributed.parallel_groups import readers

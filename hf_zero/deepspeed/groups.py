@@ -1,6 +1,5 @@
 """``deepspeed.utils.groups``: ranks that share the state of ZeRO, that share layers, that read
-parts of the same sequences, and that hold the same or different experts; ``deepspeed.moe.utils``,
-and ``deepspeed.tp_model_init``, which the Trainer calls for ``tensor_parallel.autotp_size``.
+parts of the same sequences, and that hold the same or different experts.
 
 DeepSpeed names a group of experts by its size, ``ep_size_2``. A job has one size here: a group of
 size 1 is each rank by itself, and all ranks hold the same experts.
@@ -8,23 +7,16 @@ size 1 is each rank by itself, and all ranks hold the same experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from hf_zero.deepspeed.modules import refuse
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.distributed.parallel_groups import dims_in_effect, get_parallel, readers
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.expert.marks import AXIS, expert_mesh_dim, split_groups
-from hf_zero.parallel.expert.moe_layer import MoE
+from hf_zero.parallel.expert.marks import AXIS, expert_mesh_dim
 from hf_zero.parallel.sequence.division import SEQUENCE_CONTEXT as SEQUENCE
 from hf_zero.parallel.sequence.sequence_parallel import sequence_parallel
-from hf_zero.parallel.tensor import tensor_parallel
-from hf_zero.zero.layout.sharding import sharding_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,20 +61,6 @@ def get_data_parallel_first_rank() -> int:
     return get_data_parallel_group_ranks()[0]
 
 
-def tp_model_init(
-    model: nn.Module, tp_size: int, dtype: object = None, config: object = None, **kwargs: object
-) -> nn.Module:
-    """Run :func:`hf_zero.tensor_parallel`. ``dtype`` and ``config`` are ignored: ``initialize``
-    gets those of the training; ``kwargs`` may name a group made by the caller, but hf-zero makes
-    its own.
-    """
-    return tensor_parallel(model, tp_size)
-
-
-def set_autotp_mode(training: bool = False) -> None:
-    """Do nothing: the same split serves training and generation."""
-
-
 def get_tensor_parallel_group() -> ProcessGroup | None:
     """Return the process group of the ranks that share this rank's layers, or None."""
     groups = get_parallel()
@@ -104,29 +82,6 @@ def get_tensor_parallel_rank() -> int:
 def get_tensor_parallel_first_rank() -> int:
     """Return the global rank of the first of them."""
     return process_group.get_rank() - get_tensor_parallel_rank()
-
-
-class GatherReplacedLayerParams:
-    """Context in which parameters of layers that DeepSpeed's AutoTP has replaced are whole. Here no
-    layer is replaced. Raises NotBuiltError on entering for parameters that tensor parallelism
-    splits: a state dict has them whole.
-    """
-
-    def __init__(
-        self, params: torch.Tensor | Iterable[torch.Tensor], module: nn.Module, enabled: bool = True
-    ) -> None:
-        parameters = [params] if isinstance(params, torch.Tensor) else list(params)
-        self.enabled = enabled and any(
-            "tensor" in sharding_of(parameter).axes for parameter in parameters
-        )
-        self.module = module
-
-    def __enter__(self) -> None:
-        if self.enabled:
-            refuse("GatherReplacedLayerParams", "take them from model.state_dict(), on all ranks")
-
-    def __exit__(self, *exc: object) -> None:
-        pass
 
 
 def get_sequence_parallel_group() -> object:
@@ -203,18 +158,3 @@ def get_max_expert_size() -> int:
 
 def get_max_expert_size_name() -> str:
     return f"{NAME}{get_max_expert_size()}"
-
-
-def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether ``m`` has layers of the class MoE, and the number of experts of the first."""
-    first = next((module for module in m.modules() if isinstance(module, MoE)), None)
-    return first is not None, 0 if first is None else first.num_experts
-
-
-def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:
-    """Return parameters, or groups of them, with those of experts, if any, in separate groups."""
-    parameters = list(model_parameters)
-    if parameters and isinstance(parameters[0], dict):
-        return split_groups(parameters)
-    groups = split_groups({"params": parameters})
-    return parameters if len(groups) == 1 else groups

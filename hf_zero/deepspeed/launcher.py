@@ -77,25 +77,18 @@ def main(args: Sequence[str] | None = None) -> None:
     if runner is not None:
         _run_by(runner, options, hostfile, files)
         return
+    log_dir = Path(options.enable_each_rank_log) if options.enable_each_rank_log else None
     request = Request(
-        options.user_script,
-        tuple(options.user_args),
-        options.module,
-        options.no_python,
-        local_rank_argument=not options.no_local_rank,
-        hostfile=hostfile,
-        include=options.include,
-        exclude=options.exclude,
-        num_nodes=_unless_negative(options.num_nodes),
-        num_procs=_unless_negative(options.num_gpus),
+        options.user_script, tuple(options.user_args), options.module, options.no_python,
+        local_rank_argument=not options.no_local_rank, hostfile=hostfile,
+        include=options.include, exclude=options.exclude,
+        num_nodes=_unless_negative(options.num_nodes), num_procs=_unless_negative(options.num_gpus),
         master_addr=options.master_addr or None,
         master_port=options.master_port or (DEFAULT_PORT if options.no_ssh else None),
         node_rank=_unless_negative(options.node_rank) if options.no_ssh else None,
-        env_files=tuple(files),
-        log_dir=Path(options.enable_each_rank_log) if options.enable_each_rank_log else None,
-        ssh=_ssh(options.launcher.lower()),
+        env_files=tuple(files), log_dir=log_dir, ssh=_ssh(options.launcher.lower()),
         ssh_port=options.ssh_port,
-    )
+    )  # fmt: skip
     code = carry_out(plan(request, _ranks_here))
     if code:
         sys.exit(code)

@@ -34,12 +34,9 @@ def _needs(
     """Return the bytes of host memory on each machine, and of each device."""
     # by name: planning stands above this package, and is imported for these calls alone
     row = resolve_name("hf_zero.planning.estimate:estimate")(
-        model,
-        per_node * nodes,
-        stage=stage,
-        offload_optimizer="cpu" if optimizer else None,
-        offload_param="cpu" if params else None,
-    ).at(stage)
+        model, per_node * nodes, stage=stage,
+        offload_optimizer="cpu" if optimizer else None, offload_param="cpu" if params else None,
+    ).at(stage)  # fmt: skip
     return row.tiers.ram * per_node, row.tiers.device
 
 
@@ -91,15 +88,9 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     _heading(3, total_params, num_gpus_per_node, num_nodes)
     for optimizer, params, init in _choices():
         host, device, _ = estimate_zero3_model_states_mem_needs(
-            total_params,
-            largest_layer_params,
-            num_gpus_per_node,
-            num_nodes,
-            optimizer,
-            params,
-            init,
-            additional_buffer_factor,
-        )
+            total_params, largest_layer_params, num_gpus_per_node, num_nodes, optimizer, params,
+            init, additional_buffer_factor,
+        )  # fmt: skip
         where = f"offload_param={_device_name(params)}, offload_optimizer={_device_name(optimizer)}"
         _line(host, device, f"{where}, zero_init={int(init)}")
 
@@ -127,12 +118,9 @@ def estimate_zero3_model_states_mem_needs_all_live(
 ) -> None:
     """Print the needs of ``model`` at stage 3 with every choice of offloading."""
     sizes = [sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()]
+    total = sum(parameter.numel() for parameter in model.parameters())
     estimate_zero3_model_states_mem_needs_all_cold(
-        sum(parameter.numel() for parameter in model.parameters()),
-        max(sizes),
-        num_gpus_per_node,
-        num_nodes,
-        additional_buffer_factor,
+        total, max(sizes), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
 
 

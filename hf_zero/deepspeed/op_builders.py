@@ -4,19 +4,11 @@ Nothing is compiled: the counterparts are part of the installation.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
-import mmap
-import os
 from typing import TYPE_CHECKING
 
-import torch
-
 from hf_zero.deepspeed.modules import refuse
-from hf_zero.device import kinds
-from hf_zero.distributed import process_group
-from hf_zero.errors import HostMemoryError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -72,7 +64,7 @@ HERE = {
     "FusedAdamBuilder": ("fused_adam", "torch.optim"),
     "FusedLambBuilder": ("fused_lamb", "hf_zero.optim.trust_ratio"),
     "FusedLionBuilder": ("fused_lion", "hf_zero.optim.lion"),
-    "PinMemoryBuilder": ("pin_memory", __name__),
+    "PinMemoryBuilder": ("pin_memory", "hf_zero.deepspeed.pinned_tensors"),
     "SparseAttnBuilder": ("sparse_attn", "hf_zero.ops.sparse_attention"),
 }
 """Builders of operators that exist here: DeepSpeed's name, and the module."""
@@ -121,57 +113,3 @@ def __getattr__(name: str) -> object:
         globals()[name] = compute()
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mlock.argtypes = _LIBC.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-
-
-class PinHandle:
-    """Make and free such tensors: pinned for the device, or locked if the device is the host."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, torch.Tensor] = {}
-
-    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``num_elem`` zeros in the dtype of ``example_tensor``, 1-D. Raises HostMemoryError
-        if the system does not lock that much.
-        """
-        dtype, device = example_tensor.dtype, process_group.default_device()
-        if kinds.is_synchronous(device):
-            nbytes = max(1, num_elem * dtype.itemsize)
-            tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype, count=num_elem)
-            if _LIBC.mlock(tensor.data_ptr(), nbytes):
-                raise HostMemoryError(
-                    f"{nbytes:,} bytes could not be locked in memory: "
-                    f"{os.strerror(ctypes.get_errno())}; raise the limit (ulimit -l), or use plain "
-                    "tensors"
-                )
-        else:
-            tensor = torch.zeros(num_elem, dtype=dtype, pin_memory=True)
-        self._held[tensor.data_ptr()] = tensor
-        return tensor
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is within a tensor of this handle, or is pinned by torch."""
-        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        inside = (at <= start and stop <= at + locked.nbytes for at, locked in self._held.items())
-        return any(inside) or bool(tensor.is_pinned())
-
-    def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
-        """Unlock the memory, which is freed with the last tensor on it; return False for a tensor
-        not made by this handle.
-        """
-        locked = self._held.pop(locked_tensor.data_ptr(), None)
-        if locked is not None and not locked.is_pinned():
-            _LIBC.munlock(locked.data_ptr(), max(1, locked.nbytes))
-        return locked is not None
-
-
-pin_handle: object = PinHandle
-
-
-def get_active_native_pinned_memory() -> None:
-    """Return None: torch pins the buffers of the engine and of ``get_accelerator().pin_memory``,
-    and frees them with their tensors, whatever DS_PIN_MEMORY_BACKEND says.
-    """

@@ -1,23 +1,17 @@
 """``deepspeed.runtime.sequence_parallel.ulysses_sp``: sequence parallelism by attention heads under
-DeepSpeed's names, and computation in tiles of the sequence.
-
-A tiled function runs on one tile after another, and again in the backward, which thus keeps the
-activations of only one tile.
+DeepSpeed's names.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from hf_zero.activations.checkpointing import repeatable
 from hf_zero.config.feature_rows import provided
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
@@ -127,118 +121,3 @@ def _gather_losses() -> None:
 
     setattr(all_gather, _MARK, True)
     functional.all_gather = all_gather
-
-
-Compute = Callable[..., torch.Tensor]
-Weights = Sequence[torch.Tensor] | None
-"""Accepted and not needed: a unit's gradients are reduced when its last backward is over."""
-
-
-def sequence_tiled_compute(
-    fn: Compute,
-    seqlen: int,
-    shards: int,
-    kwargs_to_shard: Mapping[str, torch.Tensor],
-    kwargs_to_pass: Mapping[str, object],
-    grad_requiring_tensor_key: str,
-    compute_params: Weights = None,
-    output_unshard_dimension: int = 1,
-    output_reduction: str | None = "mean",
-) -> torch.Tensor:
-    """Run ``fn(**tile, **kwargs_to_pass)`` on each of ``shards`` tiles of the tensors
-    ``kwargs_to_shard`` [batch, seqlen, ...]; return the outputs joined along
-    ``output_unshard_dimension``; 0: outputs are scalars, joined to one vector. ``output_reduction``
-    of the joined output: "mean", "sum" or None. Raises ConfigError for another one.
-    """
-    step = math.ceil(seqlen / shards)
-    stretches = [
-        {key: value[:, start : start + step] for key, value in kwargs_to_shard.items()}
-        for start in range(0, seqlen, step)
-    ]
-    parts = [_recomputed(fn, **stretch, **kwargs_to_pass) for stretch in stretches]
-    dim = output_unshard_dimension
-    whole = torch.stack(parts) if dim == 0 else torch.cat(parts, dim=dim)
-    return whole if output_reduction is None else _reduced(whole, output_reduction)
-
-
-class SequenceTiledCompute:
-    """:func:`sequence_tiled_compute` with separate keys and values."""
-
-    @staticmethod
-    def apply(
-        fn: Compute,
-        seqlen: int,
-        shards: int,
-        keys_to_shard: Sequence[str],
-        keys_to_pass: Sequence[str],
-        grad_requiring_tensor_key: str,
-        compute_params: Weights,
-        output_unshard_dimension: int,
-        output_reduction: str | None,
-        *args: torch.Tensor,
-    ) -> torch.Tensor:
-        return sequence_tiled_compute(
-            fn,
-            seqlen,
-            shards,
-            dict(zip(keys_to_shard, args)),
-            dict(zip(keys_to_pass, args[len(keys_to_shard) :])),
-            grad_requiring_tensor_key,
-            compute_params,
-            output_unshard_dimension,
-            output_reduction,
-        )
-
-
-class TiledMLP:
-    """The forward of an MLP in tiles."""
-
-    @staticmethod
-    def apply(
-        fn: Compute, module: object, x: torch.Tensor, shards: int, compute_params: Weights = None
-    ) -> torch.Tensor:
-        """Compute ``fn(module, x)`` for ``x`` [..., seqlen, hidden] in ``shards`` tiles."""
-        parts = [_recomputed(fn, module, part) for part in x.chunk(shards, dim=-2)]
-        return torch.cat(parts, dim=-2)
-
-
-class TiledFusedLogitsLoss:
-    """A loss in tiles: the logits of one tile at a time."""
-
-    @staticmethod
-    def apply(
-        fn: Compute,
-        module: object,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        mask: torch.Tensor | None,
-        shards: int,
-        compute_params: Weights,
-        output_reduction: str,
-    ) -> torch.Tensor:
-        """Return the mean or sum over ``shards`` tiles of the scalars ``fn(module, x, y[, mask])``.
-
-        x: [batch, seqlen, hidden], y: [batch, seqlen, ...], mask: [batch, seqlen] or None; tiles
-        are [tokens, ...]. Raises ConfigError for other shapes or another reduction.
-        """
-        arguments = [x, y] if mask is None else [x, y, mask]
-        for name, tensor in zip(("x", "y", "mask"), arguments):
-            if tensor.dim() < 2 or tensor.shape[:2] != x.shape[:2]:
-                raise ConfigError(
-                    f"{name} has the shape {tuple(tensor.shape)}; pass x, y and mask with the same "
-                    "batch and sequence length before other dimensions"
-                )
-        stretches = zip(*(tensor.flatten(0, 1).chunk(shards) for tensor in arguments))
-        parts = [_recomputed(fn, module, *stretch) for stretch in stretches]
-        return _reduced(torch.stack(parts), output_reduction)
-
-
-def _recomputed(fn: Compute, *args: Any, **kwargs: Any) -> torch.Tensor:
-    output: torch.Tensor = checkpoint(repeatable(fn), *args, use_reentrant=False, **kwargs)
-    return output
-
-
-def _reduced(values: torch.Tensor, reduction: str) -> torch.Tensor:
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"unknown output_reduction {reduction!r}; write 'mean' or 'sum'")
-    return values.mean() if reduction == "mean" else values.sum()

@@ -39,13 +39,9 @@ def clone_tensors_for_torch_save(item: object, device: str | torch.device = "cpu
         if tensor.layout is not torch.strided:  # no view of a buffer
             return tensor.detach().to(device, copy=True)
         memory = (
-            tensor.untyped_storage().data_ptr(),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device,
-        )
+            tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape,
+            tensor.stride(), tensor.dtype, tensor.device,
+        )  # fmt: skip
         if memory not in copies or not tensor.numel():
             copies[memory] = tensor.detach().to(device, copy=True)
         return copies[memory]

@@ -1,5 +1,4 @@
-"""Models under construction: ``deepspeed.zero.Init``, ``OnDevice``, the ZeRO-3 configuration in
-effect for them, and the current load; and ``unwrap_model_for_generation``.
+"""Models under construction: ``deepspeed.zero.Init``; and ``unwrap_model_for_generation``.
 
 Under ``zero.Init`` a large parameter is only a record of how to compute its values; an engine that
 only holds the model then makes them one by one. Any model can be built so, not only those of
@@ -9,22 +8,20 @@ transformers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
 
 from hf_zero.config import ZeroConfig
+from hf_zero.deepspeed.construction import active_config, current_loading, forced_config
 from hf_zero.distributed import init, process_group
 from hf_zero.engine import engines_of, release_holders
-from hf_zero.integrations import finder
-from hf_zero.loading import Building, Opened, make_pending, make_real
+from hf_zero.loading import Building, make_pending, make_real
 from hf_zero.loading.shard_only import hold
 from hf_zero.zero.access.gathered_parameters import summon_full_params
 from hf_zero.zero.layout.flat_buffer import owner_of
@@ -49,12 +46,9 @@ def give_facts(parameters: Iterable[object]) -> None:
     for parameter in parameters:
         if isinstance(parameter, nn.Parameter) and not hasattr(parameter, "ds_id"):
             parameter.__dict__.update(
-                ds_id=next(_numbers),
-                ds_status=ZeroParamStatus.AVAILABLE,
-                ds_shape=parameter.shape,
-                ds_numel=parameter.numel(),
-                ds_persist=True,
-            )
+                ds_id=next(_numbers), ds_status=ZeroParamStatus.AVAILABLE, ds_shape=parameter.shape,
+                ds_numel=parameter.numel(), ds_persist=True,
+            )  # fmt: skip
 
 
 def hold_roots(roots: Iterable[nn.Module], config: ZeroConfig) -> None:
@@ -164,97 +158,6 @@ def zero_wrapper_for_fp_tensor_constructor(
 ) -> Callable[..., T]:
     """Return ``function`` itself: DeepSpeed wraps tensor constructors, hf-zero does not."""
     return function
-
-
-class Loading:
-    """The outermost ``from_pretrained`` in progress, and the files that it has opened."""
-
-    def __init__(self, shards: bool) -> None:
-        self.shards = shards
-        self.opened = Opened()
-
-
-current_loading: ContextVar[Loading | None] = ContextVar("hf_zero_loading", default=None)
-postponed: ContextVar[Loading | None] = ContextVar("hf_zero_postponed", default=None)
-"""Loading of models whose remaining parameters are read afterwards: see
-``read_later`` of ``hf_zero/integrations/transformers/loading.py``.
-"""
-forced_config: ContextVar[ZeroConfig | None] = ContextVar("hf_zero_forced", default=None)
-"""The configuration of ``zero.Init`` or ``hf_zero.from_pretrained``: it takes precedence over the
-one alive in transformers.
-"""
-
-
-def active_config() -> ZeroConfig | None:
-    """Return the ZeRO-3 configuration for models made now: ``forced_config``, else the one alive in
-    transformers; None if there is none or it is another DeepSpeed's.
-    """
-    settings = forced_config.get()
-    if settings is not None:
-        return settings if settings.stage == 3 else None
-    from transformers.integrations import deepspeed
-
-    if not (deepspeed.is_deepspeed_zero3_enabled() and finder.chosen()):
-        return None
-    return ZeroConfig.coerce(deepspeed.deepspeed_config(), allow_auto=True, foreign=True)
-
-
-def log_zero3() -> None:
-    """Log transformers' message for a model that is made under its live configuration; on hf-zero's
-    path transformers does not log it.
-    """
-    if forced_config.get() is None:
-        from transformers.utils import logging
-
-        logging.get_logger("transformers.modeling_utils").info(
-            "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
-        )
-
-
-# functions that make a tensor without being given another one
-CONSTRUCTORS = frozenset(
-    {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
-)
-
-
-class _InDtype(TorchFunctionMode):
-    """Convert floating-point tensors of constructors to ``dtype``."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        if func in CONSTRUCTORS and result.is_floating_point():
-            return result.to(self._dtype)
-        return result
-
-
-class OnDevice:
-    """Context that makes modules and tensors on ``device``, floating-point ones in ``dtype``; on
-    "meta" they have no memory.
-    """
-
-    def __init__(
-        self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
-    ) -> None:
-        self.dtype, self.device, self.enabled = dtype, device, enabled
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        if self.enabled:
-            self._stack.enter_context(torch.device(self.device))
-            self._stack.enter_context(_InDtype(self.dtype))
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-from hf_zero.integrations.lightning.settings import PrecisionMethods
+from hf_zero.integrations.lightning.precision import PrecisionMethods
 from hf_zero.integrations.lightning.strategy import StrategyMethods, register
 
 

@@ -183,18 +183,12 @@ RELEASES = TABLE["releases"]
 SINCE = TABLE["since"]
 SEAMS: tuple[Seam, ...] = tuple(
     Seam(
-        target,
-        row["wrapper"],
-        row["why"],
-        tuple(row.get("uses", ())),
-        row.get("prepare", ""),
-        row.get("renamed", {}),
-        tuple(row.get("absent", ())),
-        row.get("since", ""),
+        target, row["wrapper"], row["why"], tuple(row.get("uses", ())), row.get("prepare", ""),
+        row.get("renamed", {}), tuple(row.get("absent", ())), row.get("since", ""),
     )
     for row in TABLE["seam"]
     for target in row["targets"]
-)
+)  # fmt: skip
 
 
 def replace_rows(rows: tuple[Seam, ...]) -> None:

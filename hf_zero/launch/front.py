@@ -87,12 +87,9 @@ class _Front:
         # order.
         try:
             process = subprocess.Popen(
-                start.reached_by,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
+                start.reached_by, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             program = start.reached_by[0]
             raise LaunchError(

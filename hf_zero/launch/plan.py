@@ -206,12 +206,9 @@ def _hosts(request: Request, default_ranks: Callable[[], int]) -> list[Host]:
     """
     if request.hostfile is not None:
         return select(
-            read_hostfile(request.hostfile),
-            request.include,
-            request.exclude,
-            request.num_nodes,
+            read_hostfile(request.hostfile), request.include, request.exclude, request.num_nodes,
             request.num_procs,
-        )
+        )  # fmt: skip
     if request.num_nodes is not None and request.num_nodes < 1:
         raise LaunchError(
             f"--num-nodes {request.num_nodes} is not a number of hosts; pass at least 1"

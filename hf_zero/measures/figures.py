@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.files import is_written
 from hf_zero.config.measures import MetricsSection
+from hf_zero.config.sourced import is_written
 from hf_zero.device import free_memory, kinds, pinned
 from hf_zero.logging import JsonObject, in_units, logger
 from hf_zero.measures.collectives import FIGURES, CollectiveRow, EngineCollectives

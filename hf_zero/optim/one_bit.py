@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.low_bits import QuantizeTraining, WeightQuantization
 from hf_zero.config.messages import CompressedCommunication
 from hf_zero.config.optimizers import NAMED
 from hf_zero.config.refusals import conflicts_in
-from hf_zero.config.techniques import QuantizeTraining, WeightQuantization
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.ops.sign_blocks import BLOCKS

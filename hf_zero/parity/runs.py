@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.initialize import replace_start, start_engine
-from hf_zero.integrations.checkpoint_folders import redirect_saves
+from hf_zero.integrations.save_redirection import redirect_saves
 from hf_zero.parity import plain_frameworks, real_deepspeed
 from hf_zero.parity.deepspeed_reference import DeepSpeedReference
 from hf_zero.parity.fewer_layers import make_fewer

@@ -12,17 +12,8 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.techniques import (
-    CURRICULUM_LEARNING,
-    EFFICIENCY,
-    EIGENVALUE,
-    FLOAT8,
-    LAYER_DROP,
-    PHASES,
-    QAT,
-    QUANTIZE,
-    WEIGHTS,
-)
+from hf_zero.config.low_bits import EIGENVALUE, FLOAT8, QAT, QUANTIZE, WEIGHTS
+from hf_zero.config.techniques import CURRICULUM_LEARNING, EFFICIENCY, LAYER_DROP, PHASES
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.distributed import process_group
 from hf_zero.engine import engines_of

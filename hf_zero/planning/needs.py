@@ -35,8 +35,8 @@ from hf_zero.checkpoint.host_folders import bases, is_in_memory
 from hf_zero.checkpoint.memory.folders import SLOTS
 from hf_zero.checkpoint.save_plan import stored_width
 from hf_zero.compression.error_feedback import ErrorCodec
+from hf_zero.config.low_bits import QuantizeTraining, WeightQuantization
 from hf_zero.config.memory import MemorySection
-from hf_zero.config.techniques import QuantizeTraining, WeightQuantization
 from hf_zero.config.variables import local_world_size
 from hf_zero.device import kinds
 from hf_zero.offload.nvme import pool_size

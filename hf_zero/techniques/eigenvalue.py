@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_zero.config.techniques import EIGENVALUE, EigenvalueSection
+from hf_zero.config.low_bits import EIGENVALUE, EigenvalueSection
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.techniques import (
+from hf_zero.config.low_bits import (
     COMPRESSION,
     QUANTIZE,
     EigenvalueSection,

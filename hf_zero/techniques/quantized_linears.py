@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.techniques import FLOAT8, QAT, Float8Training, QuantizationAware
+from hf_zero.config.low_bits import FLOAT8, QAT, Float8Training, QuantizationAware
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.resolving import ELASTICITY
+from hf_zero.config.elasticity import ELASTICITY
 from hf_zero.errors import ConfigError, HfZeroError, PartitionError
 from hf_zero.logging import listed, logger
 from hf_zero.optim.segments import ParamGroup

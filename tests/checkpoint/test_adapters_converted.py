@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint, load_state_dict_from_zero_checkpoint
 from hf_zero.errors import CheckpointError
-from hf_zero.integrations.peft import adapters
+from hf_zero.integrations.peft import adapter_files
 from hf_zero.zero.layout.attributes import QuantizedWeights
 from tests.checkpoint.jobs import Engine, Job, edit, run, train_some
 from tests.helpers import oracle
@@ -214,11 +214,11 @@ def test_a_base_is_not_asked_for_over_the_network(tmp_path, monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refused)
     for name in (None, "", "nobody/no-such-model", "no/model/of/the/hub"):
-        assert adapters._base_configuration(name) == {}
+        assert adapter_files._base_configuration(name) == {}
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
     cached = lambda name, file: str(tmp_path / file)  # noqa: E731
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
-    assert adapters._base_configuration("some/model") == {"vocab_size": 5}
+    assert adapter_files._base_configuration("some/model") == {"vocab_size": 5}
 
 
 RANKS = 2

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_zero.cli.app import app
-from hf_zero.cli.docs import find, pages
+from hf_zero.cli.doc_search import find, pages
 from hf_zero.errors import ConfigError
 from tests.helpers.cells import in_one_item
 

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import hf_zero
-from hf_zero.cli import doctor
+from hf_zero.cli import examination
 from hf_zero.cli.app import app
 from hf_zero.integrations import probes, seams
 from hf_zero.ops import dispatch, native
@@ -24,13 +24,13 @@ from tests.helpers.accelerators import play_accelerator
 from tests.helpers.commands import completed
 
 
-def named(part: Callable[[], Iterator[doctor.Finding]]) -> dict[str, doctor.Finding]:
+def named(part: Callable[[], Iterator[examination.Finding]]) -> dict[str, examination.Finding]:
     """The findings of one part, by name."""
-    return {each.name: each for each in doctor._findings_of(part)}
+    return {each.name: each for each in examination._findings_of(part)}
 
 
-def kernels() -> dict[str, doctor.Finding]:
-    return named(doctor._kernels)
+def kernels() -> dict[str, examination.Finding]:
+    return named(examination._kernels)
 
 
 def test_the_command_knows_the_slot_the_devices_and_the_native_core() -> None:
@@ -91,7 +91,7 @@ def test_a_library_is_tested_or_newer_or_a_part_is_off(monkeypatch: pytest.Monke
         ("accelerate", "the slot", breaks),
     )
     monkeypatch.setattr(probes, "PROBES", tuple(probes.Probe(*row) for row in rows))
-    found = named(doctor._libraries)
+    found = named(examination._libraries)
     outside = "than tested (<2.14,>=2.11)"
     assert {name: (each.status, each.detail) for name, each in found.items()} == {
         "torch": ("ok", "2.13.0+cpu: tested"),
@@ -103,43 +103,44 @@ def test_a_library_is_tested_or_newer_or_a_part_is_off(monkeypatch: pytest.Monke
         "trl": ("ok", f"0.9: older {outside}, but all probes hold"),
     }
     off = f"{release('torch')} (tested): not tried is off: AttributeError: the cache is gone"
-    assert next(doctor._libraries(probe=True)).detail == off
+    assert next(examination._libraries(probe=True)).detail == off
 
 
 def test_both_folders_are_named_where_another_package_is_installed(tmp_path: Path) -> None:
-    found = doctor._own_version(tmp_path / "hf_zero")
+    found = examination._own_version(tmp_path / "hf_zero")
     assert found.status == "off"
     assert re.search(
         rf", imported from {tmp_path}/hf_zero, but installed is \S+ at /", found.detail
     )
     installed = Path(re.findall(r" at (\S+): ", found.detail)[0])
-    assert doctor._own_version(installed).status == "ok"
+    assert examination._own_version(installed).status == "ok"
 
 
 def test_a_checkout_has_its_commit_beside_the_version(tmp_path: Path) -> None:
-    assert doctor._commit(tmp_path) == ""
+    assert examination._commit(tmp_path) == ""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
     completed([*git, "init", "--quiet"], check=True)
-    assert doctor._commit(tmp_path) == "", "no commit yet"
+    assert examination._commit(tmp_path) == "", "no commit yet"
     (tmp_path / "file").write_text("a")
     completed([*git, "add", "file"], check=True)
     completed([*git, "commit", "--quiet", "--message", "first"], check=True)
     completed([*git, "tag", "v1"], check=True)
-    assert re.fullmatch(r" \(commit [0-9a-f]{7,}\)", doctor._commit(tmp_path))
+    assert re.fullmatch(r" \(commit [0-9a-f]{7,}\)", examination._commit(tmp_path))
     (tmp_path / "file").write_text("b")
-    assert doctor._commit(tmp_path).endswith("-dirty)")
-    found = doctor._own_version(tmp_path / "hf_zero")
-    assert found.detail.startswith(f"{hf_zero.__version__}{doctor._commit(tmp_path)}, imported")
+    assert examination._commit(tmp_path).endswith("-dirty)")
+    found = examination._own_version(tmp_path / "hf_zero")
+    version = f"{hf_zero.__version__}{examination._commit(tmp_path)}"
+    assert found.detail.startswith(f"{version}, imported")
 
 
 def test_what_turns_the_slot_off(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "HF_ZERO_AUTOLOAD")
     for name, value in zip(variables, ("0", "off")):
         monkeypatch.setenv(name, value)
-    found = named(doctor._slot)
+    found = named(examination._slot)
     assert {found[name].status for name in variables} == {"off"}
     monkeypatch.setattr("hf_zero._autoload.failure", ImportError("half an installation"))
-    found = named(doctor._slot)
+    found = named(examination._slot)
     assert [*found.values()][-1].detail == "ImportError: half an installation"
     assert "examination" not in found
 
@@ -152,7 +153,7 @@ def test_what_moves_files_and_why_the_native_core_does_not_run(
         found = kernels()["file transfers"]
         assert found.status == status and name in found.detail
 
-    def core() -> doctor.Finding:
+    def core() -> examination.Finding:
         native._loaded.cache_clear()
         return kernels()["native core"]
 
@@ -198,7 +199,7 @@ def test_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     assert kernels()["triton"].status == "ok"
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert doctor._triton().detail == "3.99"
+    assert examination._triton().detail == "3.99"
     monkeypatch.setitem(sys.modules, "triton", None)
     triton = kernels()["triton"]
     assert triton.status == "broken"
@@ -219,12 +220,12 @@ def test_each_kernel_is_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dispatch, name, lambda value=value: value)
     monkeypatch.setattr(dispatch, "declared", lambda: {"b": "b", "a": "a"})
     monkeypatch.setattr(dispatch, "try_out", try_out)
-    found = list(doctor._gpu_kernels())
+    found = list(examination._gpu_kernels())
     assert [(each.name, each.status) for each in found] == [("a", "ok"), ("b", "broken")]
     assert found[1].detail.startswith("PTXASError: no; its reference runs in its place")
     said = "AssertionError: libcuda.so cannot found!"
     monkeypatch.setattr(dispatch, "missing_driver", lambda: said)
-    (only,) = doctor._gpu_kernels()
+    (only,) = examination._gpu_kernels()
     assert only.status == "off"
     assert f"Triton finds no driver ({said}); it needs" in only.detail
 
@@ -232,7 +233,7 @@ def test_each_kernel_is_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = ["no-such-package>=1", "torch>=99", "peft>=99; extra == 'test'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: missing)
-    found = named(doctor._versions)
+    found = named(examination._versions)
     assert found["no-such-package"].detail == "not installed; pip install 'no-such-package>=1'"
     assert found["torch"].status == "broken" and ">=99" in found["torch"].detail
     assert "peft" not in found
@@ -241,7 +242,7 @@ def test_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.requires", requires)
-    found = named(doctor._versions)
+    found = named(examination._versions)
     requirements = found["requirements"]
     assert requirements.status == "off" and "examination" not in found
     assert "imported from a folder and not installed" in requirements.detail

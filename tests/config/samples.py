@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from hf_zero.config.kernels import KERNELS
-from hf_zero.config.techniques import AWARE, PHASE_LIST, RAMPUP
+from hf_zero.config.low_bits import AWARE
+from hf_zero.config.techniques import PHASE_LIST, RAMPUP
 from hf_zero.config.value_types import choice
 
 # The first of each list is unlike the default.

@@ -19,12 +19,9 @@ import pytest
 import torch
 import yaml
 
-from hf_zero.config import (
-    PRESETS,
-    OptimizerConfig,
-    ZeroConfig,
-)
-from hf_zero.config.files import SourcedDict, load_json, load_yaml, yaml_line
+from hf_zero.config import PRESETS, OptimizerConfig, ZeroConfig
+from hf_zero.config.files import load_json, load_yaml, yaml_line
+from hf_zero.config.sourced import SourcedDict
 from hf_zero.errors import ConfigError
 from hf_zero.logging import in_units, parse_size
 from hf_zero.optim.build import refused

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.elasticity import elastic_batch, elastic_sizes
 from hf_zero.config.kernels import AUTO, NAMES
-from hf_zero.config.resolving import elastic_batch, elastic_sizes
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.helpers.cells import in_one_item
 

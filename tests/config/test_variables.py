@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.cli import doctor
+from hf_zero.cli import examination
 from hf_zero.config import variables
 from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, check_launch
 from hf_zero.errors import ConfigError
@@ -110,7 +110,7 @@ def test_accelerate_launch_gets_a_warning_on_rank_0_alone(
 def test_doctor_shows_the_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ZERO_LOGLEVEL", "debug")
     monkeypatch.setenv("HF_ZERO_LOG_LEVEL", "loud")
-    found = {each.name: each for each in doctor.examine() if each.part == "environment"}
+    found = {each.name: each for each in examination.examine() if each.part == "environment"}
     assert found["HF_ZERO_LOGLEVEL"].detail == FAULTS["HF_ZERO_LOGLEVEL"][1]
     assert "'loud' is unknown; write debug, info" in found["HF_ZERO_LOG_LEVEL"].detail
 

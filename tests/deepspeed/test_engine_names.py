@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hf_zero.deepspeed import engine_getters
-from hf_zero.deepspeed.engine import KINDS, checked
 from hf_zero.deepspeed.modules import LEFT_OUT
+from hf_zero.deepspeed.state_offload import KINDS, checked
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
 from tests.helpers import sampled
 from tests.helpers.cells import in_one_item

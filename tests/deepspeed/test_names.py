@@ -17,9 +17,15 @@ from torch import nn
 from hf_zero.activations import policy as activations
 from hf_zero.activations.checkpointing import Checkpoints
 from hf_zero.config import ZeroConfig
-from hf_zero.deepspeed import accelerator, activation_checkpointing, optimizers, zero_init
-from hf_zero.deepspeed.sequence import TiledMLP
+from hf_zero.deepspeed import (
+    accelerator,
+    activation_checkpointing,
+    optimizers,
+    random_states,
+    zero_init,
+)
 from hf_zero.deepspeed.state_dicts import clone_tensors_for_torch_save
+from hf_zero.deepspeed.tiled_compute import TiledMLP
 from hf_zero.distributed import process_group
 from hf_zero.errors import NotBuiltError, OffloadError, UnsupportedOptimizerError
 from hf_zero.optim.elementwise import check
@@ -163,7 +169,7 @@ class DropMLP(nn.Module):
         self.weight = nn.Parameter(torch.ones(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with activation_checkpointing.get_cuda_rng_tracker().fork():
+        with random_states.get_cuda_rng_tracker().fork():
             return nn.functional.dropout(x * self.weight, 0.5) * self.weight
 
 
@@ -179,9 +185,9 @@ class Drops(nn.Module):
 
 
 @pytest.fixture
-def tracker() -> Iterator[activation_checkpointing.RandomStates]:
-    activation_checkpointing.model_parallel_cuda_manual_seed(3)
-    found = activation_checkpointing.get_cuda_rng_tracker()
+def tracker() -> Iterator[random_states.RandomStates]:
+    random_states.model_parallel_cuda_manual_seed(3)
+    found = random_states.get_cuda_rng_tracker()
     yield found
     found.reset()
 

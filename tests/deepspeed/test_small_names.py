@@ -20,7 +20,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from hf_zero.deepspeed import accelerator, groups, logs, op_builders
+from hf_zero.deepspeed import accelerator, groups, pinned_tensors, timers
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError
@@ -81,7 +81,7 @@ def test_memory_that_is_not_paged_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not handle.is_pinned(torch.empty(4096))
     assert handle.free_cpu_locked_tensor(made) is True and not handle.is_pinned(made)
     assert locked() == before and handle.free_cpu_locked_tensor(made) is False
-    monkeypatch.setattr(op_builders._LIBC, "mlock", lambda *args: -1)
+    monkeypatch.setattr(pinned_tensors._LIBC, "mlock", lambda *args: -1)
     with pytest.raises(HostMemoryError, match="8 bytes could not be locked"):
         handle.new_cpu_locked_tensor(1, torch.empty(0, dtype=torch.float64))
 
@@ -343,7 +343,7 @@ def test_timers() -> None:
 def test_samples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1, 100))
     counted = SimpleNamespace(perf_counter=lambda: float(next(clock)))
-    monkeypatch.setattr(logs, "time", counted)  # no other thread looks at it
+    monkeypatch.setattr(timers, "time", counted)  # no other thread looks at it
     told: list[str] = []
     kind = deepspeed.utils.timer.ThroughputTimer
     speed = kind(batch_size=4, start_step=1, steps_per_output=3, logging_fn=told.append)
@@ -361,7 +361,7 @@ def test_samples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == ["step 3: 2.00 samples a second, 2.00 on average"]
     speed.update_epoch_count()
     assert (speed.epoch_count, speed.micro_step_count, speed.global_step_count) == (1, 0, 3)
-    monkeypatch.setattr(logs.kinds, "synchronize", lambda device: told.append("waited"))
+    monkeypatch.setattr(timers.kinds, "synchronize", lambda device: told.append("waited"))
     for keys, counts in (((True, False), 1), ((False, True), 0), (None, 1)):
         config = keys and SimpleNamespace(enabled=keys[0], synchronized=keys[1])
         speed = kind(config, start_step=0)

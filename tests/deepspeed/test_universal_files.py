@@ -16,7 +16,7 @@ from deepspeed.checkpoint import ds_to_universal
 from typer.testing import CliRunner
 
 from hf_zero.cli.app import app
-from hf_zero.deepspeed.checkpoint_files import tag_of
+from hf_zero.deepspeed.checkpoint_targets import tag_of
 from hf_zero.deepspeed.state_dicts import parse_arguments
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.deepspeed_inputs.model import (

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from hf_zero.cli.docs import FOLDER, anchor_of
+from hf_zero.cli.doc_search import FOLDER, anchor_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

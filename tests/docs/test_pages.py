@@ -24,7 +24,7 @@ import yaml
 
 import hf_zero
 from hf_zero.cli.app import app
-from hf_zero.cli.docs import sections
+from hf_zero.cli.doc_search import sections
 from hf_zero.config import ZeroConfig, variables
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS

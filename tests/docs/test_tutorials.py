@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.cli.docs import FOLDER
+from hf_zero.cli.doc_search import FOLDER
 from tests.docs.documents import LINK, blocks, of_kind
 from tests.docs.test_pages import commands_in
 from tests.helpers.cells import in_turn

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from hf_zero.deepspeed.zero_init import Loading, current_loading
+from hf_zero.deepspeed.construction import Loading, current_loading
 from hf_zero.errors import PartitionError
 from hf_zero.integrations.bitsandbytes import keep_packing
 from hf_zero.integrations.transformers import loading

@@ -23,9 +23,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_zero"
 # The modules of the core, by folder; "*": all of the folder but those after the dash.
 CORE = {
     "": "__init__ engine errors initialize logging",
-    "config": "__init__ dialects explaining feature_rows features files kernels keys keywords "
-    "offload optimizers reading refusals resolving sections settings spelling value_types "
-    "variables zero_config",
+    "config": "__init__ dialects elasticity explaining feature_rows features files hjson kernels "
+    "keys keywords offload optimizers reading refusals resolving sections settings sourced "
+    "spelling value_types variables zero_config",
     "device": "* - free_memory",
     "distributed": "* - attempts fake_world hang_proofs host_heartbeats host_transfers "
     "job_detection rank_status recovery stage_messages state_rows store_rate torchrun two_hops "

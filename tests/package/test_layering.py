@@ -44,9 +44,9 @@ STACK = [f"hf_zero.{name}" for name in ORDER.split()]
 # The order of the facade and of what integrations/ holds: a module imports no later one, except
 # out of its own folder.
 LIBRARIES = (
-    "step_points seams checkpoint_folders memory_checkpoints signal_saves engine_protocol "
-    "data_parallel bitsandbytes deepspeed.facade finder engine_seams datasets fused deepspeed "
-    "accelerate peft transformers lightning pytorch_lightning trl probes"
+    "step_points seams save_redirection checkpoint_folders memory_checkpoints signal_saves "
+    "engine_protocol data_parallel bitsandbytes deepspeed.facade finder engine_seams datasets "
+    "fused deepspeed accelerate peft transformers lightning pytorch_lightning trl probes"
 )
 INTEGRATIONS = [
     f"hf_zero.{name}" if name.startswith("deepspeed") else f"hf_zero.integrations.{name}"
@@ -75,8 +75,9 @@ REACHES = {"torch.distributed", "process_group.dist", "hf_zero.distributed.proce
 ATTRIBUTES = {
     "hf_zero.deepspeed.comm",
     "hf_zero.deepspeed.groups",
+    "hf_zero.deepspeed.partitioned_tensor",
     "hf_zero.deepspeed.runtime_utils",
-    "hf_zero.cli.doctor",
+    "hf_zero.cli.examination",
 }
 HUGGING_FACE = {"transformers", "accelerate", "datasets", "peft", "trl", "deepspeed"}
 HUGGING_FACE |= {"lightning", "pytorch_lightning"}

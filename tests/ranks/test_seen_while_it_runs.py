@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 import hf_zero
-from hf_zero.config.files import SourcedDict
+from hf_zero.config.sourced import SourcedDict
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.device import spans
 from hf_zero.logging import asked_in, logger

@@ -1,26 +1,25 @@
-"""Wrappers of ``Accelerator``: preparation of models and optimizers, figures for its trackers, the
-windows of training phases, steps that no call claims, and whole state dicts. Imported while
-``import accelerate`` runs.
+"""Wrappers of ``Accelerator``: preparation of models and optimizers, windows of training phases,
+steps that no call claims, and whole state dicts. Imported while ``import accelerate`` runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.difficulty_loaders import follow_engines
 from hf_zero.integrations.accelerate.engine_steps import (
     EngineSteps,
     SingleEngineSteps,
     register_engines,
 )
-from hf_zero.integrations.accelerate.loaders import follow_engines, sequence_ranks, tensor_ranks
-from hf_zero.integrations.accelerate.memory_saves import engines_of, save_by_loop
+from hf_zero.integrations.accelerate.memory_saves import save_by_loop
 from hf_zero.integrations.accelerate.open_values import open_values
+from hf_zero.integrations.accelerate.parallel_sizes import sequence_ranks, tensor_ranks
 from hf_zero.integrations.accelerate.refusals import (
     refuse_optimizer_alone,
     refuse_other_micro_batches,
@@ -29,10 +28,9 @@ from hf_zero.integrations.accelerate.refusals import (
     warn_of_scheduler_alone,
 )
 from hf_zero.integrations.accelerate.trl_names import add_trl_names
-from hf_zero.integrations.checkpoint_folders import save_folder
 from hf_zero.integrations.engine_protocol import holder_of, is_engine, trains
+from hf_zero.integrations.save_redirection import save_folder
 from hf_zero.integrations.seams import Original
-from hf_zero.measures.figures import tracked
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -106,29 +104,6 @@ def _split_layers_first(size: int, args: Sequence[object]) -> None:
 
     for model in (value for value in args if isinstance(value, nn.Module)):
         tensor_parallel(model, size)
-
-
-def add_figures(
-    original: Original,
-    self: Accelerator,
-    values: dict[str, object],
-    step: int | None = None,
-    log_kwargs: object = None,
-) -> None:
-    """Wraps ``Accelerator.log``: trackers get the figures of the first engine beside the script's
-    values, which keep their names; results of an evaluation join the figures of that engine.
-    """
-    for engine in engines_of(self)[:1]:
-        engine.measures.note_evaluation(engine, values)
-    figures = (engine.figures for engine in engines_of(self) if engine.figures)
-    figures_now = tracked(next(figures, {}))
-    original(self, {**figures_now, **values}, step, {} if log_kwargs is None else log_kwargs)
-
-
-def keep_measures_in(accelerator: Accelerator, folder: Path) -> None:
-    """Have engines of ``accelerator`` write files to ``folder``, further ones to folders in it."""
-    for number, engine in enumerate(engines_of(accelerator)):
-        engine.measures.keep_in(str(folder / f"model_{number}" if number else folder))
 
 
 def follow_the_phases(original: Original, self: Accelerator) -> None:

@@ -20,28 +20,20 @@ from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.accelerator import (
-    forget_window,
-    keep_measures_in,
-    make_unclaimed_step,
-)
-from hf_zero.integrations.accelerate.memory_saves import (
-    INTO_MEMORY,
-    engines_of,
-    newer_in_memory,
-)
+from hf_zero.integrations.accelerate.accelerator import forget_window, make_unclaimed_step
+from hf_zero.integrations.accelerate.figures import keep_measures_in
+from hf_zero.integrations.accelerate.memory_saves import INTO_MEMORY, engines_of, newer_in_memory
 from hf_zero.integrations.accelerate.schedules import keep_curves
 from hf_zero.integrations.checkpoint_folders import (
     MODEL_TAG,
     STATE,
     StateContents,
     last_complete,
-    load_folder,
     numbered_folders,
     on_disk_or_damage,
-    save_folder,
     warn_lost_random_states,
 )
+from hf_zero.integrations.save_redirection import load_folder, save_folder
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.logging import counted, log_rank0, logger
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from hf_zero.config.reading import AUTO
 from hf_zero.config.resolving import ACCUMULATION, BATCH, MICRO, TOTAL
-from hf_zero.integrations.accelerate.loaders import sequence_ranks, tensor_ranks
+from hf_zero.integrations.accelerate.parallel_sizes import sequence_ranks, tensor_ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

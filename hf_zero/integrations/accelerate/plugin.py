@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 
 from hf_zero.config import PRESETS, ZeroConfig
 from hf_zero.config.accelerate_yaml import is_accelerate
-from hf_zero.config.files import DICT, SourcedDict, flattened, load_file, load_text, merge
+from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS, OWN_AUTOS
 from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, launch_command
 from hf_zero.config.reading import AUTO, SWITCHES
 from hf_zero.config.resolving import ACCUMULATION
-from hf_zero.deepspeed.zero_init import forced_config
+from hf_zero.config.sourced import DICT, SourcedDict, flattened, merge
+from hf_zero.deepspeed.construction import forced_config
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.loaders import name_the_size
+from hf_zero.integrations.accelerate.parallel_sizes import name_the_size
 from hf_zero.integrations.seams import Original
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from hf_zero.config.reading import AUTO
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.launch import cpu_forced, launched, zero_asked_for
+from hf_zero.integrations.accelerate.launched_ranks import cpu_forced, launched, zero_asked_for
 from hf_zero.integrations.seams import Original
 from hf_zero.parallel.sequence.division import CONTEXT, KEY, Division
 
@@ -91,13 +91,9 @@ def start_state(
     if starts:
         parallelism_config = _with_shared_sequences(parallelism_config, deepspeed_plugin)
     plugins = (
-        dynamo_plugin,
-        deepspeed_plugin,
-        fsdp_plugin,
-        torch_tp_plugin,
-        megatron_lm_plugin,
+        dynamo_plugin, deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin,
         parallelism_config,
-    )
+    )  # fmt: skip
     if not starts:
         original(self, mixed_precision, cpu, *plugins, _from_accelerator, **kwargs)
         return

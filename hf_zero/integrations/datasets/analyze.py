@@ -247,14 +247,8 @@ def _batches(
     what: str,
 ) -> pa.Table:
     """Return a table of ``function`` for the Arrow batches of ``dataset``."""
-    return _result(
-        dataset.with_format("arrow"),
-        function,
-        workers,
-        what,
-        batched=True,
-        fn_kwargs={"column": column},
-    )
+    batches, named = dataset.with_format("arrow"), {"column": column}
+    return _result(batches, function, workers, what, batched=True, fn_kwargs=named)
 
 
 def _result(

@@ -46,11 +46,8 @@ ANY = 8  # the width of inputs where a module has none of its own
 BOUND = 1e-4  # of the largest number, in fp32
 BOUND_TF32 = 1e-2
 OTHER_INPUTS: tuple[tuple[tuple[int, ...], float], ...] = (
-    ((2, 5), 40.0),
-    ((3,), 1.0),
-    ((3, 1), 1.0),
-    ((2, 3, 4), 1.0),
-)
+    ((2, 5), 40.0), ((3,), 1.0), ((3, 1), 1.0), ((2, 3, 4), 1.0),
+)  # fmt: skip
 """Leading sizes and scales of inputs on which code may branch, or clamp. None is 1 or a multiple of
 16 rows, for which Triton would compile again.
 """

@@ -259,16 +259,9 @@ def _dense(
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = attention_mask.to(torch.bool)[:, None, None, :]
     out: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=scaling,
-        is_causal=is_causal,
-        **kwargs,
-    )
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+        is_causal=is_causal, **kwargs,
+    )  # fmt: skip
     return out
 
 
@@ -300,12 +293,9 @@ def padding_mask(
         if mask_function is not None:
             kwargs["mask_function"] = mask_function
         mask: torch.Tensor | None = sdpa_mask(
-            batch_size=batch_size,
-            kv_length=kv_length,
-            kv_offset=kv_offset,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
+            batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset,
+            attention_mask=attention_mask, **kwargs,
+        )  # fmt: skip
         return mask
     if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
         raise KernelError(

@@ -29,13 +29,8 @@ from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
 from hf_zero.integrations.engine_protocol import EngineProtocol, is_engine
-from hf_zero.integrations.lightning.settings import (
-    KINDS,
-    PrecisionMethods,
-    precision_values,
-    read,
-    step_if_due,
-)
+from hf_zero.integrations.lightning.precision import PrecisionMethods, step_if_due
+from hf_zero.integrations.lightning.settings import KINDS, precision_values, read
 from hf_zero.integrations.lightning.strategy import TAG
 from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.zero.layout.tree import map_tensors
@@ -112,14 +107,11 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         self.exclude_frozen_parameters = exclude_frozen_parameters
         self.engines: list[EngineProtocol] = []
         super().__init__(
-            accelerator=accelerator,
-            checkpoint_io=checkpoint_io,
-            cluster_environment=cluster_environment,
-            parallel_devices=parallel_devices,
-            precision=precision,
-            process_group_backend=process_group_backend,
+            accelerator=accelerator, checkpoint_io=checkpoint_io,
+            cluster_environment=cluster_environment, parallel_devices=parallel_devices,
+            precision=precision, process_group_backend=process_group_backend,
             timeout=timeout or timedelta(seconds=self.zero_config.timeout),
-        )
+        )  # fmt: skip
         self._backward_sync_control = WindowControl()
 
     @property

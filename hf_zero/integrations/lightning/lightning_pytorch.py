@@ -10,7 +10,7 @@ from __future__ import annotations
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from hf_zero.integrations.lightning.settings import PrecisionMethods
+from hf_zero.integrations.lightning.precision import PrecisionMethods
 from hf_zero.integrations.lightning.strategy import StrategyMethods, register
 
 

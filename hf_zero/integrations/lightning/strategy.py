@@ -31,10 +31,17 @@ from hf_zero.engine import release_holders
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
-from hf_zero.integrations.checkpoint_folders import load_folder, save_folder
-from hf_zero.integrations.engine_protocol import EngineProtocol, holder_of
-from hf_zero.integrations.lightning.settings import PrecisionMethods, read, resolve
+from hf_zero.integrations.engine_protocol import EngineProtocol
+from hf_zero.integrations.lightning.fits import (
+    call_after_batches,
+    callbacks_of,
+    engine_of,
+    left_in_place,
+)
+from hf_zero.integrations.lightning.precision import PrecisionMethods
+from hf_zero.integrations.lightning.settings import read, resolve
 from hf_zero.integrations.memory_checkpoints import save_if_due
+from hf_zero.integrations.save_redirection import load_folder, save_folder
 from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold
 from hf_zero.logging import listed
@@ -46,7 +53,7 @@ from hf_zero.techniques.training_phases import phases_of
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
     from lightning.pytorch.strategies import DDPStrategy as _Strategy
@@ -72,55 +79,6 @@ class StrategyArguments(TypedDict, total=False):
 
 
 ARGUMENTS = StrategyArguments.__optional_keys__
-
-
-def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """Return the list of callbacks that a connector of ``trainer`` has set."""
-    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
-
-
-def engine_of(module: torch.nn.Module) -> EngineProtocol | None:
-    """Return the engine whose module is ``module`` itself, not a part of it, or None."""
-    holders = (holder_of([parameter]) for parameter in module.parameters())
-    return next((e for e in holders if e is not None and e.module is module), None)
-
-
-@contextmanager
-def left_in_place(strategy: Strategy) -> Iterator[None]:
-    """Keep Lightning's teardown from moving the module and the optimizer to the CPU: an engine's
-    memory stays on its device.
-    """
-    module, optimizers = strategy._lightning_module, strategy.optimizers
-    strategy._lightning_module, strategy.optimizers = None, []
-    try:
-        yield
-    finally:
-        strategy._lightning_module, strategy.optimizers = module, optimizers
-
-
-def call_after_batches(
-    trainer: Trainer,
-    base: type[Callback],
-    act: Callable[[], None],
-    at_end: Callable[[], None] = lambda: None,
-) -> None:
-    """Have ``trainer`` call ``act`` after the other callbacks of each batch of the present fit, and
-    ``at_end`` when it ends. ``base``: the class ``Callback`` of its library.
-    """
-
-    class AfterBatches(base):  # type: ignore[misc, valid-type]
-        def on_train_batch_end(self, *args: object) -> None:
-            act()
-
-        def on_train_end(self, *args: object) -> None:
-            # another list: the Trainer is iterating over this one
-            others = [c for c in callbacks_of(trainer) if c is not self]
-            trainer.callbacks = others  # type: ignore[attr-defined]
-            at_end()
-
-        on_exception = on_train_end
-
-    callbacks_of(trainer).append(AfterBatches())
 
 
 class StrategyMethods(_Strategy):

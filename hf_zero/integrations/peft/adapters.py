@@ -1,21 +1,14 @@
-"""Wrappers of PEFT where its own code for ZeRO-3 supports only GPUs, or gathers on one rank, and
-the contents of its adapter files. Imported while ``import peft`` runs.
+"""Wrappers of PEFT where its own code for ZeRO-3 supports only GPUs, or gathers on one rank.
+Imported while ``import peft`` runs.
 
 Rank 0 saves adapters from the consolidated state dict it was given, often alone. But PEFT calls the
 state dict of modules that are saved whole, and calls prompt encoders: both would gather, without
 the other ranks. So that code gets copies of these modules, with the values of the state dict.
-
-:func:`described` determines the contents of adapter files from the names in a model alone, for
-checkpoints from which the files are written later.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import os
-import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -25,10 +18,9 @@ from torch import nn
 
 from hf_zero.integrations import finder
 from hf_zero.integrations.seams import Original
-from hf_zero.logging import logger, parse_json
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 
     from hf_zero.integrations.engine_protocol import EngineProtocol
@@ -93,15 +85,9 @@ def leave_files_to_rank_0(
     writes = is_main_process and not (state is not None and not state and finder.chosen())
     more = (path_initial_model_for_weight_conversion,)
     original(
-        self,
-        save_directory,
-        safe_serialization,
-        selected_adapters,
-        save_embedding_layers,
-        writes,
-        *more,
-        **kwargs,
-    )
+        self, save_directory, safe_serialization, selected_adapters, save_embedding_layers, writes,
+        *more, **kwargs,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -185,8 +171,8 @@ def _parts_of(adapter: str, model: torch.nn.Module) -> set[int]:
     """Return the ids of the parameters of ``adapter``, found by calling PEFT with meta tensors."""
     from peft import get_peft_model_state_dict
 
-    tensors = _parameters_and_buffers(model)
-    shells = _on_meta(tensors)
+    tensors = parameters_and_buffers(model)
+    shells = on_meta(tensors)
     chosen = {
         id(value)
         for value in get_peft_model_state_dict(
@@ -196,141 +182,15 @@ def _parts_of(adapter: str, model: torch.nn.Module) -> set[int]:
     return {id(tensors[name]) for name, shell in shells.items() if id(shell) in chosen}
 
 
-def _parameters_and_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def parameters_and_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
 
 
-def _on_meta(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def on_meta(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in tensors.items()
     }
-
-
-def described(
-    model: PeftModel, buffers: set[str]
-) -> dict[str, tuple[dict[str, object], dict[str, str]]]:
-    """Return, for each adapter, what ``save_pretrained`` would write: its configuration, and a map
-    from names in its file to names in ``model``.
-
-    ``buffers`` are the names of the persistent buffers. No values are read and nothing is gathered.
-    An adapter whose file is computed (a prompt encoder with layers of its own, ranks pruned by
-    AdaLoRA) is left out, with a warning.
-    """
-    files = {}
-    for adapter, config in model.peft_config.items():
-        try:
-            files[adapter] = (
-                _configuration(model, config),
-                _tensors(model, adapter, config, buffers),
-            )
-        except Exception as error:
-            # PEFT's own code for this kind of adapter, which may raise anything; the save continues
-            # without the adapter
-            logger.warning(
-                "adapter %r of kind %s is not described in the checkpoint (%s): convert-checkpoint "
-                "will write the wrapped model; for the adapter alone use save_pretrained",
-                adapter, config.peft_type, error,
-            )  # fmt: skip
-    return files
-
-
-def _tensors(
-    model: torch.nn.Module, adapter: str, config: PeftConfig, buffers: set[str]
-) -> dict[str, str]:
-    from peft import PeftModel, get_peft_model_state_dict
-
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    if config.is_prompt_learning:
-        encoder = [name for name in names if f"prompt_encoder.{adapter}." in f"{name}."]
-        if encoder != [f"prompt_encoder.{adapter}.embedding.weight"]:
-            raise ValueError(
-                f"its prompts are computed from {', '.join(encoder) or 'nothing that is held'}"
-            )
-        return {"prompt_embeddings": encoder[0]}
-    kept = {*names, *buffers}
-    tensors = _parameters_and_buffers(model)
-    shells = _on_meta({name: tensor for name, tensor in tensors.items() if name in kept})
-    by_shell = {id(shell): name for name, shell in shells.items()}
-    with warnings.catch_warnings(), whole_copies(model, shells):
-        warnings.simplefilter("ignore")  # PEFT warns on every save that embeddings are saved
-        chosen = get_peft_model_state_dict(
-            model, shells, adapter, save_embedding_layers=_with_embeddings(model, config)
-        )
-    if computed := [name for name, value in chosen.items() if id(value) not in by_shell]:
-        raise ValueError(f"{computed[0]} is computed when it is written")
-    # In the file of a transformers model with adapters, names have the prefix of a PEFT wrapper
-    # that the model lacks.
-    prefix = "" if isinstance(model, PeftModel) else "base_model.model."
-    return {prefix + name: by_shell[id(value)] for name, value in chosen.items()}
-
-
-def _configuration(model: object, config: PeftConfig) -> dict[str, object]:
-    """Return what ``PeftConfig.save_pretrained`` writes for ``config``, for inference, with the
-    base model's name.
-    """
-    content = {
-        key: sorted(value) if isinstance(value, set) else value
-        for key, value in config.to_dict().items()
-    }
-    content["inference_mode"] = True
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    content["base_model_name_or_path"] = (
-        content.get("base_model_name_or_path") or getattr(base, "name_or_path", None) or None
-    )
-    if config.task_type is None:
-        content["auto_mapping"] = {
-            "base_model_class": type(base).__name__,
-            "parent_library": type(base).__module__,
-        }
-    plain: dict[str, object] = json.loads(json.dumps(content))
-    return plain
-
-
-def _with_embeddings(model: torch.nn.Module, config: PeftConfig) -> bool:
-    """Return whether PEFT's ``save_embedding_layers="auto"`` would write embeddings, determined
-    without a request to the hub.
-    """
-    from peft.utils.other import EMBEDDING_LAYER_NAMES
-
-    targets = getattr(config, "target_modules", None) or ()
-    if getattr(config, "trainable_token_indices", None) is not None:
-        return False
-    if isinstance(targets, str):
-        names = [
-            name
-            for name, _ in model.named_modules()
-            if name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES
-        ]
-        if targets != "all-linear" and any(re.fullmatch(targets, name) for name in names):
-            return True
-    elif any(name in targets for name in EMBEDDING_LAYER_NAMES):
-        return True
-    size, base = (
-        getattr(getattr(model, "config", None), "vocab_size", None),
-        _base_configuration(config.base_model_name_or_path),
-    )
-    return size is not None and base.get("vocab_size") not in (None, size)
-
-
-def _base_configuration(name: str | None) -> dict[str, object]:
-    """Return the base model's config.json, from its folder or the hub's cache; else {}."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if not name:
-        return {}
-    path = os.path.join(name, "config.json")
-    if not os.path.isfile(path):
-        try:
-            cached = try_to_load_from_cache(name, "config.json")
-        except ValueError:  # not a valid name on the hub
-            return {}
-        if not isinstance(cached, str):
-            return {}
-        path = cached
-    with open(path, encoding="utf-8") as file:
-        content: dict[str, object] = parse_json(file.read())
-    return content

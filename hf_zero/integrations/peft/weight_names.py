@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.peft.adapters import described
+from hf_zero.integrations.peft.adapter_files import described
 from hf_zero.zero.access.weight_stream import WRAPPERS, Names
 from hf_zero.zero.layout.whole_names import persistent_buffers
 

@@ -23,15 +23,15 @@ from torch import nn
 from hf_zero.checkpoint.manifest import MANIFEST_NAME as MANIFEST
 from hf_zero.config import ZeroConfig
 from hf_zero.deepspeed import zero_init
-from hf_zero.deepspeed.zero_init import (
+from hf_zero.deepspeed.construction import (
     Loading,
     active_config,
     current_loading,
     forced_config,
-    give_facts,
     log_zero3,
     postponed,
 )
+from hf_zero.deepspeed.zero_init import give_facts
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
 from hf_zero.integrations import finder

@@ -51,16 +51,9 @@ class Family:
 
 
 _DECODER = Family()
+_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Phi3", "Olmo2", "SmolLM3", "StableLm")
 FAMILIES = {
-    "LlamaForCausalLM": _DECODER,
-    "MistralForCausalLM": _DECODER,
-    "Qwen2ForCausalLM": _DECODER,
-    "Qwen3ForCausalLM": _DECODER,
-    "GemmaForCausalLM": _DECODER,
-    "Phi3ForCausalLM": _DECODER,
-    "Olmo2ForCausalLM": _DECODER,
-    "SmolLM3ForCausalLM": _DECODER,
-    "StableLmForCausalLM": _DECODER,
+    **{f"{name}ForCausalLM": _DECODER for name in _DECODERS},
     "GPT2LMHeadModel": Family("transformer", "wte", "h", "ln_f", "wpe", "drop"),
 }
 INPUTS = ("input_ids", "attention_mask", "position_ids")

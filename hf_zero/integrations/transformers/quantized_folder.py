@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_zero.config.techniques import AWARE
+from hf_zero.config.low_bits import AWARE
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.blocks import linears_of_blocks
 from hf_zero.techniques.quantized_linears import base_config

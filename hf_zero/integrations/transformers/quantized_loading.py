@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hf_zero.deepspeed.zero_init import current_loading, postponed
+from hf_zero.deepspeed.construction import current_loading, postponed
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.seams import Original
@@ -248,11 +248,8 @@ def _quantized(weight: Params4bit, source: LazyTensor) -> Params4bit:
 
     functional = bitsandbytes.functional
     base, state, storage, device = (
-        source.expression,
-        weight.quant_state,
-        weight.quant_storage,
-        default_device(),
-    )
+        source.expression, weight.quant_state, weight.quant_storage, default_device(),
+    )  # fmt: skip
 
     def encode(values: torch.Tensor) -> tuple[torch.Tensor, QuantState]:
         return functional.quantize_4bit(

@@ -5,6 +5,7 @@ which a resumed run keeps their number.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.config.resolving import ACCUMULATION, TOTAL
 from hf_zero.distributed.world_group import get_world_group
+from hf_zero.integrations.accelerate.parallel_sizes import tensor_ranks
+from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logging import counted, log_rank0
 
 if TYPE_CHECKING:
@@ -106,3 +109,12 @@ def _rows_of_epoch(trainer: Trainer, ranks: int, micro_batch: int) -> int:
     if trainer.accelerator.even_batches and ranks > 1:  # fills up with repeated rows
         return -(-rows // together) * together
     return rows
+
+
+def know_the_tensor_ranks(original: Callable[[Trainer], int], self: Trainer) -> int:
+    """Wraps ``Trainer.get_tp_size``: returns the tensor parallel size of the configuration, from
+    any route; at least 1.
+    """
+    if not under_zero(self):
+        return original(self)
+    return max(original(self), tensor_ranks(self.accelerator.state))

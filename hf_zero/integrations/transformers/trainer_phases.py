@@ -239,3 +239,15 @@ def resume_windows(
     # the first one, before those that read the epoch
     self.callback_handler.callbacks.insert(0, WindowEpochs(self, length, ended, used))
     return ended, used
+
+
+def count_tokens_once(original: Original, self: Trainer, inputs: object) -> None:
+    """Wraps ``Trainer._track_num_input_tokens``: counts the tokens of one of the tensor-parallel
+    ranks, and those of all batches of a window.
+    """
+    before = self.state.num_input_tokens_seen
+    for batch in batches_of(inputs):
+        original(self, batch)
+    if under_zero(self):
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.get_tp_size()

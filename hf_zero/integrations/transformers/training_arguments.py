@@ -12,8 +12,8 @@ from hf_zero.config.launched import LAUNCH_FILE, launch_command, launched_values
 from hf_zero.config.refusals import STAGE
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.launch import zero_asked_for
-from hf_zero.integrations.transformers.trainer_route import read, refuse_contradictions
+from hf_zero.integrations.accelerate.launched_ranks import zero_asked_for
+from hf_zero.integrations.transformers.trainer_config import read, refuse_contradictions
 
 
 @dataclass(repr=False)

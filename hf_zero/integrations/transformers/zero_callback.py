@@ -20,8 +20,9 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.transformers.trainer import TrainingLogs
-from hf_zero.integrations.transformers.trainer_route import ZeroConfigLike, process_under_zero, read
+from hf_zero.integrations.transformers.trainer_config import ZeroConfigLike, read
+from hf_zero.integrations.transformers.trainer_logs import TrainingLogs
+from hf_zero.integrations.transformers.trainer_route import process_under_zero
 from hf_zero.logging import JsonObject, log_rank0
 
 if TYPE_CHECKING:

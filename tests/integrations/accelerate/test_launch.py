@@ -21,7 +21,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from hf_zero.config.launched import LAUNCHED_BY
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.launch import launched, prepare_without_zero
+from hf_zero.integrations.accelerate.launched_ranks import launched, prepare_without_zero
 
 ZERO3 = {
     "compute_environment": "LOCAL_MACHINE",

@@ -25,8 +25,9 @@ from transformers import LlamaConfig, LlamaModel
 from hf_zero.distributed import init, process_group
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate import loaders, state
-from hf_zero.integrations.accelerate.loaders import count_batches_once, share_out
+from hf_zero.integrations.accelerate import parallel_sizes, state
+from hf_zero.integrations.accelerate.counted_once import count_batches_once
+from hf_zero.integrations.accelerate.loaders import share_out
 from hf_zero.integrations.accelerate.memory_saves import engines_of
 from hf_zero.integrations.accelerate.open_values import _counted_by_data_parallel_ranks, open_values
 from hf_zero.integrations.accelerate.refusals import refuse_optimizer_apart, refuse_several_models
@@ -175,7 +176,7 @@ def test_shared_sequences_are_refused_where_accelerate_cannot_count_them(
     monkeypatch.delattr("accelerate.utils.DeepSpeedSequenceParallelConfig", raising=False)
     alone, ring = SimpleNamespace(cp_size=1), SimpleNamespace(cp_size=2)
     assert state._with_shared_sequences(alone, None) is alone  # type: ignore[arg-type]
-    assert loaders.sequence_ranks(SimpleNamespace(parallelism_config=ring)) == 1
+    assert parallel_sizes.sequence_ranks(SimpleNamespace(parallelism_config=ring)) == 1
     with pytest.raises(ConfigError, match=r"2 ranks share a sequence .* 'accelerate>=1.12'"):
         state._with_shared_sequences(ring, None)  # type: ignore[arg-type]
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.accelerate.loaders import _DataParallelState, skip_what_was_trained
+from hf_zero.integrations.accelerate.difficulty_loaders import skip_what_was_trained
+from hf_zero.integrations.accelerate.loaders import _DataParallelState
 from hf_zero.techniques.curriculum_samplers import CurriculumSampler
 from hf_zero.techniques.difficulty_index import DifficultyIndex
 from tests.helpers import sampled

@@ -23,8 +23,8 @@ from transformers import (
 
 from hf_zero import ZeroCallback
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.integrations.transformers import trainer as wrappers
-from hf_zero.integrations.transformers.trainer_route import refuse_full_eval
+from hf_zero.integrations.transformers import trainer_refusals
+from hf_zero.integrations.transformers.trainer_config import refuse_full_eval
 from tests.helpers.cells import in_turn
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import BEST, EVERY_STEP, ROUTES, logged, routed
@@ -127,7 +127,7 @@ def test_batches_of_each_rank_are_refused_where_ranks_share_them(
     forget()
     routed(route, 1, tmp_path, **own)
     forget()
-    monkeypatch.setattr(wrappers, "sequence_ranks", lambda state: 2)
+    monkeypatch.setattr(trainer_refusals, "sequence_ranks", lambda state: 2)
     with pytest.raises(ConfigError, match="batch_rebalance"):
         routed(route, 1, tmp_path, **own)
 

@@ -27,7 +27,7 @@ from hf_zero.checkpoint.memory.folders import is_in_use
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
 from hf_zero.integrations.transformers import trainer, trainer_checkpoints
-from hf_zero.integrations.transformers.trainer_route import SAVE_WEIGHTS
+from hf_zero.integrations.transformers.trainer_config import SAVE_WEIGHTS
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import BEST, EVERY_STEP, began_at, logged, routed, rows, weights
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
@@ -410,13 +410,13 @@ def test_a_run_that_saves_models_alone_resumes_from_memory(
     forget()
     saving._claimed.clear()  # the process is gone
     gc.collect()
-    run, keep, states = routed("ours", 2, tmp_path, **keys), trainer._keep_given_optimizer, []
+    run, keep, states = routed("ours", 2, tmp_path, **keys), trainer.keep_given_optimizer, []
 
     def noted(self: Any) -> None:
         states.extend(map(is_in_use, (tmp_path / "memory").iterdir()))
         keep(self)
 
-    monkeypatch.setattr(trainer, "_keep_given_optimizer", noted)
+    monkeypatch.setattr(trainer, "keep_given_optimizer", noted)
     run.train(resume_from_checkpoint=True)
     assert began_at(run) == 2
     assert states == [True]

@@ -20,7 +20,7 @@ import hf_zero
 from hf_zero.config.launched import LAUNCH_FILE
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.integrations import finder
-from hf_zero.integrations.transformers.trainer_route import open_left_out, read
+from hf_zero.integrations.transformers.trainer_config import open_left_out, read
 from hf_zero.integrations.transformers.training_arguments import (
     TrainingArguments,
     require_answering_imports,
