@@ -1,14 +1,17 @@
-"""The codec of parameters in blocks of few bits."""
+"""Codecs of collectives in blocks of few bits: of one message, and of the parameters of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from hf_zero.distributed.collectives import Codec
 from hf_zero.ops.sign_blocks import SignBlocks
+from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from hf_zero.zero.layout.parameter_codec import (
     FlatUse,
     MessageCodecs,
@@ -22,6 +25,43 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # (scripts/bench/results/compressed_loss-*.jsonl).
 DEFAULT_BLOCKS = {4: 64, 8: 256}
 SMALLEST_TENSOR = 256  # elements
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """A codec (:class:`hf_zero.distributed.collectives.Codec`) that sends elements as ``blocks``;
+    ``differences``: as differences to the values that the receivers have, which they add. The
+    rounding error of a difference is part of the next one.
+    """
+
+    blocks: SymmetricBlocks
+    differences: bool = False
+    reads_master: ClassVar[bool] = False  # what it encodes are the values of the compute dtype
+
+    def __str__(self) -> str:
+        blocks = f"int{self.blocks.bits} blocks of {self.blocks.block}"
+        return f"differences in {blocks}" if self.differences else blocks
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message of ``numel`` elements."""
+        return self.blocks.nbytes(numel)
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
+        """Return a message for each of ``rows`` parts of ``values``. ``there``: what the receivers
+        have, read for differences.
+        """
+        return self.blocks.quantize(values, rows, there if self.differences else None)
+
+    @torch.no_grad()
+    def decode(self, messages: Tensor, full: Tensor) -> None:
+        """Decode ``messages`` into ``full``, or add them, if they are differences."""
+        self.blocks.dequantize(messages, full, self.differences)
+
+    @torch.no_grad()
+    def decode_sum(self, messages: Tensor, out: Tensor) -> None:
+        """Decode ``messages`` and write their sum into ``out``."""
+        self.blocks.dequantize_sum(messages, out)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hf_zero.compression.block_codecs import BlockCodec
 from hf_zero.config import ZeroConfig
 from hf_zero.config.messages import CompressedCommunication, LocoSection
-from hf_zero.ops.block_codec import BlockCodec
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from hf_zero.zero.feature import Feature
 

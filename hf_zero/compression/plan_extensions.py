@@ -15,14 +15,18 @@ from typing import TypedDict
 
 import torch
 
-from hf_zero.compression.block_codecs import DEFAULT_BLOCKS, SMALLEST_TENSOR, BlockwiseCodec
+from hf_zero.compression.block_codecs import (
+    DEFAULT_BLOCKS,
+    SMALLEST_TENSOR,
+    BlockCodec,
+    BlockwiseCodec,
+)
 from hf_zero.compression.error_feedback import ErrorCodec, sends_few_bits
 from hf_zero.compression.secondary_shards import SecondaryShards
 from hf_zero.config import ZeroConfig
 from hf_zero.config.messages import CompressedCommunication, LocoSection
 from hf_zero.distributed.collectives import Codec
 from hf_zero.distributed.two_hops import TwoHops
-from hf_zero.ops.block_codec import BlockCodec
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from hf_zero.optim.one_bit import one_bit_of

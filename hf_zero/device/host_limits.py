@@ -33,11 +33,21 @@ class _Version(NamedTuple):
 
 
 _VERSIONS = (
-    _Version("", ("sys/fs/cgroup", "sys/fs/cgroup/unified"), ("memory.max", "memory.high"),
-             "memory.current", "inactive_file"),
-    _Version("memory", ("sys/fs/cgroup/memory",), ("memory.limit_in_bytes",),
-             "memory.usage_in_bytes", "total_inactive_file"),
-)  # fmt: skip
+    _Version(
+        "",
+        ("sys/fs/cgroup", "sys/fs/cgroup/unified"),
+        ("memory.max", "memory.high"),
+        "memory.current",
+        "inactive_file",
+    ),
+    _Version(
+        "memory",
+        ("sys/fs/cgroup/memory",),
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
 
 
 def bounds(root: Path = ROOT) -> Iterator[MemoryLimit]:

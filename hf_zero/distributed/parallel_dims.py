@@ -18,9 +18,15 @@ from numbers import Integral
 from hf_zero.errors import ConfigError, NotBuiltError
 
 AXES = (
-    "pipeline", "data", "context", "sequence", "sequence_context", "tensor", "expert_data",
+    "pipeline",
+    "data",
+    "context",
+    "sequence",
+    "sequence_context",
+    "tensor",
+    "expert_data",
     "expert",
-)  # fmt: skip
+)
 # the orders in which axes number all ranks
 _ORDERS = (
     ("pipeline", "data", "context", "sequence", "tensor"),
@@ -182,19 +188,23 @@ def _order_of(axis: str) -> tuple[str, ...]:
 # Megatron and DeepSpeed have used for its size.
 _SPLITS = {
     "model parallelism": (
-        "configure tensor_parallel", "get_tensor_model_parallel_world_size",
-        "get_slice_parallel_world_size", "get_model_parallel_world_size",
+        "configure tensor_parallel",
+        "get_tensor_model_parallel_world_size",
+        "get_slice_parallel_world_size",
+        "get_model_parallel_world_size",
     ),
     "pipeline parallelism": (
-        "pass a hf_zero.PipelineModule as the model", "get_pipeline_model_parallel_world_size",
+        "pass a hf_zero.PipelineModule as the model",
+        "get_pipeline_model_parallel_world_size",
         "get_pipe_parallel_world_size",
     ),
     "sequence parallelism": (
-        "configure sequence_parallel_size", "get_sequence_parallel_world_size"
+        "configure sequence_parallel_size",
+        "get_sequence_parallel_world_size",
     ),
     "context parallelism": ("configure context_parallel_size", "get_context_parallel_world_size"),
     "expert parallelism": ("configure expert_parallel", "get_expert_model_parallel_world_size"),
-}  # fmt: skip
+}
 _DATA = "get_data_parallel_world_size"
 
 

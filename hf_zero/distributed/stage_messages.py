@@ -46,9 +46,17 @@ from hf_zero.errors import PartitionError, RankMismatchError
 
 HEADER = 128  # numbers that describe activations in a header
 DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-    torch.int16, torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 HEADER_TAG, FORWARD_TAG, BACKWARD_TAG = 1, 2, 3
 ALIGNED = 16  # bytes, to a multiple of which each tensor of a message begins
 # torch warns of single operations on a group that is bound to its device

@@ -45,9 +45,12 @@ if TYPE_CHECKING:
 PREFIX = "Train/Samples/"
 # DeepSpeed's names of figures, beside ours
 FORMER = {
-    "loss": "train_loss", "learning_rate": "lr", "forward_ms": "elapsed_time_ms_forward",
-    "backward_ms": "elapsed_time_ms_backward", "update_ms": "elapsed_time_ms_step",
-}  # fmt: skip
+    "loss": "train_loss",
+    "learning_rate": "lr",
+    "forward_ms": "elapsed_time_ms_forward",
+    "backward_ms": "elapsed_time_ms_backward",
+    "update_ms": "elapsed_time_ms_step",
+}
 _files = weakref.WeakSet[MetricsFile]()  # of engines that have not ended
 PARTS = {"fwd": "forward_ms", "bwd": "backward_ms", "step": "update_ms"}
 

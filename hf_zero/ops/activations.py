@@ -95,15 +95,23 @@ def _rows(count: int, device: torch.device) -> list[Tensor]:
 
 
 BIAS_ACT = Kernel(
-    "bias_act", "activations:bias_act", reference.bias_act,
+    "bias_act",
+    "activations:bias_act",
+    reference.bias_act,
     example=lambda on: (*_rows(1, on), torch.ones(24, device=on), "gelu", *_rows(1, on)),
-)  # fmt: skip
+)
 BIAS_ACT_BACKWARD = Kernel(
-    "bias_act_backward", "activations:bias_act_backward", reference.bias_act_backward,
+    "bias_act_backward",
+    "activations:bias_act_backward",
+    reference.bias_act_backward,
     example=lambda on: (
-        *_rows(2, on), torch.ones(24, device=on), "gelu", *_rows(1, on), torch.ones(24, device=on)
+        *_rows(2, on),
+        torch.ones(24, device=on),
+        "gelu",
+        *_rows(1, on),
+        torch.ones(24, device=on),
     ),
-)  # fmt: skip
+)
 GATED = Kernel(
     "gated",
     "activations:gated",

@@ -14,7 +14,7 @@ import torch
 from hf_zero.deepspeed.engine_getters import Getters
 from hf_zero.distributed import process_group
 from hf_zero.parity.driven_reference import DrivenReference
-from hf_zero.parity.loss_scale import LossScale
+from hf_zero.parity.precision import LossScale
 from hf_zero.parity.reference import LATEST
 from hf_zero.zero.layout.parameter import ZeroParamStatus
 

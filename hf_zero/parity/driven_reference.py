@@ -19,7 +19,7 @@ from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations.engine_protocol import HOLDER, EngineProtocol, hold
-from hf_zero.parity.casts import DTYPES
+from hf_zero.parity.precision import DTYPES
 from hf_zero.parity.reference import Reference
 from hf_zero.zero.engine_parts import EngineFeatures
 from hf_zero.zero.feature import FeatureSet

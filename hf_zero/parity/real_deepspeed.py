@@ -26,9 +26,9 @@ from hf_zero.integrations.seams import Original, Seam
 from hf_zero.logging import JsonObject
 from hf_zero.parity import accelerate_states
 from hf_zero.parity.accelerate_states import folder_to_load
-from hf_zero.parity.casts import floats
 from hf_zero.parity.observed import Observed
 from hf_zero.parity.plain_frameworks import without_zero
+from hf_zero.parity.precision import floats
 from hf_zero.parity.recorder import StepRecorder
 from hf_zero.parity.sketch import sketch
 from hf_zero.parity.start import FULL_PRECISION, LAST_BITS, change_last_bits

@@ -33,8 +33,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import backends, process_group
 from hf_zero.errors import CheckpointError, ConfigError, PartitionError
-from hf_zero.parity.casts import DTYPES, _half, floats, is_castable, kept_in_fp32, mapped
-from hf_zero.parity.loss_scale import LossScale
+from hf_zero.parity.precision import (
+    DTYPES,
+    LossScale,
+    _half,
+    floats,
+    is_castable,
+    kept_in_fp32,
+    mapped,
+)
 
 FILE, LATEST = "reference.pt", "latest"
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")

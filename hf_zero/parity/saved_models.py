@@ -14,8 +14,8 @@ from safetensors import safe_open
 
 from hf_zero.checkpoint.consolidate import iterate_state_dict
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.parity.casts import DTYPES
 from hf_zero.parity.comparison import FACTORS, LAST_BITS, MOVED, Difference, RunRecord
+from hf_zero.parity.precision import DTYPES
 from hf_zero.parity.recorder import SAVES
 from hf_zero.parity.reference import FILE
 from hf_zero.parity.sketch import Sketch, distance, norm, sketch

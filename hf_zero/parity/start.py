@@ -39,21 +39,39 @@ ZERO = "zero_optimization"
 FULL_PRECISION, LAST_BITS = "fp32", "rounding"
 # settings that change the training on purpose
 ON_PURPOSE = (
-    LAYER_DROP, CURRICULUM_LEARNING, EFFICIENCY, EIGENVALUE, FLOAT8, PHASES, QAT, QUANTIZE,
-    WEIGHTS, "sparse_attention", "pre_layer_norm", "compressed_communication",
-    f"{ZERO}.zero_quantized_gradients", f"{ZERO}.zero_quantized_weights",
-    f"{ZERO}.zero_quantized_nontrainable_weights", f"{ZERO}.zeropp_loco_param",
-    f"{ZERO}.offload_optimizer.moments", "bf16.kahan_summation",
-    "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
-)  # fmt: skip
+    LAYER_DROP,
+    CURRICULUM_LEARNING,
+    EFFICIENCY,
+    EIGENVALUE,
+    FLOAT8,
+    PHASES,
+    QAT,
+    QUANTIZE,
+    WEIGHTS,
+    "sparse_attention",
+    "pre_layer_norm",
+    "compressed_communication",
+    f"{ZERO}.zero_quantized_gradients",
+    f"{ZERO}.zero_quantized_weights",
+    f"{ZERO}.zero_quantized_nontrainable_weights",
+    f"{ZERO}.zeropp_loco_param",
+    f"{ZERO}.offload_optimizer.moments",
+    "bf16.kahan_summation",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+)
 # settings by which an engine writes beside its checkpoints, among the files of other runs
 WRITES = ("metrics", "tensorboard", "wandb", "comet", "csv_monitor", "checkpoint.memory")
 # by the optimizer of a configuration: the one of torch that makes the same update in fp32
 EXACT = {
-    "AdamW8bit": ("AdamW", {}), "Adam8bit": ("Adam", {"adam_w_mode": False}),
-    "SGD8bit": ("SGD", {}), "Lion8bit": ("Lion", {}), "OneBitAdam": ("Adam", {}),
-    "ZeroOneAdam": ("Adam", {}), "OneBitLamb": ("Lamb", {}),
-}  # fmt: skip
+    "AdamW8bit": ("AdamW", {}),
+    "Adam8bit": ("Adam", {"adam_w_mode": False}),
+    "SGD8bit": ("SGD", {}),
+    "Lion8bit": ("Lion", {}),
+    "OneBitAdam": ("Adam", {}),
+    "ZeroOneAdam": ("Adam", {}),
+    "OneBitLamb": ("Lamb", {}),
+}
 COMMON = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad")
 AXES = ("tensor", "expert", "pipeline", "sequence", "context")
 # by class of an optimizer whose update is this package's own: the class of torch with the same one

@@ -5,6 +5,17 @@ from hf_zero.planning.fit import ACTIVATIONS, Fit, MemoryVerdict, Trial, fit, ju
 from hf_zero.planning.needs import NamedBytes, Needs, needs
 
 __all__ = [
-    "ACTIVATIONS", "Fit", "MemoryVerdict", "NamedBytes", "Needs", "PreflightReport", "Trial",
-    "check", "check_on_all_ranks", "fit", "free_memory_for", "judge", "needs",
-]  # fmt: skip
+    "ACTIVATIONS",
+    "Fit",
+    "MemoryVerdict",
+    "NamedBytes",
+    "Needs",
+    "PreflightReport",
+    "Trial",
+    "check",
+    "check_on_all_ranks",
+    "fit",
+    "free_memory_for",
+    "judge",
+    "needs",
+]

@@ -21,14 +21,23 @@ HEIGHT = 190
 TICKS = {"expr": "ceil(width / 80)"}  # of the axis of steps
 RUNS = ("var(--c1)", "var(--c2)")
 KINDS = {
-    "parameters": "var(--c1)", "gradients": "var(--c2)", "optimizer": "var(--c3)",
-    BUFFERS: "var(--c6)", "state": "var(--c4)", "allocated at most": "var(--c4)",
-}  # fmt: skip
+    "parameters": "var(--c1)",
+    "gradients": "var(--c2)",
+    "optimizer": "var(--c3)",
+    BUFFERS: "var(--c6)",
+    "state": "var(--c4)",
+    "allocated at most": "var(--c4)",
+}
 OPERATIONS = {
-    "all_gather": "var(--c1)", "reduce_scatter": "var(--c2)", "all_reduce": "var(--c3)",
-    "all_to_all": "var(--c4)", "send_to_next": "var(--c5)", "send_activations": "var(--c5)",
-    "send_gradients": "var(--c6)", "broadcast": "var(--c7)",
-}  # fmt: skip
+    "all_gather": "var(--c1)",
+    "reduce_scatter": "var(--c2)",
+    "all_reduce": "var(--c3)",
+    "all_to_all": "var(--c4)",
+    "send_to_next": "var(--c5)",
+    "send_activations": "var(--c5)",
+    "send_gradients": "var(--c6)",
+    "broadcast": "var(--c7)",
+}
 PARTS = {"forward_ms": "forward", "backward_ms": "backward", "update_ms": "update"}
 WAITS = {"gather_wait_ms": "gathers", "reduction_wait_ms": "reductions"}
 

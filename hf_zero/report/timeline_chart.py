@@ -8,10 +8,15 @@ from hf_zero.report.charts import Chart, Spec, colors_of
 from hf_zero.report.timeline import LANES, Bar, Timeline
 
 BARS = {
-    "forward": "var(--c1)", "backward": "var(--c5)", "kernels": "var(--c1)",
-    "gathers": "var(--c3)", "reductions": "var(--c4)", "updates": "var(--c6)",
-    "transfers": "var(--c7)", "exposed": "var(--c2)",
-}  # fmt: skip
+    "forward": "var(--c1)",
+    "backward": "var(--c5)",
+    "kernels": "var(--c1)",
+    "gathers": "var(--c3)",
+    "reductions": "var(--c4)",
+    "updates": "var(--c6)",
+    "transfers": "var(--c7)",
+    "exposed": "var(--c2)",
+}
 
 
 def timeline(index: int, one: Timeline) -> Chart:

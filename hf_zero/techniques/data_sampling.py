@@ -36,9 +36,15 @@ _DIFFICULTY = ("value", "percentile")
 SINGLE = "single_cluster"
 _CLUSTERING = ("schedule_based", SINGLE)
 _KEYS = (
-    "index_to_metric_path", "index_to_sample_path", "difficulty_type", "clustering_type",
-    "min_difficulty", "max_difficulty", "schedule_type", "schedule_config",
-)  # fmt: skip
+    "index_to_metric_path",
+    "index_to_sample_path",
+    "difficulty_type",
+    "clustering_type",
+    "min_difficulty",
+    "max_difficulty",
+    "schedule_type",
+    "schedule_config",
+)
 
 # (batch, state) -> batch; state: curriculum_step, counted from 1, and current_difficulties by
 # metric

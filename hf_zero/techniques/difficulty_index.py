@@ -41,9 +41,15 @@ PROBES = 16
 MAGIC = b"MMIDIDX\0\0"
 HEAD = struct.Struct("<QBQQ")
 DTYPES = {
-    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.uint16, 7: np.uint32,
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.uint16,
+    7: np.uint32,
     8: np.uint64,
-}  # fmt: skip
+}
 
 
 class RankedSamples(ABC):

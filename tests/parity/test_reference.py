@@ -16,11 +16,10 @@ import torch
 import hf_zero
 from hf_zero.errors import CheckpointError, ConfigError, ParityError, PartitionError
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam
-from hf_zero.parity import casts, loss_scale, reference
-from hf_zero.parity.casts import kept_in_fp32
+from hf_zero.parity import precision, reference
 from hf_zero.parity.deepspeed_reference import DeepSpeedReference
 from hf_zero.parity.driven_reference import DrivenReference
-from hf_zero.parity.loss_scale import LossScale
+from hf_zero.parity.precision import LossScale, kept_in_fp32
 from hf_zero.parity.reference import Reference
 from hf_zero.parity.sketch import added, distance, norm, sketch
 from hf_zero.zero.layout.parameter import LiveParameter, ZeroParamStatus
@@ -142,7 +141,7 @@ def test_a_write_of_the_script_counts_and_zero_grad_begins_a_window() -> None:
 
 
 def test_the_reference_uses_nothing_of_the_engine() -> None:
-    texts = [Path(module.__file__).read_text() for module in (reference, casts, loss_scale)]
+    texts = [Path(module.__file__).read_text() for module in (reference, precision)]
     assert sum(len(text.splitlines()) for text in texts) <= 620
     modules = {
         node.module
@@ -150,7 +149,7 @@ def test_the_reference_uses_nothing_of_the_engine() -> None:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hf_zero")
     }
-    own = {casts.__name__, loss_scale.__name__}
+    own = {precision.__name__}
     assert modules == {"hf_zero.config", "hf_zero.distributed", "hf_zero.errors"} | own
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import hf_zero
+from hf_zero.compression.block_codecs import BlockCodec
 from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.errors import PartitionError
-from hf_zero.ops.block_codec import BlockCodec
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from tests.helpers.capabilities_of_techniques import ERRORS, FEW, FOUR
 from tests.helpers.cells import in_one_item, in_turn

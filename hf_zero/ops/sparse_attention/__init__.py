@@ -14,7 +14,14 @@ from .layouts import (
 )
 
 __all__ = [
-    "BSLongformerSparsityConfig", "BigBirdSparsityConfig", "BlockLayout", "DenseSparsityConfig",
-    "FixedSparsityConfig", "LocalSlidingWindowSparsityConfig", "SparsityConfig",
-    "VariableSparsityConfig", "from_section", "sparse_attention",
-]  # fmt: skip
+    "BSLongformerSparsityConfig",
+    "BigBirdSparsityConfig",
+    "BlockLayout",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "LocalSlidingWindowSparsityConfig",
+    "SparsityConfig",
+    "VariableSparsityConfig",
+    "from_section",
+    "sparse_attention",
+]

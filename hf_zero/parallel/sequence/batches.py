@@ -31,8 +31,13 @@ IGNORED = -100  # the label that losses of transformers ignore
 _PART = "_hf_zero_part"
 # Redundant beside position_ids, or of no use without a mask.
 _DROPPED = (
-    "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
-)  # fmt: skip
+    "attention_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
 
 
 def cut(batch: Any, rank: int, division: Division) -> dict[str, object]:

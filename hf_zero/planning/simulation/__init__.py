@@ -6,6 +6,12 @@ from hf_zero.planning.simulation.measuring import Measured, measure
 from hf_zero.planning.simulation.simulating import simulate
 
 __all__ = [
-    "CollectiveCount", "Machine", "Measured", "PhaseBytes", "Seconds", "Simulation", "measure",
+    "CollectiveCount",
+    "Machine",
+    "Measured",
+    "PhaseBytes",
+    "Seconds",
+    "Simulation",
+    "measure",
     "simulate",
-]  # fmt: skip
+]

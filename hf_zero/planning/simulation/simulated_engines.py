@@ -19,7 +19,7 @@ from hf_zero.integrations.fused.attention_on_meta import without_memory
 from hf_zero.integrations.fused.deferred_heads import defer_head
 from hf_zero.parallel.expert.model import spread_experts
 from hf_zero.parallel.pipeline.engine import PipelineTraining, pipelined
-from hf_zero.parallel.pipeline.refusals import check_pipeline, check_uncut
+from hf_zero.parallel.pipeline.feature import check_pipeline, check_uncut
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.tied_parameters import set_tied
 from hf_zero.parallel.sequence.attention import Axes
