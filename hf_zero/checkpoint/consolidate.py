@@ -228,9 +228,7 @@ def save_whole(
     if path.suffix == ".safetensors":
         _stream(engine, temporary, elsewhere, exclude_frozen_parameters, failed)
     else:
-        build = gather_state_dict(
-            engine, everywhere=False, exclude_frozen=exclude_frozen_parameters
-        )
+        build = gather_state_dict(engine, False, exclude_frozen_parameters)
         if build is not None:
             try:
                 temporary.parent.mkdir(parents=True, exist_ok=True)
@@ -306,7 +304,7 @@ def _outputs_of(
     shapes = {
         alias: (flat.dtype, slot.whole)
         for flat in engine.flats
-        if flat.trainable or not exclude_frozen
+        if not flat.spec.outside and (flat.trainable or not exclude_frozen)
         for slot in flat.layout.slots
         for alias in names.every(slot.name)
     }

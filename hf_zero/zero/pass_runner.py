@@ -15,6 +15,7 @@ from hf_zero.errors import PartitionError, UnreducedGradientsError, UnusedParame
 from hf_zero.logging import listed
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.parameter_views import any_raw_grad
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.passes import BackwardTracker, ModuleHooks
 from hf_zero.zero.reduce.losses import AveragingFactors, Fp16LossScaler, LossScaling
@@ -181,6 +182,7 @@ class PassRunner:
                 "a backward under an engine that was destroyed, or of a forward from before it was "
                 "built again because what trains has changed; run the forward again after that"
             )
+        returns = self._only_returns()
         step, window = self._optimizer_step, self._window
         for begin in step.feature_hooks.begin_backward:
             begin()
@@ -202,22 +204,43 @@ class PassRunner:
             and self._model.updates_in_backward
             and not step.gradient.max_norm
             and (self._by_step or self.tracker.inside_backward)
+            and not returns
         )
         if updates:
             engine = self._model.engine_flats.engine()
             assert engine is not None
             engine.refuse_update()  # collective: the conditions are equal on all ranks
             updates = not step.waits_for_hooks()
-        is_first = window.begin_backward(place)
+        is_first = window.begin_backward(place, returns)
         weight, unscale = self.losses.begin(1.0 / window.accumulation_steps)
         on_reduced = on_finished = None
         if updates and not self.losses.may_overflow:
             steps_before = self._counters.global_steps
             on_reduced = partial(step.begin_update_in_backward, steps_before=steps_before)
             on_finished = step.updater.end_backward
+        elif returns and not any(f.gradient.holds_gradient for f in self._model.trainable):
+            on_finished = self.reducer.clear  # of zeros
         self.reducer.configure_backward(
             BackwardSettings(weight, unscale, ends_window, on_reduced, is_first, on_finished)
         )
+
+    def _only_returns(self) -> bool:
+        """Return whether the backward under way returns gradients of parameters and leaves none on
+        any, as torch.autograd.grad does; or leaves none, inside a forward.
+        """
+        returns = False
+        for flat in self._model.trainable if torch._C._current_graph_task_id() != -1 else ():
+            for member in flat.members:
+                with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                    view: Any = torch.Tensor.view_as(member, member).grad_fn
+                try:  # the node that would add to .grad; none if it has been frozen since
+                    if view and torch._C._will_engine_execute_node(view.next_functions[0][0]):
+                        return False
+                except RuntimeError:  # torch: its gradient is returned
+                    returns = True
+        if not returns and not self.module_hooks.forward_runs:
+            return False
+        return not any(any_raw_grad(flat.members) for flat in self._model.trainable)
 
     def _end_backward(self) -> None:
         """Make the rest of the update of which the backward has made a part: the parts are equal on

@@ -116,6 +116,39 @@ def test_gradients_that_no_backward_has_left_are_used():
     expect(values_of(plain), run, **limits("fp16"))
 
 
+@in_turn("stage", (0, 1, 2, 3))
+def test_gradients_that_a_script_takes_and_assigns_are_averaged(stage):
+    """As in gradient surgery: torch.autograd.grad leaves no gradient in the engine."""
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        for step in range(STEPS):
+            weights = list(model.parameters())
+            loss = squared(engine, At(step, 0, rank))
+            for p, gradient in zip(weights, torch.autograd.grad(loss, weights)):
+                p.grad = gradient
+            engine.step()
+        return full_weights(engine)
+
+    expect(by_hand(squared, 1), run, **limits("fp32"))
+
+
+@in_turn("stage", (0, 2, 3))
+def test_a_gradient_that_is_returned_is_no_micro_batch(stage):
+    def run(rank, model):
+        config = config_of(stage, Plan(ranks=RANKS, accumulation=WINDOW))
+        config["zero_optimization"]["update_in_backward"] = True
+        engine = start(model, adamw(model), config)
+        for step, micro in itertools.product(range(STEPS), range(WINDOW)):
+            loss = squared(engine, At(step, micro, rank))
+            torch.autograd.grad(loss, model.head.bias, retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+        return full_weights(engine)
+
+    expect(by_hand(squared, WINDOW), run, **limits("fp32"))
+
+
 @on_each_rank(1)
 def test_a_gradient_whose_update_has_begun_is_refused(rank, model):
     away = {"offload_optimizer": {"device": "cpu", "update_in_backward": True}}

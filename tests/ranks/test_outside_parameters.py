@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import hf_zero
@@ -174,11 +175,14 @@ def test_a_checkpoint_goes_on_on_other_ranks_and_stages(tmp_path: Path, caplog: 
         engine = start(rank, 2, 3, saved)
         train(engine, saved[rank][1], rank, 2, range(2))
         engine.save_checkpoint(str(tmp_path))
+        engine.save_16bit_model(str(tmp_path / "whole"))
         return sorted(map(name_of, saved[rank][1].parameters()))
 
     saved = pairs(2)
     for names in run_ranks(2, save):
         assert names == ["optimizer.0.0", "optimizer.1.0", "optimizer.1.1", "optimizer.1.2"]
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert whole.keys() == built()[0].state_dict().keys()
     for ranks, stage in ((3, 1), (1, 2)):
         modules = pairs(ranks)
 

@@ -147,11 +147,15 @@ class AccumulationWindow:
         """Record the call of a backward, or a gradient that a script writes."""
         self._expects_gradients = True
 
-    def begin_backward(self, place: BackwardPlace) -> bool:
-        """Count a backward that begins at ``place``. Return whether it is the window's first."""
+    def begin_backward(self, place: BackwardPlace, returns: bool = False) -> bool:
+        """Count a backward that begins at ``place``, unless it ``returns`` its gradients and leaves
+        none. Return whether it is the window's first.
+        """
         is_first = self.micro_batches == self.backwards == 0
         counts = self.micro_batches, self.backwards, self._closing_backwards
         self._before_backward = *counts, self._zero_grad_calls
+        if returns:
+            return False
         if self.end is WindowEnd.STEP:
             self.micro_batches += 1
             return is_first
