@@ -84,9 +84,7 @@ def absolute(home: str) -> str:
     return f"{HERE}{home}" if home.startswith(".") else home
 
 
-def read(
-    tables: Tables,
-) -> tuple[dict[str, Module], dict[str, dict[str, str]], dict[str, str]]:
+def read(tables: Tables) -> tuple[dict[str, Module], dict[str, dict[str, str]], dict[str, str]]:
     """Return the modules by their paths; by class the names that it lacks, with the reasons; and
     the modules that are missing, with the reasons, which count for modules inside them, too.
     """

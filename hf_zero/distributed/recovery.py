@@ -83,8 +83,7 @@ class RecoverablePasses(PassTracker):
         }
         peers = [rank for rank in self._ranks if rank != self._rank]
         pending = PendingCollective(
-            "all ranks to come to where this one goes on after an exception",
-            required=tuple(peers),
+            "all ranks to come to where this one goes on after an exception", required=tuple(peers)
         )
         try:
             # shows ranks that wait for it which collectives the exception has left

@@ -57,14 +57,9 @@ class CPUOptimizer(FormattedOptimizer):
         return BlocksFormat(signs[name], dynamic=True) if name in signs else None
 
     def update(
-        self,
-        group: ParamGroup,
-        state: ParamState,
-        param: Tensor,
-        master: Tensor,
-        grad: Tensor,
-        seed: int,
-    ) -> None:
+        self, group: ParamGroup, state: ParamState, param: Tensor, master: Tensor, grad: Tensor,
+        seed: int
+    ) -> None:  # fmt: skip
         """Make one step of one parameter.
 
         ``master`` and ``grad`` are 1-D; ``state`` is the state of ``param``, whose shape new states

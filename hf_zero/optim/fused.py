@@ -76,14 +76,9 @@ class FusedStep(StepLaunch):
     """The update of ``optimizer``, whose class updates as ``base``, on segments of one device."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        base: type | None,
-        step: Callable[..., object],
-        kernels: str | tuple[str, ...],
-        device: DeviceState,
-        bf16: object | None = None,
-    ):
+        self, optimizer: torch.optim.Optimizer, base: type | None, step: Callable[..., object],
+        kernels: str | tuple[str, ...], device: DeviceState, bf16: object | None = None
+    ):  # fmt: skip
         self._optimizer = optimizer
         self._base = base
         # the launch reads and writes state in fp32
@@ -189,13 +184,9 @@ class FusedStep(StepLaunch):
         ]
 
     def step(
-        self,
-        segments: Sequence[Segment],
-        stepped: Sequence[Segment],
-        grad_scale: Tensor | None,
-        shards: Mapping[str, Tensor],
-        hooks: bool = True,
-    ) -> set[str]:
+        self, segments: Sequence[Segment], stepped: Sequence[Segment], grad_scale: Tensor | None,
+        shards: Mapping[str, Tensor], hooks: bool = True
+    ) -> set[str]:  # fmt: skip
         device = segments[0].tensor.device
         if len(stepped) < len(segments) and not self._counts_by_segment:
             self.divide()

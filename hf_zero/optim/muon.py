@@ -55,21 +55,12 @@ class Muon(WholeTensorOptimizer):
     ADOPTED_SETTINGS: Mapping[str, object] = {"use_muon": True}
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        *,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        ns_steps: int = 5,
-        eps: float = 1e-7,
-        adjust_lr_fn: str | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
-        adam_eps: float = 1e-8,
-        use_muon: bool = True,
-    ) -> None:
+        self, params: ParamsT, lr: float | Tensor = 1e-3, weight_decay: float = 0.1,
+        momentum: float = 0.95, *, nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), ns_steps: int = 5,
+        eps: float = 1e-7, adjust_lr_fn: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.999), adam_eps: float = 1e-8, use_muon: bool = True
+    ) -> None:  # fmt: skip
         if not float(lr) >= 0.0 or not weight_decay >= 0.0:
             raise ConfigError(
                 f"Muon: lr is {lr} and weight_decay {weight_decay}; give numbers of at least 0"

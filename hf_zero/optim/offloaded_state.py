@@ -65,13 +65,9 @@ def compressible(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Mapping
 
 
 def stored_format(
-    entries: SegmentStateAccess,
-    moments: str,
-    group: int,
-    name: str,
-    dtype: torch.dtype,
-    unquantized_sub_groups: frozenset[int] | None,
-) -> StorageFormat:
+    entries: SegmentStateAccess, moments: str, group: int, name: str, dtype: torch.dtype,
+    unquantized_sub_groups: frozenset[int] | None
+) -> StorageFormat:  # fmt: skip
     """Return the storage format of state ``name``, of ``dtype`` on the device, of group ``group``
     under the configured ``moments``. ``unquantized_sub_groups``: indices of the sub-groups none of
     whose parameters has 8-bit moments; None: all.
@@ -376,14 +372,9 @@ def whole_tensor_rule(cls: type[WholeTensorOptimizer], group: ParamGroup) -> Rul
     def parts(arrays: StateArrays, grad: Tensor, call: Call) -> Parts:
         assert call.whole is not None
         round_parts = Parts(
-            [arrays[MASTER]],
-            [grad],
-            [[arrays[name]] for name in names],
-            [call.step],
-            [call.whole.tensor_state],
-            [call.whole.place],
-            divisor=call.divisor,
-        )
+            [arrays[MASTER]], [grad], [[arrays[name]] for name in names], [call.step],
+            [call.whole.tensor_state], [call.whole.place], divisor=call.divisor
+        )  # fmt: skip
         round_parts.results = [result.unsqueeze(0) for result in call.whole.results]
         return round_parts
 

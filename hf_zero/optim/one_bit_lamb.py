@@ -51,25 +51,13 @@ class OneBitLamb(SendsMomentum, Lamb):
     TENSOR_STATE_NAMES = (RATIO, FACTOR)
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        freeze_step: int = 100_000,
-        bias_correction: bool = True,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        eps_inside_sqrt: bool = False,
-        coeff_beta: float = 0.9,
-        factor_max: float = 4.0,
-        factor_min: float = 0.5,
-        factor_threshold: float = 0.1,
-        cuda_aware: bool | None = None,
-        comm_backend_name: str | None = None,
-    ) -> None:
+        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, *, freeze_step: int = 100_000,
+        bias_correction: bool = True, max_coeff: float = 10.0, min_coeff: float = 0.01,
+        eps_inside_sqrt: bool = False, coeff_beta: float = 0.9, factor_max: float = 4.0,
+        factor_min: float = 0.5, factor_threshold: float = 0.1, cuda_aware: bool | None = None,
+        comm_backend_name: str | None = None
+    ) -> None:  # fmt: skip
         arguments = locals()
         self.freeze_step = steps_of("OneBitLamb", "freeze_step", freeze_step)
         check_momentum("OneBitLamb", betas)
@@ -84,16 +72,9 @@ class OneBitLamb(SendsMomentum, Lamb):
                 f"OneBitLamb: factor_threshold is {factor_threshold}; give a number above 0"
             )
         super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-            eps_inside_sqrt=eps_inside_sqrt,
-        )
+            params, lr, betas, eps, weight_decay, bias_correction=bias_correction,
+            max_coeff=max_coeff, min_coeff=min_coeff, eps_inside_sqrt=eps_inside_sqrt
+        )  # fmt: skip
         for key in ("coeff_beta", *FACTOR_SETTINGS):
             self.defaults[key] = arguments[key]
             for group in self.param_groups:

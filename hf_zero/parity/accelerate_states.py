@@ -18,10 +18,7 @@ def _row(method: str, wrapper: str) -> Seam:
     return Seam(target, f"{__name__}:{wrapper}", "the reference of hf-zero parity")
 
 
-ROWS = (
-    _row("save_state", "save_state_of_this_run"),
-    _row("load_state", "load_state_of_this_run"),
-)
+ROWS = (_row("save_state", "save_state_of_this_run"), _row("load_state", "load_state_of_this_run"))
 
 _recorder_of: Callable[[], StepRecorder] | None = None
 

@@ -155,10 +155,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             yield
 
     def setup_module_and_optimizers(  # type: ignore[override]
-        self,
-        module: nn.Module,
-        optimizers: list[Optimizer],
-        scheduler: LRScheduler | None = None,
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[EngineProtocol, list[Optimizer], LRScheduler | None]:
         """Return the engine of ``module``, its optimizer in a list, and the scheduler, which the
         loop steps.

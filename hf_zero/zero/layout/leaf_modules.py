@@ -11,11 +11,7 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject, log_rank0
-from hf_zero.zero.layout.walk import (
-    attribute_of,
-    modules_of,
-    named_modules_of,
-)
+from hf_zero.zero.layout.walk import attribute_of, modules_of, named_modules_of
 from hf_zero.zero.layout.wrap import WHOLE
 
 
