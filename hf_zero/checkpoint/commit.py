@@ -26,6 +26,7 @@ from hf_zero.checkpoint.find import (
     is_checkpoint,
 )
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest_reading import parse_manifest, read_manifest
 from hf_zero.checkpoint.object_store import objects_in, remove_objects
 from hf_zero.checkpoint.storage import AnyPath, is_remote, make_folder, store_errors
 from hf_zero.errors import CheckpointError
@@ -194,7 +195,7 @@ class FolderTarget(CommitTarget):
         for name, content in above.items():
             storage.write_file(self.path_of(NEW + name), content)
         storage.write_file(self.path_of(MANIFEST_NAME), manifest.dumps())
-        self._check_written(Manifest.read(self.path_of(MANIFEST_NAME)))
+        self._check_written(read_manifest(self.path_of(MANIFEST_NAME)))
         # The renames are durable after finish: an error raised here means that nothing was saved.
         storage.fsync_path(self._temporary)
         if self.final.exists():
@@ -254,7 +255,7 @@ class ObjectStoreTarget(CommitTarget):
             object_store.put_object(self.path_of(name), content)
         content = manifest.dumps()
         # Parse it before the upload: an unreadable manifest is never published.
-        self._check_written(Manifest.parse(content, self.path_of(MANIFEST_NAME)))
+        self._check_written(parse_manifest(content, self.path_of(MANIFEST_NAME)))
         try:
             object_store.put_object(self.path_of(MANIFEST_NAME), content)
         except OSError as error:
@@ -274,7 +275,7 @@ class ObjectStoreTarget(CommitTarget):
         try:
             with store_errors(path):
                 manifest = path.is_file()
-            return manifest and Manifest.read(path).save_id == self.save_id
+            return manifest and read_manifest(path).save_id == self.save_id
         except (CheckpointError, OSError):
             return None
 
@@ -315,7 +316,7 @@ def save_id_in(folder: AnyPath) -> str:
     """Return the id of the save of a checkpoint; "" if there is none, or none that can be read."""
     try:
         with store_errors(folder):
-            return Manifest.read(folder / MANIFEST_NAME).save_id
+            return read_manifest(folder / MANIFEST_NAME).save_id
     except (CheckpointError, OSError):
         return ""
 
@@ -375,7 +376,7 @@ def remove_unlisted(final: AnyPath) -> None:
     manifest = final / MANIFEST_NAME
     try:
         listed = (
-            {entry.name for entry in Manifest.read(manifest).all_files()}
+            {entry.name for entry in read_manifest(manifest).all_files()}
             if manifest.is_file()
             else set()
         )

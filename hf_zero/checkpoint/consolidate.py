@@ -28,7 +28,7 @@ from hf_zero.checkpoint.convert.outputs import (
 )
 from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.find import find_checkpoint
-from hf_zero.checkpoint.manifest import pair_names, strip_wrappers
+from hf_zero.checkpoint.parameter_names import pair_names, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.storage import local_path, write_all
 from hf_zero.checkpoint.tensorfile import bytes_view

@@ -21,11 +21,13 @@ from hf_zero.checkpoint import find, run_state
 from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.find import complete_tags_beside
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, MASTER, RNG, GroupEntry, Manifest, class_name
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.match import LoadTarget, match, match_names
 from hf_zero.checkpoint.match_schedule import scheduled_settings
 from hf_zero.checkpoint.progress import Tick, progress_bar
+from hf_zero.checkpoint.random_generators import set_rng_state
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
-from hf_zero.checkpoint.run_state import SavedEngine, set_rng_state
+from hf_zero.checkpoint.run_state import SavedEngine
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import TensorReader
 from hf_zero.device import kinds
@@ -189,7 +191,7 @@ def check(target: LoadTarget, directory: str, tag: str, *, in_memory: bool = Fal
 
 def check_names(target: LoadTarget, directory: str, tag: str) -> None:
     """Raise CheckpointError if ``<directory>/<tag>`` is of another model than ``target``."""
-    manifest = Manifest.read(find.locate(directory, tag) / MANIFEST_NAME)
+    manifest = read_manifest(find.locate(directory, tag) / MANIFEST_NAME)
     match_names(target, manifest, f"checkpoint {tag}", strict=True)
 
 

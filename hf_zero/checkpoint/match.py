@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.checkpoint import match_schedule
-from hf_zero.checkpoint.manifest import GroupEntry, Manifest, class_name, pair_names, strip_wrappers
+from hf_zero.checkpoint.manifest import GroupEntry, Manifest, class_name
+from hf_zero.checkpoint.parameter_names import pair_names, strip_wrappers
 from hf_zero.config.optimizers import STATE_OF
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0

@@ -30,6 +30,7 @@ from hf_zero.checkpoint.manifest import (
     Manifest,
     tensor_state_key,
 )
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, is_remote, modified_ns, store_errors
 from hf_zero.checkpoint.tensorfile import TensorFile, TensorReader, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
@@ -289,7 +290,7 @@ class ShardedCheckpoint(Checkpoint):
     """
 
     def __init__(self, folder: AnyPath, *, sizes: bool = True, hashes: bool = True) -> None:
-        super().__init__(folder, Manifest.read(folder / MANIFEST_NAME))
+        super().__init__(folder, read_manifest(folder / MANIFEST_NAME))
         self._hashes = hashes
         self._open: dict[int, TensorFile] = {}
         self._lock = threading.Lock()
@@ -472,7 +473,7 @@ def load_objects(path: AnyPath) -> dict[str, dict[str, object]]:
 def join(
     what: str, state: JsonObject, objects: Mapping[str, object], source: AnyPath
 ) -> dict[str, object]:
-    """Inverse of :func:`hf_zero.checkpoint.run_state.split`.
+    """Inverse of :func:`hf_zero.checkpoint.script_state.split`.
 
     Raises CheckpointError for a promised key that ``objects`` lacks.
     """

@@ -14,7 +14,8 @@ from hf_zero.checkpoint.failures import collective_try, decide_on_rank_0
 from hf_zero.checkpoint.find import HUGGINGFACE, locate, newest_complete
 from hf_zero.checkpoint.generations import kept_generations
 from hf_zero.checkpoint.load_sharded import check, check_names
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.match import LoadTarget
 from hf_zero.checkpoint.reader import recognize
 from hf_zero.checkpoint.save_sharded import parallel_sizes
@@ -224,5 +225,5 @@ def _resumed(directory: AnyPath, tag: str) -> Resumed:
     folder = locate(directory, tag)
     if not (folder / MANIFEST_NAME).is_file():  # of another program
         return Resumed(str(directory), tag, {}, {})
-    manifest = Manifest.read(folder / MANIFEST_NAME)
+    manifest = read_manifest(folder / MANIFEST_NAME)
     return Resumed(str(directory), tag, manifest.batch, manifest.world)

@@ -12,6 +12,7 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.failures import describe_error, describe_failures
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.retention import retain
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import FileHashes
@@ -117,7 +118,7 @@ class SaveJob:
     def is_published(self) -> bool:
         """Return whether the folder holds this save's checkpoint."""
         try:
-            manifest = Manifest.read(self.target.final / MANIFEST_NAME)
+            manifest = read_manifest(self.target.final / MANIFEST_NAME)
         except (CheckpointError, OSError):
             return False
         return manifest.save_id == self.target.save_id

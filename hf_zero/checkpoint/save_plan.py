@@ -21,12 +21,13 @@ from hf_zero.checkpoint.manifest import (
     Export,
     FileEntry,
     FlatEntry,
-    dtype_of,
     is_tensor_name,
-    strip_wrappers,
     tensor_state_key,
 )
-from hf_zero.checkpoint.run_state import SavedEngine, rng_states
+from hf_zero.checkpoint.manifest_reading import dtype_of
+from hf_zero.checkpoint.parameter_names import strip_wrappers
+from hf_zero.checkpoint.random_generators import rng_states
+from hf_zero.checkpoint.run_state import SavedEngine
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
 from hf_zero.config.feature_rows import provided
 from hf_zero.errors import CheckpointError

@@ -39,7 +39,6 @@ from hf_zero.checkpoint.manifest import (
     class_name,
 )
 from hf_zero.checkpoint.progress import progress_bar
-from hf_zero.checkpoint.run_state import NonTensorState, non_tensor_state, objects_file
 from hf_zero.checkpoint.save_job import NOTHING_SAVED, ByCollectives, SaveJob, SharedFiles
 from hf_zero.checkpoint.save_plan import (
     ModelEntries,
@@ -50,6 +49,7 @@ from hf_zero.checkpoint.save_plan import (
     plan_save,
     unwrapped,
 )
+from hf_zero.checkpoint.script_state import NonTensorState, non_tensor_state, objects_file
 from hf_zero.checkpoint.staging import ReadyFile, deferred_states
 from hf_zero.checkpoint.storage import AnyPath, as_path
 from hf_zero.checkpoint.tensorfile import FileHashes

@@ -18,8 +18,9 @@ from typing import BinaryIO
 import torch
 
 from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _convert
-from hf_zero.checkpoint.convert.export import UNIVERSAL, convert_checkpoint, write_torch_files
+from hf_zero.checkpoint.convert.export import UNIVERSAL, convert_checkpoint
 from hf_zero.checkpoint.convert.files import lock_if_supported, refuse_target
+from hf_zero.checkpoint.convert.torch_weights import write_torch_files
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.host_folders import FileLock
 from hf_zero.checkpoint.reader import ShardedCheckpoint

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.failures import decide_on_rank_0
 from hf_zero.checkpoint.find import integrity_error
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger, parse_json
@@ -154,7 +155,7 @@ class StateContents:
 def ranks_of(checkpoint: Path) -> int:
     """Return the number of ranks that wrote ``checkpoint``, a tag's folder."""
     path = checkpoint / MANIFEST_NAME
-    return len(Manifest.read(path).files) if path.is_file() else 0
+    return len(read_manifest(path).files) if path.is_file() else 0
 
 
 def warn_lost_random_states(

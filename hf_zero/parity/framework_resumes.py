@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_zero.checkpoint.manifest import RNG
-from hf_zero.checkpoint.run_state import rng_states, set_rng_state
+from hf_zero.checkpoint.random_generators import rng_states, set_rng_state
 from hf_zero.errors import ParityError
 from hf_zero.integrations import finder, seams
 from hf_zero.integrations.engine_protocol import is_engine, trains

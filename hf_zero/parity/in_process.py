@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.run_state import restorer_of_generators
+from hf_zero.checkpoint.random_generators import restorer_of_generators
 from hf_zero.distributed import process_group, world_group
 from hf_zero.parity.answers import Answer
 from hf_zero.parity.comparison import RunRecord

@@ -14,8 +14,8 @@ from typing import Any, Generic
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from hf_zero.checkpoint.random_generators import restorer_of_generators
 from hf_zero.checkpoint.resume import LATEST
-from hf_zero.checkpoint.run_state import restorer_of_generators
 from hf_zero.config import ZeroConfig
 from hf_zero.config.feature_rows import provided
 from hf_zero.engine import release_holders

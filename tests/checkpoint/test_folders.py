@@ -20,7 +20,8 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget, FolderTarget
 from hf_zero.checkpoint.find import DROPPED, LATEST, REPLACED, SAVING, find_checkpoint
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import (
@@ -294,7 +295,7 @@ def test_checkpoints_of_earlier_versions_come_first_by_step(
     assert find.tags_in(tmp_path) == ["b", "a", "c"]
     shutil.copytree(tmp_path / "c", tmp_path / "copy")
     engine.save_checkpoint(str(tmp_path), "d")
-    assert Manifest.read(tmp_path / "d" / MANIFEST_NAME).order == 4
+    assert read_manifest(tmp_path / "d" / MANIFEST_NAME).order == 4
     assert find.tags_in(tmp_path)[-1] == "d"
     (tmp_path / "d" / MANIFEST_NAME).write_text("{")  # damaged: the oldest
     assert find.tags_in(tmp_path)[0] == "d"

@@ -20,7 +20,7 @@ from hf_zero.checkpoint import reader, verify_all
 from hf_zero.checkpoint.convert.export import convert_checkpoint
 from hf_zero.checkpoint.find import LATEST, find_checkpoint, latest_tag, tags_in
 from hf_zero.checkpoint.foreign.torch_files import load_pickle
-from hf_zero.checkpoint.run_state import rng_states, set_rng_state
+from hf_zero.checkpoint.random_generators import rng_states, set_rng_state
 from hf_zero.cli.app import app
 from hf_zero.deepspeed.state_dicts import convert_zero_checkpoint_to_fp32_state_dict
 from hf_zero.errors import CheckpointError

@@ -17,7 +17,8 @@ import torch
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import background_saves, match_schedule, reader
-from hf_zero.checkpoint.manifest import Chunk, FlatEntry, GroupEntry, Manifest, dtype_of
+from hf_zero.checkpoint.manifest import Chunk, FlatEntry, GroupEntry
+from hf_zero.checkpoint.manifest_reading import dtype_of, manifest_of, read_manifest
 from hf_zero.checkpoint.match import pair_groups
 from hf_zero.checkpoint.reader import join, load_objects
 from hf_zero.errors import CheckpointError
@@ -42,7 +43,7 @@ def written(tmp_path_factory) -> dict:
 
 def refused(data: Any, match: str, case: object) -> None:
     with pytest.raises(CheckpointError) as caught:
-        Manifest.from_json(data, SOURCE)
+        manifest_of(data, SOURCE)
     assert caught.match(match), case
     assert str(SOURCE) in str(caught.value), case
 
@@ -50,7 +51,7 @@ def refused(data: Any, match: str, case: object) -> None:
 def test_round_trip(written):
     """Fields that it does not know are ignored."""
     for document in (written, written | {"color": "blue"}):
-        assert Manifest.from_json(document, SOURCE).to_json() == written
+        assert manifest_of(document, SOURCE).to_json() == written
 
 
 def test_order_and_names(written):
@@ -145,22 +146,22 @@ def test_boxes_that_do_not_fit_are_refused():
 def test_unreadable_files(tmp_path, written):
     path = tmp_path / "manifest.json"
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
-        Manifest.read(path)
+        read_manifest(path)
     for content in (b"", b"{", b"\xff\xfe", b"[" * 100_000):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="no JSON"):
-            Manifest.read(path)
+            read_manifest(path)
     with open(path, "wb") as file:
         file.truncate(2 << 30)
     with pytest.raises(CheckpointError, match="is not a manifest"):
-        Manifest.read(path)
+        read_manifest(path)
     for digest in (None, "", 5, [], "\ud800", "0" * 64, "xxh3_128:" + "0" * 31 + "é"):
         path.write_text(json.dumps({**written, "digest": digest}))
         with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: .*'digest'"):
-            Manifest.read(path)
+            read_manifest(path)
     path.write_text(json.dumps(written))
-    path.write_bytes(Manifest.read(path).dumps())
-    assert Manifest.read(path).to_json() == written
+    path.write_bytes(read_manifest(path).dumps())
+    assert read_manifest(path).to_json() == written
 
 
 def test_objects_that_are_damaged_or_would_execute(tmp_path):

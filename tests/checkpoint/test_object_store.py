@@ -30,6 +30,7 @@ from hf_zero.checkpoint import (
 from hf_zero.checkpoint.commit import ObjectStoreTarget
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import (
@@ -221,7 +222,7 @@ def test_a_manifest_that_the_store_accepts_without_an_answer(store, monkeypatch,
 def test_a_save_that_is_given_up_after_its_manifest_keeps_its_files(store, monkeypatch):
     """Also where the manifest cannot be read back."""
     before = weights(saved(URL, tag="a"))
-    save_id = Manifest.read(store / "a" / "manifest.json").save_id
+    save_id = read_manifest(store / "a" / "manifest.json").save_id
 
     def unreachable(path: Any) -> Manifest:
         raise CheckpointError(f"{path} cannot be read")

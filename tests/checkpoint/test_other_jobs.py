@@ -17,7 +17,8 @@ import pytest
 from hf_zero import checkpoint
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.host_folders import SaveLog, job_identity
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import trained
 from tests.helpers.commands import end_group
@@ -63,7 +64,7 @@ def other_job(folder: Path, *saves: tuple[str, Path]) -> Iterator[subprocess.Pop
 
 
 def save_id(folder: Path) -> str:
-    return Manifest.read(folder / MANIFEST_NAME).save_id
+    return read_manifest(folder / MANIFEST_NAME).save_id
 
 
 def test_a_checkpoint_of_another_running_job_is_not_replaced(

@@ -18,12 +18,13 @@ import torch
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint, storage
-from hf_zero.checkpoint.convert.export import write_torch_files
 from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.publish import FOLDER
 from hf_zero.checkpoint.convert.to_universal import LATEST_UNIVERSAL
+from hf_zero.checkpoint.convert.torch_weights import write_torch_files
 from hf_zero.checkpoint.find import integrity_error
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import trained
 from tests.helpers.cells import in_turn
@@ -273,7 +274,7 @@ def test_a_load_that_fails_at_any_call(tmp_path: Path) -> None:
 
 
 def _step(folder: Path) -> int:
-    return Manifest.read(folder / MANIFEST_NAME).counters["global_steps"]
+    return read_manifest(folder / MANIFEST_NAME).counters["global_steps"]
 
 
 def test_folders_that_cannot_be_exchanged(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import hf_zero
-from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.resume import find_resumed
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.setup.training_loader import StreamLoader
@@ -305,7 +305,7 @@ def test_what_is_refused(tmp_path):
             on_ranks(world, resume, build=net)
         assert type(failed.value.__cause__) is ConfigError
     path = tmp_path / "global_step1" / "manifest.json"
-    manifest = Manifest.read(path)
+    manifest = read_manifest(path)
     path.write_bytes(replace(manifest, world=manifest.world | {"tensor": 2}).dumps())
     with pytest.raises(ConfigError, match=r"\(tensor 2, now 1\)"):
         resumed(tmp_path)

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import run_state
-from hf_zero.checkpoint.run_state import rng_states, set_rng_state
+from hf_zero.checkpoint import random_generators
+from hf_zero.checkpoint.random_generators import rng_states, set_rng_state
 from hf_zero.checkpoint.tensorfile import CODES
 from tests.checkpoint.jobs import (
     TWO,
@@ -274,7 +274,7 @@ def test_a_generator_of_numpy_that_was_replaced_is_left_out(tmp_path, heard, mon
     """Saves and loads go on, with one warning in the process concerned."""
     monkeypatch.setenv("RANK", "1")
     before = np.random.get_bit_generator()
-    run_state._warn_of_generator.cache_clear()
+    random_generators._warn_of_generator.cache_clear()
     saved(tmp_path / "default", Job(1, 3))
     try:
         np.random.set_bit_generator(np.random.PCG64(5))

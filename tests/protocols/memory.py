@@ -17,6 +17,7 @@ import torch
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.manifest import FileEntry
 from hf_zero.checkpoint.memory import folders, saving
+from hf_zero.checkpoint.memory.copy_exchange import CopyExchange
 from hf_zero.checkpoint.memory.job_folders import Hosts
 from hf_zero.checkpoint.memory.record import RankRecord
 from hf_zero.checkpoint.memory.slot_files import Staged
@@ -128,8 +129,10 @@ class Rank(saving.MemoryCheckpoints):
         self._is_cut_off, self._rewound, self._logged_wait = False, True, False
         self._staged, self._copied_for_disk, self._copied_for_disk_at = None, None, -1
         self._ready_path, self._marks, self._running = None, {}, None
-        self._files = self._kept = Files()  # type: ignore[assignment]
         self.transfers = connections or SimpleNamespace(close=lambda: None)
+        self._files = Files()  # type: ignore[assignment]
+        self._exchange = CopyExchange(self.transfers, self.hosts, rank, world.size, copies)
+        self._exchange._kept = self._files
         self._ranks = SimpleNamespace(
             all_gather_object=lambda value, what="": world.collective(
                 "objects", rank, value, said=what or "an outcome"

@@ -21,6 +21,7 @@ from hf_zero.checkpoint import find as finding
 from hf_zero.checkpoint.background_saves import BackgroundSaver
 from hf_zero.checkpoint.commit import FolderTarget
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.save_job import SaveJob, SharedFiles
 from hf_zero.checkpoint.tensorfile import BlockHashes, FileHashes
 from hf_zero.distributed.store import StoreMessages
@@ -73,7 +74,7 @@ class Manifest:
 def damage(folder: Path) -> str:
     """Return what is missing in a checkpoint, or ""."""
     try:
-        manifest = Manifest.read(folder / MANIFEST_NAME)
+        manifest = read_manifest(folder / MANIFEST_NAME)
         contents = {file.name: (folder / file.name).read_bytes() for file in manifest.files}
     except (OSError, CheckpointError) as error:
         return str(error)
@@ -218,7 +219,7 @@ class Job:
         damaged = damage(latest)
         if damaged:
             return f"`latest` names a damaged checkpoint: {damaged}"
-        before, newest[0] = newest[0], int(Manifest.read(latest / MANIFEST_NAME).save_id[:8])
+        before, newest[0] = newest[0], int(read_manifest(latest / MANIFEST_NAME).save_id[:8])
         if newest[0] < max(least, before):
             return f"`latest` names save {newest[0]}, and {max(least, before)} has succeeded"
         return ""

@@ -26,9 +26,7 @@ from hf_zero.checkpoint.convert.files import (
     new_folder,
     refuse_link,
     refuse_target,
-    remove_irregular,
     temporary_path,
-    torch_save,
     write_part,
 )
 from hf_zero.checkpoint.convert.outputs import CONFIG as ADAPTER
@@ -37,7 +35,6 @@ from hf_zero.checkpoint.convert.outputs import (
     OutputTensor,
     adapter_parts,
     adapters_in,
-    all_names,
     choose,
     dtype_option,
     exported,
@@ -54,11 +51,10 @@ from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.storage import AnyPath, local_path
 from hf_zero.checkpoint.tensorfile import FilePlan
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.logging import in_units, listed, logger, parse_size
+from hf_zero.logging import in_units, logger, parse_size
 
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
-TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model{suffix}.bin", "pytorch_model.bin.index.json"
 Format = Literal["safetensors", "dcp", "universal"]
 SAFETENSORS: Final = "safetensors"
 DCP: Final = "dcp"
@@ -383,14 +379,16 @@ def _of_model(
     only: str | Sequence[str] | None,
     max_shard_size: str | int,
 ) -> _OutputFiles:
-    parts = _split(choose(_of_whole(checkpoint, model_tensors), only), max_shard_size)
+    parts = split_into_files(
+        choose(as_saved_pretrained(checkpoint, model_tensors), only), max_shard_size
+    )
     if len(parts) == 1:
         return _OutputFiles(parts, {})
     places = {output.name: file for file, part in parts.items() for output in part}
-    return _OutputFiles(parts, {INDEX: _index(parts, places)})
+    return _OutputFiles(parts, {INDEX: index_of(parts, places)})
 
 
-def _of_whole(checkpoint: Checkpoint, tensors: list[OutputTensor]) -> list[OutputTensor]:
+def as_saved_pretrained(checkpoint: Checkpoint, tensors: list[OutputTensor]) -> list[OutputTensor]:
     """Return those of ``tensors`` that ``save_pretrained`` would write, under its names."""
     log_excluded(checkpoint)
     return exported(tensors, checkpoint.manifest.export)
@@ -406,7 +404,7 @@ def _identity(checkpoint: Checkpoint, plans: dict[str, FilePlan]) -> str:
     return digest.hexdigest()
 
 
-def _split(
+def split_into_files(
     chosen: list[OutputTensor], max_shard_size: str | int, pattern: str = WEIGHTS
 ) -> dict[str, list[OutputTensor]]:
     """Divide the tensors into files by the rule of ``save_pretrained``.
@@ -438,7 +436,7 @@ def _split(
     return files or {pattern.format(suffix=""): []}
 
 
-def _index(parts: dict[str, list[OutputTensor]], places: dict[str, str]) -> bytes:
+def index_of(parts: dict[str, list[OutputTensor]], places: dict[str, str]) -> bytes:
     """Return the index of several weight files; ``places`` are the files by name of a tensor."""
     sizes = [output for part in parts.values() for output in part]
     metadata = {
@@ -447,68 +445,6 @@ def _index(parts: dict[str, list[OutputTensor]], places: dict[str, str]) -> byte
     }
     index = {"metadata": metadata, "weight_map": places}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-
-
-_OF_TORCH = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin|" + re.escape(TORCH_INDEX))
-
-
-def write_torch_files(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    max_shard_size: str | int = "5GB",
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-    verify: bool = True,
-) -> list[str]:
-    """Write the whole model in float32 into the folder ``dst`` as files of ``torch.save``, with all
-    names of tied tensors, and return their names; several files have an index. Holds one file at a
-    time in memory. Arguments and errors as in :func:`convert_checkpoint`.
-    """
-    target = local_path(dst, "a converted model")
-    with (
-        checkpoint_errors(target),
-        open_checkpoint(find_checkpoint(src, tag), hashes=verify) as checkpoint,
-    ):
-        manifest = checkpoint.manifest
-        tensors = outputs(manifest, torch.float32, exclude_frozen_parameters)
-        parts = _split(_of_whole(checkpoint, tensors), max_shard_size, TORCH_WEIGHTS)
-        names = all_names(manifest)
-        written = [*parts, *([TORCH_INDEX] if len(parts) > 1 else [])]
-        places: dict[str, str] = {}
-        remove_irregular(temporary_path(target, file) for file in written)
-        try:
-            for file, part in parts.items():
-                state: dict[str, torch.Tensor] = {}
-                for output in part:
-                    values = torch.empty(output.shape, dtype=output.dtype)
-                    output.fill(checkpoint, values)
-                    state |= dict.fromkeys(names.get(output.name, [output.name]), values)
-                places |= dict.fromkeys(state, file)
-                torch_save(state, temporary_path(target, file))
-            if len(parts) > 1:
-                index = _index(parts, places)
-                storage.write_file(temporary_path(target, TORCH_INDEX), index)
-            with Publication(target) as publication:
-                # Transformers takes the file of a former conversion before the index
-                for old in target.iterdir():
-                    if _OF_TORCH.fullmatch(old.name) and old.name not in written:
-                        publication.remove(old.name)
-                for file in written:
-                    publication.replace(temporary_path(target, file), file)
-        finally:
-            for file in written:
-                temporary_path(target, file).unlink(missing_ok=True)
-    # They may be the Trainer's own, so they are not removed.
-    preferred = [name for name in (WEIGHTS.format(suffix=""), INDEX) if (target / name).is_file()]
-    if preferred:
-        logger.warning(
-            "%s also holds %s, which Transformers takes before the written %s; remove it, or "
-            "convert into another folder",
-            target,
-            listed(preferred),
-            listed(written),
-        )
-    return list(parts)
 
 
 def _make(target: Path, output_files: _OutputFiles) -> None:

@@ -19,7 +19,9 @@ from typing import Any, Literal
 import torch
 
 from hf_zero.checkpoint.convert.card import json_object, searched_folders
-from hf_zero.checkpoint.manifest import Adapter, Export, Manifest, is_plain, strip_wrappers
+from hf_zero.checkpoint.manifest import Adapter, Export, Manifest
+from hf_zero.checkpoint.manifest_reading import is_plain
+from hf_zero.checkpoint.parameter_names import strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import FilePlan, plan_file

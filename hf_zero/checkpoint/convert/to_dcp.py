@@ -29,7 +29,8 @@ from hf_zero import optim
 from hf_zero.checkpoint.convert.files import file_error
 from hf_zero.checkpoint.convert.outputs import OutputTensor, log_left_out, outputs, tied_names
 from hf_zero.checkpoint.foreign.dcp import COUNTERS
-from hf_zero.checkpoint.manifest import GroupEntry, strip_wrappers
+from hf_zero.checkpoint.manifest import GroupEntry
+from hf_zero.checkpoint.parameter_names import strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger

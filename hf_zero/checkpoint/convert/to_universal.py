@@ -17,7 +17,9 @@ from hf_zero.checkpoint import failures, find, storage
 from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.outputs import OutputTensor, log_left_out, outputs
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, OWN_KEYS, SETTINGS, STEP, WEIGHTS
-from hf_zero.checkpoint.manifest import MASTER, is_plain, strip_wrappers
+from hf_zero.checkpoint.manifest import MASTER
+from hf_zero.checkpoint.manifest_reading import is_plain
+from hf_zero.checkpoint.parameter_names import strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.foreign.assembled import OptimizerGroup
-from hf_zero.checkpoint.manifest import pair_names
+from hf_zero.checkpoint.parameter_names import pair_names
 from hf_zero.optim.group_settings import plain_settings
 from hf_zero.optim.segments import ParamGroup, StateArrays
 

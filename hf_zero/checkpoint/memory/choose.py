@@ -1,45 +1,34 @@
 """Choice of the checkpoint to resume from: the newest generation that is complete over the memory
-of the hosts, or the checkpoint on disk; and a folder on each host from which a load reads it.
+of the hosts, or the checkpoint on disk.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from hf_zero.checkpoint import find, host_folders
+from hf_zero.checkpoint import find
 from hf_zero.checkpoint.failures import collective_try, decide_on_rank_0
 from hf_zero.checkpoint.generations import Newest
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
-from hf_zero.checkpoint.match import LoadTarget, match_names
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.memory import folders, saving
-from hf_zero.checkpoint.memory.inventory import Generation, HeldFile, is_later
-from hf_zero.checkpoint.memory.job_folders import Hosts, JobFolders
-from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
-from hf_zero.checkpoint.memory.slot_files import SlotFiles
-from hf_zero.checkpoint.reader import copy_ranges
+from hf_zero.checkpoint.memory.inventory import is_later
+from hf_zero.checkpoint.memory.job_folders import JobFolders
+from hf_zero.checkpoint.memory.load_preparation import LoadPreparation, warn_on_rank_0
 from hf_zero.checkpoint.run_state import SavedEngine
-from hf_zero.checkpoint.storage import as_path, place_of, remove_tree
-from hf_zero.checkpoint.tensorfile import Hash, algorithm_of, bytes_view, hash_of_file
+from hf_zero.checkpoint.storage import as_path, place_of
 from hf_zero.config import ZeroConfig
 from hf_zero.config.memory import MemorySection
 from hf_zero.distributed import process_group
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import counted, listed, log_rank0, logger
+from hf_zero.logging import counted, listed, log_rank0
 
 if TYPE_CHECKING:
-    from hf_zero.distributed.host_transfers import Peer
     from hf_zero.distributed.world_group import RankGroup
-
-# files compared by `newest_in_memory`, which the load right after it need not hash again
-_compared: set[tuple[Path, str, int, int]] = set()
 
 
 @dataclass(frozen=True)
@@ -72,8 +61,9 @@ def newest(
     else:
         on_disk, damage = _on_disk_or_damage(ranks, engine.global_rank, directory)
         memory.wait()
-        able = _generations(memory, ranks, on_disk, directory, run)
-        checkpoint = next(filter(None, (taking.take(engine, strict) for taking in able)), None)
+        preparations = _generations(memory, ranks, on_disk, directory, run)
+        prepared = (preparation.prepare(engine, strict) for preparation in preparations)
+        checkpoint = next(filter(None, prepared), None)
         if checkpoint is not None:
             return checkpoint
     if damage is not None:
@@ -102,9 +92,9 @@ def newest_in_memory(
     ranks, rank = get_world_group(), process_group.get_rank()
     on_disk, damage = _on_disk_or_damage(ranks, rank, directory, tag)
     where = saving.next_folders(config.section_of(MemorySection), ranks, rank)
-    able = _generations(where, ranks, on_disk, directory, run)
-    tried = (taking.take() for taking in able if taking.save_id not in skipped)
-    checkpoint = next(filter(None, tried), None)
+    preparations = _generations(where, ranks, on_disk, directory, run)
+    prepared = (each.prepare() for each in preparations if each.save_id not in skipped)
+    checkpoint = next(filter(None, prepared), None)
     if checkpoint is None and damage is not None:
         raise damage
     return checkpoint
@@ -128,15 +118,13 @@ def choose_checkpoint(
     assert memory is not None
     if where in [memory.folder(base) / folders.RESUME for base in memory.bases]:
         tag = find.latest_tag(where) if tag is None else tag
-        save_id = Manifest.read(where / tag / MANIFEST_NAME).save_id
+        save_id = read_manifest(where / tag / MANIFEST_NAME).save_id
         checkpoint = Newest(where, tag, -1, in_memory=True)
         if save_id == memory.ready:
             return checkpoint
         memory.wait()
-        taken = [
-            taking for taking in _generations(memory, engine.mesh.job) if taking.save_id == save_id
-        ]
-        if not any(taking.take(engine, strict) for taking in taken):
+        preparations = _generations(memory, engine.mesh.job)
+        if not any(p.prepare(engine, strict) for p in preparations if p.save_id == save_id):
             raise CheckpointError(
                 f"{where}: the generation in memory that was chosen cannot be loaded; start the "
                 "job again: an older one, or a checkpoint on disk, is taken"
@@ -165,7 +153,7 @@ def _on_disk(
             return None
         folder, step, attempt = find.locate(root, tag), -1, 0
         if find.is_checkpoint(folder):
-            manifest = Manifest.read(folder / MANIFEST_NAME)
+            manifest = read_manifest(folder / MANIFEST_NAME)
             step, attempt = manifest.counters.get("global_steps", -1), manifest.attempt
         return OnDisk(tag or find.latest_tag(root), step, attempt)
 
@@ -183,7 +171,7 @@ def _on_disk_or_damage(
     try:
         return _on_disk(ranks, rank, directory, tag), None
     except CheckpointError as error:
-        _say(rank, f"{error}; looking in the memory of the hosts")
+        warn_on_rank_0(rank, f"{error}; looking in the memory of the hosts")
         return None, error
 
 
@@ -193,7 +181,7 @@ def _generations(
     on_disk: OnDisk | None = None,
     directory: str | os.PathLike[str] | None = None,
     run: str | os.PathLike[str] | None = None,
-) -> Iterator[_Taking]:
+) -> Iterator[LoadPreparation]:
     """Yield the generations that were saved after the checkpoint ``on_disk`` in ``directory``,
     newest first, without those of runs in another folder than ``run``. Collective.
     """
@@ -206,323 +194,4 @@ def _generations(
         )
     for generation in candidates:
         if on_disk is None or is_later(generation, on_disk.step, on_disk.attempt):
-            yield _Taking(where, ranks, generation, local)
-
-
-class _Taking:
-    """The preparation of one generation for a load: its choice, which needs no engine, and the
-    files that the ranks of this host read.
-    """
-
-    def __init__(
-        self,
-        where: JobFolders,
-        ranks: RankGroup,
-        generation: Generation,
-        local: Mapping[HeldFile, Path],
-    ) -> None:
-        self._where, self._hosts, self._ranks, self._rank = where, where.hosts, ranks, where.rank
-        self._host = self._hosts.names[self._rank]
-        self._generation, self.save_id = generation, generation.save_id
-        self._holders = {rank: list(hosts) for rank, hosts in generation.holders.items()}
-        self._here = {
-            file.rank: path for file, path in local.items() if file.save_id == generation.save_id
-        }
-        self._chooses = False  # a load follows
-        self._marks: list[folders.InUse] = []  # of the folders that a load reads
-
-    def take(self, engine: SavedEngine | None = None, strict: bool = True) -> Newest | None:
-        """Return the generation in a folder of this host, with the files that its ranks read for a
-        load into ``engine``, if there is one; None, logged, if it is not complete. Collective.
-        """
-        generation, self._chooses = self._generation, engine is None
-        what = f"the generation of step {generation.step} in memory"
-        if not generation.is_complete():
-            missing = [n for n in range(generation.world) if not generation.holders.get(n)]
-            _say(self._rank, f"{what} is skipped: no host holds the files of ranks {missing}")
-            return None
-        try:
-            records = self._gather_records()
-            manifest = join_records(records)
-            if engine is None:
-                self._check(manifest)
-            folder = self._present(manifest, records)
-            if engine is not None:
-                self._complete(engine, manifest, folder, strict)
-        except CheckpointError as error:
-            _say(self._rank, f"{what} is skipped: {error}")
-            return None
-        marks = self._marks if engine is None else ()  # an engine has marks of its own
-        return Newest(folder, manifest.tag, generation.step, True, self.save_id, marks)
-
-    def _gather_records(self) -> list[RankRecord]:
-        """Return the records of the generation, by rank. Each is sent by one rank of the host that
-        would read its file. Collective.
-        """
-        order = range(self._generation.world)
-
-        def own() -> dict[int, bytes]:
-            mine = [r for r in order if self._source(self._host_of(r), r) == self._host]
-            ranks = self._hosts.ranks[self._host]
-            share = mine[ranks.index(self._rank) :: len(ranks)]
-            return {r: record_path(self._here[r]).read_bytes() for r in share}
-
-        records, _ = collective_try(self._ranks, own)
-        gathered = self._ranks.all_gather_object(records, "records of a generation")
-        contents = {r: content for some in gathered for r, content in some.items()}
-        return [RankRecord.parse(contents[r], f"the record of rank {r}") for r in order]
-
-    def _host_of(self, file: int) -> str:
-        """Return the host that reads a file if the ranks are those of the save."""
-        return self._hosts.names[file % len(self._hosts.names)]
-
-    def _source(self, host: str, file: int) -> str:
-        """Return the host from which ``host`` has a file: itself, or one of its holders."""
-        holders = self._holders[file]
-        return host if host in holders else holders[file % len(holders)]
-
-    def _check(self, manifest: Manifest) -> None:
-        """Compare the hashes of the copies that hosts would read, or have sent, until all of them
-        are sound. Raises CheckpointError if no sound copy of a file is left. Collective.
-        """
-        checked: set[tuple[str, int]] = set()
-        order = range(len(manifest.files))
-        while unknown := {(self._source(self._host_of(n), n), n) for n in order} - checked:
-            share = self._share(n for host, n in unknown if host == self._host)
-            self._leave_out(manifest, self._damaged(share, manifest))
-            checked |= unknown
-
-    def _share(self, files: Iterable[int]) -> list[int]:
-        """Return the part of this host's ``files`` that this rank compares."""
-        ranks = self._hosts.ranks[self._host]
-        return sorted(files)[ranks.index(self._rank) :: len(ranks)]
-
-    def _damaged(self, files: Iterable[int], manifest: Manifest) -> list[tuple[str, int]]:
-        """Return the host and number of each of ``files`` whose copy on this host is damaged."""
-        return [(self._host, n) for n in files if not self._is_sound(n, manifest.files[n])]
-
-    def _leave_out(
-        self, manifest: Manifest, damaged: Sequence[tuple[str, int]]
-    ) -> set[tuple[str, int]]:
-        """Leave the ``damaged`` copies of all ranks out of the generation, and return them: host
-        and file of each. Raises CheckpointError if no copy of a file is left. Collective.
-        """
-        gathered = self._ranks.all_gather_object(damaged, "hashes of checkpoints in memory")
-        lost = {copy for of_rank in gathered for copy in of_rank}
-        for host, file in sorted(lost):
-            self._holders[file].remove(host)
-            name = manifest.files[file].name
-            _say(self._rank, f"the copy of {name} in memory of host {host} is damaged")
-        if not all(self._holders.values()):
-            gone = [n for n, hosts in self._holders.items() if not hosts]
-            raise CheckpointError(f"every copy of the files of ranks {gone} is damaged")
-        return lost
-
-    def _is_sound(self, n: int, entry: FileEntry) -> bool:
-        """Return whether this host's copy of file ``n`` has the hash of ``entry``; computed once
-        for a choice and the load that follows it.
-        """
-        path = self._here[n]
-        try:
-            now = path.stat()
-        except OSError:
-            return False
-        key = path, entry.hash, now.st_ino, now.st_mtime_ns
-        if key in _compared:
-            _compared.remove(key)
-            return True
-        sound = _is_sound(path, entry)
-        if sound and self._chooses:
-            _compared.add(key)
-        return sound
-
-    def _present(self, manifest: Manifest, records: Sequence[RankRecord]) -> Path:
-        """Make this host's folder of the generation, without rank files. Collective."""
-        where = self._where
-        folder = where.folder(where.bases[0]) / folders.RESUME
-
-        def make() -> None:
-            if where.acts_for_host:
-                for base in where.bases:
-                    remove_tree(where.folder(base) / folders.RESUME)
-                jobs = [where.job_folder(base) for base in where.bases]
-                self._marks = [folders.InUse(job) for job in jobs if job == jobs[0] or job.exists()]
-                _write_beside(folder, manifest, records)
-
-        collective_try(self._ranks, make)
-        return folder
-
-    def _complete(
-        self, engine: SavedEngine, manifest: Manifest, folder: Path, strict: bool
-    ) -> None:
-        """Add the files that the ranks of this host read for a load into ``engine``. Collective."""
-        memory = saving.checkpoints_of(engine)
-        assert memory is not None
-        _, wanted = collective_try(
-            self._ranks,
-            lambda: _files_needed(engine, manifest, strict),
-            share=lambda needed: needed,
-        )
-        wanted_by = {
-            (host, n)
-            for host, needed in zip(self._hosts.names, wanted, strict=True)
-            for n in needed
-        }
-        arrived: dict[int, Path] = {}
-        sound: set[tuple[str, int]] = set()
-        while unknown := {(*pair, self._source(*pair)) for pair in wanted_by - sound}:
-            moves = sorted((n, host, source) for host, n, source in unknown if host != source)
-            share = self._share(n for host, n, source in unknown if host == source == self._host)
-            damaged: list[tuple[str, int]] = []
-            with ThreadPoolExecutor(1) as beside:  # this host's own files, while others arrive
-                compared = beside.submit(self._damaged, share, manifest)
-                if moves:
-                    into = self._place(memory, manifest, moves)
-                    damaged = self._fetch(memory, manifest, moves, into)
-                    received = [n for n, host, _ in moves if host == self._host]
-                    arrived |= {n: into / manifest.files[n].name for n in received}
-            lost = self._leave_out(manifest, damaged + compared.result())
-            sound |= {(host, n) for host, n, source in unknown if (source, n) not in lost}
-        _compared.clear()
-
-        def link() -> None:
-            for n in (n for host, n in wanted_by if host == self._host and memory.acts_for_host):
-                target = folder / manifest.tag / manifest.files[n].name
-                source = arrived[n] if n in arrived else self._here[n]
-                if source != target:
-                    target.symlink_to(source)
-
-        collective_try(self._ranks, link)
-        memory.mark()
-        memory.protect(self.save_id)
-        memory.ready = self.save_id
-
-    def _place(
-        self,
-        memory: saving.MemoryCheckpoints,
-        manifest: Manifest,
-        moves: Sequence[tuple[int, str, str]],
-    ) -> Path:
-        """Return the folder with room for what this host receives in ``moves``. Collective."""
-        nbytes = sum(manifest.files[n].size for n, host, _ in moves if host == self._host)
-
-        def make() -> str:
-            if not memory.acts_for_host:
-                return ""
-            fitting = (
-                base for base in memory.bases
-                if folders.capacity(base, memory.folder(base)) >= nbytes
-            )  # fmt: skip
-            base = next(fitting, memory.bases[0])
-            host_folders.make_own(memory.job_folder(base))
-            path = memory.folder(base) / folders.RESUME / manifest.tag
-            path.mkdir(parents=True, exist_ok=True)
-            return str(path)
-
-        _, paths = collective_try(self._ranks, make, share=lambda path: path)
-        return Path(paths[self._hosts.first(self._rank)])
-
-    def _fetch(
-        self,
-        memory: saving.MemoryCheckpoints,
-        manifest: Manifest,
-        moves: Sequence[tuple[int, str, str]],
-        folder: Path,
-    ) -> list[tuple[str, int]]:
-        """Send and receive the files of ``moves``: file, host, source. Return those that this rank
-        has received and that do not have their hash, with the source. Collective.
-        """
-        sends: list[Peer] = []
-        receives: list[Peer] = []
-        arriving: list[tuple[tuple[str, int], str, Hash]] = []
-
-        def open_files() -> None:
-            for at, (n, host, source) in enumerate(moves):
-                entry = manifest.files[n]
-                sender, receiver = (_one_of(self._hosts, peer, at) for peer in (source, host))
-                if sender == self._rank:
-                    tensor = torch.from_file(str(self._here[n]), size=entry.size, dtype=torch.uint8)
-                    sends.append((receiver, tensor))
-                if receiver == self._rank:
-                    new = SlotFiles(torch.device("cpu")).open(folder / entry.name, entry.size)
-                    receives.append((sender, new))
-                    hasher = Hash(algorithm_of(entry.hash))
-                    arriving.append(((source, n), entry.hash, hasher))
-
-        collective_try(self._ranks, open_files, folder)
-
-        def transfer() -> None:
-            try:
-                memory.transfers.transfer(
-                    sends, receives, lambda at, piece: arriving[at][2].update(bytes_view(piece))
-                )
-            except RuntimeError as error:
-                raise CheckpointError(f"files of other hosts did not arrive: {error}") from error
-
-        collective_try(self._ranks, transfer)
-        return [copy for copy, expected, hasher in arriving if hasher.text() != expected]
-
-
-def _one_of(hosts: Hosts, host: str, at: int) -> int:
-    ranks = hosts.ranks[host]
-    return ranks[at % len(ranks)]
-
-
-def _is_sound(path: Path, entry: FileEntry) -> bool:
-    try:
-        if path.stat().st_size != entry.size:
-            return False
-        return hash_of_file(path, algorithm_of(entry.hash)) == entry.hash
-    except OSError:
-        return False
-
-
-def _write_beside(folder: Path, manifest: Manifest, records: Sequence[RankRecord]) -> None:
-    """Write everything but the rank files into ``folder``: manifest, objects, configuration, and
-    what the ranks kept beside; of equal names the lowest rank's.
-    """
-    inner = folder / manifest.tag
-    inner.mkdir(parents=True)
-    for record in reversed(records):
-        for name, content in record.beside.items():
-            path = folder / name
-            if not path.resolve().is_relative_to(folder.resolve()):
-                raise CheckpointError(f"the file {name!r} beside a checkpoint leads out of it")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        for name, content in record.files.items():
-            (inner / name).write_bytes(content)
-    (inner / MANIFEST_NAME).write_bytes(manifest.dumps())
-    (folder / find.LATEST).write_text(manifest.tag)
-
-
-def _say(rank: int, text: str) -> None:
-    if rank == 0:
-        logger.warning("%s", text)
-
-
-def _files_needed(engine: SavedEngine, manifest: Manifest, strict: bool) -> set[int]:
-    """Return the indices of the rank files of ``manifest`` that a load of everything into this
-    rank's ``engine`` reads. Raises CheckpointError if it is of another model.
-    """
-    where = f"checkpoint {manifest.tag}"
-    names = match_names(LoadTarget.of(engine), manifest, where, strict=strict)
-    needed = {
-        stored.flat.chunks[stored.chunk].file
-        for flat in engine.flats
-        for stored in copy_ranges(
-            manifest, flat.layout, flat.owned[0], flat.owned[1], names.saved_names
-        )
-    }
-    saved = manifest.optimizer.tensor_states if manifest.optimizer else {}
-    bound = engine.bound if saved else None
-    whole = (
-        set() if bound is None else set(map(names.saved_names.get, bound.state.tensor_state.names))
-    )
-    needed |= {of.file for name, of in saved.items() if name in whole}
-    if any(name in manifest.buffers for name in names.buffers.values()):
-        needed.add(0)
-    if manifest.world["size"] == engine.mesh.dims.world:
-        # the states of its random generators
-        needed |= {n for n, of in enumerate(manifest.files) if of.rank == engine.global_rank}
-    return needed
+            yield LoadPreparation(where, ranks, generation, local)

@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hf_zero.checkpoint import manifest as form
-from hf_zero.checkpoint.manifest import DIGEST, Manifest, is_as_written, sealed
+from hf_zero.checkpoint import manifest_reading
+from hf_zero.checkpoint.manifest import DIGEST, Manifest, sealed
+from hf_zero.checkpoint.manifest_reading import is_as_written, manifest_of
 from hf_zero.checkpoint.save_plan import ModelEntries, RankReport
 from hf_zero.checkpoint.save_sharded import join_reports
 from hf_zero.errors import CheckpointError
@@ -82,7 +84,7 @@ class RankRecord:
                 int(data["step"]),
                 int(data["world"]),
                 _read_report(data["report"]),
-                None if head is None else Manifest.from_json(head, source),
+                None if head is None else manifest_of(head, source),
                 _decoded(data["files"]),
                 _decoded(data["beside"]),
             )
@@ -126,7 +128,7 @@ def join_records(records: Sequence[RankRecord]) -> Manifest:
             "generation, or a checkpoint on disk"
         )
     joined = join_reports(head, reports)
-    return Manifest.from_json(json.loads(json.dumps(joined.to_json())), f"generation {head.tag}")
+    return manifest_of(json.loads(json.dumps(joined.to_json())), f"generation {head.tag}")
 
 
 def _encoded(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -161,7 +163,7 @@ def _report(report: RankReport) -> JsonObject:
 def _read_report(data: JsonObject) -> RankReport:
     model = data["model"]
     return RankReport(
-        form.read_file_entry(data["file"]),
+        manifest_reading.read_file_entry(data["file"]),
         {key: (start, stop, tuple(names)) for key, (start, stop, names) in data["chunks"].items()},
         [*zip(data["scalars"], data["apart"])],
         {
@@ -171,11 +173,11 @@ def _read_report(data: JsonObject) -> RankReport:
         {key: (of, FlatLayout.from_json(layout)) for key, (of, layout) in data["layouts"].items()},
         model
         and ModelEntries(
-            tuple(replace(form.read_flat(flat), chunks=()) for flat in model["flats"]),
-            {name: form.dtype_of(dtype) for name, dtype in model["parameters"].items()},
+            tuple(replace(manifest_reading.read_flat(flat), chunks=()) for flat in model["flats"]),
+            {name: manifest_reading.dtype_of(dtype) for name, dtype in model["parameters"].items()},
             model["aliases"],
             tuple(model["excluded"]),
-            form.read_export(model["export"]),
+            manifest_reading.read_export(model["export"]),
             tuple(map(tuple, model["groups"])),
         ),
     )

@@ -1,5 +1,6 @@
 """Saves into the memory of hosts: this rank's file is copied into a memory-mapped file, and a
-thread beside the training hashes it, exchanges copies with other hosts and commits.
+thread beside the training hashes it, exchanges copies with other hosts (``copy_exchange.py``) and
+commits.
 
 [Note: two slots]
 A host has two slots, folders of rank files with a record each. A save removes the records of the
@@ -36,11 +37,12 @@ from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.generations import Generations
 from hf_zero.checkpoint.memory import folders
 from hf_zero.checkpoint.memory.claimed_folders import KEY, ClaimedFolders
+from hf_zero.checkpoint.memory.copy_exchange import CopyExchange
 from hf_zero.checkpoint.memory.inventory import generation_to_keep, is_later, records_in
 from hf_zero.checkpoint.memory.job_folders import JobFolders, remember
-from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
-from hf_zero.checkpoint.memory.slot_files import SlotCopy, SlotFiles, Staged, changes_of
-from hf_zero.checkpoint.run_state import SavedEngine, copy_as_saved, non_tensor_state, objects_file
+from hf_zero.checkpoint.memory.record import RankRecord, record_path
+from hf_zero.checkpoint.memory.slot_files import SlotFiles, Staged, changes_of
+from hf_zero.checkpoint.run_state import SavedEngine
 from hf_zero.checkpoint.save_plan import (
     RankFile,
     buffers_of_other_stages,
@@ -49,13 +51,13 @@ from hf_zero.checkpoint.save_plan import (
     stored_width,
 )
 from hf_zero.checkpoint.save_sharded import config_files, manifest_head
-from hf_zero.checkpoint.storage import BLOCK, place_of, remove_tree
-from hf_zero.checkpoint.tensorfile import FileHasher, bytes_view
+from hf_zero.checkpoint.script_state import copy_as_saved, non_tensor_state, objects_file
+from hf_zero.checkpoint.storage import place_of, remove_tree
 from hf_zero.config import ZeroConfig
 from hf_zero.config.memory import MemorySection
 from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.distributed.rank_hosts import host_name
-from hf_zero.errors import CheckpointError, HfZeroError
+from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units, log_rank0, logger
 from hf_zero.ops import native
 from hf_zero.zero.layout.whole_names import WholeNames
@@ -110,10 +112,12 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         self.transfers = HostTransfers(  # the token: an engine before may have had this mesh's name
             f"memory/{self.token}", self.rank, self.world, mesh.timeout
         )
+        self._exchange = CopyExchange(
+            self.transfers, self.hosts, self.rank, self.world, self.copies
+        )
         self.newest_id = ""  # save_id of the generation that the next save must not overwrite
         self.ready = ""  # save_id of the generation whose folder has what a load reads
         self._files = SlotFiles(mesh.device)
-        self._kept = SlotFiles(torch.device("cpu"))  # copies: no device reads or writes them
         self._slot = -1  # the one that the next save overwrites; -1: not chosen yet
         self._saves, self._last_step = 0, -1
         self._is_cut_off = False  # connections are lost: no slot may be overwritten any more
@@ -394,7 +398,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
     def _run(self, staged: Staged | None, step: int, stall: float, future: Future[None]) -> None:
         started = time.perf_counter()
         try:
-            committed = self._commit(staged)
+            committed = self._exchange.commit(staged, self._slot_folder(), self._log_failure)
         except Exception as error:  # a rank that ended: the training finds out for itself
             why = f"{describe_error(error)}; until the job starts again none is made"
             logger.warning("%s", self._failed(step, why))
@@ -429,6 +433,9 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             "before it stays, and training goes on"
         )
 
+    def _log_failure(self, error: Exception) -> None:
+        logger.error("%s", self._failed(self._last_step, describe_error(error)))
+
     def _log_save(self, staged: Staged, step: int, stall: float, seconds: float) -> None:
         if self.rank == 0:
             level = logger.info if self._saves == 1 else logger.debug
@@ -439,75 +446,6 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
                 stall,
                 seconds,
             )
-
-    def _commit(self, staged: Staged | None) -> bool:
-        """Hash this rank's file, exchange copies, write the records; return whether all ranks have
-        written theirs.
-        """
-        content = b""
-        try:
-            content = b"" if staged is None else self._hashed(staged).dumps()
-        except Exception as error:  # ranks that were out of step would pair parts of two saves
-            logger.error("%s", self._failed(self._last_step, describe_error(error)))
-            staged = None
-        size, save = (0, 0) if staged is None else (staged.plan.size, int(staged.save_id[:15], 16))
-        told = self._exchange_sizes(torch.tensor([size, len(content), save]))
-        copies: list[SlotCopy] = []
-        try:
-            others = [rank for rank, sizes in told.items() if sizes[1] and sizes[2] != save]
-            if others and staged is not None:
-                raise CheckpointError(f"ranks {others} sent the copies of another save")
-            copies = [self._place_of(rank, *sizes[:2]) for rank, sizes in told.items() if sizes[1]]
-        except (HfZeroError, OSError) as error:
-            logger.error("%s", self._failed(self._last_step, describe_error(error)))
-            staged = None
-        if not self.transfers.agree(staged is not None) or staged is None:
-            return False
-        partners = self.hosts.partners(self.rank, self.copies)
-        of_record = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self.transfers.transfer(
-            [(peer, tensor) for peer in partners for tensor in (staged.image, of_record)],
-            [(copy.rank, tensor) for copy in copies for tensor in (copy.image, copy.record)],
-        )
-        written = True
-        try:
-            write_record(record_path(staged.path), content)
-            for copy in copies:
-                write_record(record_path(copy.path), bytes(bytes_view(copy.record)))
-        except OSError as error:
-            logger.error("%s", self._failed(self._last_step, describe_error(error)))
-            written = False
-        return self.transfers.agree(written)
-
-    def _hashed(self, staged: Staged) -> RankRecord:
-        """Return the record with the hashes of the file."""
-        image, hasher = bytes_view(staged.image), FileHasher(staged.plan.stretches)
-        for start in range(0, len(image), BLOCK):
-            hasher.update(image[start : start + BLOCK])
-        hashes, report = hasher.result(), staged.record.report
-        entry = replace(report.file, hash=hashes.file, blocks=hashes.blocks)
-        return replace(staged.record, report=replace(report, file=entry))
-
-    def _exchange_sizes(self, own: torch.Tensor) -> dict[int, list[int]]:
-        """Exchange the sizes of files and records, and the number of their save; return those of
-        the ranks whose copies this one keeps. A rank that has failed has zeros.
-        """
-        partners = self.hosts.partners(self.rank, self.copies)
-        sources = self.hosts.kept_by(self.rank, self.copies)
-        told = {rank: torch.zeros_like(own) for rank in sources}
-        sizes = own.view(torch.uint8)
-        self.transfers.transfer(
-            [(peer, sizes) for peer in partners],
-            [(rank, tensor.view(torch.uint8)) for rank, tensor in told.items()],
-        )
-        return {rank: list(map(int, numbers)) for rank, numbers in told.items()}
-
-    def _place_of(self, rank: int, size: int, of_record: int) -> SlotCopy:
-        """Return the place in this host's slot for a copy of ``rank``'s file."""
-        path = self._slot_folder() / find.rank_file(rank, self.world)
-        record_path(path).unlink(missing_ok=True)
-        image = self._kept.open(path, size)
-        return SlotCopy(rank, path, image, torch.empty(of_record, dtype=torch.uint8))
 
     def _wait_for_last(self) -> None:
         if self._running is None:
@@ -569,6 +507,14 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             if is_later(held, step, attempt):
                 record_path(path).unlink(missing_ok=True)
 
+    def set_ready(self, save_id: str) -> None:
+        """Record that the folder of generation ``save_id`` has what a load reads."""
+        self.ready = save_id
+
+    def leave_saves_to_trainer(self) -> None:
+        """Have an integration make the saves, and choose the checkpoint to resume."""
+        self.saved_by_trainer = True
+
     def protect(self, save_id: str) -> None:
         """Keep generation ``save_id``, from which training continues, through the next save; an
         earlier one instead if that has all copies, and this one does not.
@@ -615,7 +561,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
                 pass
         self.transfers.close()
         self._files.close()
-        self._kept.close()
+        self._exchange.close()
         if keep:
             for base in self.bases:
                 own = folders.rank_mark(self.folder(base), self.rank)

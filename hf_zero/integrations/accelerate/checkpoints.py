@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from hf_zero.checkpoint.background_saves import after_commit
 from hf_zero.checkpoint.failures import decide_on_rank_0
 from hf_zero.checkpoint.find import DROPPED
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.retention import excess, remove
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
@@ -213,7 +214,7 @@ def _follow_ranks(accelerator: Accelerator, folder: Path) -> None:
     engines, path = engines_of(accelerator), folder / MODEL_TAG / MANIFEST_NAME
     if accelerator.split_batches or not (engines and path.is_file()):
         return
-    manifest, ranks = Manifest.read(path), accelerator.num_processes
+    manifest, ranks = read_manifest(path), accelerator.num_processes
     saved, batch, config = manifest.world["size"], manifest.batch, engines[0].config
     if batch:
         saved, ranks = batch["readers"], engines[0].data_ranks

@@ -48,7 +48,7 @@ def save_by_loop(accelerator: Accelerator) -> None:
     engine = engines[0]
     checkpoints = checkpoints_of(engine)
     assert checkpoints is not None
-    checkpoints.saved_by_trainer = True
+    checkpoints.leave_saves_to_trainer()
     checkpoints.note_run(accelerator.project_dir)
     engine.register_forward_pre_hook(_before_forward)
     _saving.add(accelerator)

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints, checkpoints_of
-from hf_zero.checkpoint.run_state import split
+from hf_zero.checkpoint.script_state import split
 from hf_zero.config.techniques import METRICS, PHASES
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import init, process_group
@@ -293,7 +294,7 @@ class StrategyMethods(_Strategy):
             trainer.save_checkpoint(folder / TAG, weights_only=False)
             return folder
 
-        checkpoints.saved_by_trainer = True
+        checkpoints.leave_saves_to_trainer()
         checkpoints.note_run(trainer.default_root_dir)
         callback = self._library("callbacks").Callback
         call_after_batches(trainer, callback, lambda: save_if_due(engine, write))
@@ -469,7 +470,7 @@ class StrategyMethods(_Strategy):
             isinstance(callback, base) for callback in callbacks_of(trainer)
         ):
             return
-        saved = Manifest.read(folder / TAG / MANIFEST_NAME).optimizer
+        saved = read_manifest(folder / TAG / MANIFEST_NAME).optimizer
         names = dict(engine.module.named_parameters())
         for group in saved.groups[len(engine.optimizer.param_groups) :] if saved else ():
             params = [names[name] for name in group.parameters if name in names]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_zero.checkpoint.failures import decide_on_rank_0
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.config.resolving import ACCUMULATION, TOTAL
 from hf_zero.distributed.world_group import get_world_group
@@ -38,7 +39,7 @@ def adopt_accumulation(trainer: Trainer, folder: Path, checkpoint: AnyPath) -> N
 
     def batch_of() -> dict[str, int]:
         path = checkpoint / MANIFEST_NAME
-        return Manifest.read(path).batch if path.is_file() else {}
+        return read_manifest(path).batch if path.is_file() else {}
 
     saved, readers = decide_on_rank_0(get_world_group(), batch_of), data_ranks(trainer)
     if not saved or readers == saved["readers"]:

@@ -24,7 +24,14 @@ from typer.testing import CliRunner
 
 import hf_zero
 from hf_zero.checkpoint import host_folders, memory, verify_all, verify_checkpoint
-from hf_zero.checkpoint.memory import checkpoints_of, folders, inventory, job_folders, saving
+from hf_zero.checkpoint.memory import (
+    checkpoints_of,
+    copy_exchange,
+    folders,
+    inventory,
+    job_folders,
+    saving,
+)
 from hf_zero.checkpoint.memory.choose import newest_in_memory
 from hf_zero.checkpoint.memory.inventory import Generation, generation_to_keep
 from hf_zero.cli.app import app
@@ -346,7 +353,7 @@ def test_folders_of_other_users_are_neither_read_nor_written(linked, tmp_path, m
 
 def no_record(monkeypatch: Patch) -> None:
     """Host b cannot write the record of step 2: the save after it finds all ranks in step."""
-    write, failed = saving.write_record, []
+    write, failed = copy_exchange.write_record, []
 
     def full(path: Path, content: bytes) -> None:
         if "/b/" in str(path) and "slot-1" in str(path) and not failed:
@@ -354,19 +361,19 @@ def no_record(monkeypatch: Patch) -> None:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(path, content)
 
-    monkeypatch.setattr(saving, "write_record", full)
+    monkeypatch.setattr(copy_exchange, "write_record", full)
 
 
 def no_hashes(monkeypatch: Patch) -> None:
     """The thread of rank 1 fails at step 2, before it has told the others anything."""
-    hashed = saving.MemoryCheckpoints._hashed
+    hashed = copy_exchange.hashed
 
-    def fails(self: Any, staged: Any) -> Any:
-        if self.rank == 1 and staged.record.step == 2:
+    def fails(staged: Any) -> Any:
+        if staged.record.report.file.rank == 1 and staged.record.step == 2:
             raise TypeError("state that is no JSON")
-        return hashed(self, staged)
+        return hashed(staged)
 
-    monkeypatch.setattr(saving.MemoryCheckpoints, "_hashed", fails)
+    monkeypatch.setattr(copy_exchange, "hashed", fails)
 
 
 def no_thread(monkeypatch: Patch) -> None:

@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 import hf_zero
 from hf_zero import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from hf_zero.checkpoint import staging, verify_checkpoint
-from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.memory import checkpoints_of, folders, saving
 from hf_zero.checkpoint.memory.choose import newest_in_memory
 from hf_zero.config import ZeroConfig
@@ -526,7 +526,7 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path) -> None:
         engine.save_checkpoint(folders[1], blocking=True)
         beside, plain = (next(Path(folder).glob("global_step*")) for folder in folders)
         assert tensors_of(beside) == tensors_of(plain), change.__name__
-        first, second = (Manifest.read(each / "manifest.json") for each in (beside, plain))
+        first, second = (read_manifest(each / "manifest.json") for each in (beside, plain))
         assert first.save_id != second.save_id
         first, second = (
             dataclasses.replace(each, save_id="", files=()) for each in (first, second)

@@ -21,7 +21,8 @@ import transformers
 
 import hf_zero
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.memory import saving
 from hf_zero.checkpoint.memory.folders import is_in_use
 from hf_zero.errors import CheckpointError
@@ -177,7 +178,7 @@ def test_settings_with_other_rows_on_other_ranks_are_named(
 ) -> None:
     """One rank resumes what two have saved, with as many rows a step."""
     path = find.locate(copied(whole, tmp_path) / "checkpoint-4") / MANIFEST_NAME
-    manifest = Manifest.read(path)
+    manifest = read_manifest(path)
     batch = {**manifest.batch, "readers": 2, "samples": 2 * manifest.batch["samples"]}
     path.write_bytes(replace(manifest, batch=batch).dumps())
     for changes, more, shards, named in OTHER_ROWS:
