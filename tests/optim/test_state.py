@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from hf_zero.checkpoint.memory.slot_files import TensorVersion, state_version
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.initial_state import counted_elsewhere, initial_state
 from hf_zero.optim.segment_entries import is_elementwise, is_scalar
-from hf_zero.optim.state_version import TensorVersion, state_version
 from tests.helpers.cells import in_one_item
 from tests.helpers.flats import shard
 
