@@ -20,6 +20,17 @@ from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 _ADAMW = ("exp_avg", "exp_avg_sq")
+_ADJUSTMENTS = ("original", "match_rms_adamw")
+_Range = tuple[Callable[[Any], bool], str]
+_NOT_NEGATIVE: _Range = (lambda value: float(value) >= 0.0, "a number of at least 0")
+_RANGES: dict[str, _Range] = {
+    **dict.fromkeys(("lr", "weight_decay", "eps", "adam_eps"), _NOT_NEGATIVE),
+    "momentum": (lambda value: 0.0 <= value < 1.0, "a number in [0, 1)"),
+    "betas": (lambda pair: all(0.0 <= beta < 1.0 for beta in pair), "two numbers in [0, 1)"),
+    "ns_steps": (lambda value: isinstance(value, int) and 0 < value < 100, "an integer below 100"),
+    "ns_coefficients": (lambda values: len(values) == 3, "three numbers"),
+    "adjust_lr_fn": ((None, *_ADJUSTMENTS).__contains__, " or ".join(map(repr, _ADJUSTMENTS))),
+}
 
 
 class Muon(WholeTensorOptimizer):
@@ -55,29 +66,21 @@ class Muon(WholeTensorOptimizer):
     ADOPTED_SETTINGS: Mapping[str, object] = {"use_muon": True}
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-3, weight_decay: float = 0.1,
-        momentum: float = 0.95, *, nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), ns_steps: int = 5,
-        eps: float = 1e-7, adjust_lr_fn: str | None = None,
-        betas: tuple[float, float] = (0.9, 0.999), adam_eps: float = 1e-8, use_muon: bool = True
-    ) -> None:  # fmt: skip
-        if not float(lr) >= 0.0 or not weight_decay >= 0.0:
-            raise ConfigError(
-                f"Muon: lr is {lr} and weight_decay {weight_decay}; give numbers of at least 0"
-            )
-        if not 0.0 <= momentum < 1.0 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ConfigError(
-                f"Muon: momentum is {momentum} and betas {betas}; give numbers in [0, 1)"
-            )
-        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ConfigError(
-                f'Muon: adjust_lr_fn is {adjust_lr_fn!r}; give "original" or "match_rms_adamw"'
-            )
-        if not 0 < ns_steps < 100 or len(ns_coefficients) != 3:
-            raise ConfigError(
-                f"Muon: ns_steps is {ns_steps} and ns_coefficients {ns_coefficients}; give a "
-                "number of steps below 100, and three coefficients"
-            )
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        eps: float = 1e-7,
+        adjust_lr_fn: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8,
+        use_muon: bool = True,
+    ) -> None:
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps, "eps": eps,
@@ -89,15 +92,12 @@ class Muon(WholeTensorOptimizer):
     def add_param_group(self, param_group: dict[str, object]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for index, parameter in enumerate(group["params"] if group["use_muon"] else ()):
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            if len(shape) != 2:
-                self.param_groups.pop()
-                raise ConfigError(
-                    f"Muon: parameter {index} of group {len(self.param_groups)} has shape "
-                    f"{tuple(shape)}, and Muon updates matrices; put it into a group with "
-                    '"use_muon": False, which AdamW updates'
-                )
+        try:
+            _check_settings(group)
+            _check_shapes(group, len(self.param_groups) - 1)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
 
     @classmethod
     def moments_of(cls, group: ParamGroup) -> tuple[str, ...]:
@@ -142,6 +142,26 @@ class Muon(WholeTensorOptimizer):
             if len(shape) == 2:  # not a stand-in
                 adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], torch.Size(shape))
                 weight.add_(update, alpha=-adjusted)
+
+
+def _check_settings(group: ParamGroup) -> None:
+    """Raise ConfigError for a hyperparameter of ``group`` that is out of range. One of torch's
+    Muon has none of AdamW.
+    """
+    for name, (is_in_range, remedy) in _RANGES.items():
+        if name in group and not is_in_range(group[name]):
+            raise ConfigError(f"Muon: {name} is {group[name]!r}; give {remedy}")
+
+
+def _check_shapes(group: ParamGroup, number: int) -> None:
+    """Raise ConfigError if Muon is to update a parameter of ``group`` that is no matrix."""
+    for index, parameter in enumerate(group["params"] if group["use_muon"] else ()):
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        if len(shape) != 2:
+            raise ConfigError(
+                f"Muon: parameter {index} of group {number} has shape {tuple(shape)}, and Muon "
+                'updates matrices; put it into a group with "use_muon": False, which AdamW updates'
+            )
 
 
 def _orthogonal(group: ParamGroup) -> Callable[[Tensor], Tensor]:
@@ -190,6 +210,7 @@ def muon_groups(
     Muon or by AdamW.
 
     Args:
+        params: as torch.optim takes them, with or without names.
         model: Muon updates its :func:`hidden_matrices`. An attribute ``use_muon`` of a parameter
             takes precedence; without a model every parameter must have one, else ConfigError.
         muon_lr, adam_lr: learning rates of the two for groups without ``lr``; None: the
@@ -200,21 +221,23 @@ def muon_groups(
     groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     split_groups = []
     for group in groups:
-        by_kind: dict[bool, list[Tensor]] = {True: [], False: []}
-        for parameter in group["params"]:
+        of_muon: list[object] = []
+        of_adamw: list[object] = []
+        members = group["params"]
+        for member in [members] if isinstance(members, Tensor) else members:
+            parameter = member[1] if isinstance(member, tuple) else member  # (name, parameter)
             tagged = getattr(parameter, "use_muon", None)
             if tagged is None and model is None:
                 raise ConfigError(
                     "Muon: a parameter has no attribute use_muon; set it to True for the hidden "
                     "matrices and to False for all others"
                 )
-            by_kind[bool(parameter in hidden if tagged is None else tagged)].append(parameter)
-        for use_muon, lr in ((True, muon_lr), (False, adam_lr)):
-            if by_kind[use_muon]:
+            by_muon = parameter in hidden if tagged is None else tagged
+            (of_muon if by_muon else of_adamw).append(member)
+        for use_muon, chosen, lr in ((True, of_muon, muon_lr), (False, of_adamw, adam_lr)):
+            if chosen:
                 rate = {} if lr is None else {"lr": lr}
-                split_groups.append(
-                    {**rate, **group, "params": by_kind[use_muon], "use_muon": use_muon}
-                )
+                split_groups.append({**rate, **group, "params": chosen, "use_muon": use_muon})
     return split_groups
 
 

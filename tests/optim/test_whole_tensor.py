@@ -19,7 +19,7 @@ from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.optim import LARS, Adafactor, Lamb, Muon, build_optimizer
 from hf_zero.optim.adoption import adopt, give_back
 from hf_zero.optim.elementwise import check
-from hf_zero.optim.muon import hidden_matrices
+from hf_zero.optim.muon import hidden_matrices, muon_groups
 from tests.helpers.cells import in_one_item
 from tests.helpers.optimizers import WHOLE
 
@@ -167,6 +167,27 @@ def test_a_vector_goes_to_adamw_and_a_group_stays_of_its_kind():
     optimizer.param_groups[0]["use_muon"] = False
     with pytest.raises(ConfigError, match=r"shape \(2, 2\) has no exp_avg, exp_avg_sq.*use_muon"):
         optimizer.step()
+
+
+def test_settings_of_a_group_of_muon_are_checked():
+    optimizer = Muon([torch.nn.Parameter(torch.ones(2, 2))])
+    for wrong in ({"lr": -1.0}, {"adjust_lr_fn": "none"}, {"betas": (0.9, 1.0)}):
+        (name,) = wrong
+        with pytest.raises(ConfigError, match=f"{name} is"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, 3))], **wrong})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_groups_of_muon_from_named_parameters_and_a_lone_tensor():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False))
+    plain = muon_groups(model.parameters(), model)
+    assert [(group["use_muon"], len(group["params"])) for group in plain] == [(True, 2), (False, 1)]
+    named = muon_groups(model.named_parameters(), model)
+    assert [[p for _, p in group["params"]] for group in named] == [g["params"] for g in plain]
+    optimizer = Muon(named)
+    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "1.weight"]
+    (lone,) = muon_groups([{"params": model[1].weight}], model)
+    assert lone["use_muon"] and lone["params"] == [model[1].weight]
 
 
 def test_muon_by_a_configuration():

@@ -22,7 +22,7 @@ from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import pre_layer_norm as pre_ln
 from hf_zero.integrations.fused import projections
 from hf_zero.integrations.fused.by_size import narrow_blocks, width_of
-from hf_zero.integrations.fused.candidates import candidates
+from hf_zero.integrations.fused.candidates import FusionCandidate, candidates
 from hf_zero.integrations.fused.replacement import Line, Replacement, Report
 from hf_zero.integrations.fused.shells import ModuleCall, calls_of_model
 from hf_zero.integrations.fused.sublayers import replaced
@@ -31,7 +31,7 @@ from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.ops.packed_linear import adjacent, pack_
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.initial_values import source_of
-from hf_zero.zero.layout.walk import attribute_of
+from hf_zero.zero.layout.walk import attribute_of, modules_of
 from hf_zero.zero.layout.wrap import PACKED
 from hf_zero.zero.transaction import on_rollback, transaction
 
@@ -114,28 +114,28 @@ def optimize(
         KernelError: no model, an unknown kernel, or a model that ``sparse_attention`` or
             ``pre_layer_norm`` does not support.
     """
-    kind = kind_for_auto(kinds.accelerator() or "cpu") if kernels in ("auto", True) else "cpu"
+    kind = kind_for_auto(kinds.accelerator() or "cpu") if _is_auto(kernels) else "cpu"
     names = _names(kernels, kind)
     _refuse_no_model(model)
     with torch.inference_mode(False):  # parameters move, and train later
-        narrow = narrow_blocks(to_be_compiled(model)) if kernels in ("auto", True) else ()
+        narrow = narrow_blocks(to_be_compiled(model)) if _is_auto(kernels) else ()
         prepare(model, names, sparse_attention, pre_layer_norm, narrow=narrow, engine=False)
     return model
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Restore the forwards that :func:`optimize` replaced; a model without fused kernels is
-    unchanged.
+    """Restore the forwards that :func:`optimize` replaced in ``model`` or in a model inside it; one
+    without fused kernels is unchanged.
 
     Raises:
         KernelError: no model, or another replacement of a forward was made since; undo that first.
     """
     _refuse_no_model(model)
-    record = model.__dict__.get(RECORD)
-    if record is not None:
-        with torch.inference_mode(False):
-            _undo(record.replacements)
-        del model.__dict__[RECORD]
+    for module in modules_of(model):
+        if RECORD in module.__dict__:
+            with torch.inference_mode(False):
+                _undo(module.__dict__[RECORD].replacements)
+            del module.__dict__[RECORD]
     return model
 
 
@@ -153,26 +153,32 @@ def _undo(replacements: list[Replacement]) -> None:
 
 
 def report(model: nn.Module) -> Report:
-    """Return the report of :func:`optimize` on ``model``; an empty one if it was not called."""
-    record = model.__dict__.get(RECORD)
-    return Report(()) if record is None else record.report
+    """Return the report of :func:`optimize` on ``model``, or on models inside it; an empty one if
+    it was not called.
+    """
+    records = [each.__dict__[RECORD] for each in modules_of(model) if RECORD in each.__dict__]
+    return Report(tuple(line for record in records for line in record.report.lines))
+
+
+def _is_auto(kernels: object) -> bool:
+    return kernels is True or (isinstance(kernels, str) and kernels == "auto")
 
 
 def _names(kernels: object, device: str) -> tuple[str, ...]:
-    if kernels in ("auto", True):
+    if _is_auto(kernels):
         return auto(device)
-    if kernels in ("off", None, False):
+    if kernels is None or kernels is False or (isinstance(kernels, str) and kernels == "off"):
         return ()
     if not isinstance(kernels, Iterable):
         raise KernelError(f"kernels={kernels!r}; give 'auto', 'off', or names: {', '.join(NAMES)}")
     names = (kernels,) if isinstance(kernels, str) else tuple(kernels)
-    try:
-        return in_order(names)
-    except ValueError as unknown:
-        raise KernelError(
-            f"{unknown} is not a fused kernel{did_you_mean(str(unknown), NAMES)}; give 'auto', "
-            f"'off', or names among {', '.join(NAMES)}"
-        ) from None
+    for unknown in names:
+        if unknown not in NAMES:
+            raise KernelError(
+                f"{unknown} is not a fused kernel{did_you_mean(str(unknown), NAMES)}; give 'auto', "
+                f"'off', or names among {', '.join(NAMES)}"
+            )
+    return in_order(names)
 
 
 def prepare(
@@ -192,60 +198,137 @@ def prepare(
     """
     names = _names(kernels, "cpu")
     restore(model)
-    in_compiled = {module for block in compiled for module in block.modules()}
-    narrow = [*narrow]
-    in_narrow = {module for block in narrow for module in block.modules()}
-    left_to_them = tuple(name for name in names if name in IN_COMPILED_BLOCKS)
-    replacements: list[Replacement] = []
-    lines: list[Line] = []
+    work = _Installation(model, names, compiled, narrow, packs=not engine)
     with transaction():
-        on_rollback(_undo, replacements)
+        on_rollback(_undo, work.replacements)
         calls = calls_of_model(model) if pre_layer_norm or "qkv" in names else []
         moves = pre_ln.plan(model, calls) if pre_layer_norm else None
-        moved = set() if moves is None else moves.norms(model)
         get_base = attribute_of(model, "get_base_model")  # inside the adapters of PEFT
         base: nn.Module = model if get_base is None else get_base()
-        of_head: set[nn.Module] = set()
-        if "loss" in names:
-            from hf_zero.integrations.fused.deferred_heads import defer_head, deferred_before_head
-
-            of_head = deferred_before_head(base)
-        for name, module in list(model.named_modules()):
-            chosen = left_to_them if module in in_compiled else names
-            chosen = () if module in in_narrow else chosen
-            if module not in moved and module not in of_head:
-                _replace(model, module, name, chosen, replacements, lines, not engine, moved)
+        work.replace_forwards(set() if moves is None else moves.norms(model), base)
         if "qkv" in names:
-            _project(model, calls, replacements, lines, not engine, in_narrow)
-        if narrow and IN_BLOCKS & {*names}:
-            lines.append(_left_narrow(narrow, names))
-        elif "residual" in names and not any("residual" in line.kernels for line in lines):
-            reason = "its residual sums are in forwards of whole blocks; compile: blocks fuses them"
-            lines.append(Line(("residual",), type(model).__name__, "", reason))
+            work.join_projections(calls)
+        work.report_left_out()
         if moves is not None:
-            _keep(model, moves.install(model, "norms" in names), replacements, lines, PRE_LN)
+            work.add(PRE_LN, model, moves.install(model, "norms" in names))
         if "loss" in names:
-            _keep(base, defer_head(base), replacements, lines, "loss")
+            from hf_zero.integrations.fused.deferred_heads import defer_head
+
+            work.add("loss", base, defer_head(base))
         if sparse_attention is not None:
             from hf_zero.integrations.fused.sparse_attention import sparsify
 
-            _keep(model, sparsify(model, sparse_attention), replacements, lines, "sparse_attention")
+            work.add("sparse_attention", model, sparsify(model, sparse_attention))
     if "optimizer" in names and not engine:
-        lines.append(
-            Line(
-                ("optimizer",),
-                "optimizer",
-                "",
-                "it is the engine's update; hf_zero.initialize has it",
-            )
-        )
-    if replacements or lines:
+        reason = "it is the engine's update; hf_zero.initialize has it"
+        work.lines.append(Line(("optimizer",), "optimizer", "", reason))
+    if work.replacements or work.lines:
         # first, because pickle meets the attributes in order: its error names the remedy
         others = dict(model.__dict__)
         model.__dict__.clear()
-        model.__dict__[RECORD] = Record(replacements, Report(tuple(lines)))
+        model.__dict__[RECORD] = Record(work.replacements, Report(tuple(work.lines)))
         model.__dict__.update(others)
         log_rank0(f"fused kernels in {type(model).__name__}:\n{report(model)}")
+
+
+class _Installation:
+    """The kernels ``names`` on their way into ``model``: its methods install them and add what they
+    have replaced, and lines of the report. ``packs``: weights of one matrix product are made
+    adjacent here, not where an engine lays out parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: tuple[str, ...],
+        compiled: Iterable[nn.Module],
+        narrow: Iterable[nn.Module],
+        packs: bool,
+    ) -> None:
+        self.replacements: list[Replacement] = []
+        self.lines: list[Line] = []
+        self._model, self._names, self._packs = model, names, packs
+        self._narrow_blocks = [*narrow]
+        self._in_compiled = {module for block in compiled for module in block.modules()}
+        self._in_narrow = {module for block in self._narrow_blocks for module in block.modules()}
+
+    def add(
+        self, kernel: str, module: nn.Module, result: Replacement | list[Replacement] | str
+    ) -> None:
+        """Add what ``kernel`` has replaced in ``module``, or why it has replaced nothing."""
+        if isinstance(result, str):
+            self.lines.append(Line((kernel,), type(module).__name__, "", result))
+            return
+        for replacement in [result] if isinstance(result, Replacement) else result:
+            self.replacements.append(replacement)
+            self.lines.append(Line((kernel,), replacement.what, replacement.where))
+
+    def replace_forwards(self, moved: Container[nn.Module], base: nn.Module) -> None:
+        """Replace the forwards of modules for which there are kernels, except those of norms that
+        are ``moved`` and of modules before the deferred head of ``base``.
+        """
+        of_head: set[nn.Module] = set()
+        if "loss" in self._names:
+            from hf_zero.integrations.fused.deferred_heads import deferred_before_head
+
+            of_head = deferred_before_head(base)
+        in_compiled = tuple(name for name in self._names if name in IN_COMPILED_BLOCKS)
+        for name, module in list(self._model.named_modules()):
+            names = in_compiled if module in self._in_compiled else self._names
+            if module in self._in_narrow:
+                names = ()
+            if module not in moved and module not in of_head and not replaced(module):
+                for candidate in candidates(module, names, moved):
+                    self._replace_forward(module, name, candidate)
+
+    def _replace_forward(self, module: nn.Module, name: str, candidate: FusionCandidate) -> None:
+        kind = type(module).__name__
+        if candidate.forward is None or "forward" in module.__dict__:
+            taken = "something else has replaced its forward"
+            reason = candidate.why_not if candidate.forward is None else taken
+            self.lines.append(Line(candidate.names, kind, name, reason))
+            return
+        module.forward = types.MethodType(candidate.forward, module)
+        undo = functools.partial(_put_back, module, name, candidate.forward)
+        self.replacements.append(Replacement(", ".join(candidate.names), name, undo))
+        self.lines.append(Line(candidate.names, kind, name))
+        if candidate.packs:
+            self._make_adjacent(module, name, candidate.packs)
+
+    def join_projections(self, calls: list[ModuleCall] | str) -> None:
+        """Install one matrix product for linear layers of one input, where no forward of ours has
+        it already, and not in narrow blocks. ``calls``: the calls of the model, or why they are not
+        known.
+        """
+        if isinstance(calls, str):
+            self.lines.append(Line(("qkv",), type(self._model).__name__, "", calls))
+            return
+        for parent, layers in projections.groups(calls, self._model):
+            module = self._model.get_submodule(parent)
+            has_qkv = any(line.where == parent and "qkv" in line.kernels for line in self.lines)
+            if module in self._in_narrow or (replaced(module) and has_qkv):
+                continue
+            linears: Any = [self._model.get_submodule(layer) for layer in layers]
+            projections.install(linears)
+            undo = functools.partial(projections.remove, linears)
+            self.replacements.append(Replacement("qkv", parent, undo))
+            self.lines.append(Line(("qkv",), type(module).__name__, parent))
+            names = tuple(layer.rpartition(".")[2] for layer in layers)
+            self._make_adjacent(module, parent, names)
+
+    def _make_adjacent(self, module: nn.Module, name: str, layers: tuple[str, ...]) -> None:
+        if self._packs:
+            self.replacements.extend(_pack(self._model, module, name, layers))
+        else:
+            self.replacements.extend(_ask_for_pack(module, name, layers))
+
+    def report_left_out(self) -> None:
+        """Add a line for narrow blocks, or for residual sums that no kernel has."""
+        if self._narrow_blocks and IN_BLOCKS & {*self._names}:
+            self.lines.append(_left_narrow(self._narrow_blocks, self._names))
+        elif "residual" in self._names and not any("residual" in x.kernels for x in self.lines):
+            reason = "its residual sums are in forwards of whole blocks; compile: blocks fuses them"
+            self.lines.append(Line(("residual",), type(self._model).__name__, "", reason))
 
 
 def _left_narrow(blocks: list[nn.Module], names: tuple[str, ...]) -> Line:
@@ -256,85 +339,6 @@ def _left_narrow(blocks: list[nn.Module], names: tuple[str, ...]) -> Line:
     )
     left = tuple(name for name in names if name in IN_BLOCKS)
     return Line(left, type(blocks[0]).__name__, "", reason)
-
-
-def _keep(
-    model: nn.Module,
-    result: Replacement | list[Replacement] | str,
-    replacements: list[Replacement],
-    lines: list[Line],
-    kernel: str,
-) -> None:
-    if isinstance(result, str):
-        lines.append(Line((kernel,), type(model).__name__, "", result))
-        return
-    for replacement in [result] if isinstance(result, Replacement) else result:
-        replacements.append(replacement)
-        lines.append(Line((kernel,), replacement.what, replacement.where))
-
-
-def _replace(
-    model: nn.Module,
-    module: nn.Module,
-    name: str,
-    names: tuple[str, ...],
-    replacements: list[Replacement],
-    lines: list[Line],
-    packs: bool,
-    moved: Container[nn.Module],
-) -> None:
-    kind = type(module).__name__
-    for match in () if replaced(module) else candidates(module, names, moved):
-        if match.forward is None:
-            lines.append(Line(match.names, kind, name, match.why_not))
-            continue
-        if "forward" in module.__dict__:
-            lines.append(Line(match.names, kind, name, "something else has replaced its forward"))
-            continue
-        module.forward = types.MethodType(match.forward, module)
-        undo = functools.partial(_put_back, module, name, match.forward)
-        replacements.append(Replacement(", ".join(match.names), name, undo))
-        lines.append(Line(match.names, kind, name))
-        if match.packs:
-            replacements.extend(_together(model, module, name, match.packs, packs))
-
-
-def _project(
-    model: nn.Module,
-    calls: list[ModuleCall] | str,
-    replacements: list[Replacement],
-    lines: list[Line],
-    packs: bool,
-    left: Container[nn.Module],
-) -> None:
-    """Install one matrix product for linear layers of one input, where no forward of ours has it
-    already, and not in the modules ``left``. ``calls``: the calls of the model, or why they are not
-    known.
-    """
-    if isinstance(calls, str):
-        lines.append(Line(("qkv",), type(model).__name__, "", calls))
-        return
-    for parent, layers in projections.groups(calls, model):
-        module = model.get_submodule(parent)
-        if module in left:
-            continue
-        if replaced(module) and any(
-            line.where == parent and "qkv" in line.kernels for line in lines
-        ):
-            continue
-        linears: Any = [model.get_submodule(layer) for layer in layers]
-        projections.install(linears)
-        undo = functools.partial(projections.remove, linears)
-        replacements.append(Replacement("qkv", parent, undo))
-        lines.append(Line(("qkv",), type(module).__name__, parent))
-        names = tuple(layer.rpartition(".")[2] for layer in layers)
-        replacements.extend(_together(model, module, parent, names, packs))
-
-
-def _together(
-    model: nn.Module, module: nn.Module, name: str, layers: tuple[str, ...], packs: bool
-) -> Iterator[Replacement]:
-    return _pack(model, module, name, layers) if packs else _ask_for_pack(module, name, layers)
 
 
 def _put_back(module: nn.Module, name: str, ours: Callable[..., object]) -> None:

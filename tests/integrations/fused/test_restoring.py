@@ -58,6 +58,18 @@ def test_no_class_is_touched_and_restoring_an_untouched_model_is_nothing() -> No
     pickle.dumps(model)
 
 
+def test_a_model_inside_another_is_restored_and_reported_with_it() -> None:
+    inner = build("llama")
+    before = attributes(inner)
+    hf_zero.optimize(inner, ["norms"])
+    outer = nn.Sequential(inner)
+    assert report(outer).replaced == report(inner).replaced != ()
+    hf_zero.optimize(outer, "off")
+    assert attributes(inner) == before and not report(outer).replaced
+    hf_zero.optimize(inner, ["norms"])
+    assert hf_zero.restore(outer) is outer and attributes(inner) == before
+
+
 def test_a_copy_has_fused_kernels_of_its_own() -> None:
     sparse = {"mode": "fixed", "block": 16}  # the inputs are within one block
     model = hf_zero.optimize(build("bert"), ALL, sparse, pre_layer_norm=True)
@@ -171,6 +183,9 @@ def test_the_table_and_the_names_of_kernels(
     for given in ("norm", ["norms", "norm"]):
         with pytest.raises(KernelError, match=r"norm is not a fused kernel.*norms"):
             hf_zero.optimize(build("bert"), given)
+    nested: Any = [["norms"]]
+    with pytest.raises(KernelError, match=r"\['norms'\] is not a fused kernel"):
+        hf_zero.optimize(build("bert"), nested)
     for off in (None, False):
         assert not report(hf_zero.optimize(build("bert"), off)).lines
     assert report(hf_zero.optimize(build("bert"), True)).lines
