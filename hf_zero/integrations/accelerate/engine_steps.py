@@ -99,6 +99,8 @@ class EngineSteps:
     each of which ``optimizer.step()`` of its optimizer steps.
     """
 
+    divides: dict[str, bool] = {}  # who divides losses by the accumulation, as in engine.backward
+
     def __init__(self, engines: list[EngineProtocol], accumulation: AccumulationOfScript):
         self.engines = engines
         self._accumulation = accumulation
@@ -124,7 +126,7 @@ class EngineSteps:
         for engine in self.engines:
             ends = bool(sync_gradients) and not engine.in_no_sync
             engine.set_gradient_accumulation_boundary(ends)
-        self.engines[0].backward(loss, **kwargs)
+        self.engines[0].backward(loss, **(self.divides | kwargs))
 
     def clip(self, engine: EngineProtocol, limit: float, syncs: bool) -> torch.Tensor | None:
         """Clip the gradient of ``engine`` to ``limit`` if its configuration leaves the limit to the

@@ -181,6 +181,8 @@ def prepare_engine(
     self._mixed_mesh_grads = False  # a gradient that the engine holds is not read to find out
     leave_to_trainer(self.accelerator)
     self.accelerator.deepspeed_engine_wrapped.caller = StepCaller.OPTIMIZER
+    # the Trainer divides its losses, and Accelerate none
+    self.accelerator.deepspeed_engine_wrapped.divides = {"scale_wrt_gas": False}
     if engine.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:
         save_on_signals(self, engine)
     return result

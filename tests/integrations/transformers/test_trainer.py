@@ -299,6 +299,28 @@ def test_a_training_step_with_two_backwards(tmp_path: Path) -> None:
     assert_same_training(run("ours"), plain)
 
 
+def test_a_backward_of_a_training_step_is_divided_as_without_zero(tmp_path: Path) -> None:
+    """A loss that a subclass passes to the Accelerator itself: the Trainer's own it divides."""
+
+    def run(route: str) -> transformers.Trainer:
+        forget()
+        more = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1}
+        own = routed(route, 2, tmp_path, gradient_accumulation_steps=2, **more)
+        step = own.training_step
+
+        def training_step(model: nn.Module, inputs: dict[str, Any], *others: Any) -> torch.Tensor:
+            extra = own.compute_loss(model, own._prepare_inputs(dict(inputs)))
+            own.accelerator.backward(extra)
+            return step(model, inputs, *others)
+
+        own.training_step = training_step
+        own.train()
+        return own
+
+    plain = run("plain")
+    assert_same_training(run("ours"), plain)
+
+
 def test_the_engine_has_the_batch_that_fits(tmp_path: Path) -> None:
     class Short(transformers.Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
