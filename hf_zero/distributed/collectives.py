@@ -34,11 +34,10 @@ from hf_zero.distributed.backends import STORELESS, serving_backend
 from hf_zero.distributed.collective_log import (
     CollectiveLog,
     CollectiveStats,
-    Handle,
     PendingCollective,
     Starting,
-    tagged_barrier,
 )
+from hf_zero.distributed.handle import Handle, tagged_barrier
 from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.process_group import CPU, Waitable, destroy_if_current, is_initialized
 

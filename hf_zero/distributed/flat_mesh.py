@@ -309,7 +309,7 @@ class FlatMeshMaker:
         self._owner.hold(dim)
         if dim.size > 1:
             for log in (dim.gathers, dim.reductions):
-                log.prior = get_world_group().prior
+                log.share_prior(get_world_group().prior)
             self.logs |= {f"gathers{role}": dim.gathers, f"reductions{role}": dim.reductions}
         return dim
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.distributed import rank_hosts
-from hf_zero.distributed.collective_log import CollectiveLog, PassTracker, PendingCollective
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.pass_tracker import PassTracker
 from hf_zero.errors import RankMismatchError
 
 JOIN_SECONDS = 30.0  # a thread that has not ended by then is left

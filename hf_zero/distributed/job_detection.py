@@ -9,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_zero.distributed.collective_log import CollectiveLog, PassTracker
+from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.hang_detection import HangDetection, Watchdog
 from hf_zero.distributed.host_heartbeats import HostHeartbeats, learn_hosts
+from hf_zero.distributed.pass_tracker import PassTracker
 from hf_zero.distributed.rank_status import PostedStatus
 from hf_zero.distributed.recovery import RecoverablePasses, RecoveryBoard
 from hf_zero.distributed.store import STORE_SECONDS, TimeoutStore

@@ -317,7 +317,8 @@ class Mesh:
         if self.consensus is not None:
             self.consensus.close(why)
         for dim in self.mesh_dims:
-            dim.gathers.end_reason = dim.reductions.end_reason = why
+            dim.gathers.end(why)
+            dim.reductions.end(why)
         self.watchdog.rank_status.post_logs()
         self.passes.close()
         self._resources.leave()

@@ -61,7 +61,7 @@ class ParallelGroups:
             )
             if shared and dim.size > 1:
                 for log in (dim.gathers, dim.reductions):
-                    log.prior = get_world_group().prior
+                    log.share_prior(get_world_group().prior)
 
     def wait_at_most(self, seconds: float) -> None:
         """Set the timeout of waits along each axis to ``seconds``: the ``timeout`` of an engine,

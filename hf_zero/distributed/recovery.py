@@ -24,12 +24,8 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from hf_zero.distributed.collective_log import (
-    CollectiveLog,
-    PassTracker,
-    PendingCollective,
-    TrackedPass,
-)
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.pass_tracker import PassTracker, TrackedPass
 from hf_zero.distributed.store import TimeoutStore, next_pause, read_entries
 from hf_zero.distributed.watchdog import PollingWatchdog
 from hf_zero.errors import HfZeroError, RankMismatchError
@@ -72,7 +68,7 @@ class RecoverablePasses(PassTracker):
         board, broken = self._board, self._broken
         assert board is not None and broken is not None
         for log in self._logs.values():
-            log.before_issue = None
+            log.hold_back(None)
         self._broken = None
         post = {"kind": kind, "first": first, "what": what, "broken": self._described(broken)}
         statement = {

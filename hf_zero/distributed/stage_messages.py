@@ -34,9 +34,10 @@ import torch.distributed as dist
 from hf_zero.device import kinds
 from hf_zero.distributed.aborting import abort
 from hf_zero.distributed.backends import group_backend, serving_backend, subgroup_backend_string
-from hf_zero.distributed.collective_log import CollectiveLog, Handle, PendingCollective
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.collectives import MARGIN_SECONDS, MeshDim
 from hf_zero.distributed.flat_mesh import DimMaker, connect
+from hf_zero.distributed.handle import Handle
 from hf_zero.distributed.hang_detection import HangDetection
 from hf_zero.distributed.parallel_groups import ParallelGroups
 from hf_zero.distributed.process_group import CPU, destroy_if_current
@@ -177,7 +178,7 @@ class StageMessages:
         """Release the communicator."""
         self._passes.close()
         for log in self.logs:
-            log.end_reason = "destroyed its engine"
+            log.end("destroyed its engine")
             log.close()
         destroy_if_current(self._group)
         self._group = None

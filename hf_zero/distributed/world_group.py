@@ -18,14 +18,9 @@ import torch.distributed as dist
 from hf_zero.config.feature_rows import provided
 from hf_zero.distributed import backends
 from hf_zero.distributed.aborting import abort
-from hf_zero.distributed.collective_log import (
-    CollectiveLog,
-    Handle,
-    PendingCollective,
-    PriorCollectives,
-    tagged_barrier,
-)
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective, PriorCollectives
 from hf_zero.distributed.collectives import BLOCKING, DEFAULT_TIMEOUT, MARGIN_SECONDS, call_each
+from hf_zero.distributed.handle import Handle, tagged_barrier
 from hf_zero.distributed.hang_detection import HangDetection, Watchdog
 from hf_zero.distributed.process_group import (
     CPU,
@@ -364,7 +359,7 @@ class WorldGroup(RankGroup):
         self.prior = PriorCollectives()
         # resources of ended engines that are not released yet
         self.unreleased: list[EngineResources] = []
-        self.log.prior = self.prior
+        self.log.share_prior(self.prior)
 
     def wait_at_most(self, seconds: float) -> None:
         """Set the timeout of waits for calls of all ranks to ``seconds``: that of the last engine.
@@ -391,7 +386,7 @@ class WorldGroup(RankGroup):
         name = f"calls of {owner} on ranks {', '.join(map(str, ranks))}"
         log = CollectiveLog(name, ranks, timeout, off, self.log.reports_dead_peers)
         self.watchdog.rank_status.register(log)
-        log.prior = self.prior
+        log.share_prior(self.prior)
         return RankGroup(ranks, self.rank, group, log, self.watchdog, self._agrees, self._operation)
 
     @contextmanager

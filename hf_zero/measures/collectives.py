@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from hf_zero.device import graphs
-from hf_zero.distributed.collective_log import CollectiveStats, Handle
+from hf_zero.distributed.collective_log import CollectiveStats
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.handle import Handle
 from hf_zero.logging import JsonObject
 from hf_zero.measures.stopwatch import Stopwatch
 

@@ -31,8 +31,8 @@ from functools import partial
 import torch
 
 from hf_zero.device import streams
-from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.handle import Handle
 from hf_zero.distributed.hang_detection import JOIN_SECONDS
 from hf_zero.distributed.store import StoreMessages, next_pause
 

@@ -32,12 +32,11 @@ from hf_zero.distributed import (
 from hf_zero.distributed.collective_log import (
     CollectiveLog,
     CollectiveStats,
-    Handle,
     PendingCollective,
     Starting,
-    tagged_barrier,
 )
 from hf_zero.distributed.flat_mesh import DimMaker
+from hf_zero.distributed.handle import Handle, tagged_barrier
 from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.two_hops import TwoHops

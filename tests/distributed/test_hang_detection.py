@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hf_zero.distributed.collective_log import CollectiveLog, PassTracker
+from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.hang_detection import HangDetection
+from hf_zero.distributed.pass_tracker import PassTracker
 from hf_zero.errors import RankMismatchError
 
 

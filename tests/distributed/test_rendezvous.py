@@ -13,7 +13,8 @@ import torch
 
 from hf_zero.device import kinds
 from hf_zero.distributed import init, rank_hosts, rendezvous
-from hf_zero.distributed.collective_log import CollectiveLog, Handle
+from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.handle import Handle
 from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.rank_hosts import VARIABLES, choose_interface, interface_of
 from hf_zero.distributed.rendezvous import (

@@ -32,7 +32,7 @@ from hf_zero.zero.gather import schedule  # isort: skip
 from hf_zero.zero.gather import unit, unit_streams  # isort: skip
 from hf_zero.checkpoint import file_writer  # isort: skip
 from hf_zero.checkpoint.memory import saving  # isort: skip
-from hf_zero.distributed import collective_log, world_group  # isort: skip
+from hf_zero.distributed import handle, world_group  # isort: skip
 from hf_zero.offload import gradient_offload, update, update_gathers  # isort: skip
 from hf_zero.zero.access import wholes  # isort: skip
 from hf_zero.device import streams  # isort: skip
@@ -162,7 +162,7 @@ def _leaves_here(plain: Any, self: transfers.Streams, sent: Any) -> None:
 
 
 def _finished_at_once(
-    plain: Any, self: collective_log.Handle, finish: Callable[[], None], repeats: bool = True
+    plain: Any, self: handle.Handle, finish: Callable[[], None], repeats: bool = True
 ) -> None:
     """What follows a collective runs as soon as it is issued."""
     finish()
@@ -226,7 +226,7 @@ FAULTS: dict[str, Fault] = {
         "a gather does not wait for the last reader": (
             ALL, left_out("wait", "unit.py launch_gather"), COPIES),
         "compute does not wait for a reduction": (
-            "stage 2", left_out("wait", "collective_log.py reduce_into"), COPIES),
+            "stage 2", left_out("wait", "handle.py reduce_into"), COPIES),
         "a gradient is copied before it is complete": (
             HOST, left_out("wait", "gradient_offload.py send"), COPIES),
         "the host adds a gradient before it has come": (
@@ -345,13 +345,13 @@ FAULTS: dict[str, Fault] = {
             left_out("wait", "one_bit_steps.py _gather_all"), COPIES),
         "a packed message is unpacked before it comes": (
             "stage 2, units that share messages",
-            replaced(collective_log.Handle, "finish_with", _finished_at_once), COPIES),
+            replaced(handle.Handle, "finish_with", _finished_at_once), COPIES),
         "a message in few bits is given back while another stream decodes it": (
             "stage 3, weights in 8 bits, branches on two streams",
-            left_out("record_stream", "collective_log.py wait"), COPIES),
+            left_out("record_stream", "handle.py wait"), COPIES),
         "a message in few bits is decoded before it comes": (
             "stage 3, in few bits, errors fed back",
-            replaced(collective_log.Handle, "finish_with", _finished_at_once), COPIES),
+            replaced(handle.Handle, "finish_with", _finished_at_once), COPIES),
         "weights are gathered into memory that is still read": (
             "weights are sent", left_out("wait", "wholes.py _launch"), COPIES),
         "a loop over weights ends under its gathers": (

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed.collective_log import CollectiveLog, PassTracker
+from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.pass_tracker import PassTracker
 from hf_zero.distributed.rank_status import PostedStatus
 from hf_zero.distributed.recovery import RecoverablePasses, RecoveryBoard
 from hf_zero.distributed.store import TimeoutStore

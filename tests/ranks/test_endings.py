@@ -16,7 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_zero
-from hf_zero.distributed.collective_log import Handle
+from hf_zero.distributed.handle import Handle
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
 from tests.helpers import oracle

@@ -29,7 +29,7 @@ from upath import UPath
 import hf_zero
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.distributed import world_group
-from hf_zero.distributed.collective_log import Handle
+from hf_zero.distributed.handle import Handle
 from hf_zero.errors import CheckpointError, ConfigError, RankMismatchError
 from hf_zero.logging import logger
 from hf_zero.measures import metrics_file, trace, utilization

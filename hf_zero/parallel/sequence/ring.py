@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch.autograd.function import once_differentiable
 
-from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.handle import Handle
 from hf_zero.ops.operators import GradientContext
 from hf_zero.parallel.sequence.block_kernels import kernels_on
 from hf_zero.parallel.sequence.blocks import blocks_of

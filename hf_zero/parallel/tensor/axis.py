@@ -24,8 +24,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.handle import Handle
 from hf_zero.errors import PartitionError
 from hf_zero.ops.operators import GradientContext
 

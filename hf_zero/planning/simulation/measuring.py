@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from hf_zero.device import kinds
-from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.handle import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.process_group import default_device, get_rank, get_world_size
 from hf_zero.distributed.store_rate import requests_a_second

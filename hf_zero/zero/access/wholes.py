@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from hf_zero.device import streams
-from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.handle import Handle
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer

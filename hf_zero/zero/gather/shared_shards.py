@@ -12,8 +12,8 @@ import torch
 
 from hf_zero.device import graphs, kinds, streams
 from hf_zero.device.spans import span
-from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.flat_mesh import FlatMesh
+from hf_zero.distributed.handle import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.unit import Unit, unit_of
@@ -106,9 +106,10 @@ class SharedShards(CopyGate):
                 self._coming += several
             else:
                 handles.append(handle)
-        with span("wait_all_gather", "updated parameters"):
-            for handle in handles:
-                handle.wait()
+        if handles:
+            with span("wait_all_gather", "updated parameters"):
+                for handle in handles:
+                    handle.wait()
 
     def serve(self) -> None:
         """Answer other ranks' fetches from now on, on a thread of its own. Idempotent."""

@@ -33,12 +33,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_zero.device import spans, streams
-from hf_zero.distributed.collective_log import Handle
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.handle import Handle
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.gather_source import GatherSource
 from hf_zero.zero.gather.unit_streams import UnitStreams
@@ -383,8 +384,9 @@ class Unit:
             return
         self.take_user_writes()
         viewed = keep_views or self.guard.aliased
-        recorded = spans.span("release", self.label, self.nbytes)
-        with torch.inference_mode(False), torch.no_grad(), recorded:
+        recorded = spans.logs or profiler._is_profiler_enabled  # else without a call
+        span = spans.span("release", self.label, self.nbytes) if recorded else spans.NOTHING
+        with torch.inference_mode(False), torch.no_grad(), span:
             for flat in self.sharded_flats:
                 references = viewed and flat.references
                 # tensor.numpy() has made it an array's, too

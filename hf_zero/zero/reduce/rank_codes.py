@@ -25,7 +25,7 @@ from typing import NoReturn
 import torch
 
 from hf_zero.device import graphs, kinds, pinned, streams
-from hf_zero.distributed.collective_log import Handle
+from hf_zero.distributed.handle import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import RankMismatchError
 

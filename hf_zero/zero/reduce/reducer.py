@@ -446,7 +446,7 @@ class Reducer:
                 self.launch(unit)
             self._reduce_late(launched, learns)
             self._messages.finish()
-            if self._settings.on_reduced is not None:
+            if self._agreement.sent or self._agreement.received:
                 self._agreement.drop()
             for pool in self._freed if self._settings.ends_window else ():
                 pool.clear()
@@ -613,7 +613,8 @@ class Reducer:
     def _drop(self) -> None:
         """Drop gradients on parameters and reductions on the wire."""
         self._messages.drop()
-        self._agreement.drop()
+        if self._agreement.sent or self._agreement.received:
+            self._agreement.drop()
         self.drop_stray_gradients()
 
     def drop_stray_gradients(self) -> None:

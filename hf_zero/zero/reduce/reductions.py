@@ -23,7 +23,7 @@ import torch
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
 from hf_zero.device.streams import TensorPool
-from hf_zero.distributed.collective_log import Handle, minus_zero
+from hf_zero.distributed.handle import Handle, minus_zero
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import log_rank0
 from hf_zero.offload.unit_updates import GradientCopies

@@ -31,7 +31,7 @@ from operator import attrgetter, mul
 import torch
 
 from hf_zero.device import graphs, pinned
-from hf_zero.distributed.collective_log import Handle
+from hf_zero.distributed.handle import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.unit import Unit
@@ -60,8 +60,9 @@ class StepAgreement:
         self._restarts = ""  # of accumulation windows, in the names of messages
         self._settings = SettingsCheck(mesh, device)
         self.batches = BatchCodes(mesh)
-        self._sent: dict[Unit, tuple[torch.Tensor, Handle]] = {}
-        self._received: dict[Unit, torch.Tensor] = {}
+        # of units: messages in flight, and words received; the reducer asks whether there are any
+        self.sent: dict[Unit, tuple[torch.Tensor, Handle]] = {}
+        self.received: dict[Unit, torch.Tensor] = {}
         # Stages of a pipeline differ in the words of their parameters. Beside these: squares, and
         # two numbers each for settings and batches.
         for dim in (mesh.sums.counted, mesh.sums.repeats):
@@ -148,40 +149,40 @@ class StepAgreement:
         dims = self._mesh.sums
         dim = dims.counted if dims.counted.size > 1 else dims.repeats
         words = self._pack_used(unit.trainable_flats)
-        self._received.pop(unit, None)
-        if unit in self._sent:
-            self._sent.pop(unit)[1].wait()
+        self.received.pop(unit, None)
+        if unit in self.sent:
+            self.sent.pop(unit)[1].wait()
         handle = dim.all_reduce(words, f"used parameters of {unit.label}", ordered=True)
-        self._sent[unit] = words, handle
+        self.sent[unit] = words, handle
 
     def receive(self, unit: Unit, flats: Sequence[FlatBuffer]) -> None:
         """Set the unused parameters of ``flats``, flat buffers of ``unit`` that are reduced: what
         was set before that does not remain.
         """
-        if unit in self._sent:
-            words, handle = self._sent.pop(unit)
+        if unit in self.sent:
+            words, handle = self.sent.pop(unit)
             handle.wait()
             dims, key = self._mesh.sums, f"used parameters of {unit.label}"
             if dims.counted.size > 1 and dims.repeats.size > 1:
                 dims.repeats.all_reduce(words, key, ordered=True).wait()
-            self._received[unit] = words
+            self.received[unit] = words
         if _are_known(flats):
             mark_idle(flats)
         else:
-            self._set_unused(unit.trainable_flats, self._received[unit])
+            self._set_unused(unit.trainable_flats, self.received[unit])
 
     def all_ranks_have(self, unit: Unit) -> bool:
         """Return whether :meth:`receive` has found a gradient of each parameter of ``unit`` on each
         rank. Equal on all ranks.
         """
-        counts = self.ranks_with_gradients(unit.trainable_flats, self._received[unit])
+        counts = self.ranks_with_gradients(unit.trainable_flats, self.received[unit])
         return min(map(min, counts)) == self._mesh.pp_stage_ranks
 
     def drop(self) -> None:
         """Wait for messages sent and not received, and drop them."""
-        for unit in [*self._sent]:
-            self._sent.pop(unit)[1].wait()
-        self._received = {}
+        for unit in [*self.sent]:
+            self.sent.pop(unit)[1].wait()
+        self.received = {}
 
     def _set_unused(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
         """Set the unused parameters of ``flats`` by ``total``, the words of all ranks, which this

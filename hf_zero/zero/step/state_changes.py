@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hf_zero.distributed.collective_log import PassTracker
+from hf_zero.distributed.pass_tracker import PassTracker
 from hf_zero.errors import PartitionError
 from hf_zero.offload.unit_updates import UnitUpdates
 from hf_zero.optim.segments import ParamGroup
@@ -53,13 +53,14 @@ class StateChanges:
             raise
         finally:
             self._under_way = outer
-        if replaces:
-            self.broken, self._passes.refuse = "", None
+        if replaces and self.broken:
+            self.broken = ""
+            self._passes.refuse_with(None)
 
     def break_off(self, cause: str) -> None:
         """Refuse every use of the state from now on, because of the first ``cause``."""
         self.broken = self.broken or cause
-        self._passes.refuse = self.refuse
+        self._passes.refuse_with(self.refuse)
 
     def begin_load(self) -> None:
         """Drop what a backward has left for ``step()``, before a load. Of a half updated model only
