@@ -231,9 +231,13 @@ def _collectives(run: Simulation) -> PrintableTable:
         totals[1] += collective.wire_bytes
     sent = sum(entry[1] for entry in sums.values())
     for name, footer in (
-        ("phase", ""), ("operation", ""), ("group", ""), ("number", ""), ("bytes", ""),
+        ("phase", ""),
+        ("operation", ""),
+        ("group", ""),
+        ("number", ""),
+        ("bytes", ""),
         ("sent", in_units(sent)),
-    ):  # fmt: skip
+    ):
         right = name in ("number", "bytes", "sent")
         table.add_column(name, footer, justify="right" if right else "left")
     for key, number in rows.items():

@@ -116,9 +116,13 @@ class FactoredOptimizer(WholeTensorOptimizer):
 
     @classmethod
     def move(
-        cls, group: ParamGroup, weight: Tensor, update: Tensor, averages: Sequence[Tensor],
-        size: tuple[Tensor, Tensor, int]
-    ) -> None:  # fmt: skip
+        cls,
+        group: ParamGroup,
+        weight: Tensor,
+        update: Tensor,
+        averages: Sequence[Tensor],
+        size: tuple[Tensor, Tensor, int],
+    ) -> None:
         """Apply ``update``, which is not clipped yet. ``size``: the root mean squares of the
         weights and of the update over the whole tensor, and the number of the step.
         """
@@ -275,11 +279,19 @@ class Adafactor(FactoredOptimizer):
     TENSOR_STATE_NAMES = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor | None = None,
-        eps: tuple[float, float] = (1e-30, 1e-3), clip_threshold: float = 1.0,
-        decay_rate: float = -0.8, beta1: float | None = None, weight_decay: float = 0.0, *,
-        scale_parameter: bool = True, relative_step: bool = True, warmup_init: bool = False
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor | None = None,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        *,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+    ) -> None:
         if relative_step and lr is not None:
             raise ConfigError(
                 f"Adafactor: lr is {lr} and relative_step is true, which makes a rate of its own; "
@@ -335,9 +347,13 @@ class Adafactor(FactoredOptimizer):
 
     @classmethod
     def move(
-        cls, group: ParamGroup, weight: Tensor, update: Tensor, averages: Sequence[Tensor],
-        size: tuple[Tensor, Tensor, int]
-    ) -> None:  # fmt: skip
+        cls,
+        group: ParamGroup,
+        weight: Tensor,
+        update: Tensor,
+        averages: Sequence[Tensor],
+        size: tuple[Tensor, Tensor, int],
+    ) -> None:
         rms, rms_of_update, step = size
         rate = group["lr"]
         if group["relative_step"]:
@@ -378,9 +394,13 @@ class TorchAdafactor(FactoredOptimizer):
 
     @classmethod
     def move(
-        cls, group: ParamGroup, weight: Tensor, update: Tensor, averages: Sequence[Tensor],
-        size: tuple[Tensor, Tensor, int]
-    ) -> None:  # fmt: skip
+        cls,
+        group: ParamGroup,
+        weight: Tensor,
+        update: Tensor,
+        averages: Sequence[Tensor],
+        size: tuple[Tensor, Tensor, int],
+    ) -> None:
         rms, rms_of_update, step = size
         rate = float(group["lr"])
         if group["weight_decay"]:

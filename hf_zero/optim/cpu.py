@@ -42,11 +42,19 @@ class CPUAdam(CPUOptimizer):
     moment_names = {"exp_avg": True, "exp_avg_sq": False}
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, *,
-        adamw_mode: bool = True, bias_correction: bool = True, maximize: bool = False,
-        moments: str = "fp32"
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        adamw_mode: bool = True,
+        bias_correction: bool = True,
+        maximize: bool = False,
+        moments: str = "fp32",
+    ) -> None:
         check_moments(type(self).__name__, moments)
         for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             check_range(type(self).__name__, key, float(value))
@@ -61,9 +69,14 @@ class CPUAdam(CPUOptimizer):
         )
 
     def update(
-        self, group: ParamGroup, state: ParamState, param: Tensor, master: Tensor, grad: Tensor,
-        seed: int
-    ) -> None:  # fmt: skip
+        self,
+        group: ParamGroup,
+        state: ParamState,
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        seed: int,
+    ) -> None:
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             for name in self.moment_names:
@@ -91,9 +104,15 @@ class CPULion(CPUOptimizer):
     moment_names = {"exp_avg": True}
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0, *, maximize: bool = False, moments: str = "fp32"
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        moments: str = "fp32",
+    ) -> None:
         check_moments(type(self).__name__, moments)
         check_range(type(self).__name__, "lr", float(lr))
         check_range(type(self).__name__, "weight_decay", weight_decay)
@@ -111,9 +130,14 @@ class CPULion(CPUOptimizer):
         )
 
     def update(
-        self, group: ParamGroup, state: ParamState, param: Tensor, master: Tensor, grad: Tensor,
-        seed: int
-    ) -> None:  # fmt: skip
+        self,
+        group: ParamGroup,
+        state: ParamState,
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        seed: int,
+    ) -> None:
         if "exp_avg" not in state:
             state["exp_avg"] = self.new_moment(group, "exp_avg", param)
         # The update does not use the count; it seeds stochastic rounding.
@@ -135,10 +159,16 @@ class CPUAdagrad(CPUOptimizer):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-2, lr_decay: float = 0.0,
-        weight_decay: float = 0.0, initial_accumulator_value: float = 0.0, eps: float = 1e-10, *,
-        maximize: bool = False
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+    ) -> None:
         settings = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         settings["initial_accumulator_value"] = initial_accumulator_value
         for key, value in settings.items():
@@ -149,9 +179,14 @@ class CPUAdagrad(CPUOptimizer):
         return not group["weight_decay"] and group["eps"] > 0
 
     def update(
-        self, group: ParamGroup, state: ParamState, param: Tensor, master: Tensor, grad: Tensor,
-        seed: int
-    ) -> None:  # fmt: skip
+        self,
+        group: ParamGroup,
+        state: ParamState,
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        seed: int,
+    ) -> None:
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             state["sum"] = torch.full(
@@ -176,10 +211,16 @@ class CPUSGD(CPUOptimizer):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-3, momentum: float = 0.0,
-        dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
-        maximize: bool = False
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
         for key, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             check_range(type(self).__name__, key, float(value))
         if nesterov and (momentum <= 0 or dampening != 0):
@@ -197,9 +238,14 @@ class CPUSGD(CPUOptimizer):
         super().__init__(params, {**settings, "maximize": maximize})
 
     def update(
-        self, group: ParamGroup, state: ParamState, param: Tensor, master: Tensor, grad: Tensor,
-        seed: int
-    ) -> None:  # fmt: skip
+        self,
+        group: ParamGroup,
+        state: ParamState,
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        seed: int,
+    ) -> None:
         moving = group["momentum"] != 0
         first = moving and state.get("momentum_buffer") is None
         if first:

@@ -57,9 +57,14 @@ class CPUOptimizer(FormattedOptimizer):
         return BlocksFormat(signs[name], dynamic=True) if name in signs else None
 
     def update(
-        self, group: ParamGroup, state: ParamState, param: Tensor, master: Tensor, grad: Tensor,
-        seed: int
-    ) -> None:  # fmt: skip
+        self,
+        group: ParamGroup,
+        state: ParamState,
+        param: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        seed: int,
+    ) -> None:
         """Make one step of one parameter.
 
         ``master`` and ``grad`` are 1-D; ``state`` is the state of ``param``, whose shape new states

@@ -130,10 +130,15 @@ class AdamW8bit(_EightBit, CPUAdam):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 1e-2, min_8bit_size: int = LARGE,
-        optim_bits: int = 8
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        min_8bit_size: int = LARGE,
+        optim_bits: int = 8,
+    ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, moments="dynamic8")
         keep_8_bits(self, optim_bits, min_8bit_size)
 
@@ -144,10 +149,15 @@ class Adam8bit(_EightBit, CPUAdam):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, min_8bit_size: int = LARGE,
-        optim_bits: int = 8
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        min_8bit_size: int = LARGE,
+        optim_bits: int = 8,
+    ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, adamw_mode=False, moments="dynamic8")
         keep_8_bits(self, optim_bits, min_8bit_size)
 
@@ -164,9 +174,14 @@ class Lion8bit(_EightBit, CPULion):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0, min_8bit_size: int = LARGE, optim_bits: int = 8
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        min_8bit_size: int = LARGE,
+        optim_bits: int = 8,
+    ) -> None:
         super().__init__(params, lr, betas, weight_decay, moments="dynamic8")
         keep_8_bits(self, optim_bits, min_8bit_size)
 
@@ -185,9 +200,15 @@ class SGD8bit(_EightBit, CPUSGD):
     moment_names = {"momentum_buffer": True}
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-3, momentum: float = 0.0,
-        dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
-        min_8bit_size: int = LARGE, optim_bits: int = 8
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        min_8bit_size: int = LARGE,
+        optim_bits: int = 8,
+    ) -> None:
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
         keep_8_bits(self, optim_bits, min_8bit_size)

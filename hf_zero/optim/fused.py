@@ -76,9 +76,14 @@ class FusedStep(StepLaunch):
     """The update of ``optimizer``, whose class updates as ``base``, on segments of one device."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, base: type | None, step: Callable[..., object],
-        kernels: str | tuple[str, ...], device: DeviceState, bf16: object | None = None
-    ):  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer,
+        base: type | None,
+        step: Callable[..., object],
+        kernels: str | tuple[str, ...],
+        device: DeviceState,
+        bf16: object | None = None,
+    ):
         self._optimizer = optimizer
         self._base = base
         # the launch reads and writes state in fp32
@@ -184,9 +189,13 @@ class FusedStep(StepLaunch):
         ]
 
     def step(
-        self, segments: Sequence[Segment], stepped: Sequence[Segment], grad_scale: Tensor | None,
-        shards: Mapping[str, Tensor], hooks: bool = True
-    ) -> set[str]:  # fmt: skip
+        self,
+        segments: Sequence[Segment],
+        stepped: Sequence[Segment],
+        grad_scale: Tensor | None,
+        shards: Mapping[str, Tensor],
+        hooks: bool = True,
+    ) -> set[str]:
         device = segments[0].tensor.device
         if len(stepped) < len(segments) and not self._counts_by_segment:
             self.divide()

@@ -51,10 +51,17 @@ class SendsMomentum:
 
 class _OneBitAdamW(SendsMomentum, Adam):
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, *, bias_correction: bool = True,
-        cuda_aware: bool | None = None, comm_backend_name: str | None = None
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        cuda_aware: bool | None = None,
+        comm_backend_name: str | None = None,
+    ) -> None:
         arguments = locals()
         check_momentum(type(self).__name__, betas)
         settings: dict[str, tuple[float, float] | float | Tensor] = {
@@ -94,11 +101,18 @@ class OneBitAdam(_OneBitAdamW):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, *, freeze_step: int = 100_000,
-        bias_correction: bool = True, cuda_aware: bool | None = None,
-        comm_backend_name: str | None = None
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int = 100_000,
+        bias_correction: bool = True,
+        cuda_aware: bool | None = None,
+        comm_backend_name: str | None = None,
+    ) -> None:
         self.freeze_step = steps_of("OneBitAdam", "freeze_step", freeze_step)
         super().__init__(
             params, lr, betas, eps, weight_decay, bias_correction=bias_correction,
@@ -133,12 +147,21 @@ class ZeroOneAdam(_OneBitAdamW):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, *, var_freeze_step: int = 100_000,
-        var_update_scaler: int = 16, local_step_scaler: int = 32_678, local_step_clipper: int = 16,
-        bias_correction: bool = True, cuda_aware: bool | None = None,
-        comm_backend_name: str | None = None
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+        bias_correction: bool = True,
+        cuda_aware: bool | None = None,
+        comm_backend_name: str | None = None,
+    ) -> None:
         self.var_freeze_step = steps_of("ZeroOneAdam", "var_freeze_step", var_freeze_step)
         self.var_update_scaler = steps_of("ZeroOneAdam", "var_update_scaler", var_update_scaler)
         self.local_step_scaler = steps_of("ZeroOneAdam", "local_step_scaler", local_step_scaler)

@@ -51,13 +51,25 @@ class OneBitLamb(SendsMomentum, Lamb):
     TENSOR_STATE_NAMES = (RATIO, FACTOR)
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, *, freeze_step: int = 100_000,
-        bias_correction: bool = True, max_coeff: float = 10.0, min_coeff: float = 0.01,
-        eps_inside_sqrt: bool = False, coeff_beta: float = 0.9, factor_max: float = 4.0,
-        factor_min: float = 0.5, factor_threshold: float = 0.1, cuda_aware: bool | None = None,
-        comm_backend_name: str | None = None
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int = 100_000,
+        bias_correction: bool = True,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        eps_inside_sqrt: bool = False,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        cuda_aware: bool | None = None,
+        comm_backend_name: str | None = None,
+    ) -> None:
         arguments = locals()
         self.freeze_step = steps_of("OneBitLamb", "freeze_step", freeze_step)
         check_momentum("OneBitLamb", betas)

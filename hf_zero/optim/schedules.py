@@ -187,10 +187,14 @@ class WarmupLR(_Warmup):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = None, warmup_num_steps: int = 1000,
-        warmup_type: str = "log", last_batch_iteration: int = -1
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
         super().__init__(optimizer)
         self.min_lrs = self._per_group("warmup_min_lr", warmup_min_lr)
         self.max_lrs = list(self.base_lrs)
@@ -213,10 +217,15 @@ class WarmupDecayLR(WarmupLR):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = 0.001, warmup_num_steps: int = 1000,
-        warmup_type: str = "log", last_batch_iteration: int = -1
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
         self.total_num_steps = self._count("total_num_steps", total_num_steps)
         rise = (warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
         super().__init__(optimizer, *rise, last_batch_iteration)
@@ -250,10 +259,15 @@ class WarmupCosineLR(_Warmup):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000, cos_min_ratio: float = 0.0001, warmup_type: str = "log",
-        last_batch_iteration: int = -1
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
         super().__init__(optimizer)
         self.total_num_steps = self._count("total_num_steps", total_num_steps)
         self.warmup_min_ratio = self._number("warmup_min_ratio", warmup_min_ratio)
@@ -298,10 +312,14 @@ class LRRangeTest(LRSchedule):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, lr_range_test_min_lr: PerGroup = 1e-3,
-        lr_range_test_step_size: int = 2000, lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False, last_batch_iteration: int = -1
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
         super().__init__(optimizer)
         self.min_lrs = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
         self.step_size = self._count("lr_range_test_step_size", lr_range_test_step_size, 1)
@@ -351,13 +369,22 @@ class OneCycle(LRSchedule):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, cycle_min_lr: PerGroup, cycle_max_lr: PerGroup,
-        decay_lr_rate: float = 0.0, cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None, decay_step_size: int = 0,
-        cycle_momentum: bool = True, cycle_min_mom: PerGroup = 0.8, cycle_max_mom: PerGroup = 0.9,
-        decay_mom_rate: float = 0.0, last_batch_iteration: int = -1
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
         super().__init__(optimizer)
         first = self._count("cycle_first_step_size", cycle_first_step_size, 1)
         stairs = self._count("cycle_first_stair_count", cycle_first_stair_count)

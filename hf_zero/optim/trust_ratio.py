@@ -54,10 +54,18 @@ class Lamb(TensorSumOptimizer):
     MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, *, bias_correction: bool = True,
-        max_coeff: float = 10.0, min_coeff: float = 0.01, eps_inside_sqrt: bool = False
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        eps_inside_sqrt: bool = False,
+    ) -> None:
         if not float(lr) >= 0.0:
             raise ConfigError(f"Lamb: lr is {lr}; give a learning rate of at least 0")
         if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
@@ -157,10 +165,16 @@ class LARS(TensorSumOptimizer):
     MOMENTS = ("momentum_buffer",)
 
     def __init__(
-        self, params: ParamsT, lr: float | Tensor = 1e-1, momentum: float = 0.9,
-        weight_decay: float = 0.0, *, trust_coefficient: float = 1e-3, eps: float = 1e-8,
-        nesterov: bool = False
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        trust_coefficient: float = 1e-3,
+        eps: float = 1e-8,
+        nesterov: bool = False,
+    ) -> None:
         if not float(lr) >= 0.0:
             raise ConfigError(f"LARS: lr is {lr}; give a learning rate of at least 0")
         if not 0.0 <= momentum < 1.0:

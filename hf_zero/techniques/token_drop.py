@@ -66,9 +66,14 @@ def tokens_read(section: TokenDropSection) -> Growth:
 
 
 def sample(
-    seed: int, at: tuple[int, int, int], block: int, rows: int, tokens: int, read: int,
+    seed: int,
+    at: tuple[int, int, int],
+    block: int,
+    rows: int,
+    tokens: int,
+    read: int,
     device: torch.device,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the indices of the ``read`` of ``tokens`` tokens that each of ``rows`` sequences
     keeps: [rows, read], int64, ascending.
 

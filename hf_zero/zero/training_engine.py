@@ -570,11 +570,10 @@ class TrainingEngine(EngineParts):
             PartitionError: there are signals beside the main thread, or for a destroyed engine,
                 for which ``stop_on()`` has no effect.
         """
-        if self.destroyed:
-            if signals:
-                self._raise_destroyed("stop_on()")
-            return
-        self.stop_requests.listen(*signals)
+        if self.destroyed and signals:
+            self._raise_destroyed("stop_on()")
+        if not self.destroyed:
+            self.stop_requests.listen(*signals)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after one of the next steps.

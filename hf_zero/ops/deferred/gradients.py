@@ -31,10 +31,16 @@ def _kept(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gradients(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None,
-    create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
-    is_grads_batched: bool = False, materialize_grads: bool = False,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
     """Return torch.autograd.grad with deferred tensors among its arguments.
 
     The gradient of a deferred tensor is the sum of those of its node, of its plain values, and of
