@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from hf_zero.cli.completions import complete_preset, one_of
-from hf_zero.cli.options import expanded
+from hf_zero.cli.options import expanded, refuse
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.config.feature_rows import SECRETS
 from hf_zero.config.launched import LAUNCHED_BY, OWN, WRITTEN
@@ -221,6 +221,9 @@ def launch(
     Example: hf-zero launch --hostfile hosts --include worker-0@worker-1:0,1 train.py --lr 1e-4
     """
     procs = ranks_of_options(ranks, num_procs, hostfile)
+    if hostfile is None or node_rank is not None:
+        why = "no host is reached through ssh; pass --hostfile without --node-rank, or leave it out"
+        refuse({"--ssh": ssh, "--ssh-port": ssh_port}, why)
     configured = options.start()
     warn_once()
     script, *arguments = command

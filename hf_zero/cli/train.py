@@ -68,18 +68,20 @@ def train(
     if yes and not init:
         raise ConfigError("--yes answers the questions of --init; leave it out")
     if init:
-        for option, passed in (("--script", script), ("--resume", resume)):
-            if passed:
-                raise ConfigError(f"--init only writes the file; leave {option} out")
+        _refuse_beside("--init only writes the file", {"--script": script, "--resume": resume})
         _init(file, yes, as_json)
         return
+    if script:
+        _refuse_beside("--script only prints it", {"--resume": resume, "--json": as_json})
     training = resolved(read_training_file(file))
     text, target = training_script(training), Path(training.output_dir) / SCRIPT
+    arguments = [RESUME] if resume else []
     if script:
         print(text, end="")
         return
     if as_json:
-        print_json({"script": text, "command": launch_command(training, str(target))})
+        command = launch_command(training, str(target), *arguments)
+        print_json({"script": text, "command": command})
         return
     _refuse_missing(training)
     _refuse_checkpoints(training.output_dir, resume)
@@ -103,7 +105,16 @@ def train(
         if not compare(request, Compared(steps=training.parity)):
             raise typer.Exit(DIFFERENT)
     warn_once()
-    start_ranks(request_of_training(training, str(target), *([RESUME] if resume else [])))
+    start_ranks(request_of_training(training, str(target), *arguments))
+
+
+def _refuse_beside(what: str, options: dict[str, bool]) -> None:
+    """Raise ConfigError for the first of ``options`` that was passed beside the one that does
+    ``what``.
+    """
+    for option, passed in options.items():
+        if passed:
+            raise ConfigError(f"{what}; leave {option} out")
 
 
 def _refuse_missing(training: TrainingFile) -> None:

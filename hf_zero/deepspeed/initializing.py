@@ -68,7 +68,9 @@ def _take_over(model: torch.nn.Module) -> None:
 
 
 def _as_deepspeed(arguments: dict[str, object]) -> None:
-    """Read the configuration in ``arguments`` as DeepSpeed does; the log reports the consequences.
+    """Replace the configuration in ``arguments`` of ``initialize`` by one that is read as DeepSpeed
+    reads it: ``config`` is then a ZeroConfig, ``args`` and ``config_params`` are None. The log
+    reports the consequences.
 
     A key that is "auto" gets its default. An optimizer or scheduler that is passed replaces the
     configuration's, and gradients are clipped if no clipping is written.

@@ -19,7 +19,7 @@ from hf_zero.deepspeed.multinode_runner import PDSH_OPTIONS, RUNNERS, MultiNodeR
 from hf_zero.errors import ConfigError, LaunchError, NotBuiltError
 from hf_zero.launch.front import carry_out
 from hf_zero.launch.hosts import SSH, VARIABLE, Host, read_hostfile, select
-from hf_zero.launch.plan import Request, exported, plan
+from hf_zero.launch.plan import Request, exported, plan, refuse_missing
 from hf_zero.logging import logger
 
 ENVIRONMENT_FILE = os.getenv("DS_ENV_FILE", ".deepspeed_env")
@@ -89,7 +89,9 @@ def main(args: Sequence[str] | None = None) -> None:
         env_files=tuple(files), log_dir=log_dir, ssh=_ssh(options.launcher.lower()),
         ssh_port=options.ssh_port,
     )  # fmt: skip
-    code = carry_out(plan(request, _ranks_here))
+    planned = plan(request, _ranks_here)
+    refuse_missing(request)
+    code = carry_out(planned)
     if code:
         sys.exit(code)
 

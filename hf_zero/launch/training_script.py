@@ -35,13 +35,13 @@ def launch_options(training: TrainingFile) -> dict[str, Any]:
     return options | ({"ranks": training.ranks} if training.ranks is not None else {})
 
 
-def launch_command(training: TrainingFile, script: str = SCRIPT) -> str:
-    """Return the command line that starts the ranks of ``training``."""
+def launch_command(training: TrainingFile, script: str = SCRIPT, *arguments: str) -> str:
+    """Return the command that starts the ranks of ``training``; ``arguments``: the script's."""
     words = ["hf-zero", "launch"]
     for name, value in launch_options(training).items():
         for item in value if isinstance(value, list) else [value]:
             words += [f"--{name}", str(item)]
-    return shlex.join([*words, script])
+    return shlex.join([*words, script, *arguments])
 
 
 def training_script(training: TrainingFile) -> str:

@@ -65,13 +65,9 @@ def compressible(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Mapping
 
 
 def stored_format(
-    entries: SegmentStateAccess,
-    moments: str,
-    group: int,
-    name: str,
-    dtype: torch.dtype,
-    unquantized_sub_groups: frozenset[int] | None,
-) -> StorageFormat:
+    entries: SegmentStateAccess, moments: str, group: int, name: str, dtype: torch.dtype,
+    unquantized_sub_groups: frozenset[int] | None
+) -> StorageFormat:  # fmt: skip
     """Return the storage format of state ``name``, of ``dtype`` on the device, of group ``group``
     under the configured ``moments``. ``unquantized_sub_groups``: indices of the sub-groups none of
     whose parameters has 8-bit moments; None: all.

@@ -24,14 +24,9 @@ class StepLaunch:
     """Whether a launch may take the place of the optimizer's step at all."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        base: type | None,
-        step: Callable[..., object],
-        kernels: str | tuple[str, ...],
-        device: DeviceState,
-        bf16: object | None = None,
-    ):
+        self, optimizer: torch.optim.Optimizer, base: type | None, step: Callable[..., object],
+        kernels: str | tuple[str, ...], device: DeviceState, bf16: object | None = None
+    ):  # fmt: skip
         pass
 
     @staticmethod
@@ -73,13 +68,9 @@ class StepLaunch:
         return []
 
     def step(
-        self,
-        segments: Sequence[Segment],
-        stepped: Sequence[Segment],
-        grad_scale: Tensor | None,
-        shards: Mapping[str, Tensor],
-        hooks: bool = True,
-    ) -> set[str]:
+        self, segments: Sequence[Segment], stepped: Sequence[Segment], grad_scale: Tensor | None,
+        shards: Mapping[str, Tensor], hooks: bool = True
+    ) -> set[str]:  # fmt: skip
         """Update ``stepped``, some or all of ``segments`` that the launch :meth:`takes`, with the
         optimizer's ``hooks`` around it.
 

@@ -259,6 +259,9 @@ launch --precision bf16 x.py => --precision bf16 goes with --preset
 launch --preset zero1 --config {ZERO3} x.py => --preset zero1 and --config
 launch --preset zero1 --stage 3 x.py => --stage 3 and --preset zero1: write one of them
 launch --stage 1 --config {ZERO3} x.py => --preset zero1 and --config
+launch --ssh-port 2222 x.py => --ssh-port = 2222: no host is reached through ssh
+launch --ssh rsh --node-rank 0 x.py => --ssh = 'rsh': no host is reached through ssh
+train no.yaml --script --resume => --script only prints it; leave --resume out
 launch --ranks 2 --num-procs 2 x.py => --ranks counts only the ranks of this machine
 launch --ranks 2 --hostfile /no/such/hosts x.py => with --hostfile use --num-procs
 launch --include worker-1 x.py => no host 'worker-1'

@@ -116,6 +116,8 @@ def test_the_command_carries_the_preset_and_the_configuration(write: Any) -> Non
     ):
         file = write(config={"metrics": own}, output_dir="out")
         command = json.loads(invoke(f"train {file} --json"))["command"]
+        resumed = json.loads(invoke(f"train {file} --json --resume"))["command"]
+        assert resumed == f"{command} --resume"
         assert command.count("--set metrics.") == len(words)
         assert all(f"--set {word}" in command for word in words), command
 

@@ -33,6 +33,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchPlan]
     monkeypatch.setattr(launcher, "_ranks_here", lambda: 2)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     monkeypatch.setenv("HF_ZERO_LOG_LEVEL", "info")
     return plans
 
@@ -63,6 +64,12 @@ def test_hosts_and_filters(planned: list[LaunchPlan], two_hosts: str, tmp_path: 
     Path(two_hosts).rename(tmp_path / "job-hostfile")  # the default one
     main(["--num_nodes", "2", "train.py"])
     assert [start.host.name for start in planned[0].starts] == ["10.9.9.1", "10.9.9.2"]
+
+
+def test_a_script_that_is_not_there_starts_no_rank(planned: list[LaunchPlan]) -> None:
+    with pytest.raises(LaunchError, match=r"the script missing\.py is not in"):
+        main(["missing.py"])
+    assert not planned
 
 
 def test_numbers_and_plain_local_ranks(planned: list[LaunchPlan]) -> None:
@@ -163,6 +170,7 @@ def test_pdsh_starts_the_part_of_each_host(tmp_path: Path, monkeypatch: pytest.M
     accepts.
     """
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "my train.py").touch()
     where = ("--master_addr", "10.9.9.1", "--master_port", "99", "--ssh_port", "7")
     runner = made(runners.PDSHRunner, *where, script="my train.py")
     runner.add_export("NAME", ODD)

@@ -65,14 +65,9 @@ class OffloadedMoments:
         return {}
 
     def stored_format(
-        self,
-        entries: SegmentStateAccess,
-        moments: str,
-        group: int,
-        name: str,
-        dtype: torch.dtype,
-        unquantized_sub_groups: frozenset[int] | None,
-    ) -> StorageFormat:
+        self, entries: SegmentStateAccess, moments: str, group: int, name: str, dtype: torch.dtype,
+        unquantized_sub_groups: frozenset[int] | None
+    ) -> StorageFormat:  # fmt: skip
         """Return the format of state ``name``, of ``dtype`` on the device, of group ``group`` under
         the configured ``moments``. ``unquantized_sub_groups``: those without 8-bit moments; None:
         all. Raises ConfigError for a state that has one format only.

@@ -54,18 +54,11 @@ def _plain(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Pla
 
 
 def plan(
-    model: nn.Module,
-    settings: ZeroConfig,
-    dims: ParallelDims,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    extensions_of: ExtensionsOf = _plain,
-    rank: int = 0,
-    device: torch.device = CPU,
-    cuts: Cuts = UNCUT,
-    held: Collection[str] | None = None,
-    shard_only: bool = False,
-) -> EnginePlan:
+    model: nn.Module, settings: ZeroConfig, dims: ParallelDims,
+    optimizer: torch.optim.Optimizer | None = None, *, extensions_of: ExtensionsOf = _plain,
+    rank: int = 0, device: torch.device = CPU, cuts: Cuts = UNCUT,
+    held: Collection[str] | None = None, shard_only: bool = False
+) -> EnginePlan:  # fmt: skip
     """Return the plan of an engine of ``model`` on one rank, without collectives.
 
     Args:
@@ -395,13 +388,10 @@ class _FlatLayouts:
 
 
 def _flat_plans(
-    flat_specs: Sequence[PlannedSpec],
-    settings: ZeroConfig,
-    dims: ParallelDims,
-    optimizer: torch.optim.Optimizer | None,
-    device: torch.device,
-    formats: Mapping[str, tuple[int, bool]],
-) -> tuple[FlatPlan, ...]:
+    flat_specs: Sequence[PlannedSpec], settings: ZeroConfig, dims: ParallelDims,
+    optimizer: torch.optim.Optimizer | None, device: torch.device,
+    formats: Mapping[str, tuple[int, bool]]
+) -> tuple[FlatPlan, ...]:  # fmt: skip
     """Return the plans of ``flat_specs``, with indices, tiers and dtypes of gradients."""
     rules, policy = PlacementRules(settings, dims.pp_stage_ranks), POLICIES[settings.stage]
     specs = [shard_spec(spec) for _, spec, _ in flat_specs]
