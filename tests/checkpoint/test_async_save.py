@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,11 +18,11 @@ import torch
 
 from hf_zero.checkpoint import (
     background_saves,
-    storage,
     tensorfile,
     verify_checkpoint,
 )
 from hf_zero.checkpoint.background_saves import BackgroundSaver
+from hf_zero.checkpoint.progress import SHOWN_AFTER, progress_bar
 from hf_zero.errors import CheckpointError, HostMemoryError
 from tests.checkpoint.jobs import run_holds, same
 from tests.checkpoint.setups import (
@@ -178,11 +179,11 @@ def test_without_room_or_a_store_all_ranks_write_while_training_waits(
 def test_a_bar_appears_for_work_that_lasts(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
-    monkeypatch.setattr(storage.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     for progress, lasts, shown in ((None, 0.0, False), (None, 1.0, True), (False, 1.0, False)):
-        with progress.progress_bar(progress, 100, "saving run") as tick:
+        with progress_bar(progress, 100, "saving run") as tick:
             tick(25)
-            clock[0] += lasts * progress.SHOWN_AFTER
+            clock[0] += lasts * SHOWN_AFTER
             tick(75)
         assert ("saving run" in capsys.readouterr().err) == shown
 

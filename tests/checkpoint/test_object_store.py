@@ -20,6 +20,7 @@ from upath import UPath
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import (
+    commit,
     convert_checkpoint,
     file_writer,
     find,
@@ -229,7 +230,7 @@ def test_a_save_that_is_given_up_after_its_manifest_keeps_its_files(store, monke
 
     ObjectStoreTarget(store, "a", save_id).abort()
     with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "read", unreachable)
+        patch.setattr(commit, "read_manifest", unreachable)
         ObjectStoreTarget(store, "a", save_id).abort()
     assert same(weights(load(URL, verify=True)), before)
 

@@ -16,13 +16,14 @@ from hf_zero.parity.causes import OF_ENGINE, cause_of_failure, lines_that_read_g
 from hf_zero.parity.comparison import is_other_batch
 from hf_zero.parity.recorder import fingerprint
 from hf_zero.zero.gather.schedule import Schedule
+from hf_zero.zero.step.gradient_norm import GradientNorm
 from hf_zero.zero.step.optimizer_step import OptimizerStep
 from tests.parity.loops import FEATURES, ROWS, answer, config, stack
 
 
 def factor(patch: pytest.MonkeyPatch) -> None:
-    squares = OptimizerStep._own_squares
-    patch.setattr(OptimizerStep, "_own_squares", lambda self, *args: squares(self, *args) * 1.001)
+    squares = GradientNorm._own_squares
+    patch.setattr(GradientNorm, "_own_squares", lambda self, *args: squares(self, *args) * 1.001)
 
 
 def stale_weights(patch: pytest.MonkeyPatch) -> None:
@@ -42,11 +43,12 @@ def wrong_clipping(patch: pytest.MonkeyPatch) -> None:
     update = OptimizerStep.update
 
     def at_twice_the_norm(self: Any, *args: Any) -> Any:
-        before, self.max_norm = self.max_norm, 2 * self.max_norm
+        before = self.gradient.max_norm
+        self.gradient.clip_to(2 * before)
         try:
             return update(self, *args)
         finally:
-            self.max_norm = before
+            self.gradient.clip_to(before)
 
     patch.setattr(OptimizerStep, "update", at_twice_the_norm)
 

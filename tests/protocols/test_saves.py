@@ -21,7 +21,6 @@ from hf_zero.checkpoint import find as finding
 from hf_zero.checkpoint.background_saves import BackgroundSaver
 from hf_zero.checkpoint.commit import FolderTarget
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.save_job import SaveJob, SharedFiles
 from hf_zero.checkpoint.tensorfile import BlockHashes, FileHashes
 from hf_zero.distributed.store import StoreMessages
@@ -74,7 +73,7 @@ class Manifest:
 def damage(folder: Path) -> str:
     """Return what is missing in a checkpoint, or ""."""
     try:
-        manifest = read_manifest(folder / MANIFEST_NAME)
+        manifest = Manifest.read(folder / MANIFEST_NAME)
         contents = {file.name: (folder / file.name).read_bytes() for file in manifest.files}
     except (OSError, CheckpointError) as error:
         return str(error)
@@ -219,7 +218,7 @@ class Job:
         damaged = damage(latest)
         if damaged:
             return f"`latest` names a damaged checkpoint: {damaged}"
-        before, newest[0] = newest[0], int(read_manifest(latest / MANIFEST_NAME).save_id[:8])
+        before, newest[0] = newest[0], int(Manifest.read(latest / MANIFEST_NAME).save_id[:8])
         if newest[0] < max(least, before):
             return f"`latest` names save {newest[0]}, and {max(least, before)} has succeeded"
         return ""
@@ -251,7 +250,7 @@ def processes() -> Iterator[None]:
         patch.setattr(background_saves, "write_image", write_image)
         patch.setattr(save_job, "retain", retain)
         for module in (commit, save_job):
-            patch.setattr(module, "Manifest", Manifest)
+            patch.setattr(module, "read_manifest", Manifest.read)
         patch.setattr(finding, "integrity_error", damage)
         yield
 
