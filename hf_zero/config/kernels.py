@@ -35,9 +35,9 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
     Raises ValueError for an unknown name.
     """
-    chosen = set(names)
-    if unknown := chosen - set(NAMES):
-        raise ValueError(min(unknown))
+    chosen = [*names]
+    if unknown := [name for name in chosen if name not in NAMES]:
+        raise ValueError(min(unknown, key=str))
     return tuple(name for name in NAMES if name in chosen)
 
 

@@ -172,13 +172,13 @@ def _names(kernels: object, device: str) -> tuple[str, ...]:
     if not isinstance(kernels, Iterable):
         raise KernelError(f"kernels={kernels!r}; give 'auto', 'off', or names: {', '.join(NAMES)}")
     names = (kernels,) if isinstance(kernels, str) else tuple(kernels)
-    for unknown in names:
-        if unknown not in NAMES:
-            raise KernelError(
-                f"{unknown} is not a fused kernel{did_you_mean(str(unknown), NAMES)}; give 'auto', "
-                f"'off', or names among {', '.join(NAMES)}"
-            )
-    return in_order(names)
+    try:
+        return in_order(names)
+    except ValueError as unknown:
+        raise KernelError(
+            f"{unknown} is not a fused kernel{did_you_mean(str(unknown), NAMES)}; give 'auto', "
+            f"'off', or names among {', '.join(NAMES)}"
+        ) from None
 
 
 def prepare(
