@@ -99,11 +99,15 @@ class EngineSteps:
     each of which ``optimizer.step()`` of its optimizer steps.
     """
 
-    divides: dict[str, bool] = {}  # who divides losses by the accumulation, as in engine.backward
-
     def __init__(self, engines: list[EngineProtocol], accumulation: AccumulationOfScript):
         self.engines = engines
         self._accumulation = accumulation
+        # who divides losses by the accumulation, as engine.backward takes it
+        self._divides: dict[str, bool] = {}
+
+    def follow_trainer(self) -> None:
+        """Divide no loss: the Trainer divides its own by the accumulation, and Accelerate none."""
+        self._divides = {"scale_wrt_gas": False}
 
     @property
     def engine(self) -> EngineProtocol | EngineSteps:
@@ -126,7 +130,7 @@ class EngineSteps:
         for engine in self.engines:
             ends = bool(sync_gradients) and not engine.in_no_sync
             engine.set_gradient_accumulation_boundary(ends)
-        self.engines[0].backward(loss, **(self.divides | kwargs))
+        self.engines[0].backward(loss, **(self._divides | kwargs))
 
     def clip(self, engine: EngineProtocol, limit: float, syncs: bool) -> torch.Tensor | None:
         """Clip the gradient of ``engine`` to ``limit`` if its configuration leaves the limit to the
@@ -250,6 +254,11 @@ class SingleEngineSteps(EngineSteps):
     @property
     def engine(self) -> EngineProtocol:
         return self._engine
+
+    def follow_trainer(self) -> None:
+        """Divide no loss, and leave the steps to ``optimizer.step()``, which the Trainer calls."""
+        super().follow_trainer()
+        self.caller = StepCaller.OPTIMIZER
 
     def close(self) -> None:
         self._hook.remove()

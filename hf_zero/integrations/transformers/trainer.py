@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.engine_steps import StepCaller
 from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
 from hf_zero.integrations.engine_protocol import is_engine
 from hf_zero.integrations.save_redirection import save_folder
@@ -180,9 +179,7 @@ def prepare_engine(
     engine.measures.shown_elsewhere()
     self._mixed_mesh_grads = False  # a gradient that the engine holds is not read to find out
     leave_to_trainer(self.accelerator)
-    self.accelerator.deepspeed_engine_wrapped.caller = StepCaller.OPTIMIZER
-    # the Trainer divides its losses, and Accelerate none
-    self.accelerator.deepspeed_engine_wrapped.divides = {"scale_wrt_gas": False}
+    self.accelerator.deepspeed_engine_wrapped.follow_trainer()
     if engine.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:
         save_on_signals(self, engine)
     return result
