@@ -15,8 +15,8 @@ pre-LN: this is for training from scratch.
 A forward without values shows which modules of a block are called with which tensor, so classes and
 names do not matter. A block is post-LN if its output is that of a LayerNorm. The first of its norms
 moves to the modules that are called with the block's input and do not contain it, the next one to
-those that are called with the output of the first. A copy of the block whose linear layers are zero
-then returns its input, or the model is refused.
+those that are called with the output of the first. A copy of the block whose parameters, except
+those of norms, are zero then returns its input, or the model is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -83,7 +83,8 @@ def plan(model: nn.Module, calls: list[ModuleCall] | str) -> PreLayerNorm:
     known.
 
     Raises:
-        KernelError: its blocks do not end with a norm after a sum, or compute something else.
+        KernelError: its blocks do not end with a norm after a sum, form no single stack, or compute
+            something else.
     """
     if isinstance(calls, str):
         raise KernelError(f"pre_layer_norm: {calls}; leave it out")
@@ -91,10 +92,16 @@ def plan(model: nn.Module, calls: list[ModuleCall] | str) -> PreLayerNorm:
     moved: dict[str, tuple[_Moved, ...]] = {}
     for name in names:
         moved[name] = _moved(model, name, calls)
+    stacks = sorted({name.rpartition(".")[0] for name in names})
+    if len(stacks) != 1:
+        several = f"several stacks of layers, {', '.join(stacks)}, and each would need a last norm"
+        raise KernelError(
+            f"pre_layer_norm: {type(model).__name__} has "
+            f"{several if stacks else 'no layers that repeat'}; leave it out"
+        )
     firsts = [i for i, c in enumerate(calls) if c.name.startswith(tuple(f"{n}." for n in names))]
-    before = [c for c in calls[: firsts[0]] if isinstance(c.module, nn.LayerNorm)] if firsts else []
-    called = {call.name for call in calls}
-    encoder = _common(names)
+    before = [c for c in calls[: firsts[0]] if _is_layer_norm(c.module)] if firsts else []
+    called, encoder = {call.name for call in calls}, stacks[0]
     while encoder and encoder not in called:
         encoder = encoder.rpartition(".")[0]
     if not before or not encoder:
@@ -107,14 +114,6 @@ def plan(model: nn.Module, calls: list[ModuleCall] | str) -> PreLayerNorm:
     return PreLayerNorm(moved, before[-1].name, encoder)
 
 
-def _common(names: list[str]) -> str:
-    parts = [name.split(".") for name in names]
-    same = 0
-    while all(len(name) > same + 1 and name[same] == parts[0][same] for name in parts):
-        same += 1
-    return ".".join(parts[0][:same]) if parts else ""
-
-
 def _refused(model: nn.Module, name: str, why: str) -> KernelError:
     kind = type(model.get_submodule(name)).__name__
     return KernelError(f"pre_layer_norm: {name} ({kind}) {why}; leave it out")
@@ -123,13 +122,13 @@ def _refused(model: nn.Module, name: str, why: str) -> KernelError:
 def _moved(model: nn.Module, name: str, calls: list[ModuleCall]) -> tuple[_Moved, ...]:
     whole = [call for call in calls if call.name == name]
     inside = [call for call in calls if call.name.startswith(f"{name}.")]
-    norms = [call for call in inside if isinstance(call.module, nn.LayerNorm)]
+    norms = [call for call in inside if _is_layer_norm(call.module)]
     if len(whole) != 1 or not norms or norms[-1].outputs[0] is not whole[0].outputs[0]:
         raise _refused(model, name, "does not end with a LayerNorm after a sum, as BERT's layer")
     unused = {
         f"{name}.{path}"
         for path, module in model.get_submodule(name).named_modules()
-        if isinstance(module, nn.LayerNorm)
+        if _is_layer_norm(module)
     } - {call.name for call in norms}
     if unused:
         raise _refused(model, name, f"has a norm that a forward does not use, {min(unused)}")
@@ -148,13 +147,18 @@ def _moved(model: nn.Module, name: str, calls: list[ModuleCall]) -> tuple[_Moved
         if not takers:
             raise _refused(model, name, f"calls no module with the input of {norm.name}'s sum")
         cut = len(name) + 1
-        moves.append(
-            _Moved(
-                norm.name[cut:], tuple((call.name[cut:], _keys(call, stream)) for call in takers)
-            )
-        )
+        keys = [(call.name[cut:], _keys(call, stream)) for call in takers]
+        for taker, found in keys:
+            if not found:
+                raise _refused(model, name, f"calls {taker} with hidden states inside a collection")
+        moves.append(_Moved(norm.name[cut:], tuple(keys)))
         stream = norm.outputs[0]
     return tuple(moves)
+
+
+def _is_layer_norm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
+    """Return whether the forward of ``module`` is that of :class:`torch.nn.LayerNorm`."""
+    return isinstance(module, nn.LayerNorm) and type(module).forward is nn.LayerNorm.forward
 
 
 def _keys(call: ModuleCall, stream: torch.Tensor) -> Keys:
@@ -166,8 +170,8 @@ def _keys(call: ModuleCall, stream: torch.Tensor) -> Keys:
 
 
 def _prove(block: nn.Module, name: str, moved: tuple[_Moved, ...], calls: list[ModuleCall]) -> None:
-    """Raise KernelError unless a copy of ``block`` whose linear layers are zero, with its norms
-    moved, returns its input.
+    """Raise KernelError unless a copy of ``block``, with its norms moved and all parameters but
+    theirs zero, returns its input.
     """
     call = next(call for call in calls if call.name == name)
     generator = torch.Generator().manual_seed(0)

@@ -7,11 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BertConfig, BertForMaskedLM
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+)
 
 import hf_zero
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import report
+from hf_zero.integrations.fused.pre_layer_norm import plan
+from hf_zero.integrations.fused.shells import calls
 from tests.helpers.cells import in_one_item
 from tests.integrations.fused.animals import BLOCKS, build, error, inputs, step
 
@@ -93,6 +101,80 @@ def test_what_is_refused(case: tuple[str, dict[str, Any], str]) -> None:
     with pytest.raises(KernelError, match=message):
         pre(model, BLOCKS)
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_an_encoder_and_a_decoder_are_refused() -> None:
+    """The norm of the embeddings can be the last one of one stack alone."""
+    config = BartConfig(
+        vocab_size=16, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    stacks = "BartForConditionalGeneration has several stacks of layers, model.decoder.layers, "
+    with pytest.raises(KernelError, match=stacks):
+        pre(BartForConditionalGeneration(config))
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(KernelError, match="Linear has no layers that repeat; leave it out"):
+        plan(nn.Linear(4, 4), [])
+
+
+class ScaledNorm(nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class First(nn.Linear):
+    """Reads the first of a tuple, or a tensor."""
+
+    def forward(self, input: Any) -> torch.Tensor:
+        return super().forward(input[0] if isinstance(input, tuple) else input)
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.LayerNorm], in_tuple: bool) -> None:
+        super().__init__()
+        self.linear, self.norm, self.in_tuple = First(4, 4), norm(4), in_tuple
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.linear((x,) if self.in_tuple else x))
+
+
+class Encoder(nn.Module):
+    def __init__(
+        self, embeddings: type[nn.LayerNorm], norm: type[nn.LayerNorm], in_tuple: bool
+    ) -> None:
+        super().__init__()
+        self.norm = embeddings(4)
+        self.layers = nn.ModuleList(Block(norm, in_tuple) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def planned(*settings: Any) -> Any:
+    model = nn.Sequential(Encoder(*settings))
+    with calls(model, outermost=False) as records:
+        model(torch.zeros(1, 2, 4))
+    return plan(model, records)
+
+
+def test_norms_and_inputs_that_cannot_move_are_refused() -> None:
+    """A subclass of LayerNorm may compute something else, and a hidden state in a tuple is no
+    argument that a norm can replace.
+    """
+    assert planned(nn.LayerNorm, nn.LayerNorm, False).last == "0.norm"
+    for settings, message in (
+        ((nn.LayerNorm, nn.LayerNorm, True), "calls linear with hidden states inside a collection"),
+        ((nn.LayerNorm, ScaledNorm, False), NOT_POST_LN),
+        ((ScaledNorm, nn.LayerNorm, False), "has no LayerNorm of its embeddings"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            planned(*settings)
 
 
 def test_a_model_of_few_positions() -> None:
