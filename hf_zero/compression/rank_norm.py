@@ -10,7 +10,6 @@ stores it as a number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +18,6 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.group_settings import NORM_RATIO
 from hf_zero.zero.reduce.norm import sums_of_squares
-
-if TYPE_CHECKING:
-    pass
 
 
 class RankNorm:

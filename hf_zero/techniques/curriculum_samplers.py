@@ -6,15 +6,12 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.sample_order import SampleOrder
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass

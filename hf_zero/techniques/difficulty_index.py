@@ -290,7 +290,7 @@ def _items(path: str) -> tuple[np.ndarray, np.ndarray]:
         elements: np.ndarray = np.memmap(data, DTYPES[code], "r")
         if len(elements) != sizes.sum():
             raise ValueError(f"{data} has {len(elements)} elements instead of {sizes.sum()}")
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError, OverflowError, struct.error) as error:
         raise DifficultyIndexError(
             f"{index} is not an index of DeepSpeed's data analyzer that can be read ({error}); run "
             "it again, or `hf-zero analyze DATASET`"

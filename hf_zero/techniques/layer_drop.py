@@ -60,6 +60,7 @@ from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.gather.unit import OutermostForward
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.walk import described
+from hf_zero.zero.step.window import Counters
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
@@ -100,6 +101,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
         self._blocks: list[StackedBlock] = []
         self._stacked_of: dict[nn.Module, StackedBlock] = {}
         self._trained_alone: list[int] = []  # indices of trainable blocks, if nothing else trains
+        self._counters = Counters()
 
     @classmethod
     def from_config(cls, config: ZeroConfig) -> LayerDrop:
@@ -109,8 +111,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
     @property
     def theta(self) -> float:
         """The value of theta(t) in the next forward."""
-        steps = 0 if self._engine is None else self._engine.global_steps
-        return self._theta.at(steps)
+        return self._theta.at(self._counters.global_steps)
 
     def check(self, plan: EnginePlan) -> None:
         """Raise ConfigError for a model without blocks, and if ranks that compute a block together
@@ -128,6 +129,7 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
         stacked_blocks(plan.model, KEY)
 
     def apply(self, engine: TrainingEngine) -> None:
+        self._counters = engine.counters
         self._blocks = stacked_blocks(engine.module, KEY)
         self._trained_alone = self._blocks_trained_alone(engine)
         self._stacked_of = {layer.block: layer for layer in self._blocks}
@@ -143,28 +145,32 @@ class LayerDrop(DrawsForBlocks[dict[nn.Module, float]]):
             return []
         return [at for at, parameters in enumerate(of_blocks) if parameters & trained]
 
+    def _keep_probabilities(self) -> list[float]:
+        """Return the probability with which the next forward keeps each block."""
+        theta, p = self.theta, [1.0] * len(self._blocks)
+        for at, layer in enumerate(self._blocks):
+            if layer.block.training and not layer.keeps:
+                p[at] = keep_probability(layer.place, layer.of, theta)
+        if self._trained_alone:
+            # or the loss may have no gradient
+            p[max(self._trained_alone, key=lambda at: p[at])] = 1.0
+        return p
+
     def _skips(self, micro_batch: int, p: Sequence[float], rank: int) -> list[bool]:
         """Return, for each block, whether ``rank`` skips it, given keep probabilities ``p``."""
-        drawn = draw(self._seed, self._engine.global_steps, micro_batch, len(p), rank)
+        drawn = draw(self._seed, self._counters.global_steps, micro_batch, len(p), rank)
         return [u >= bound for u, bound in zip(drawn, p)]
 
     def _draw(self, forward: OutermostForward) -> Collection[nn.Module]:
         """Decide for ``forward``; return the blocks that all ranks skip."""
-        engine, section, theta = self._engine, self._section, self.theta
         if not any(layer.block.training for layer in self._blocks):
             return ()
-        micro_batch = engine.held_micro_batches  # equal on all ranks
-        p = [
-            1.0 if layer.keeps or not layer.block.training
-            else keep_probability(layer.place, layer.of, theta)
-            for layer in self._blocks
-        ]  # fmt: skip
-        if self._trained_alone:
-            # or the loss may have no gradient
-            p[max(self._trained_alone, key=lambda at: p[at])] = 1.0
-        ranks = range(engine.world_size) if section.per_rank else (0,)
-        skips = [self._skips(micro_batch, p, rank) for rank in ranks]
-        own_skips = skips[engine.global_rank if section.per_rank else 0]
+        engine, per_rank = self._engine, self._section.per_rank
+        p = self._keep_probabilities()
+        ranks = range(engine.world_size) if per_rank else (0,)
+        # the number of micro-batches is equal on all ranks
+        skips = [self._skips(engine.held_micro_batches, p, rank) for rank in ranks]
+        own_skips = skips[engine.global_rank if per_rank else 0]
         blocks = [layer.block for layer in self._blocks]
         # p of a kept block, 0 of a skipped one
         forward.drawn[self] = {

@@ -16,17 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hf_zero.errors import ConfigError
-from hf_zero.techniques.difficulty_index import (
-    RankedSamples,
-)
-
-if TYPE_CHECKING:
-    pass
+from hf_zero.techniques.difficulty_index import RankedSamples
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,14 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (lambda: LocalSlidingWindowSparsityConfig(1, attention="past"), "'past'"),
     (lambda: BlockLayout(torch.ones(2, 3), 16), "has the shape"),
+    (lambda: BigBirdSparsityConfig(1, num_global_blocks=-1), "num_global_blocks is -1"),
+    (lambda: BigBirdSparsityConfig(1, num_random_blocks=-1), "num_random_blocks is -1"),
+    (lambda: Variable(1, num_random_blocks=-2), "num_random_blocks is -2"),
+    (
+        lambda: sparse.BSLongformerSparsityConfig(1, num_sliding_window_blocks=-3),
+        "num_sliding_window_blocks is -3",
+    ),
+    (lambda: LocalSlidingWindowSparsityConfig(1, num_sliding_window_blocks=-3), "is -3; write"),
 ]
 
 
@@ -183,6 +191,8 @@ def test_deepspeeds_section() -> None:
     assert isinstance(window, LocalSlidingWindowSparsityConfig)
     for wrong, said in (
         ({"mode": "sparse"}, "must be one of"),
+        ({"mode": ["fixed"]}, "must be one of"),
+        ({"mode": "bigbird", "num_global_blocks": -1}, "mode 'bigbird': num_global_blocks is -1"),
         ({"blocks": 16}, "no key 'blocks'"),
         ({"mode": "fixed", "num_global_blocks": 3}, "multiple of num_global_blocks"),
         ({"mode": "fixed", "block": "64"}, "mode 'fixed'"),

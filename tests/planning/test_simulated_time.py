@@ -139,6 +139,22 @@ def test_a_rate_is_above_zero(name: str) -> None:
         Machine(**values)
 
 
+@in_one_item(
+    [
+        ("flops", "fast", "no rate"),
+        ("memory", None, "no rate"),
+        ("latency", -1e-6, "no time"),
+        ("operation", None, "no time"),
+        ("first_write", -1.0, "no time"),
+        ("overlap", 1.5, "no share"),
+    ]
+)
+def test_numbers_that_no_machine_has(case: tuple[str, Any, str]) -> None:
+    name, value, said = case
+    with pytest.raises(ConfigError, match=f"{name} = .* is {said} of"):
+        Machine(**{name: value})
+
+
 def test_a_measured_block_takes_its_time() -> None:
     """The rate of matrix products is solved for, so that the block takes as long as measured."""
     own = plans_of_stages(None, 2, 3, params=2e6)[1][0]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.techniques import TokenDropSection
+from hf_zero.config.techniques import LayerDropSection, TokenDropSection
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.token_drop import tokens_read
@@ -196,6 +196,17 @@ def test_evaluation_reads_everything_and_classes_come_back():
         assert alike != enabled
         engine.destroy()
         assert [type(block) for block in job.blocks(model)[0]] == kinds
+
+
+def test_a_schedule_outlives_its_engine():
+    job = LayerDropJob("gpt2")
+    model: Any = job.build()
+    section = LayerDropSection(theta=0.5, gamma=0.1)
+    assert LayerDrop(section, 0).theta == 1.0
+    engine = start(model, plain_sgd(model), config_of(1, **job.keys))
+    drop = engine.feature_set.get("progressive_layer_drop", LayerDrop)
+    engine.destroy()
+    assert drop.theta == 1.0
 
 
 SCHEDULE = {"require_steps": 2, "seq_per_step": 1}

@@ -342,6 +342,12 @@ def test_files_that_are_refused(written, tmp_path):
             Path(f"{other}{ending}").write_bytes(held[cut] if ending == name else held)
         with pytest.raises(DifficultyIndexError, match=f"is not an index of DeepSpeed.*{said}"):
             AnalyzerIndex(str(other))
+    number = slice(18, 26)  # of items, behind the magic bytes, the version and the dtype
+    head = bytearray(Path(f"{samples}.idx").read_bytes())
+    head[number] = b"\xff" * 8
+    Path(f"{other}.idx").write_bytes(head)
+    with pytest.raises(DifficultyIndexError, match="too large"):
+        AnalyzerIndex(str(other))
     with pytest.raises(DifficultyIndexError, match=r"nothing\.idx is not an index"):
         AnalyzerIndex(str(tmp_path / "nothing"))
     ours = write_index(tmp_path / "ours", ANALYZER_VALUES, "hard")

@@ -115,6 +115,7 @@ class VariableSparsityConfig(SparsityConfig):
         self.attention = _direction(attention, horizontal_global_attention)
         self.horizontal_global_attention = horizontal_global_attention
         self.num_random_blocks, self.seed = num_random_blocks, seed
+        _check_counts(num_random_blocks=num_random_blocks)
         if not local_window_blocks or min(local_window_blocks) < 1:
             raise KernelError(
                 f"local_window_blocks is {list(local_window_blocks)}; give sizes of at least 1"
@@ -165,6 +166,11 @@ class BigBirdSparsityConfig(SparsityConfig):
         self.num_random_blocks, self.seed = num_random_blocks, seed
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.num_global_blocks = num_global_blocks
+        _check_counts(
+            num_random_blocks=num_random_blocks,
+            num_sliding_window_blocks=num_sliding_window_blocks,
+            num_global_blocks=num_global_blocks,
+        )
 
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
         layout = _sliding(blocks, self.num_sliding_window_blocks) | _random(
@@ -192,6 +198,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head)
         self.attention = _direction(attention)
         self.num_sliding_window_blocks = num_sliding_window_blocks
+        _check_counts(num_sliding_window_blocks=num_sliding_window_blocks)
         self.global_block_indices, self.global_block_end_indices = _spans_checked(
             global_block_indices, global_block_end_indices
         )
@@ -216,6 +223,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     ) -> None:
         super().__init__(num_heads, block)
         self.num_sliding_window_blocks = num_sliding_window_blocks
+        _check_counts(num_sliding_window_blocks=num_sliding_window_blocks)
         self.attention = _direction(attention)
 
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
@@ -304,6 +312,13 @@ def _direction(attention: str, horizontal: bool = False) -> str:
     return attention
 
 
+def _check_counts(**counts: int) -> None:
+    """Raise KernelError for a number of blocks below 0, which a slice would count from the end."""
+    for name, count in counts.items():
+        if count < 0:
+            raise KernelError(f"{name} is {count}; write a number of blocks, at least 0")
+
+
 def _spans_checked(
     starts: Sequence[int], ends: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -340,7 +355,7 @@ def from_section(section: Mapping[str, Any], num_heads: int) -> SparsityConfig:
     the mode refuses, raise ConfigError.
     """
     mode = section.get("mode", "fixed")
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         raise ConfigError(
             f"sparse_attention.mode is {mode!r}; it must be one of {', '.join(MODES)}"
         )

@@ -1,5 +1,5 @@
-"""What a simulation says of a step: its collectives, the bytes of each phase, the pipeline's
-stages.
+"""The figures of a simulated step: its collectives, the bytes of each phase, and the stages of a
+pipeline.
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from hf_zero.config import OffloadOptimizer, OffloadParam
 from hf_zero.measures.collectives import wire_bytes
 from hf_zero.planning.needs import needs, state_bytes
 from hf_zero.planning.simulation.machine import Machine, Seconds
-from hf_zero.planning.simulation.recording import (
-    Arrival,
-    Message,
-    Recording,
-)
+from hf_zero.planning.simulation.recording import Arrival, Message, Recording
 from hf_zero.planning.simulation.store_load import StoreLoad
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.planner import replan
@@ -106,7 +102,7 @@ class Simulation:
         return dataclasses.asdict(self) | {"store": self.store.to_dict()}
 
 
-def _figures(planned: EnginePlan, recording: Recording, spent: Seconds) -> StageFigures:
+def figures_of(planned: EnginePlan, recording: Recording, spent: Seconds) -> StageFigures:
     """Return the figures of the rank of ``planned``, whose step takes ``spent``."""
     beside = needs(planned)
     return StageFigures(
@@ -114,17 +110,17 @@ def _figures(planned: EnginePlan, recording: Recording, spent: Seconds) -> Stage
         planned.rank,
         sum(slot.numel for flat in planned.flats for slot in flat.spec.layout.slots),
         {
-            "device": max(phase.device for phase in _phases(planned, recording)),
+            "device": max(phase.device for phase in phase_bytes(planned, recording)),
             "ram": beside.ram_bytes,
             "pinned": beside.pinned,
             "disk": beside.disk_bytes,
         },
-        sum(row.wire_bytes for row in _counts(recording)),
+        sum(row.wire_bytes for row in collective_counts(recording)),
         spent,
     )
 
 
-def _phases(planned: EnginePlan, recording: Recording) -> tuple[PhaseBytes, ...]:
+def phase_bytes(planned: EnginePlan, recording: Recording) -> tuple[PhaseBytes, ...]:
     """Return the most bytes of each phase, with the state at rest."""
 
     def at_rest(phase: str) -> int:
@@ -154,7 +150,7 @@ def model_states(planned: EnginePlan, narrow: bool = False) -> dict[str, int]:
     return by_kind
 
 
-def _counts(recording: Recording) -> tuple[CollectiveCount, ...]:
+def collective_counts(recording: Recording) -> tuple[CollectiveCount, ...]:
     """Return the messages of a step, by phase, operation, unit and group, in order."""
     by_key: dict[tuple[str, str, str, str], list[Message]] = {}
     for event in recording.step():

@@ -87,10 +87,21 @@ class Machine:
     def __post_init__(self) -> None:
         for name in RATES:
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            unknown = value is None and name == "store"
+            if not unknown and not (isinstance(value, (int, float)) and value > 0):
                 raise ConfigError(
                     f"{name} = {value!r} is no rate of a machine; write a number above 0"
                 )
+        for name in ("latency", "operation", "first_write"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and value >= 0):
+                raise ConfigError(
+                    f"{name} = {value!r} is no time of a machine; write seconds, 0 or more"
+                )
+        if not (isinstance(self.overlap, (int, float)) and 0 <= self.overlap <= 1):
+            raise ConfigError(
+                f"overlap = {self.overlap!r} is no share of a message; write a number from 0 to 1"
+            )
 
     def bandwidth(self, group: Group) -> float:
         """Return the bytes a second that a rank of ``group`` sends in a collective."""

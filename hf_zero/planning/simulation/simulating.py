@@ -27,7 +27,13 @@ from hf_zero.planning.estimate_job import (
     plans_of,
     tokens_of,
 )
-from hf_zero.planning.simulation.figures import Simulation, _counts, _figures, _phases, model_states
+from hf_zero.planning.simulation.figures import (
+    Simulation,
+    collective_counts,
+    figures_of,
+    model_states,
+    phase_bytes,
+)
 from hf_zero.planning.simulation.machine import Machine, offload_times, seconds_of_stages
 from hf_zero.planning.simulation.measuring import Measured
 from hf_zero.planning.simulation.simulated_engines import record_plans
@@ -118,12 +124,12 @@ def simulate(
         {planned.rank: offload_times(planned, machine) for planned in plans},
     )
     figures = [
-        _figures(planned, recording, spent[planned.rank])
+        figures_of(planned, recording, spent[planned.rank])
         for planned, recording in zip(plans, recordings)
     ]
     index = next(n for n, planned in enumerate(plans) if planned.rank == options.get("rank", 0))
     planned, recording, figures_here = plans[index], recordings[index], figures[index]
-    phases = _phases(planned, recording)
+    phases = phase_bytes(planned, recording)
     settings = planned.settings
     return Simulation(
         model=name,
@@ -141,7 +147,7 @@ def simulate(
         peak_bytes=figures_here.peak_bytes,
         peak_at=max(phases, key=lambda phase: phase.device).at,
         phases=phases,
-        collectives=_counts(recording),
+        collectives=collective_counts(recording),
         flops=recording.flops,
         seconds=figures_here.seconds,
         machine=machine,
