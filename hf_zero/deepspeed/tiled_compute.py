@@ -35,8 +35,16 @@ def sequence_tiled_compute(
     """Run ``fn(**tile, **kwargs_to_pass)`` on each of ``shards`` tiles of the tensors
     ``kwargs_to_shard`` [batch, seqlen, ...]; return the outputs joined along
     ``output_unshard_dimension``; 0: outputs are scalars, joined to one vector. ``output_reduction``
-    of the joined output: "mean", "sum" or None. Raises ConfigError for another one.
+    of the joined output: "mean", "sum" or None. Raises ConfigError for another one, ``shards``
+    below 1, and tensors of another length.
     """
+    _check(shards, "sum" if output_reduction is None else output_reduction)
+    for key, value in kwargs_to_shard.items():
+        if value.dim() < 2 or value.shape[1] != seqlen or seqlen < 1:
+            raise ConfigError(
+                f"{key} has the shape {tuple(value.shape)} and seqlen is {seqlen}; pass tensors "
+                "[batch, seqlen, ...] of one token or more"
+            )
     step = math.ceil(seqlen / shards)
     stretches = [
         {key: value[:, start : start + step] for key, value in kwargs_to_shard.items()}
@@ -49,7 +57,9 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """:func:`sequence_tiled_compute` with separate keys and values."""
+    """:func:`sequence_tiled_compute` with separate keys and values. Raises ConfigError also for
+    another number of values than of keys.
+    """
 
     @staticmethod
     def apply(
@@ -64,6 +74,12 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: torch.Tensor,
     ) -> torch.Tensor:
+        keys = [*keys_to_shard, *keys_to_pass]
+        if len(args) != len(keys):
+            raise ConfigError(
+                f"{len(args)} values for the keys {keys} of keys_to_shard and keys_to_pass; pass "
+                "one for each"
+            )
         return sequence_tiled_compute(
             fn, seqlen, shards, dict(zip(keys_to_shard, args)),
             dict(zip(keys_to_pass, args[len(keys_to_shard) :])), grad_requiring_tensor_key,
@@ -78,7 +94,10 @@ class TiledMLP:
     def apply(
         fn: Compute, module: object, x: torch.Tensor, shards: int, compute_params: Weights = None
     ) -> torch.Tensor:
-        """Compute ``fn(module, x)`` for ``x`` [..., seqlen, hidden] in ``shards`` tiles."""
+        """Compute ``fn(module, x)`` for ``x`` [..., seqlen, hidden] in ``shards`` tiles. Raises
+        ConfigError for ``shards`` below 1.
+        """
+        _check(shards)
         parts = [_recomputed(fn, module, part) for part in x.chunk(shards, dim=-2)]
         return torch.cat(parts, dim=-2)
 
@@ -100,8 +119,10 @@ class TiledFusedLogitsLoss:
         """Return the mean or sum over ``shards`` tiles of the scalars ``fn(module, x, y[, mask])``.
 
         x: [batch, seqlen, hidden], y: [batch, seqlen, ...], mask: [batch, seqlen] or None; tiles
-        are [tokens, ...]. Raises ConfigError for other shapes or another reduction.
+        are [tokens, ...]. Raises ConfigError for other shapes, another reduction or ``shards``
+        below 1.
         """
+        _check(shards, output_reduction)
         arguments = [x, y] if mask is None else [x, y, mask]
         for name, tensor in zip(("x", "y", "mask"), arguments):
             if tensor.dim() < 2 or tensor.shape[:2] != x.shape[:2]:
@@ -114,12 +135,26 @@ class TiledFusedLogitsLoss:
         return _reduced(torch.stack(parts), output_reduction)
 
 
-def _recomputed(fn: Compute, *args: Any, **kwargs: Any) -> torch.Tensor:
-    output: torch.Tensor = checkpoint(repeatable(fn), *args, use_reentrant=False, **kwargs)
+def _recomputed(fn: Compute, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return ``fn(*args, **kwargs)``, computed again in the backward."""
+
+    def call(*values: Any) -> torch.Tensor:
+        return fn(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
+
+    # by position: checkpoint has keywords of its own, and finds the devices of its random states
+    # in positional arguments
+    output: torch.Tensor = checkpoint(
+        repeatable(call), *args, *kwargs.values(), use_reentrant=False
+    )
     return output
 
 
-def _reduced(values: torch.Tensor, reduction: str) -> torch.Tensor:
+def _check(shards: int, reduction: str = "sum") -> None:
+    if shards < 1:
+        raise ConfigError(f"shards is {shards}; write 1 or more")
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"unknown output_reduction {reduction!r}; write 'mean' or 'sum'")
+
+
+def _reduced(values: torch.Tensor, reduction: str) -> torch.Tensor:
     return values.mean() if reduction == "mean" else values.sum()

@@ -139,6 +139,19 @@ def test_means_of_tiles_and_scalars() -> None:
     assert same == x.sum() + 12
 
 
+def test_keywords_of_a_tile_reach_its_function() -> None:
+    """Those that torch.utils.checkpoint has itself, too, and tensors on the device whose random
+    state a checkpoint keeps.
+    """
+    x = torch.ones(1, 4, 2, requires_grad=True)
+    own = {"function": 1.0, "debug": 2.0, "fn": 3.0, "preserve_rng_state": 4.0}
+    found = ulysses.sequence_tiled_compute(
+        lambda x, **keys: x * sum(keys.values()), 4, 2, {"x": x}, own, "x", output_reduction="sum"
+    )
+    found.backward()
+    assert found == 80 and x.grad is not None and x.grad.eq(10).all()
+
+
 schedule = deepspeed.runtime.pipe.schedule
 SHAPES = [(1, 1), (4, 1), (1, 3), (3, 3), (8, 3), (5, 2)]  # micro-batches, stages
 

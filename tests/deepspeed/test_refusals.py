@@ -18,6 +18,7 @@ from hf_zero.errors import ConfigError, LaunchError, NotBuiltError, PartitionErr
 from tests.helpers.cells import in_one_item
 
 SPLIT = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
+ULYSSES = "runtime.sequence_parallel.ulysses_sp"
 X = torch.arange(12.0).reshape(2, 6)
 
 
@@ -29,9 +30,18 @@ def inference(config: Any = None, **keys: Any) -> Callable[[], Any]:
     return calling("init_inference", nn.Linear(2, 2), config, **keys)
 
 
-def tiles(y: Any, reduction: str) -> Callable[[], Any]:
-    path = "runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss.apply"
-    return calling(path, lambda m, x, y: x.sum(), None, X, y, None, 2, None, reduction)
+def never(*values: Any, **keys: Any) -> None:
+    raise AssertionError("called before the arguments were checked")
+
+
+def tiles(y: Any, reduction: str, shards: int = 2) -> Callable[[], Any]:
+    path = f"{ULYSSES}.TiledFusedLogitsLoss.apply"
+    return calling(path, never, None, X, y, None, shards, None, reduction)
+
+
+def tiled(seqlen: int, shards: int, reduction: str | None = None) -> Callable[[], Any]:
+    path = f"{ULYSSES}.sequence_tiled_compute"
+    return calling(path, never, seqlen, shards, {"x": X}, {}, "x", output_reduction=reduction)
 
 
 Row = tuple[type[Exception], str, Callable[[], Any]]
@@ -104,6 +114,28 @@ REFUSED: list[Row] = [
     ),
     (ValueError, "write 'mean' or 'sum'", tiles(X, "none")),
     (ValueError, r"y has the shape \(2, 5\)", tiles(X[:, :5], "sum")),
+    (ConfigError, "shards is 0; write 1", tiles(X, "sum", 0)),
+    (ConfigError, "shards is 0; write 1", calling(f"{ULYSSES}.TiledMLP.apply", never, None, X, 0)),
+    (ConfigError, "shards is 0; write 1", tiled(6, 0)),
+    (ConfigError, "unknown output_reduction 'none'", tiled(6, 2, "none")),
+    (ConfigError, r"x has the shape \(2, 6\) and seqlen is 5", tiled(5, 2)),
+    (
+        ConfigError,
+        r"1 values for the keys \['x', 'y'\]",
+        calling(
+            f"{ULYSSES}.SequenceTiledCompute.apply",
+            never,
+            6,
+            2,
+            ["x"],
+            ["y"],
+            "x",
+            None,
+            1,
+            None,
+            X,
+        ),
+    ),
     (ConfigError, "needs min_version", calling("utils.torch.required_torch_version")),
     (ConfigError, "trim_percent", calling("utils.timer.trim_mean", [1], 0.5)),
     (ConfigError, "'loud' is not a level", calling(LEVEL, "loud")),
