@@ -44,6 +44,10 @@ def tiled(seqlen: int, shards: int, reduction: str | None = None) -> Callable[[]
     return calling(path, never, seqlen, shards, {"x": X}, {}, "x", output_reduction=reduction)
 
 
+def groups(*items: Any) -> Callable[[], Any]:
+    return calling("moe.utils.configure_moe_param_groups", list(items))
+
+
 Row = tuple[type[Exception], str, Callable[[], Any]]
 ONE, LAYER = [nn.Parameter(torch.ones(1))], nn.Linear(1, 1)
 BOTH = "dtype is 'fp32' in config and 'bf16' as an argument"
@@ -136,6 +140,10 @@ REFUSED: list[Row] = [
             X,
         ),
     ),
+    (ConfigError, "a parameter of an optimizer group is a tuple", groups(("weight", ONE[0]))),
+    (ConfigError, "an optimizer group is a Parameter; pass", groups({"params": ONE}, ONE[0])),
+    (ConfigError, "a Parameter; pass parameters alone", groups({"params": ONE, "moe": 1}, ONE[0])),
+    (ConfigError, r"group has the keys \['lr'\], no 'params'", groups({"lr": 1.0})),
     (ConfigError, "needs min_version", calling("utils.torch.required_torch_version")),
     (ConfigError, "trim_percent", calling("utils.timer.trim_mean", [1], 0.5)),
     (ConfigError, "'loud' is not a level", calling(LEVEL, "loud")),

@@ -268,6 +268,11 @@ def test_groups_without_experts_stay_as_they_are() -> None:
     assert (shared["params"], experts["params"]) == ([layer.weight], [layer.bias])
     assert moe.configure_moe_param_groups([{"params": layer.parameters()}])[1]["moe"]
     assert experts["moe"] and "moe" not in shared
+    done = [shared, experts]
+    assert moe.configure_moe_param_groups(done) == done
+    assert [*map(id, moe.configure_moe_param_groups(iter(done)))] == [*map(id, done)]
+    assert moe.configure_moe_param_groups(layer.weight)[0] is layer.weight
+    assert moe.configure_moe_param_groups({"params": layer.bias})[1]["params"] == [layer.bias]
     layer = deepspeed.moe.layer.MoE(2, nn.Linear(2, 2), num_experts=3)
     assert moe.has_moe_layers(nn.Sequential(layer)) == (True, 3)
 

@@ -57,12 +57,15 @@ def split_groups(
 
     An expert group has the options of its original group, "moe": True and the name of its expert
     group as "name"; groups of more than ``max_group_size`` elements are split between parameters.
+
+    Raises ConfigError for a group that is no dict with "params", and parameters that are no
+    tensors.
     """
     listed = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     shared: list[dict[str, Any]] = []
     experts: list[dict[str, object]] = []
     for group in listed:
-        common, expert_parameters = split(group["params"])
+        common, expert_parameters = split(_parameters(group))
         shared.append({**group, "params": common})
         by_name: dict[str | None, list[nn.Parameter]] = {}
         for parameter in expert_parameters:
@@ -73,6 +76,24 @@ def split_groups(
                 for part in _cut(members, max_group_size)
             ]
     return shared + experts
+
+
+def _parameters(group: dict[str, Any]) -> list[nn.Parameter]:
+    if not isinstance(group, dict) or "params" not in group:
+        keys = f"has the keys {[*group]}, no 'params'" if isinstance(group, dict) else None
+        raise ConfigError(
+            f"an optimizer group {keys or f'is a {type(group).__name__}'}; pass parameters alone, "
+            "or dicts with their parameters as 'params'"
+        )
+    params = group["params"]
+    listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+    for parameter in listed:
+        if not isinstance(parameter, torch.Tensor):
+            raise ConfigError(
+                f"a parameter of an optimizer group is a {type(parameter).__name__}; pass tensors, "
+                "such as model.parameters()"
+            )
+    return listed
 
 
 def _cut(parameters: list[nn.Parameter], most: int | None) -> list[list[nn.Parameter]]:
