@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from pydantic import Field, field_validator
@@ -138,7 +139,8 @@ class InferenceEngine(ModelWrapper):
                 f"init_inference was given a {type(model).__name__}; pass a torch.nn.Module"
             )
         for name, instead in _INSTEAD.items():
-            if getattr(config, name):
+            section = getattr(config, name)
+            if section and not (isinstance(section, Mapping) and section.get("enabled") is False):
                 refuse(f"init_inference({name}=...)", instead)
         if config.dtype is torch.int8:
             refuse("init_inference(dtype=torch.int8)", _INSTEAD["quant"])
@@ -147,10 +149,11 @@ class InferenceEngine(ModelWrapper):
         if size > 1:
             init.init_distributed()
             tensor_parallel(model, size)
-        model.to(device=default_device(), dtype=config.dtype).eval()
+        model.to(device=default_device(), dtype=config.dtype)
         if config.replace_with_kernel_inject:
             resolve_name("hf_zero.integrations.fused:optimize")(model)
         self.module = model
+        self.eval()
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         return self.module(*inputs, **kwargs)
@@ -163,15 +166,22 @@ def init_inference(
 ) -> InferenceEngine:
     """Return an engine for ``model``, which is changed in place. ``config`` is a dict or the path
     of a JSON file; ``more`` are further keys. Raises ConfigError for a key with two different
-    values.
+    values, by its name or its alias.
     """
     if isinstance(config, (str, os.PathLike)):
-        values = load_file(config)
-    else:
-        values = dict(config or {})
-    for key in values.keys() & more.keys():
-        if values[key] != more[key]:
-            raise ConfigError(
-                f"{key} is {values[key]!r} in config and {more[key]!r} as an argument; pass one"
-            )
-    return InferenceEngine(model, DeepSpeedInferenceConfig(**(values | more)))
+        config = load_file(config)
+    if not isinstance(config, Mapping | None):
+        raise ConfigError(
+            f"init_inference was given a configuration of the type {type(config).__name__}; pass a "
+            "dict, or the path of a JSON file"
+        )
+    names = {field.alias: name for name, field in DeepSpeedInferenceConfig.model_fields.items()}
+    values: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    for source, keys in (("in config", config or {}), ("as an argument", more)):
+        for key, value in keys.items():
+            name, here = names.get(key, key), f"{key} is {value!r} {source}"
+            if values.setdefault(name, value) != value:
+                raise ConfigError(f"{written[name]} and {here}; pass one")
+            written[name] = here
+    return InferenceEngine(model, DeepSpeedInferenceConfig(**values))

@@ -192,7 +192,8 @@ def test_a_model_computes_and_generates_as_before(model: Any) -> None:
     assert torch.equal(again, made)
     with pytest.raises(AttributeError, match="no_such"):
         _ = engine.no_such
-    config = {"dtype": "torch.float32"}
+    assert not engine.training
+    config = {"dtype": "torch.float32", "kernel_inject": True, "quant": {"enabled": False}}
     engine = deepspeed.init_inference(model, config, replace_with_kernel_inject=True)
     assert report(engine.module).replaced
     torch.testing.assert_close(engine(TOKENS).logits, want)

@@ -50,7 +50,8 @@ def groups(*items: Any) -> Callable[[], Any]:
 
 Row = tuple[type[Exception], str, Callable[[], Any]]
 ONE, LAYER = [nn.Parameter(torch.ones(1))], nn.Linear(1, 1)
-BOTH = "dtype is 'fp32' in config and 'bf16' as an argument"
+BOTH = "dtype is 'fp32' in config and dtype is 'bf16' as an argument; pass one"
+ALIAS = r"tp is {'tp_size': 2} in config and tensor_parallel is {'tp_size': 1} as an argument"
 INSTEAD = "'all_gather_coalesced': call all_reduce or all_gather_into_tensor of each tensor"
 NO_FP32 = "DeepSpeedCPUAdagrad.fp32_optimizer_states=False"
 NO_MPU = r"mpu.get_model_parallel_world_size\(\) is 2"
@@ -78,6 +79,12 @@ REFUSED: list[Row] = [
     ),
     (ConfigError, "a NoneType; pass", calling("init_inference", None)),
     (ConfigError, BOTH, inference({"dtype": "fp32"}, dtype="bf16")),
+    (ConfigError, ALIAS, inference({"tp": {"tp_size": 2}}, tensor_parallel={"tp_size": 1})),
+    (
+        ConfigError,
+        "configuration of the type list; pass a dict, or",
+        inference([("dtype", "fp32")]),
+    ),
     (ValidationError, "known are fp32", inference(dtype="fp64")),
     (ValidationError, "no_such_key", inference(no_such_key=1)),
     *(
