@@ -94,7 +94,8 @@ def load(
             scale; else those of the engine stay.
         load_lr_scheduler_states: also load the schedule, if the engine has one and one was saved,
             with what it has written into the optimizer's groups (learning rates).
-        load_module_only: load weights and buffers alone; counters stay as they are too.
+        load_module_only: load the model's weights and buffers alone; counters stay as they are, and
+            so do parameters of the optimizer outside the model, as in DeepSpeed.
         verify: None: check block hashes while reading, unless ``in_memory`` or
             ``checkpoint.verify`` of the configuration turns that off. True: also hash every
             file, divided among the ranks, before modifying the engine; ``in_memory`` only check
@@ -132,7 +133,7 @@ def load(
     with ExitStack() as opened:
 
         def open_and_check() -> _RankLoad:
-            target, folder = LoadTarget.of(engine), find.locate(directory, tag)
+            target, folder = LoadTarget.of(engine, load_module_only), find.locate(directory, tag)
             hashes = level is not VerifyLevel.NOTHING
             checkpoint = _open(folder, target, hashes=hashes, sizes=not in_memory)
             opened.callback(checkpoint.close)

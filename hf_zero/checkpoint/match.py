@@ -64,12 +64,14 @@ class LoadTarget:
     scheduler: object
 
     @classmethod
-    def of(cls, engine: TrainingEngine) -> LoadTarget:
-        """Return the target of a load into ``engine``."""
-        specs, aliases = [flat.spec for flat in engine.flats], engine.aliases
+    def of(cls, engine: TrainingEngine, module_only: bool = False) -> LoadTarget:
+        """Return the target of a load into ``engine``; ``module_only``: without parameters of its
+        optimizer outside the model.
+        """
+        specs = [flat.spec for flat in engine.flats if not (module_only and flat.spec.outside)]
         group_of = {} if engine.bound is None else engine.bound.group_of
         optimizer, scheduler, elsewhere = engine.optimizer, engine.lr_scheduler, engine.elsewhere
-        return cls(engine.module, specs, aliases, elsewhere, optimizer, group_of, scheduler)
+        return cls(engine.module, specs, engine.aliases, elsewhere, optimizer, group_of, scheduler)
 
     @classmethod
     def planned(cls, plan: EnginePlan, scheduler: object) -> LoadTarget:

@@ -212,6 +212,11 @@ def test_a_checkpoint_goes_on_on_other_ranks_and_stages(tmp_path: Path, caplog: 
         )[0]
         with pytest.raises(CheckpointError, match=r"it lacks optimizer\.0\.0"):
             engine.load_checkpoint(str(tmp_path / "plain"))
+        weights, own = masters_of(model), masters_of(loss)
+        for folder in (tmp_path, tmp_path / "plain"):  # as DeepSpeed does, with and without them
+            engine.load_checkpoint(str(folder), load_module_only=True)
+            torch.testing.assert_close(masters_of(loss), own, rtol=0, atol=0)
+            assert not torch.equal(masters_of(model)[0], weights[0])
 
     run_ranks(1, without)
     names = {"0.weight", "0.bias", "2.weight", "2.bias"}
