@@ -11,7 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from hf_zero.planning.estimate_job import (
     Precision,
     asked_for,
     check_stage,
+    offload_sections,
     open_model,
     plans_of,
     tokens_of,
@@ -49,8 +50,7 @@ from hf_zero.planning.needs import (
     state_bytes,
     unit_bytes,
 )
-from hf_zero.planning.traffic import Traffic, codings
-from hf_zero.planning.traffic import traffic as ways
+from hf_zero.planning.traffic import Traffic, codings, ways_of_sending
 from hf_zero.zero.layout.attributes import elements_of
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.planner import replan
@@ -247,17 +247,9 @@ def estimate(
             or lengths that do not divide.
     """
     estimate_job = asked_for(ranks, precision, optimizer, **job)
-    # Validated at stage 3, which allows every offload section; the rows of smaller stages do not
-    # offload parameters.
-    offload: dict[str, Any] = {
-        "offload_optimizer": offload_optimizer,
-        "offload_param": offload_param,
-    }
-    sections = ZeroConfig(3, **offload)
     settings = estimate_job.settings
-    optimizer_section, param_section = (
-        getattr(sections if offload[name] is not None else settings, name) for name in offload
-    )
+    # the rows of stages below 3 do not offload parameters
+    optimizer_section, param_section = offload_sections(settings, offload_optimizer, offload_param)
     name, module = open_model(model, needs_loss=bool(sequence_lengths))
     placed = settings.placed(3, optimizer_section, param_section)
     plans = plans_of(module, estimate_job, placed)
@@ -318,7 +310,7 @@ def traffic(
     [base_plan] = plans_of(open_model(model)[1], estimate_job, estimate_job.settings)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
     stages = [stage] if stage is not None else sorted(POLICIES)
-    return {stage: ways(_at_stage(base_plan, stage), seconds) for stage in stages}
+    return {stage: ways_of_sending(_at_stage(base_plan, stage), seconds) for stage in stages}
 
 
 def propose(
@@ -366,12 +358,12 @@ def propose(
     begins = settings.stage if config is not None else 1
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].zero_stages[begins:]))
     lengths = _lengths(plans[0], () if sequence_length is None else (sequence_length,))
-    found_ways = [way for row in lengths for way in row.ways]
+    options = [way for row in lengths for way in row.ways] or [ActivationOption()]
     if margin is None:
         margin = BESIDE_ACTIVATIONS if lengths else ACTIVATIONS
     may_change = config is None or settings.optimizer is not None
     narrow = _narrow_plans(module, estimate_job, settings, plans[0].optimizer, may_change)
-    fitting = fit(plans, free, margin, stages, found_ways or (ActivationOption(),), narrow)
+    fitting = fit(plans, free, margin, stages, options, narrow)
     return Proposal(
         name, _written(config, estimate_job, fitting), fitting, free, _cut(plans[0].dims)
     )

@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
 
-from hf_zero.config import OptimizerConfig, ZeroConfig
+from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.config.sections import AUTOEP_SIZE, TENSOR_SIZE
 from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
@@ -30,11 +30,7 @@ from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES
 
 Precision = Literal["fp32", "float32", "no", "bf16", "bfloat16", "fp16", "float16"]
-
-
 MAX_RANKS = 1 << 20
-
-
 PRECISIONS = {
     **dict.fromkeys(("fp32", "float32", "no"), "fp32"),
     **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
@@ -117,6 +113,20 @@ def asked_for(
     device = device or kinds.device_for_estimate(gpu=True)
     settings = settings.on_device(device.type)
     return EstimateJob(settings, settings.optimizer or chosen, dims, device)
+
+
+def offload_sections(
+    settings: ZeroConfig, optimizer: object, parameters: object
+) -> tuple[OffloadOptimizer, OffloadParam]:
+    """Return the sections of offload as they are given, in any form that a ``ZeroConfig`` takes;
+    for None those of ``settings``.
+    """
+    given: dict[str, Any] = {"offload_optimizer": optimizer, "offload_param": parameters}
+    sections = ZeroConfig(3, **given)  # stage 3 allows both
+    return (
+        settings.offload_optimizer if optimizer is None else sections.offload_optimizer,
+        settings.offload_param if parameters is None else sections.offload_param,
+    )
 
 
 def _dims(ranks: int, tensor: int, expert: int, pipeline: int, division: Division) -> ParallelDims:
@@ -224,9 +234,9 @@ def open_model(model: object, needs_loss: bool = False) -> tuple[str, nn.Module]
     from hf_zero.integrations.transformers.meta_model import build_on_meta
 
     module = build_on_meta(model, needs_loss)
-    return os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(
-        module
-    ).__name__, module
+    if isinstance(model, (str, os.PathLike)):
+        return os.fspath(model), module
+    return type(module).__name__, module
 
 
 def _refuse_missing(model: object) -> None:

@@ -240,9 +240,8 @@ def fit(
     is left out. ``narrow``: the same plans with narrow state, which are tried last.
     """
     trials: list[Trial] = []
-    plan, *others = plans
-    begin = plan.settings.stage
-    tried_stages = sorted(stages or plan.zero_stages[begin:])
+    plan = plans[0]
+    tried_stages = sorted(stages or plan.zero_stages[plan.settings.stage :])
     if one_bit_at_one(plan.settings, plan.optimizer) is not None:
         tried_stages = [1]  # a run would make another one stage 1
     for state, of_state in chain([(None, plans)], narrow):

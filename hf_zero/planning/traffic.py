@@ -81,7 +81,7 @@ class _Sizes:
         return times * self.sent * (self.shards * nbytes(chunk) + self.rest * self.item)
 
 
-def traffic(plan: EnginePlan, codings: Codings) -> list[Traffic]:
+def ways_of_sending(plan: EnginePlan, codings: Codings) -> list[Traffic]:
     """Return the ways of sending at the stage of ``plan``, the dense one first; that alone with one
     rank, and if ranks hold different parts of the model, whose own exchanges are not counted.
     """
@@ -89,7 +89,7 @@ def traffic(plan: EnginePlan, codings: Codings) -> list[Traffic]:
     shards = plan.dims.pp_stage_ranks // replicas
     accumulation = plan.settings.gradient_accumulation_steps or 1
     every = [_sizes(flat, max(1, plan.sharers(flat) // replicas)) for flat in plan.flats]
-    trains = [flat_bytes for flat_bytes, flat in zip(every, plan.flats) if flat.spec.trainable]
+    trains = [sizes for sizes, flat in zip(every, plan.flats) if flat.spec.trainable]
     in_few_bits = shards > 1 and plan.dims.tensor * plan.dims.expert == 1
     reduces = accumulation if stage > 1 else 1
     gathers = 2 * accumulation

@@ -363,7 +363,7 @@ FILES = {
     "parallel_axes": ("parallel/axes.py",),
     "pipeline": ("parallel/pipeline/feature.py",),
     "measures": ("measures/step.py",),
-    "memory_check": ("planning/feature.py", "planning/start_summary.py"),
+    "memory_check": ("planning/memory_check.py",),
 }
 
 

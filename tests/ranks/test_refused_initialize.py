@@ -434,7 +434,7 @@ def test_parameters_without_room_beside_the_engine_are_not_kept(monkeypatch):
         return replace(check_on_all_ranks(*args), spare=False)
 
     model, other = seeded(llama), seeded(llama)
-    monkeypatch.setattr("hf_zero.planning.feature.check_on_all_ranks", without_room)
+    monkeypatch.setattr("hf_zero.planning.memory_check.check_on_all_ranks", without_room)
     monkeypatch.setattr(steps, "ORDER", (*ORDER[:-1], broken_off(ORDER[-1])))
     memory = [p.data_ptr() for p in model.parameters()]
     config = configuration(FEATURES["plain"], {})

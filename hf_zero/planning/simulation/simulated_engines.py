@@ -26,15 +26,8 @@ from hf_zero.parallel.sequence.attention import Axes
 from hf_zero.parallel.sequence.division import AXIS, RING, Division
 from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.planning.activation_memory import Sequences
-from hf_zero.planning.estimate_job import (
-    parts_of,
-)
-from hf_zero.planning.simulation.recording import (
-    RECORDED,
-    Recorder,
-    Recording,
-    record,
-)
+from hf_zero.planning.estimate_job import parts_of
+from hf_zero.planning.simulation.recording import RECORDED, Recorder, Recording, record
 from hf_zero.planning.simulation.stages import Header, StageRecorder, record_stage
 from hf_zero.zero.extensions import extensions_of
 from hf_zero.zero.feature import FeatureSet
@@ -43,11 +36,14 @@ from hf_zero.zero.layout.meta_run import copy_on_meta
 from hf_zero.zero.layout.planner import plan
 from hf_zero.zero.training_engine import TrainingEngine
 
+# from sequences and their tokens on a rank to the arguments of a model, on the meta device
+Batch = Callable[[int, int], Mapping[str, torch.Tensor]]
+
 
 def record_plans(
     plans: Sequence[EnginePlan],
     length: int,
-    batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None = None,
+    batch: Batch | None = None,
     ranks_per_host: int | None = None,
 ) -> list[Recording]:
     """Return the recordings of a step of the engines that ``plans`` are of, those of the ranks of a
@@ -67,7 +63,7 @@ def record_plans(
 def _record(
     planned: EnginePlan,
     length: int,
-    batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None,
+    batch: Batch | None,
     ranks_per_host: int | None,
     announced: Sequence[Header],
 ) -> tuple[Recording, Sequence[Header]]:
@@ -86,15 +82,7 @@ def _record(
     copied = _copy(planned).train()
     if dims.pipeline == 1 and "loss" in settings.kernels and not isinstance(settings.kernels, str):
         defer_head(copied)
-    made = (batch or _tokens)(rows, length // division.ranks)
-    if not isinstance(made, Mapping):
-        raise ConfigError(
-            f"batch= gives a {type(made).__name__}; return the keyword arguments of the model in a "
-            "dict, as {'input_ids': ...}"
-        )
-    inputs: dict[str, object] = {**made}
-    if batch is None and dims.pipeline == 1:
-        inputs["return_dict"] = False
+    inputs = _arguments(batch, rows, length // division.ranks, dims.pipeline)
     backend = "gloo" if kinds.is_synchronous(planned.device) else "nccl"
     with fake_world(dims.world, planned.rank, backend, ranks_per_host):
         engine = _engine(planned, copied, settings)
@@ -198,9 +186,21 @@ def _loss(engine: Engine, inputs: Mapping[str, object]) -> torch.Tensor:
     return loss
 
 
-def _tokens(rows: int, length: int) -> dict[str, torch.Tensor]:
-    ids = torch.zeros(rows, length, dtype=torch.int64, device=META)
-    return {"input_ids": ids, "labels": ids}
+def _arguments(batch: Batch | None, rows: int, tokens: int, stages: int) -> dict[str, object]:
+    """Return the arguments of the model for a micro-batch, those of ``batch`` if it is given.
+    ``tokens``: of each sequence, on this rank. Raises ConfigError unless ``batch`` returns a dict.
+    """
+    if batch is None:
+        ids = torch.zeros(rows, tokens, dtype=torch.int64, device=META)
+        as_tuple = {"return_dict": False} if stages == 1 else {}
+        return {"input_ids": ids, "labels": ids, **as_tuple}
+    arguments: object = batch(rows, tokens)
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(
+            f"batch= gives a {type(arguments).__name__}; return the keyword arguments of the model "
+            "in a dict, as {'input_ids': ...}"
+        )
+    return {**arguments}
 
 
 def _optimizer_for(planned: EnginePlan, module: nn.Module) -> torch.optim.Optimizer | None:

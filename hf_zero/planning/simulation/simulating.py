@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from hf_zero.planning.estimate_job import (
     Precision,
     asked_for,
     check_stage,
+    offload_sections,
     open_model,
     plans_of,
     tokens_of,
@@ -229,12 +230,4 @@ def _placed(
     values = {name: value for name, value in chosen.items() if value is not None}
     settings = job.settings.override(values, "what was asked for") if values else job.settings
     settings = settings.resolve(job.dims.pp_stage_ranks, training=False).on_device(job.device.type)
-    written: dict[str, Any] = {"offload_optimizer": optimizer, "offload_param": parameters}
-    sections = ZeroConfig(3, **written)
-    return settings.placed(
-        stage,
-        *(
-            getattr(settings if section is None else sections, name)
-            for name, section in written.items()
-        ),
-    )
+    return settings.placed(stage, *offload_sections(settings, optimizer, parameters))

@@ -1,4 +1,6 @@
-"""The summary of an engine in rank 0's log: its model, its ranks, and its bytes by tier."""
+"""The check of memory as a feature: before an engine is built, and its summary in rank 0's log once
+it is: its model, its ranks, and its bytes by tier.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,34 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.summary import as_summary, written
 from hf_zero.logging import counted, in_units, logger
 from hf_zero.optim.elementwise import updates_in_parts
-from hf_zero.planning.checking import PreflightReport
+from hf_zero.planning.checking import PreflightReport, check_on_all_ranks
+from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.attributes import attached, elements_of
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.training_engine import TrainingEngine
+
+
+class MemoryCheck(Feature):
+    """Refuse a plan that does not fit, and log what one that fits takes."""
+
+    def __init__(self, settings: ZeroConfig):
+        self._report: PreflightReport | None = None
+
+    def admit(self, plan: EnginePlan, freed: tuple[int, int]) -> bool:
+        self._report = check_on_all_ranks(plan, freed)
+        return self._report.spare
+
+    def apply(self, engine: TrainingEngine) -> None:
+        report, self._report = self._report, None  # an engine that is built anew logs nothing
+        if report is not None and engine.global_rank == 0:
+            describe(report)
 
 
 def describe(report: PreflightReport) -> None:
     """Log the summary and the written configuration; warn of what the model or the optimizer leaves
     without effect.
     """
-    logger.info("%s\n%s", summary(report), _shown(report.plan.settings))
+    logger.info("%s\n%s", summary(report), _configuration(report.plan.settings))
     _warn_of_idle_offload(report.plan)
     _warn_of_idle_updates(report.plan)
     if experimental := report.plan.settings.experimental:
@@ -152,7 +172,7 @@ def _warn_of_idle_updates(plan: EnginePlan) -> None:
         )
 
 
-def _shown(config: ZeroConfig) -> str:
+def _configuration(config: ZeroConfig) -> str:
     """Return the written values by source, and the keys without effect by reason."""
     rows = [row for row in written(config.explain()) if row.key != "$schema"]
     lines = [f"    {line}" for line in as_summary(rows)]
