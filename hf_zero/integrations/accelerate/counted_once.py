@@ -1,14 +1,16 @@
-"""Samples of metrics and steps of schedules, counted once where several ranks train on one batch.
-Imported while ``import accelerate`` runs.
+"""Gathers of metrics and steps of schedules: where several ranks train on one batch, samples and
+steps are counted once. Imported while ``import accelerate`` runs.
 """
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
 
+from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.parallel_sizes import sequence_ranks, tensor_ranks
 from hf_zero.integrations.seams import Original, replaced
 
@@ -37,6 +39,15 @@ def count_samples_once(
 
     with replaced(self, gather=gather):
         return original(self, input_data)
+
+
+def gather_without_deprecation(original: Original, tensor: object) -> object:
+    """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of its collective."""
+    with warnings.catch_warnings():
+        if finder.chosen():
+            message = "`torch.distributed.all_gather_into_tensor` is deprecated"
+            warnings.filterwarnings("ignore", message, FutureWarning)
+        return original(tensor)
 
 
 def count_batches_once(

@@ -23,7 +23,7 @@ from hf_zero.config.resolving import ACCUMULATION
 from hf_zero.config.sourced import DICT, SourcedDict, flattened, merge
 from hf_zero.deepspeed.construction import forced_config
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.parallel_sizes import name_the_size
+from hf_zero.integrations.accelerate.parallel_sizes import move_size_alias
 from hf_zero.integrations.seams import Original
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def read_strictly(original: Original, self: HfDeepSpeedConfig, config_file_or_di
         original(self, config_file_or_dict)
         return
     original(self, mapping_of(config_file_or_dict))
-    name_the_size(self.config)
+    move_size_alias(self.config)
 
 
 def add_written_keys(original: Original, self: DeepSpeedPlugin) -> None:
@@ -71,7 +71,7 @@ def add_written_keys(original: Original, self: DeepSpeedPlugin) -> None:
         self.deepspeed_config[PRINTS] = self.deepspeed_config.written[PRINTS][0]
     if from_launcher:
         merge(self.deepspeed_config, written_keys())
-        name_the_size(self.deepspeed_config)
+        move_size_alias(self.deepspeed_config)
         remember_launch(self.deepspeed_config)
     elif not hasattr(value, "config"):
         # with a ``config`` it is the Trainer's, which sets its own filler

@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from hf_zero.config.reading import AUTO
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.launched_ranks import cpu_forced, launched, zero_asked_for
+from hf_zero.integrations.accelerate.parallel_sizes import check_sizes, sequence_size
 from hf_zero.integrations.seams import Original
+from hf_zero.logging import JsonObject
 from hf_zero.parallel.sequence.division import CONTEXT, KEY, Division
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin
 
+COPIES = "replicate_size"
 _DIVISION = "_hf_zero_division"  # attribute of a ParallelismConfig
 USE_CPU = "ACCELERATE_USE_CPU"
 
@@ -89,15 +91,20 @@ def start_state(
     first = _from_accelerator and type(self)._shared_state == {}
     starts = first and zero_asked_for() and finder.chosen()
     if starts:
-        parallelism_config = _with_shared_sequences(parallelism_config, deepspeed_plugin)
-    plugins = (
+        plugins = deepspeed_plugin if isinstance(deepspeed_plugin, dict) else {"": deepspeed_plugin}
+        configs = [getattr(plugin, "deepspeed_config", None) or {} for plugin in plugins.values()]
+        for config in configs:
+            check_sizes(config)
+        if parallelism_config is not None:
+            # Accelerate selects the first plugin
+            parallelism_config = _parallelism_under_zero(parallelism_config, configs[0])
+    arguments = (
         dynamo_plugin, deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin,
         parallelism_config,
     )  # fmt: skip
     if not starts:
-        original(self, mixed_precision, cpu, *plugins, _from_accelerator, **kwargs)
+        original(self, mixed_precision, cpu, *arguments, _from_accelerator, **kwargs)
         return
-    _refuse_other_parallelism(parallelism_config)
     finder.apply_late()
     if PartialState._shared_state != {} and PartialState().backend is None and launched():
         PartialState._reset_state()  # made before ZeRO was enabled: it assumes a single process
@@ -105,28 +112,35 @@ def start_state(
     if on_cpu and PartialState._shared_state == {}:
         _start_on_cpu(**kwargs)
     with _use_cpu(None):  # which would make Accelerate drop ZeRO
-        original(self, mixed_precision, False, *plugins, _from_accelerator, **kwargs)
+        original(self, mixed_precision, False, *arguments, _from_accelerator, **kwargs)
     _join_group(self, kwargs.get("timeout"))
 
 
+def _parallelism_under_zero(
+    parallelism: ParallelismConfig, config: JsonObject
+) -> ParallelismConfig:
+    """Return ``parallelism`` as ZeRO counts it, after writing its sizes into ``config``, the ZeRO
+    configuration, where that leaves them open. Raises ConfigError for parallelism of Accelerate's
+    own.
+    """
+    _refuse_other_parallelism(parallelism, config)
+    for key, size in ((KEY, sequence_size(parallelism)), (CONTEXT, parallelism.cp_size)):
+        if config.get(key) == AUTO:
+            config[key] = size
+    return _with_shared_sequences(parallelism, config)
+
+
 def _with_shared_sequences(
-    parallelism: ParallelismConfig | None, plugin: object
-) -> ParallelismConfig | None:
+    parallelism: ParallelismConfig, config: Mapping[str, Any]
+) -> ParallelismConfig:
     """Return ``parallelism`` with an ``sp_size`` of all ranks that share a sequence, by its own
-    sizes or by the keys in the configuration of ``plugin``; see [Note: shared sequences].
+    sizes or by the keys in ``config``; see [Note: shared sequences].
 
     Raises ConfigError if the release of Accelerate has no ``sp_size``, and ranks share sequences.
     """
-    if parallelism is None:
-        return None
-    if isinstance(plugin, dict):
-        plugin = next(iter(plugin.values()))  # Accelerate selects it
-    written = getattr(plugin, "deepspeed_config", None) or {}
     sizes = []
     for key, size in ((KEY, sequence_size(parallelism)), (CONTEXT, parallelism.cp_size)):
-        if written.get(key) == AUTO:
-            written[key] = size
-        named = written.get(key) or 1
+        named = config.get(key) or 1
         if size > 1 and named not in (1, size):
             raise ConfigError(
                 f"{key} is {named} in the ZeRO configuration and {size} in the ParallelismConfig; "
@@ -154,15 +168,18 @@ def _with_shared_sequences(
     return counted
 
 
-def _refuse_other_parallelism(parallelism: ParallelismConfig | None) -> None:
-    if parallelism is None:
-        return
-    if parallelism.tp_size > 1:
+def _refuse_other_parallelism(parallelism: ParallelismConfig, config: Mapping[str, Any]) -> None:
+    tensor, copies = parallelism.tp_size, parallelism.dp_replicate_size
+    if tensor > 1:
         raise ConfigError(
-            f"ParallelismConfig(tp_size={parallelism.tp_size}) is Accelerate's tensor parallelism "
-            "for models that transformers has split, and under ZeRO the engine splits them; leave "
-            f"it out, load the model whole, and write {TENSOR_SIZE} = {parallelism.tp_size} in the "
-            "ZeRO configuration"
+            f"ParallelismConfig(tp_size={tensor}) is Accelerate's tensor parallelism for models "
+            "that transformers has split, and under ZeRO the engine splits them; leave it out, "
+            f"load the model whole, and write {TENSOR_SIZE} = {tensor} in the ZeRO configuration"
+        )
+    if min(copies, parallelism.dp_shard_size) > 1 and config.get(COPIES, 1) != copies:
+        raise ConfigError(
+            f"ParallelismConfig(dp_replicate_size={copies}) asks for copies of the shards, which "
+            f"under ZeRO the engine keeps; write {COPIES} = {copies} in the ZeRO configuration, too"
         )
 
 
@@ -220,17 +237,3 @@ def division_in_effect() -> Division | None:
 
     parallelism = AcceleratorState._shared_state.get("parallelism_config")
     return getattr(parallelism, _DIVISION, None)
-
-
-def sequence_size(parallelism: ParallelismConfig) -> int:
-    """Return the ``sp_size`` of ``parallelism``; 1 in releases of Accelerate that have none."""
-    return getattr(parallelism, "sp_size", 1)
-
-
-def gather_without_deprecation(original: Original, tensor: object) -> object:
-    """Wraps ``_gpu_gather``: suppresses torch's deprecation warning of its collective."""
-    with warnings.catch_warnings():
-        if finder.chosen():
-            message = "`torch.distributed.all_gather_into_tensor` is deprecated"
-            warnings.filterwarnings("ignore", message, FutureWarning)
-        return original(tensor)

@@ -132,6 +132,39 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Accelerator(deepspeed_plugin=plugin())
 
 
+NO_SIZES: dict[str, tuple[dict[str, Any], str]] = {
+    "a string": ({"sequence_parallel_size": "2"}, "sequence_parallel_size = '2' in the ZeRO"),
+    "of rings": ({"context_parallel_size": "2"}, "'2' in the ZeRO .* integer of at least 1; write"),
+    "of layers": ({"tensor_parallel": {"autotp_size": "2"}}, r"tensor_parallel\.autotp_size = '2'"),
+    "left open": ({"tensor_parallel": {"autotp_size": "auto"}}, r"\.autotp_size = 'auto' in the"),
+}
+
+
+@in_turn("case", NO_SIZES)
+def test_sizes_that_are_no_numbers_are_refused(case: str) -> None:
+    """Also in a plugin that Accelerate selects later."""
+    keys, message = NO_SIZES[case]
+    forget()
+    plugins = {"student": plugin(), "teacher": DeepSpeedPlugin(hf_ds_config=ZERO3 | keys)}
+    with pytest.raises(ConfigError, match=message):
+        Accelerator(deepspeed_plugins=plugins, parallelism_config=ParallelismConfig())
+
+
+def test_a_size_as_a_float_is_an_integer() -> None:
+    config: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2.0}, "context_parallel_size": 1}
+    parallel_sizes.check_sizes(config)
+    assert type(config["tensor_parallel"]["autotp_size"]) is int
+
+
+def test_copies_of_shards_are_refused_without_their_key() -> None:
+    copies = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    with pytest.raises(ConfigError, match=r"dp_replicate_size=2.* write replicate_size = 2 in the"):
+        Accelerator(deepspeed_plugin=plugin(), parallelism_config=copies)
+    assert state._parallelism_under_zero(copies, {"replicate_size": 2}) is copies
+    shards = ParallelismConfig(dp_shard_size=2)
+    assert state._parallelism_under_zero(shards, {}) is shards
+
+
 RINGS: dict[str, tuple[dict[str, int], dict[str, Any], Division]] = {
     "a ring": ({"cp_size": 2}, {}, Division(1, 2)),
     "heads and a ring": ({"cp_size": 2}, {"sequence_parallel_size": 2}, Division(2, 2)),
@@ -175,10 +208,10 @@ def test_shared_sequences_are_refused_where_accelerate_cannot_count_them(
     """Accelerate 1.11 has rings, and no ``sp_size``."""
     monkeypatch.delattr("accelerate.utils.DeepSpeedSequenceParallelConfig", raising=False)
     alone, ring = SimpleNamespace(cp_size=1), SimpleNamespace(cp_size=2)
-    assert state._with_shared_sequences(alone, None) is alone  # type: ignore[arg-type]
+    assert state._with_shared_sequences(alone, {}) is alone  # type: ignore[arg-type]
     assert parallel_sizes.sequence_ranks(SimpleNamespace(parallelism_config=ring)) == 1
     with pytest.raises(ConfigError, match=r"2 ranks share a sequence .* 'accelerate>=1.12'"):
-        state._with_shared_sequences(ring, None)  # type: ignore[arg-type]
+        state._with_shared_sequences(ring, {})  # type: ignore[arg-type]
 
 
 def test_models_made_with_zero_init_disabled_stay_whole() -> None:
