@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 _MODULES = {
     "save_sharded": "save",
     "load_sharded": "load",
-    "consolidate": "save_whole iterate_state_dict get_fp32_state_dict_from_zero_checkpoint "
+    "whole_file": "save_whole",
+    "consolidate": "iterate_state_dict get_fp32_state_dict_from_zero_checkpoint "
     "load_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict",
     "convert.export": "convert_checkpoint Conversion",
     "verify": "verify_checkpoint verify_all Verdict",
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from hf_zero.checkpoint.consolidate import (
         load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint,
     )
-    from hf_zero.checkpoint.consolidate import save_whole as save_whole
     from hf_zero.checkpoint.convert.export import Conversion as Conversion
     from hf_zero.checkpoint.convert.export import convert_checkpoint as convert_checkpoint
     from hf_zero.checkpoint.load_sharded import load as load
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hf_zero.checkpoint.verify import Verdict as Verdict
     from hf_zero.checkpoint.verify import verify_all as verify_all
     from hf_zero.checkpoint.verify import verify_checkpoint as verify_checkpoint
+    from hf_zero.checkpoint.whole_file import save_whole as save_whole
 
 
 def __getattr__(name: str) -> Any:

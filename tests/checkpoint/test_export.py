@@ -442,3 +442,40 @@ def test_the_whole_model_into_a_folder_that_cannot_be(
         return train(engine, rank, range(1))
 
     assert [len(losses) for losses in Setup().run(run)] == [2, 2]
+
+
+def test_a_file_of_the_whole_model_whose_gathers_break_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of it, and the file before it stays."""
+
+    def run(engine: Any, rank: int) -> None:
+        engine.save_16bit_model(str(tmp_path), "model.safetensors")
+        before, gathers = (tmp_path / "model.safetensors").read_bytes(), engine.consolidated
+
+        def broken(*args: Any) -> Any:
+            yield next(gathers(*args))
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "consolidated", broken)
+            with pytest.raises(KeyboardInterrupt):
+                engine.save_16bit_model(str(tmp_path), "model.safetensors")
+        assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+        assert (tmp_path / "model.safetensors").read_bytes() == before
+
+    Setup(ranks=1).run(run)
+
+
+def test_a_state_dict_is_on_the_device_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, fsync = list[str](), os.fsync
+
+    def noted(fd: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    Setup(ranks=1).run(lambda engine, _: engine.save_16bit_model(str(tmp_path), "full.bin"))
+    assert flushed == [f"{NEW}full.bin", tmp_path.name]
