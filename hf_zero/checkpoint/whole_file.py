@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.checkpoint import find, save_plan, storage
-from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.outputs import OutputTensor, exported, plan_outputs
+from hf_zero.checkpoint.convert.targets import torch_save
 from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.zero.access.consolidate import gather_state_dict

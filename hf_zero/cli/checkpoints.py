@@ -123,7 +123,7 @@ def convert_checkpoint(
     Example: hf-zero convert-checkpoint runs/bert-mlm/step_600 my-model --dtype bfloat16
     """
     from hf_zero import convert_checkpoint as convert
-    from hf_zero.checkpoint.convert.files import refuse_target
+    from hf_zero.checkpoint.convert.targets import refuse_target
     from hf_zero.checkpoint.find import find_checkpoint
 
     if quantize is None and group_size is not None:
@@ -166,7 +166,7 @@ def _quantized(
     converted: Callable[[str], Conversion], target: Path, quantize: str, group_size: int
 ) -> Conversion:
     """Write what ``converted`` writes to the new folder ``target``, quantized."""
-    from hf_zero.checkpoint.convert.files import new_folder
+    from hf_zero.checkpoint.convert.targets import new_folder
     from hf_zero.integrations.transformers.quantized_folder import quantize_folder
 
     with tempfile.TemporaryDirectory(prefix="hf-zero-") as whole, new_folder(target) as folder:

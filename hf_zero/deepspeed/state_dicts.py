@@ -1,6 +1,6 @@
-"""State dicts and checkpoints in DeepSpeed's forms: copies for saving; whole weights from a sharded
-checkpoint, as a dict or as a pickle (``convert_zero_checkpoint_to_fp32_state_dict``, which all
-ranks may call at once); and the command line of ``ds_to_universal``.
+"""DeepSpeed's functions and command line that read checkpoints or prepare state dicts for files:
+``clone_tensors_for_torch_save``, ``zero_to_fp32``, which all ranks may call at once, and
+``ds_to_universal``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import BinaryIO
 
 import torch
 
-from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _convert
+from hf_zero import checkpoint
 from hf_zero.checkpoint.convert.export import UNIVERSAL, convert_checkpoint
-from hf_zero.checkpoint.convert.files import lock_if_supported, refuse_target
+from hf_zero.checkpoint.convert.targets import lock_if_supported, refuse_target
 from hf_zero.checkpoint.convert.torch_weights import write_torch_files
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.host_folders import FileLock
@@ -40,9 +40,13 @@ def clone_tensors_for_torch_save(item: object, device: str | torch.device = "cpu
         if tensor.layout is not torch.strided:  # no view of a buffer
             return tensor.detach().to(device, copy=True)
         memory = (
-            tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape,
-            tensor.stride(), tensor.dtype, tensor.device,
-        )  # fmt: skip
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+        )
         if memory not in copies or not tensor.numel():
             copies[memory] = tensor.detach().to(device, copy=True)
         return copies[memory]
@@ -59,11 +63,11 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
     """
     if files := _files(checkpoint_dir, "model_states.pt"):
         return files[0]
-    with ShardedCheckpoint(find_checkpoint(checkpoint_dir)) as checkpoint:
-        manifest = checkpoint.manifest
+    with ShardedCheckpoint(find_checkpoint(checkpoint_dir)) as opened:
+        manifest = opened.manifest
         counters = {name: manifest.counters[name] for name in ("global_steps", "skipped_steps")}
         return _in_memory(
-            {**checkpoint.client_state(), **counters, "dp_world_size": manifest.world["size"]}
+            {**opened.client_state(), **counters, "dp_world_size": manifest.world["size"]}
         )
 
 
@@ -73,8 +77,8 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[BinaryIO] | 
     """
     if files := _files(checkpoint_dir, "optim_states.pt"):
         return files
-    with ShardedCheckpoint(find_checkpoint(checkpoint_dir)) as checkpoint:
-        manifest = checkpoint.manifest
+    with ShardedCheckpoint(find_checkpoint(checkpoint_dir)) as opened:
+        manifest = opened.manifest
         state = {"zero_stage": manifest.stage, "partition_count": manifest.world["shard"]}
         return [_in_memory({"optimizer_state_dict": state}) for _ in manifest.files]
 
@@ -117,9 +121,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             return
         size = 1 << 60 if max_shard_size is None else max_shard_size
         if safe_serialization:
-            _convert(checkpoint_dir, folder, size, True, tag, exclude_frozen_parameters, verify)
-            return
-        write_torch_files(checkpoint_dir, folder, size, tag, exclude_frozen_parameters, verify)
+            checkpoint.convert_zero_checkpoint_to_fp32_state_dict(
+                checkpoint_dir, folder, size, True, tag, exclude_frozen_parameters, verify
+            )
+        else:
+            write_torch_files(checkpoint_dir, folder, size, tag, exclude_frozen_parameters, verify)
 
 
 @contextmanager
@@ -142,7 +148,9 @@ def _one_writer(folder: Path) -> Iterator[bool]:
 
 def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line of ``python -m deepspeed.checkpoint.ds_to_universal``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description="Write a checkpoint of hf-zero or DeepSpeed as a universal folder of DeepSpeed."
+    )
     parser.add_argument("--input_folder", required=True, help="a checkpoint: the folder of a tag")
     parser.add_argument("--output_folder", required=True, help="the universal folder to write")
     without = "accepted without effect: tensors are read and written one by one"

@@ -146,6 +146,12 @@ def test_several_adapters_each_in_its_folder(tmp_path: Path, base: Path) -> None
     done = convert_checkpoint(tmp_path / "run", tmp_path / "one", only="*.other.*")
     assert done.files == (f"other/{FILE}",)
     assert not (tmp_path / "one" / "adapter_config.json").exists()
+    # one configuration beside the checkpoint cannot tell two adapters that the manifest does not
+    forget_adapters(tmp_path / "run")
+    beside = (tmp_path / "peft" / "adapter_config.json").read_bytes()
+    (tmp_path / "run" / "adapter_config.json").write_bytes(beside)
+    with pytest.raises(CheckpointError, match=r"the adapters default, other, not one alone; "):
+        convert_checkpoint(tmp_path / "run", tmp_path / "names", adapters=True)
 
 
 def test_names_alone_are_not_enough(tmp_path: Path, base: Path, heard: list[str]) -> None:
@@ -193,7 +199,7 @@ def test_saved_without_what_is_frozen(tmp_path: Path, base: Path, heard: list[st
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lm_head" in name)
     saved(tmp_path / "none", model, **trained)
-    with pytest.raises(CheckpointError, match=r"no adapter that is whole"):
+    with pytest.raises(CheckpointError, match=r"no complete adapter"):
         convert_checkpoint(tmp_path / "none", tmp_path / "out")
 
 

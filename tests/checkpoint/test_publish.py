@@ -18,8 +18,8 @@ import torch
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint, storage
-from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.publish import FOLDER
+from hf_zero.checkpoint.convert.targets import torch_save
 from hf_zero.checkpoint.convert.to_universal import LATEST_UNIVERSAL
 from hf_zero.checkpoint.convert.torch_weights import write_torch_files
 from hf_zero.checkpoint.find import integrity_error

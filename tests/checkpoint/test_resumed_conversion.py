@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_zero.checkpoint import convert_checkpoint, iterate_state_dict, reader
-from hf_zero.checkpoint.convert import files
+from hf_zero.checkpoint.convert import files, targets
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.jobs import flip, small
 from tests.checkpoint.test_cut_off import Killed
@@ -104,12 +104,13 @@ TORN = [
     b"3\n",
     b"{\n",
     b'{"file": 3, "bytes": "x"}\n',
+    b'{"file": "model.safetensors", "bytes": -4096}\n',
 ]
 
 
 def test_a_journal_or_a_temporary_file_that_is_damaged(run, tmp_path, begun, want):
     lines = (begun / files.JOURNAL).read_bytes()
-    out, temporary = tmp_path / "out", files.temporary_path(tmp_path / "out", "model.safetensors")
+    out, temporary = tmp_path / "out", targets.temporary_path(tmp_path / "out", "model.safetensors")
     harms = [lambda text=text: (out / files.JOURNAL).write_bytes(lines + text) for text in TORN]
     harms += [
         lambda text=text: (out / files.JOURNAL).write_bytes(text) for text in (b"", b"\xff\n")
@@ -223,11 +224,11 @@ def test_a_file_system_without_direct_writes(
 
 def test_a_journal_removes_nothing_outside_of_its_folder(run, tmp_path):
     """The lock file of a killed process counts as free."""
-    mine, out = tmp_path / files.temporary_path(Path(), "mine").name, tmp_path / "out"
+    mine, out = tmp_path / targets.temporary_path(Path(), "mine").name, tmp_path / "out"
     mine.write_text("mine")
     out.mkdir()
     names = ["../mine", str(tmp_path / "mine"), "a/../../mine", 3, ""]
     (out / files.JOURNAL).write_text(json.dumps({"identity": "of another", "files": names}) + "\n")
-    (out / files.LOCK).write_bytes(b"")
+    (out / targets.LOCK).write_bytes(b"")
     convert_checkpoint(run, out)
-    assert mine.read_text() == "mine" and not (out / files.LOCK).exists()
+    assert mine.read_text() == "mine" and not (out / targets.LOCK).exists()

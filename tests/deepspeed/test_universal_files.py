@@ -171,3 +171,9 @@ def test_options_that_a_universal_folder_has_no_use_for(tmp_path):
         refused = CliRunner().invoke(app, [*words, "universal", *options.split()])
         assert isinstance(refused.exception, ConfigError) and offender in str(refused.exception)
         assert not [*tmp_path.iterdir()]
+
+
+def test_help_says_what_the_command_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    assert "as a universal folder" in " ".join(capsys.readouterr().out.split())

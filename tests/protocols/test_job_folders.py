@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hf_zero.checkpoint import host_folders
-from hf_zero.checkpoint.convert.files import LOCK, lock_folder
+from hf_zero.checkpoint.convert.targets import LOCK, lock_folder
 from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.host_folders import SaveLog
 from hf_zero.checkpoint.memory import folders, saving

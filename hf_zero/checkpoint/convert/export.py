@@ -1,5 +1,5 @@
-"""The converter: selects the tensors to write, their names, and their division into files. files.py
-writes them; to_dcp.py and to_universal.py write the other formats.
+"""The converter: selects the tensors to write, their names, and their division into files, which
+``files.py`` writes; ``to_dcp.py`` and ``to_universal.py`` write the other formats.
 """
 
 from __future__ import annotations
@@ -20,21 +20,12 @@ import torch
 import hf_zero
 from hf_zero.checkpoint import storage
 from hf_zero.checkpoint.convert import card
-from hf_zero.checkpoint.convert.files import (
-    Journal,
-    lock_folder,
-    new_folder,
-    refuse_link,
-    refuse_target,
-    temporary_path,
-    write_part,
-)
-from hf_zero.checkpoint.convert.outputs import CONFIG as ADAPTER
+from hf_zero.checkpoint.convert.adapters import CONFIG as ADAPTER
+from hf_zero.checkpoint.convert.adapters import adapter_parts, adapters_in
+from hf_zero.checkpoint.convert.files import Journal, write_part
 from hf_zero.checkpoint.convert.outputs import (
     DtypeName,
     OutputTensor,
-    adapter_parts,
-    adapters_in,
     choose,
     dtype_option,
     exported,
@@ -43,6 +34,13 @@ from hf_zero.checkpoint.convert.outputs import (
     plan_outputs,
 )
 from hf_zero.checkpoint.convert.publish import Publication
+from hf_zero.checkpoint.convert.targets import (
+    lock_folder,
+    new_folder,
+    refuse_link,
+    refuse_target,
+    temporary_path,
+)
 from hf_zero.checkpoint.failures import checkpoint_errors
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import dtype_name
@@ -299,7 +297,7 @@ def _write(
     try:
         if not journal.resumes:
             _replace_or_refuse(checkpoint, output_files, target, overwrite)
-        kept = sum(max(0, journal.kept(name) - len(plan.header)) for name, plan in plans.items())
+        kept = sum(max(0, journal.written(name) - len(plan.header)) for name, plan in plans.items())
         _check_disk_space(target, list(plans), total)
         if kept:
             logger.info(

@@ -1,6 +1,5 @@
-"""Files of the converter: filled window by window from the chunks of a checkpoint, cast, and
-written by several threads; a lock on the target folder; the journal from which an interrupted
-conversion resumes; new folders that are complete or absent.
+"""Weight files of the converter: filled window by window from the chunks of a checkpoint, cast, and
+written by several threads; and the journal from which a conversion that was killed resumes.
 
 Windows start and end at multiples of a page, for direct I/O: the page cache would cost another copy
 of the bytes, and would evict pages that others use.
@@ -14,153 +13,30 @@ import fcntl
 import json
 import mmap
 import os
-import secrets
-import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from hf_zero.checkpoint import find, storage
 from hf_zero.checkpoint.convert.outputs import OutputTensor
-from hf_zero.checkpoint.host_folders import FileLock
+from hf_zero.checkpoint.convert.targets import remove_irregular, temporary_path
 from hf_zero.checkpoint.progress import Tick
 from hf_zero.checkpoint.reader import Checkpoint, Scratch
-from hf_zero.checkpoint.storage import (
-    AnyPath,
-    fsync_path,
-    is_remote,
-    make_folder,
-    rename_durably,
-    write_all,
-)
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
-from hf_zero.errors import CheckpointError
-from hf_zero.logging import JsonObject, logger, parse_json
-
-LOCK = find.NEW + "lock"
-
-
-@contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder`` for the ``with`` block.
-
-    Raises CheckpointError if another conversion, in this or another process, holds it. On a file
-    system without locks, other processes are not kept out, as a warning says.
-    """
-    try:
-        lock = lock_if_supported(lambda: FileLock.on_current(folder / LOCK, fcntl.LOCK_EX))
-    except BlockingIOError as error:
-        raise CheckpointError(
-            f"{folder} is being written by another conversion; wait until it ends, or "
-            "choose another folder"
-        ) from error
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.remove()
-
-
-def lock_if_supported(take: Callable[[], FileLock]) -> FileLock | None:
-    """Return the lock that ``take`` returns; None, with a warning, on a file system without locks:
-    there, every conversion goes on without one.
-    """
-    try:
-        return take()
-    except CheckpointError as error:
-        logger.warning("%s; this conversion goes on without a lock", error)
-        return None
-
-
-def refuse_link(folder: Path) -> None:
-    """Raise CheckpointError if ``folder``, to be written to, is a link."""
-    if folder.is_symlink():
-        raise CheckpointError(
-            f"{folder} is a link to {os.readlink(folder)}, and no link is written through; name "
-            "the folder that it leads to, or a new one"
-        )
-
-
-def refuse_target(target: Path, source: AnyPath, may_hold: bool = False) -> None:
-    """Raise CheckpointError for a ``target`` that is a link, that is the checkpoint ``source`` or
-    is in it, or that holds it, unless it ``may_hold`` it.
-    """
-    refuse_link(target)
-    if is_remote(source):
-        return
-    to, read = target.resolve(), source.resolve()
-    how = "is" if to == read else "is in" if to.is_relative_to(read) else ""
-    if not how and not may_hold and read.is_relative_to(to):
-        how = "holds"
-    if how:
-        raise CheckpointError(
-            f"{target} {how} the checkpoint that is read, {source}; name another folder, such as a "
-            "new one beside it"
-        )
-
-
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to ``target`` if the ``with`` block succeeds, once all
-    in it is on the device, else removed. Raises CheckpointError if ``target`` exists and is not an
-    empty folder.
-    """
-    target = Path(os.path.abspath(target))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists; remove it, or name another folder")
-    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    make_folder(unfinished)
-    try:
-        yield unfinished
-        for path in (*unfinished.rglob("*"), unfinished):
-            fsync_path(path)
-        rename_durably(unfinished, target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def torch_save(value: object, path: Path) -> None:
-    """Write ``value`` with torch.save. Raises OSError if the file cannot be written."""
-    with open(path, "wb") as file:
-        try:
-            torch.save(value, file)
-        except RuntimeError as error:
-            raise file_error(error) from None
-
-
-def file_error(error: BaseException) -> BaseException:
-    """Return the OSError of the file behind an error of torch, which ends its archive while the
-    former is raised, and fails again; ``error`` itself if there is none.
-    """
-    return error.__context__ if isinstance(error.__context__, OSError) else error
-
+from hf_zero.logging import JsonObject, parse_json
 
 JOURNAL = find.NEW + "journal"
 
 
-def temporary_path(target: Path, name: str) -> Path:
-    """Return the path at which the file ``name`` of ``target`` is written until it is complete."""
-    return (target / name).with_name(find.NEW + Path(name).name)
-
-
-def remove_irregular(files: Iterable[Path]) -> None:
-    """Remove links, pipes and devices in place of ``files``, which are to be written: a link leads
-    elsewhere, and a pipe is waited for.
-    """
-    for path in files:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            path.unlink()
-
-
 class Journal:
-    """Journal in ``target`` of the conversion ``identity`` into the files ``names``; ``resumes`` if
-    the same conversion was interrupted there.
+    """Journal in ``target`` of the conversion ``identity`` into the files ``names``. Its first line
+    names these; each further one says how many bytes of a temporary file are on the device.
 
-    Removes what another conversion left there.
+    ``resumes``: the same conversion was interrupted there. What another one left is removed.
     """
 
     def __init__(self, target: Path, identity: str, names: Sequence[str]) -> None:
@@ -168,24 +44,26 @@ class Journal:
         self._target = target
         new = self._path.with_name(self._path.name + "-new")
         remove_irregular([self._path, new, *(temporary_path(target, name) for name in names)])
-        noted = _read(self._path)
-        self._kept: dict[str, int] = {}
-        self.resumes = bool(noted) and noted[0].get("identity") == identity
+        lines_before = _read(self._path)
+        self._written: dict[str, int] = {}
+        self.resumes = bool(lines_before) and lines_before[0].get("identity") == identity
         if self.resumes:
-            self._kept = dict(_stretches(target, names, noted[1:]))
+            self._written = dict(_notes(target, names, lines_before[1:]))
         else:
-            _remove(target, noted)
+            _remove(target, lines_before)
         # Rewrite the file, so that new lines do not follow one that was cut off.
         lines = [
             {"identity": identity, "files": list(names)},
-            *({"file": f, "bytes": n} for f, n in self._kept.items()),
+            *({"file": name, "bytes": nbytes} for name, nbytes in self._written.items()),
         ]
         storage.write_file(new, "".join(json.dumps(line) + "\n" for line in lines).encode())
         os.replace(new, self._path)
 
-    def kept(self, name: str) -> int:
-        """Return how many leading bytes of the temporary file of ``name`` are already written."""
-        return self._kept.get(name, 0)
+    def written(self, name: str) -> int:
+        """Return how many leading bytes of the temporary file of ``name`` are on the device, noted
+        by the conversion that was interrupted.
+        """
+        return self._written.get(name, 0)
 
     def note(self, name: str, nbytes: int) -> None:
         """Record that the first ``nbytes`` of the temporary file of ``name`` are on the device."""
@@ -200,11 +78,12 @@ class Journal:
 
 
 def _read(path: Path) -> list[JsonObject]:
+    """Return the lines of a journal, up to the first that is damaged; [] without one."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
-    lines: list[dict[str, object]] = []
+    lines: list[JsonObject] = []
     # The text after the last newline is empty, or a line that was cut off.
     for line in content.split(b"\n")[:-1]:
         try:
@@ -217,28 +96,26 @@ def _read(path: Path) -> list[JsonObject]:
     return lines
 
 
-def _stretches(
-    target: Path, names: Sequence[str], lines: Sequence[dict[str, object]]
+def _notes(
+    target: Path, names: Sequence[str], lines: Sequence[JsonObject]
 ) -> Iterator[tuple[str, int]]:
     """Yield (file, bytes) from ``lines`` for files that still exist and are that long."""
     for line in lines:
         name, nbytes = line.get("file"), line.get("bytes")
-        if isinstance(name, str) and name in names and isinstance(nbytes, int):
+        if isinstance(name, str) and name in names and isinstance(nbytes, int) and nbytes > 0:
             with suppress(FileNotFoundError):
                 if temporary_path(target, name).stat().st_size >= nbytes:
                     yield name, nbytes
 
 
-def _remove(target: Path, lines: Sequence[dict[str, object]]) -> None:
-    listed = lines[0].get("files") if lines else None
-    for name in listed if isinstance(listed, list) else ():
+def _remove(target: Path, lines: Sequence[JsonObject]) -> None:
+    """Remove a journal of ``lines`` and the temporary files that it names."""
+    names = lines[0].get("files") if lines else None
+    for name in names if isinstance(names, list) else ():
         # The journal is not trusted: remove files inside the target folder only.
-        if (
-            isinstance(name, str)
-            and name
-            and ".." not in Path(name).parts
-            and not Path(name).is_absolute()
-        ):
+        if not isinstance(name, str) or not name:
+            continue
+        if ".." not in Path(name).parts and not Path(name).is_absolute():
             with suppress(FileNotFoundError):
                 temporary_path(target, name).unlink()
     (target / JOURNAL).unlink(missing_ok=True)
@@ -295,14 +172,14 @@ class _WindowedFile:
         """
         whole = memoryview(buffer)[: -(-count // DATA_ALIGNMENT) * DATA_ALIGNMENT]
         try:
-            write_all(self.fd, whole, start)
+            storage.write_all(self.fd, whole, start)
         except OSError as error:
             # Some file systems accept O_DIRECT and refuse the write, and the rest of a short write
             # does not start on a page boundary. Another thread may have cleared the flag since.
             if error.errno != errno.EINVAL:
                 raise
             fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~DIRECT)
-            write_all(self.fd, whole, start)
+            storage.write_all(self.fd, whole, start)
 
     def finish(self) -> None:
         os.ftruncate(self.fd, self.plan.size)
@@ -316,9 +193,9 @@ class _WrittenPrefix:
         self.at = self._noted = at
         self._done: set[int] = set()
 
-    def finished(self, start: int) -> int | None:
-        """Record the finished window that starts at ``start``. Returns the length of the prefix if
-        it has grown enough to be noted in the journal, else None.
+    def add(self, start: int) -> int | None:
+        """Add the window that starts at ``start``, which is written. Return the length of the
+        prefix if it has grown enough to be noted in the journal, else None.
         """
         self._done.add(start)
         while self.at in self._done:
@@ -340,44 +217,18 @@ def write_part(
     workers: int,
     tick: Tick,
 ) -> None:
-    """Write the rest of the temporary file of ``name``, after the part that the journal has
-    recorded, and flush it to the device.
+    """Write the rest of the temporary file of ``name``, after the bytes that the journal has noted,
+    and flush it to the device. Each of the ``workers`` takes the next window when it has written
+    one, so that none is queued.
     """
-    written = journal.kept(name)
+    written = journal.written(name)
     if written:
         tick(max(0, written - len(plan.header)))
     if written == plan.size:
         return
     written -= written % DATA_ALIGNMENT  # every note is aligned, but the journal is not trusted
     file = _WindowedFile(temporary_path(target, name), plan, part, fresh=not written)
-    try:
-        _fill(
-            checkpoint,
-            file,
-            iter(range(written, plan.size, WINDOW)),
-            _WrittenPrefix(written),
-            name,
-            journal,
-            workers,
-            tick,
-        )
-        file.finish()
-        journal.note(name, plan.size)
-    finally:
-        os.close(file.fd)
-
-
-def _fill(
-    checkpoint: Checkpoint,
-    file: _WindowedFile,
-    starts: Iterator[int],
-    front: _WrittenPrefix,
-    name: str,
-    journal: Journal,
-    workers: int,
-    tick: Tick,
-) -> None:
-    """Run the workers, which take windows from one shared iterator so that none is queued."""
+    starts, prefix = iter(range(written, plan.size, WINDOW)), _WrittenPrefix(written)
     lock, noting, failed = threading.Lock(), threading.Lock(), threading.Event()
 
     def work() -> None:
@@ -392,21 +243,26 @@ def _fill(
                 count = file.fill(checkpoint, start, buffer, scratch)
                 file.write(buffer, count, start)
                 with lock:
-                    reached = front.finished(start)
-                if reached is not None and reached < file.plan.size:
+                    to_note = prefix.add(start)
+                if to_note is not None and to_note < plan.size:
                     with noting:
                         os.fsync(file.fd)
-                        journal.note(name, reached)
-                tick(max(0, start + count - max(start, len(file.plan.header))))
+                        journal.note(name, to_note)
+                tick(max(0, start + count - max(start, len(plan.header))))
         except BaseException:
             failed.set()
             raise
 
-    with ThreadPoolExecutor(workers) as pool:
-        running = [pool.submit(work) for _ in range(workers)]
-        try:
-            for worker in running:
-                worker.result()
-        except BaseException:
-            failed.set()  # an interrupt reaches this thread alone; the pool waits for the others
-            raise
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            running = [pool.submit(work) for _ in range(workers)]
+            try:
+                for worker in running:
+                    worker.result()
+            except BaseException:
+                failed.set()  # an interrupt reaches this thread alone; the pool waits for the rest
+                raise
+        file.finish()
+        journal.note(name, plan.size)
+    finally:
+        os.close(file.fd)

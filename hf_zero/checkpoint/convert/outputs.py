@@ -1,31 +1,23 @@
-"""Tensors that a conversion writes: whole tensors assembled from chunks slice by slice, selected by
-patterns, and for a PEFT model the adapters alone, under the names of PEFT's file.
-
-Checkpoints of hf-zero list the adapters' tensors (``export.adapters`` in the manifest). In others
-they are recognized by the names of LoRA and IA3 and the configuration beside the checkpoint.
+"""Whole tensors that a conversion writes: those of a checkpoint, under the names of
+``save_pretrained``, selected by patterns; and what a format leaves out.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from hf_zero.checkpoint.convert.card import json_object, searched_folders
-from hf_zero.checkpoint.manifest import Adapter, Export, Manifest
-from hf_zero.checkpoint.manifest_reading import is_plain
+from hf_zero.checkpoint.manifest import Export, Manifest
 from hf_zero.checkpoint.parameter_names import strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint
-from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import FilePlan, plan_file
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import ConfigError
 from hf_zero.logging import listed, logger
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -34,7 +26,9 @@ CONVERT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A whole tensor to write as ``name`` in ``dtype``; ``held`` is its name in the checkpoint."""
+    """A whole tensor to write as ``name`` in ``dtype``; ``held`` is its name in the checkpoint. A
+    ``raw`` parameter is bytes that no cast may change, such as weights in few bits.
+    """
 
     name: str
     held: str
@@ -159,9 +153,10 @@ def choose(
     """
     if only is None:
         return list(tensors)
-    given: Any = [only] if isinstance(only, str) else only
-    patterns = list(given) if isinstance(given, Iterable) else [given]
-    if not all(isinstance(pattern, str) for pattern in patterns):
+    several = isinstance(only, Iterable) and not isinstance(only, str)
+    given: list[object] = [*only] if several else [only]
+    patterns = [pattern for pattern in given if isinstance(pattern, str)]
+    if len(patterns) < len(given):
         raise ConfigError(
             f"only={only!r} is no pattern; pass strings such as '*.embed_tokens.*', or none at all"
         )
@@ -186,136 +181,12 @@ def choose(
 
 
 def _near(pattern: str, names: Sequence[str]) -> str:
+    """Return words for the ``names`` most like ``pattern``, or for how many there are."""
     bare = pattern.strip("*")
-    near = [
-        name for name in names if bare and bare.lower() in name.lower()
-    ] or difflib.get_close_matches(bare, names, 3, 0.4)
-    shown = ", ".join((near or list(names))[:3])
-    return (
-        f"names near it are {shown}"
-        if near
-        else f"there are {len(names)} names, such as {shown}"
-        if names
-        else "there are none"
-    )
-
-
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# PEFT writes this adapter into the folder itself, others into subfolders of their names.
-DEFAULT = "default"
-BASE = "base_model.model."
-KINDS = ("LORA", "IA3")
-
-# …lora_A.<adapter>.weight, …ia3_l.<adapter>, …lora_magnitude_vector.<adapter>.weight
-_OF_LAYER = re.compile(
-    r"(.*\.(?:lora_[A-Za-z_]+|ia3_l|trainable_tokens_delta))\.([^.]+)(?:\.([^.]+))?"
-)
-_WHOLE = re.compile(r"(.*)\.modules_to_save\.([^.]+)\.(.+)")
-
-
-def written_name(key: str) -> tuple[str, str] | None:
-    """Return (adapter, name in PEFT's file) of parameter ``key``; None if of no adapter."""
-    if match := _WHOLE.fullmatch(key):
-        module, adapter, leaf = match.groups()
-        return adapter, _based(f"{module}.{leaf}")
-    if match := _OF_LAYER.fullmatch(key):
-        stem, adapter, leaf = match.groups()
-        # DoRA's magnitudes used to be a bare parameter and are still written under that name.
-        return adapter, _based(
-            stem if leaf is None or stem.endswith(".lora_magnitude_vector") else f"{stem}.{leaf}"
-        )
-    return None
-
-
-def _based(name: str) -> str:
-    return name if name.startswith(BASE) else BASE + name
-
-
-def adapters_in(
-    manifest: Manifest, folder: AnyPath, names: Iterable[str], needed: bool
-) -> dict[str, Adapter]:
-    """Return the adapters of a checkpoint whose tensors have ``names``; {} if there are none.
-
-    Raises CheckpointError if they are ``needed`` but absent, or of a kind that names alone do not
-    identify.
-    """
-    if manifest.export.adapters:
-        return manifest.export.adapters
-    by_adapter: dict[str, dict[str, str]] = {}
-    for name in names:
-        if (parts := written_name(strip_wrappers(name))) is not None and is_plain(parts[0]):
-            by_adapter.setdefault(parts[0], {})[parts[1]] = name
-    config, source = _beside(folder, by_adapter) if by_adapter else ({}, None)
-    trouble = None
-    if not by_adapter:
-        trouble = f"{folder} holds no adapter that PEFT made"
-    elif source is None:
-        trouble = (
-            f"{folder} holds the adapter {next(iter(by_adapter))!r} and no {CONFIG} lies beside it"
-        )
-    elif config.get("peft_type") not in KINDS or config.get("bias", "none") != "none":
-        trouble = (
-            f"{source} describes an adapter of kind {config.get('peft_type')}, bias "
-            f"{config.get('bias', 'none')!r}, whose tensors their names do not tell"
-        )
-    if trouble is None:
-        return {
-            DEFAULT if len(by_adapter) == 1 else adapter: Adapter(dict(config), tensors)
-            for adapter, tensors in by_adapter.items()
-        }
-    if needed:
-        raise CheckpointError(
-            f"{trouble}; convert it whole (adapters=False, --whole), or put the {CONFIG} of "
-            "save_pretrained beside it"
-        )
-    if by_adapter:
-        logger.warning("%s: it is converted whole, under the names of the wrapped model", trouble)
-    return {}
-
-
-def _beside(
-    folder: AnyPath, adapters: Mapping[str, object]
-) -> tuple[dict[str, object], AnyPath | None]:
-    """Return the nearest configuration of a single adapter, and its path; else {} and None."""
-    for parent in searched_folders(folder) if len(adapters) == 1 else ():
-        path = parent / CONFIG
-        if path.is_file():
-            return json_object(path), path
-    return {}, None
-
-
-def adapter_parts(
-    adapters: Mapping[str, Adapter], tensors: Mapping[str, OutputTensor], folder: AnyPath
-) -> tuple[dict[str, list[OutputTensor]], dict[str, bytes]]:
-    """Return the tensors of each weight file, and the contents of each configuration file, by path
-    in the target.
-
-    An adapter with tensors missing from the checkpoint is left out, with a warning. Raises
-    CheckpointError if no adapter is complete.
-    """
-    parts: dict[str, list[OutputTensor]] = {}
-    configs: dict[str, bytes] = {}
-    lacks = {}
-    for adapter, entry in adapters.items():
-        below = "" if adapter == DEFAULT else f"{adapter}/"
-        missing = [name for name in entry.tensors.values() if name not in tensors]
-        if missing:
-            lacks[adapter] = missing[0]
-            continue
-        parts[below + WEIGHTS] = [
-            replace(tensors[key], name=written) for written, key in entry.tensors.items()
-        ]
-        configs[below + CONFIG] = (
-            json.dumps(entry.config, indent=2, sort_keys=True).encode() + b"\n"
-        )
-    reasons = ", ".join(f"{adapter!r} lacks {name}" for adapter, name in lacks.items())
-    if not parts:
-        raise CheckpointError(
-            f"{folder} holds no adapter that is whole: {reasons}; save it without "
-            "exclude_frozen_parameters"
-        )
-    if lacks:
-        logger.warning(
-            "%s was saved without parts of adapters, which are left out: %s", folder, reasons
-        )
-    return parts, configs
+    near = [name for name in names if bare and bare.lower() in name.lower()]
+    near = near or difflib.get_close_matches(bare, names, 3, 0.4)
+    if near:
+        return f"names near it are {', '.join(near[:3])}"
+    if names:
+        return f"there are {len(names)} names, such as {', '.join(names[:3])}"
+    return "there are none"

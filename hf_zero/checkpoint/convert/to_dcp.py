@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hf_zero import optim
-from hf_zero.checkpoint.convert.files import file_error
 from hf_zero.checkpoint.convert.outputs import OutputTensor, log_left_out, outputs, tied_names
+from hf_zero.checkpoint.convert.targets import file_error
 from hf_zero.checkpoint.foreign.dcp import COUNTERS
 from hf_zero.checkpoint.manifest import GroupEntry
 from hf_zero.checkpoint.parameter_names import strip_wrappers

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from hf_zero.checkpoint import failures, find, storage
-from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.outputs import OutputTensor, log_left_out, outputs
+from hf_zero.checkpoint.convert.targets import torch_save
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, OWN_KEYS, SETTINGS, STEP, WEIGHTS
 from hf_zero.checkpoint.manifest import MASTER
 from hf_zero.checkpoint.manifest_reading import is_plain

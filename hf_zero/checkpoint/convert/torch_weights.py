@@ -15,9 +15,9 @@ from hf_zero.checkpoint.convert.export import (
     index_of,
     split_into_files,
 )
-from hf_zero.checkpoint.convert.files import remove_irregular, temporary_path, torch_save
 from hf_zero.checkpoint.convert.outputs import all_names, outputs
 from hf_zero.checkpoint.convert.publish import Publication
+from hf_zero.checkpoint.convert.targets import remove_irregular, temporary_path, torch_save
 from hf_zero.checkpoint.failures import checkpoint_errors
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.reader import open_checkpoint
