@@ -158,7 +158,11 @@ def _product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: b
     if into.dtype == left.dtype:
         torch.addmm(into, left, right, beta=beta, out=into)
     elif kinds.is_synchronous(into.device):
-        into.add_(left @ right) if add else into.copy_(left @ right)
+        product = left @ right
+        if add:
+            into.add_(product)
+        else:
+            into.copy_(product)
     else:
         torch.ops.aten.addmm.dtype_out(into, left, right, into.dtype, beta=beta, out=into)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.nn import functional as F
@@ -23,7 +23,8 @@ from hf_zero.ops.deferred.facts import named
 from hf_zero.ops.deferred.programs import Operand, Vector
 from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput
 
-T = TypeVar("T")
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 _T: type[torch.Tensor] = torch.Tensor
 
 
@@ -45,14 +46,23 @@ def _owned(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _only_first(args: Any, kwargs: Any) -> bool:
+def _meta_of_selection(
+    logits: DeferredOutput, select: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return a meta tensor like the rows that ``select`` takes, whose number depends on values."""
+    probe = torch.empty((*logits.shape[:-1], 1), dtype=torch.bool, device=logits.device)
+    shape = (*select(probe).shape[:-1], logits.shape[-1])
+    return torch.empty(shape, dtype=logits.dtype, device="meta")
+
+
+def _only_first(args: Args, kwargs: Kwargs) -> bool:
     """Return whether the first argument alone is deferred."""
     return _is_deferred(args[0] if args else None) and not any(
         _is_deferred(item) for item in (*args[1:], *kwargs.values())
     )
 
 
-def _reshaped(function: Any, args: Any, kwargs: Any) -> Any:
+def _reshaped(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Handle functions that keep the order of elements: rows stay rows if the width does."""
     logits: object = args[0] if args else None
     if not _is_deferred(logits):
@@ -76,7 +86,7 @@ def _reshaped(function: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _indexed(function: Callable[..., object], args: Any, kwargs: object) -> Any:
+def _indexed(function: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
     logits, index = args
     if not _is_deferred(logits):
         return NotImplemented
@@ -97,17 +107,12 @@ def _indexed(function: Callable[..., object], args: Any, kwargs: object) -> Any:
     whole = _is_whole(last) or (last is Ellipsis and taken < logits.dim())
     if taken > logits.dim() or ((dots or taken == logits.dim()) and not whole):
         return NotImplemented
-    if not tensors:
-        like = _meta(logits)[index]
-    else:  # its shape depends on values, which a later write must not change
-        index = tree_map(_owned, index)
-        probe = torch.empty((*logits.shape[:-1], 1), dtype=torch.bool, device=logits.device)
-        shape = (*probe[index].shape[:-1], logits.shape[-1])
-        like = torch.empty(shape, dtype=logits.dtype, device="meta")
+    index = tree_map(_owned, index)  # a later write to a tensor in it must not be seen
 
     def select(rows: torch.Tensor) -> torch.Tensor:
         return rows[index]
 
+    like = _meta_of_selection(logits, select) if tensors else select(_meta(logits))
     return logits.selected(select, select, like, alias=not tensors)
 
 
@@ -115,41 +120,28 @@ def _is_whole(item: object) -> bool:
     return isinstance(item, slice) and item in (slice(None), slice(None, None, 1))
 
 
-def _along(function: Callable[..., object], args: Any, kwargs: Any) -> Any:
+def _along(function: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
     """Handle functions of one dimension that is not the last: select, narrow, split, ..."""
     logits: Any = args[0] if args else None
     if not _only_first(args, kwargs) or logits.dim() < 2:
         return NotImplemented
+    name = function.__name__
     try:
-        bound = _signature(function).bind(*args, **kwargs)
+        bound = _SIGNATURES[name].bind(*args, **kwargs)
     except TypeError:
         return NotImplemented
     bound.apply_defaults()
-    dims = [bound.arguments[name] for name in ("dim", "dim0", "dim1") if name in bound.arguments]
-    last = logits.dim() - 1
-    if any(not isinstance(dim, int) or not -last - 1 <= dim <= last for dim in dims):
-        return NotImplemented  # torch's own error
-    dims = [dim % logits.dim() for dim in dims]
-    if last in dims:
-        return NotImplemented
-    other_args = [
-        value
-        for name, value in bound.arguments.items()
-        if name not in ("self", "dim", "dim0", "dim1", "index_tensor")
-    ]
-    plain = _PLAIN_ALONG[function.__name__]
-    other_args = [_owned(value) for value in other_args]
-    call = functools.partial(_call_along, plain, dims, other_args)
-    if function.__name__ == "index_select":
-        like = torch.empty(
-            call(
-                torch.empty((*logits.shape[:-1], 1), dtype=torch.bool, device=logits.device)
-            ).shape[:-1]
-            + (logits.shape[-1],),
-            dtype=logits.dtype,
-            device="meta",
-        )
-        return logits.selected(call, call, like, alias=False)
+    settings = {key: _owned(value) for key, value in bound.arguments.items() if key != "self"}
+    dims = {key: settings[key] for key in ("dim", "dim0", "dim1") if key in settings}
+    for key, dim in dims.items():
+        if not isinstance(dim, int) or not -logits.dim() <= dim < logits.dim():
+            return NotImplemented  # torch's own error
+        settings[key] = dim % logits.dim()
+        if settings[key] == logits.dim() - 1:
+            return NotImplemented
+    call = functools.partial(_PLAIN_ALONG[name], **settings)
+    if name == "index_select":
+        return logits.selected(call, call, _meta_of_selection(logits, call), alias=False)
     result = call(_meta(logits))
     if isinstance(result, torch.Tensor):
         return logits.selected(call, call, result, alias=True)
@@ -162,45 +154,26 @@ def _along(function: Callable[..., object], args: Any, kwargs: Any) -> Any:
     )
 
 
-def _call_along(
-    plain: Callable[..., T], dims: list[int], other_args: list[object], tensor: torch.Tensor
-) -> T:
-    return plain(tensor, dims, other_args)
-
-
+# the functions that :func:`_along` handles, with torch's names of their arguments
 _PLAIN_ALONG: dict[str, Callable[..., Any]] = {
-    "select": lambda t, d, r: torch.select(t, d[0], r[0]),
-    "narrow": lambda t, d, r: torch.narrow(t, d[0], *r),
-    "split": lambda t, d, r: torch.split(t, r[0], d[0]),
-    "chunk": lambda t, d, r: torch.chunk(t, r[0], d[0]),
-    "unbind": lambda t, d, r: torch.unbind(t, d[0]),
-    "index_select": lambda t, d, r: torch.index_select(t, d[0], r[0]),
-    "transpose": lambda t, d, r: torch.transpose(t, *d),
-    "__iter__": lambda t, d, r: torch.unbind(t, 0),
+    "select": lambda self, dim, index: torch.select(self, dim, index),
+    "narrow": lambda self, dim, start, length: torch.narrow(self, dim, start, length),
+    "split": lambda self, split_size, dim=0: torch.split(self, split_size, dim),
+    "chunk": lambda self, chunks, dim=0: torch.chunk(self, chunks, dim),
+    "unbind": lambda self, dim=0: torch.unbind(self, dim),
+    "index_select": lambda self, dim, index: torch.index_select(self, dim, index),
+    "transpose": lambda self, dim0, dim1: torch.transpose(self, dim0, dim1),
+    "__iter__": lambda self, dim=0: torch.unbind(self, dim),
 }
+_SIGNATURES = {name: inspect.signature(plain) for name, plain in _PLAIN_ALONG.items()}
 
 
-@functools.cache
-def _signature(function: Callable[..., object]) -> inspect.Signature:
-    written: dict[str, Callable[..., None]] = {
-        "select": lambda self, dim, index: None,
-        "narrow": lambda self, dim, start, length: None,
-        "split": lambda self, split_size, dim=0: None,
-        "chunk": lambda self, chunks, dim=0: None,
-        "unbind": lambda self, dim=0: None,
-        "index_select": lambda self, dim, index: None,
-        "transpose": lambda self, dim0, dim1: None,
-        "__iter__": lambda self, dim=0: None,
-    }
-    return inspect.signature(written[function.__name__])
-
-
-def _iterated(function: Callable[..., object], args: object, kwargs: object) -> object:
+def _iterated(function: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
     result = _along(function, args, kwargs)
     return result if result is NotImplemented else iter(result)
 
 
-def _copied(function: Callable[..., object], args: Any, kwargs: object) -> object:
+def _copied(function: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
     if not _only_first(args, kwargs) or len(args) > 1 or kwargs:
         return NotImplemented
     logits = args[0]
@@ -210,7 +183,7 @@ def _copied(function: Callable[..., object], args: Any, kwargs: object) -> objec
     return logits.selected(_T.clone, lambda rows: rows, like, alias=False)
 
 
-def _cast(function: Any, args: Any, kwargs: Any) -> Any:
+def _cast(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     logits: object = args[0] if args else None
     if not _is_deferred(logits):
         return NotImplemented
@@ -230,13 +203,27 @@ def _cast(function: Any, args: Any, kwargs: Any) -> Any:
     other_args = args[1:]  # a closure that held the logits would keep them alive
     dtype = result.dtype
     return logits.step(
-        lambda value: value.to(dtype), (logits.program,), result,
-        lambda whole: function(whole, *other_args, **kwargs), (logits,), (),
+        lambda value: value.to(dtype),
+        (logits.program,),
+        result,
+        lambda whole: function(whole, *other_args, **kwargs),
+        (logits,),
+        (),
         widens=dtype == accumulator_dtype(logits.dtype),
-    )  # fmt: skip
+    )
 
 
-def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
+class _Argument(NamedTuple):
+    """An argument of a recorded function, its node (numbers are their own), and a sample of it
+    without rows.
+    """
+
+    value: Any
+    node: Any
+    sample: Any
+
+
+def _elementwise(function: Callable[..., torch.Tensor], args: Args, kwargs: Kwargs) -> Any:
     """Record a function of elements, with operands that are numbers, vectors over the last
     dimension or tensors over the same rows.
     """
@@ -244,57 +231,61 @@ def _elementwise(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if any(isinstance(value, list | tuple) for value in args):
         return NotImplemented
-    ones = [item for item in args if _is_deferred(item)]
-    logits = ones[0] if ones else None
-    if logits is None:
+    deferred = tuple(item for item in args if _is_deferred(item))
+    if not deferred or any(item.shape != deferred[0].shape for item in deferred):
         return NotImplemented
-    inputs, samples, tensors, pending = [], [], [], args
-    args = []
-    for item in pending:
-        if not isinstance(item, torch.Tensor):
-            args.append(item)
-            inputs.append(item)
-            samples.append(item)
-            continue
-        node: object = item.program if _is_deferred(item) else _operand(item, logits, function)
-        if node is None or (_is_deferred(item) and item.shape != logits.shape):
+    logits = deferred[0]
+    arguments = list[_Argument]()
+    for item in args:
+        argument = _argument(item, logits, function)
+        if argument is None:
             return NotImplemented
-        if isinstance(node, Vector) or (isinstance(node, Operand) and node.rows.shape[-1] == 1):
-            item = item.clone()  # a write to it after this must not be seen
-            node = _operand(item, logits, function)
-        args.append(item)
-        inputs.append(node)
-        if isinstance(node, Vector):
-            samples.append(node.tensor.detach())
-        else:
-            samples.append(_some_rows(node.rows if isinstance(node, Operand) else item))
-        if not _is_deferred(item):
-            tensors.append(item)
+        arguments.append(argument)
     step: Any = functools.partial(function, **kwargs) if kwargs else function
     if kwargs:
         step.__name__ = f"{function.__name__} with arguments"
     with torch.no_grad():
-        like = step(*samples)
+        like = step(*(argument.sample for argument in arguments))
     if like.shape != (0, logits.shape[-1]):
         return NotImplemented
-    places = [at for at, item in enumerate(args) if isinstance(item, torch.Tensor)]
-    order = [at for at in places if _is_deferred(args[at])] + [
-        at for at in places if not _is_deferred(args[at])
-    ]
+    nodes = tuple(argument.node for argument in arguments)
+    operands = [node for node in nodes if isinstance(node, Operand)]
+    # without the logits, which a closure would keep alive
+    values = [None if _is_deferred(argument.value) else argument.value for argument in arguments]
+    deferred_at = [at for at, item in enumerate(args) if _is_deferred(item)]
+    tensors_at = [at for at, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    tensors = tuple(value for value in values if isinstance(value, torch.Tensor))
 
-    others = [None if _is_deferred(item) else item for item in args]
-
-    def replay(*values: torch.Tensor) -> torch.Tensor:
-        for node in inputs:
-            if isinstance(node, Operand):
-                node.check()
-        arguments: list[Any] = list(others)
+    def replay(*replayed: torch.Tensor) -> torch.Tensor:
+        for operand in operands:
+            operand.check()
+        filled = list(values)
         # a materialized tensor is replayed from its parents alone
-        for at, value in zip(order, values):
-            arguments[at] = value
-        return function(*arguments, **kwargs)
+        for at, tensor in zip((*deferred_at, *tensors_at), replayed):
+            filled[at] = tensor
+        return function(*filled, **kwargs)
 
-    return logits.step(step, tuple(inputs), like, replay, tuple(ones), tuple(tensors))
+    return logits.step(step, nodes, like, replay, deferred, tensors)
+
+
+def _argument(
+    item: object, logits: torch.Tensor, function: Callable[..., object]
+) -> _Argument | None:
+    """Return ``item``, an argument of ``function`` of ``logits``; None for an operand of another
+    shape.
+    """
+    if _is_deferred(item):
+        return _Argument(item, item.program, _some_rows(item))
+    if not isinstance(item, torch.Tensor):
+        return _Argument(item, item, item)
+    node = _operand(item, logits, function)
+    if isinstance(node, Vector) or (node is not None and node.rows.shape[-1] == 1):
+        item = item.clone()  # a write to it after this must not be seen
+        node = _operand(item, logits, function)
+    if node is None:
+        return None
+    sample = node.tensor.detach() if isinstance(node, Vector) else _some_rows(node.rows)
+    return _Argument(item, node, sample)
 
 
 def _operand(
@@ -322,7 +313,7 @@ def _is_last(dim: object, logits: torch.Tensor) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, logits.dim() - 1)
 
 
-def _softmax(function: Callable[..., object], args: Any, kwargs: Any) -> Any:
+def _softmax(function: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
     stacked = function in (F.softmax, F.log_softmax)
     names = ("input", "dim", *(("_stacklevel",) if stacked else ()), "dtype")
     arguments: dict[str, Any] = dict(zip(names, args)) | {
@@ -347,19 +338,16 @@ def _by_head(
     logits: DeferredOutput, compute: Callable[[], torch.Tensor], shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Return ``compute()`` [n] in ``shape``, with gradients if those of ``logits`` are recorded."""
-    with torch.set_grad_enabled(torch.is_grad_enabled() and logits._records):
+    with logits.recording():
         return compute().reshape(shape)
 
 
-def _reduced(function: Any, args: Any, kwargs: Any) -> Any:
+def _reduced(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Handle reductions over the last dimension that return one tensor."""
     if not _only_first(args, kwargs):
         return NotImplemented
     logits = args[0]
-    arguments = dict(kwargs)
-    names = ("dim", "keepdim")
-    for name, value in zip(names, args[1:]):
-        arguments[name] = value
+    arguments = kwargs | dict(zip(("dim", "keepdim"), args[1:]))
     if len(args) > 3 or not set(arguments) <= {"dim", "keepdim", "dtype"}:
         return NotImplemented
     dim = arguments.pop("dim", None)
@@ -369,7 +357,7 @@ def _reduced(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
 
     lead = logits.shape[:-1] + ((1,) if arguments.get("keepdim") else ())
-    form = heads.head_of(logits.program, logits._records)
+    form = heads.head_of(logits.program, logits.records)
     if form is not None and set(arguments) <= {"keepdim"}:
         axis = form.call.call.axis
         if function.__name__ == "logsumexp":
@@ -384,7 +372,7 @@ def _reduced(function: Any, args: Any, kwargs: Any) -> Any:
     return logits.used(logits.reduced(reduce), function, args, kwargs)
 
 
-def _max(function: Callable[..., object], args: Any, kwargs: Any) -> object:
+def _max(function: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
     """Handle max and min over the last dimension: values and their places."""
     arg = {"max": torch.argmax, "min": torch.argmin}[function.__name__]
     indices = _reduced(arg, args, kwargs)
@@ -397,24 +385,22 @@ def _max(function: Callable[..., object], args: Any, kwargs: Any) -> object:
     return kind((values if keeps_dim else values[..., 0], indices))
 
 
-def _gathered(function: Callable[..., object], args: Any, kwargs: Any) -> Any:
+def _gathered(function: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
     arguments: dict[str, Any] = dict(zip(("input", "dim", "index"), args)) | {
         ("input" if k == "self" else k): v for k, v in kwargs.items()
     }
     logits: object = arguments.get("input")
     dim: Any = arguments.get("dim")
     index: Any = arguments.get("index")
-    if (
-        set(arguments) != {"input", "dim", "index"}
-        or not _is_deferred(logits)
-        or _is_deferred(index)
-    ):
+    if set(arguments) != {"input", "dim", "index"}:
+        return NotImplemented
+    if not _is_deferred(logits) or _is_deferred(index):
         return NotImplemented
     if not _is_last(dim, logits) or index.shape[:-1] != logits.shape[:-1]:
         return NotImplemented
     if index.device != logits.device or not _in_range(index, logits.shape[-1]):
         return NotImplemented
-    form = heads.head_in_log_softmax(logits.program, logits._records)
+    form = heads.head_in_log_softmax(logits.program, logits.records)
     if form is not None and index.shape[-1] == 1:
         labels = index.reshape(-1)
         result = _by_head(logits, lambda: heads.log_probabilities(form, labels), index.shape)
@@ -434,7 +420,6 @@ def _in_range(index: torch.Tensor, width: int) -> bool:
 
 
 _SHAPES = "view reshape flatten unflatten squeeze unsqueeze contiguous view_as reshape_as"
-_ALONG = "select narrow split chunk unbind index_select transpose"
 _CASTS = "to float half bfloat16 double type type_as"
 _ELEMENTS = (
     "add sub mul div true_divide multiply divide subtract __add__ __radd__ __sub__ __rsub__ "
@@ -446,7 +431,7 @@ _REDUCTIONS = "sum mean logsumexp amax amin argmax argmin"
 for _names, _homes, _handler in (
     (_SHAPES, (_T, torch), _reshaped),
     ("__getitem__", (_T,), _indexed),
-    (_ALONG, (_T, torch), _along),
+    (" ".join(_PLAIN_ALONG), (_T, torch), _along),
     ("__iter__", (_T,), _iterated),
     ("clone detach", (_T, torch), _copied),
     (_CASTS, (_T,), _cast),

@@ -56,10 +56,15 @@ def _gradients(
     results = [use.result for item in sources for use in getattr(item, "uses", ())]
     gradients = iter(
         torch.autograd.grad(
-            outputs, [*chain(*ends), *results], grad_outputs, retain_graph, create_graph,
-            allow_unused=True, is_grads_batched=is_grads_batched,
+            outputs,
+            [*chain(*ends), *results],
+            grad_outputs,
+            retain_graph,
+            create_graph,
+            allow_unused=True,
+            is_grads_batched=is_grads_batched,
         )
-    )  # fmt: skip
+    )
     totals = [_sum(next(gradients) for _ in group) for group in ends]
     for at, item in enumerate(sources):
         for use in getattr(item, "uses", ()):

@@ -109,8 +109,14 @@ def logsumexps(form: Affine) -> torch.Tensor:
         numbers = (IGNORED, form.softcap or 0.0, form.scale, size)
         lse: torch.Tensor = _LogProbabilities.apply(
             lambda *tensors: whole_logits(form, *tensors).logsumexp(-1),
-            form.call.call.axis, numbers, none, False, hidden, weight, bias,
-        )  # fmt: skip
+            form.call.call.axis,
+            numbers,
+            none,
+            False,
+            hidden,
+            weight,
+            bias,
+        )
         return lse
 
     return on_head(form, form.call, body)

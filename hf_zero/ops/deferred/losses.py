@@ -9,6 +9,7 @@ dropped where row-wise modules before the decoder are deferred with it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -19,88 +20,126 @@ from hf_zero.device import graphs, kinds
 from hf_zero.ops.chunked_head import accumulator_dtype
 from hf_zero.ops.deferred import heads, programs
 from hf_zero.ops.deferred.chunks import SummedLoss
-from hf_zero.ops.deferred.programs import Affine
+from hf_zero.ops.deferred.programs import Affine, RowwiseCall
 from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput
 from hf_zero.ops.dispatch import version_of
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
 _ARGUMENTS = (
-    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction",
+    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
     "label_smoothing",
-)  # fmt: skip
+)
 
 
-def _loss(function: Any, args: Any, kwargs: Any) -> Any:
-    """Handle cross_entropy, and nll_loss of log_softmax, with classes as targets."""
+@dataclass(frozen=True)
+class _LossCall:
+    """The arguments of a loss with classes as targets."""
+
+    logits: DeferredOutput
+    target: torch.Tensor
+    weight: torch.Tensor | None
+    ignored: int
+    smoothing: float
+    reduction: str
+
+    def weights_of(self, labels: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight of each of ``labels``, any for ignored ones; None without weights."""
+        if self.weight is None:
+            return None
+        return self.weight[labels.where(labels != self.ignored, 0)]
+
+
+def _read(args: Any, kwargs: Any) -> _LossCall | None:
+    """Return the call with these arguments; None if torch has to compute it, or to refuse it."""
     arguments = dict(zip(_ARGUMENTS, args)) | kwargs
     logits, target, weight = map(arguments.get, ("input", "target", "weight"))
     reduction, ignored = arguments.get("reduction", "mean"), arguments.get("ignore_index", -100)
     smoothing = arguments.get("label_smoothing", 0.0)
     if not isinstance(logits, DeferredOutput) or not _is_plain(target):
-        return NotImplemented
+        return None
     if not isinstance(ignored, int) or not isinstance(smoothing, int | float):
-        return NotImplemented
+        return None
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
-        return NotImplemented
+        return None
     if logits.dim() > 2 or target.dtype != torch.int64 or target.shape != logits.shape[:-1]:
-        return NotImplemented
+        return None
     if target.device != logits.device or reduction not in ("mean", "sum", "none"):
-        return NotImplemented
+        return None
     if not 0 <= smoothing <= 1 or not _labels_fit(target, logits.shape[-1], ignored):
-        return NotImplemented  # torch's own error
-    if weight is not None and not _is_plain(weight):
-        return NotImplemented
-    if weight is not None and (weight.device != logits.device or weight.shape != logits.shape[-1:]):
-        return NotImplemented
-    labels = target.reshape(-1)
+        return None
     if weight is not None:
+        if not _is_plain(weight):
+            return None
+        if weight.device != logits.device or weight.shape != logits.shape[-1:]:
+            return None
         weight = weight.clone()  # a write to it before the backward must not be seen
+    return _LossCall(logits, target, weight, ignored, smoothing, reduction)
+
+
+def _loss(function: Callable[..., torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """Handle cross_entropy, and nll_loss of log_softmax, with classes as targets."""
+    call = _read(args, kwargs)
+    if call is None:
+        return NotImplemented
+    logits, labels = call.logits, call.target.reshape(-1)
     find = heads.head_of if function is F.cross_entropy else heads.head_in_log_softmax
-    form = find(logits.program, logits._records)
-    if form is not None and weight is None and reduction != "none" and not _in_parts(form):
-        loss = _summed(logits, form, labels, ignored, smoothing, reduction)
-        return logits.used(loss, function, args, kwargs)
-
-    labeled = _kept_rows(labels, ignored)
-    source: Any = logits.reshape(-1, logits.shape[-1]) if logits.dim() != 2 else logits
-    if labeled is not None and reduction != "none":
-        rows, at = source[labeled], labels[labeled]
-    else:
-        rows, at = source, labels
-    form = find(rows.program, logits._records)
-    if form is not None and not smoothing:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and logits._records):
-            row_losses = -heads.log_probabilities(form, at, ignored)
-            if weight is not None:
-                row_losses = row_losses * weight[at.where(at != ignored, 0)]
-    else:
-        more = {"label_smoothing": smoothing} if function is F.cross_entropy else {}
-
-        def losses(rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-            return function(rows, at[:, 0], weight, ignore_index=ignored, reduction="none", **more)
-
-        row_losses = rows.reduced(losses, at[:, None])
+    form = find(logits.program, logits.records)
+    plain = call.weight is None and call.reduction != "none"
+    if form is not None and plain and form.call.call.axis is None:
+        return logits.used(_summed(call, form, labels), function, args, kwargs)
+    rows: Any = logits.reshape(-1, logits.shape[-1]) if logits.dim() != 2 else logits
+    labeled = _kept_rows(labels, call.ignored) if call.reduction != "none" else None
+    if labeled is not None:
+        rows, labels = rows[labeled], labels[labeled]
+    row_losses = _row_losses(function, call, rows, labels, find(rows.program, logits.records))
     dtype = _dtype_of_loss(logits)
-    if reduction == "none":
-        return logits.used(row_losses.to(dtype).reshape(target.shape), function, args, kwargs)
+    if call.reduction == "none":
+        loss = row_losses.to(dtype).reshape(call.target.shape)
+    else:
+        loss = _reduced(row_losses, call, labels).to(dtype)
+    return logits.used(loss, function, args, kwargs)
+
+
+def _row_losses(
+    function: Callable[..., torch.Tensor],
+    call: _LossCall,
+    rows: DeferredOutput,
+    labels: torch.Tensor,
+    form: Affine | None,
+) -> torch.Tensor:
+    """Return the loss of each of ``rows``: by the operator of the head ``form``, else in chunks."""
+    if form is not None and not call.smoothing:
+        with call.logits.recording():
+            row_losses = -heads.log_probabilities(form, labels, call.ignored)
+            weights = call.weights_of(labels)
+            return row_losses if weights is None else row_losses * weights
+    options: dict[str, Any] = {"ignore_index": call.ignored, "reduction": "none"}
+    if function is F.cross_entropy:
+        options["label_smoothing"] = call.smoothing
+    weight = call.weight  # a closure over the call would keep the logits alive
+
+    def losses(rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return function(rows, at[:, 0], weight, **options)
+
+    return rows.reduced(losses, labels[:, None])
+
+
+def _reduced(row_losses: torch.Tensor, call: _LossCall, labels: torch.Tensor) -> torch.Tensor:
+    """Return the sum or the weighted mean of the losses of ``labels``."""
     # sums in 16 bits overflow
     total = row_losses.sum(dtype=accumulator_dtype(row_losses.dtype))
-    if reduction == "mean":
-        counts = (at != ignored).to(total.dtype)
-        if weight is not None:
-            counts = counts * weight[at.where(at != ignored, 0)].to(total.dtype)
-        # of no weight NaN, with torch's gradients: NaN of labeled rows, 0 of ignored ones
-        inverse = counts.sum().reciprocal()
-        total = total * inverse + inverse * 0.0
-    return logits.used(total.to(dtype), function, args, kwargs)
+    if call.reduction == "sum":
+        return total
+    counts, weights = (labels != call.ignored).to(total.dtype), call.weights_of(labels)
+    if weights is not None:
+        counts = counts * weights.to(total.dtype)
+    # of no weight NaN, with torch's gradients: NaN of labeled rows, 0 of ignored ones
+    inverse = counts.sum().reciprocal()
+    return total * inverse + inverse * 0.0
 
 
 def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and not isinstance(value, DeferredOutput)
-
-
-def _in_parts(form: Affine) -> bool:
-    return form.call.call.axis is not None
 
 
 def _labels_fit(labels: torch.Tensor, words: int, ignored: int) -> bool:
@@ -126,23 +165,20 @@ def _divided(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return total * inverse.nan_to_num(posinf=0.0) + inverse * 0.0
 
 
-def _summed(
-    logits: DeferredOutput,
-    form: Affine,
-    labels: torch.Tensor,
-    ignored: int,
-    smoothing: float,
-    reduction: str,
-) -> torch.Tensor:
+def _summed(call: _LossCall, form: Affine, labels: torch.Tensor) -> torch.Tensor:
     """Return the sum or the mean of the losses, by the operator of the linear head."""
-    inputs, call = form.call.rows, form.call.call
-    counted = labels
+    inputs, head, counted = form.call.rows, form.call.call, labels
+    # a closure over the call would keep the logits alive
+    ignored, smoothing = call.ignored, call.smoothing
 
     def whole(*tensors: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(
-            heads.whole_logits(form, *tensors), counted,
-            ignore_index=ignored, reduction="sum", label_smoothing=smoothing,
-        )  # fmt: skip
+            heads.whole_logits(form, *tensors),
+            counted,
+            ignore_index=ignored,
+            reduction="sum",
+            label_smoothing=smoothing,
+        )
 
     def body(
         hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int
@@ -154,20 +190,20 @@ def _summed(
         total: torch.Tensor = SummedLoss.apply(whole, numbers, counted, hidden, weight, bias)
         return total
 
-    with torch.set_grad_enabled(torch.is_grad_enabled() and logits._records):
+    with call.logits.recording():
         call_node = form.call
         if isinstance(inputs, DeferredOutput) and inputs.is_live():
             flat = inputs.reshape(-1, inputs.shape[-1])
-            hidden, counted = _labeled(flat, labels, ignored, call)
-            call_node = programs.CallNode(hidden, call)
+            hidden, counted = _labeled(flat, labels, ignored, head)
+            call_node = programs.CallNode(hidden, head)
         total = heads.on_head(form, call_node, body)
-    if reduction == "mean":
+    if call.reduction == "mean":
         total = _divided(total, (labels != ignored).sum())
-    return total.to(_dtype_of_loss(logits))
+    return total.to(_dtype_of_loss(call.logits))
 
 
 def _labeled(
-    flat: Any, labels: torch.Tensor, ignored: int, call: Any
+    flat: Any, labels: torch.Tensor, ignored: int, head: RowwiseCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values and labels of the rows of ``flat``, a deferred tensor, that count."""
     labeled = _kept_rows(labels, ignored)
@@ -176,8 +212,8 @@ def _labeled(
     # a host that reads the count would wait, or not be in the graph
     if kinds.is_synchronous(labels.device) or graphs.arguments() is not None:
         return flat.value(), labels
-    capacity = _CAPACITIES.setdefault(call.module, RowCapacity())
-    early = _COUNTS.pop(call.module, None)
+    capacity = _CAPACITIES.setdefault(head.module, RowCapacity())
+    early = _COUNTS.pop(head.module, None)
     if early is not None and early.is_of(labels, ignored):
         count = early.count
     else:

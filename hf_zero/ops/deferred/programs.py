@@ -84,6 +84,10 @@ class RowwiseCall(Protocol):
     tensors: tuple[torch.Tensor, ...]  # parameters at the time of the call
 
     @property
+    def module(self) -> object:
+        """The module that was called."""
+
+    @property
     def axis(self) -> VocabularyAxis | None:
         """The ranks that have parts of its parameters; None: they are whole."""
 
@@ -194,9 +198,9 @@ def nodes_of(node: Node) -> list[Node]:
 def _add_nodes(node: Node, ordered: dict[int, Node]) -> None:
     if id(node) not in ordered:
         if isinstance(node, Step):
-            for one in node.inputs:
-                if isinstance(one, Node):
-                    _add_nodes(one, ordered)
+            for value in node.inputs:
+                if isinstance(value, Node):
+                    _add_nodes(value, ordered)
         ordered[id(node)] = node
 
 
@@ -211,9 +215,9 @@ def selected(node: Node, select: Select) -> Node:
 
     Raises KernelError if the program has changed: a selection must not be of later values.
     """
-    for node_of in nodes_of(node):
-        check(node_of)
-    return _with_rows(node, lambda node_of: replace(node_of, rows=select(node_of.rows)))
+    for part in nodes_of(node):
+        check(part)
+    return _with_rows(node, lambda part: replace(part, rows=select(part.rows)))
 
 
 def renewed(node: Node) -> Node:
@@ -221,12 +225,12 @@ def renewed(node: Node) -> Node:
     that a graph has launched again.
     """
 
-    def renew(node_of: RowsNode) -> RowsNode:
-        rows: torch.Tensor = node_of.rows
+    def renew(part: RowsNode) -> RowsNode:
+        rows: torch.Tensor = part.rows
         rows = rows.renewed() if hasattr(rows, "renewed") else rows
-        if isinstance(node_of, CallNode):
-            return replace(node_of, rows=rows, call=node_of.call.renewed())
-        return replace(node_of, rows=rows)
+        if isinstance(part, CallNode):
+            return replace(part, rows=rows, call=part.call.renewed())
+        return replace(part, rows=rows)
 
     return _with_rows(node, renew)
 
@@ -234,26 +238,25 @@ def renewed(node: Node) -> Node:
 def _with_rows(node: Node, change: Callable[[Any], Any]) -> Node:
     """Return the program with the nodes that read rows changed by ``change``."""
     results: dict[int, Node] = {}
-    for node_of in nodes_of(node):
-        if isinstance(node_of, RowsNode):
-            results[id(node_of)] = change(node_of)
-        elif isinstance(node_of, Step):
-            inputs = tuple(results.get(id(one), one) for one in node_of.inputs)
-            results[id(node_of)] = replace(node_of, inputs=inputs)
+    for part in nodes_of(node):
+        if isinstance(part, RowsNode):
+            results[id(part)] = change(part)
+        elif isinstance(part, Step):
+            inputs = tuple(results.get(id(value), value) for value in part.inputs)
+            results[id(part)] = replace(part, inputs=inputs)
         else:
-            results[id(node_of)] = node_of
+            results[id(part)] = part
     return results[id(node)]
 
 
 def evaluated(node: Node, values: dict[int, torch.Tensor]) -> torch.Tensor:
     """Return the value of ``node``; ``values``: those of its calls and operands, by id."""
     values = dict(values)
-    for node_of in nodes_of(node):
-        if isinstance(node_of, Step):
-            with node_of.autocast.active():
-                values[id(node_of)] = node_of.function(
-                    *[values.get(id(i), i) for i in node_of.inputs]
-                )
+    for part in nodes_of(node):
+        if isinstance(part, Step):
+            inputs = [values.get(id(value), value) for value in part.inputs]
+            with part.autocast.active():
+                values[id(part)] = part.function(*inputs)
     return values[id(node)]
 
 
@@ -270,24 +273,25 @@ def run(
     a plain or deferred one.
     """
     nodes = nodes_of(node)
-    calls = [node_of for node_of in nodes if isinstance(node_of, CallNode)]
-    operands = [node_of for node_of in nodes if isinstance(node_of, Operand)]
-    vectors = [node_of for node_of in nodes if isinstance(node_of, Vector)]
+    calls = [part for part in nodes if isinstance(part, CallNode)]
+    operands = [part for part in nodes if isinstance(part, Operand)]
+    vectors = [part for part in nodes if isinstance(part, Vector)]
 
     def function(*tensors: torch.Tensor) -> torch.Tensor:
-        parts = iter(tensors)
-        rows_of_calls = [next(parts) for _ in calls]
-        values = {id(node_of): next(parts) for node_of in operands}
-        for node_of, rows in zip(calls, rows_of_calls):
-            parameters = [next(parts) for _ in node_of.call.tensors]
-            with node_of.call.autocast.active():
-                values[id(node_of)] = node_of.call.compute(rows, *parameters)
-        values |= {id(node_of): next(parts) for node_of in vectors}
+        remaining = iter(tensors)
+        rows_of_calls = [next(remaining) for _ in calls]
+        values = {id(operand): next(remaining) for operand in operands}
+        for call_node, rows in zip(calls, rows_of_calls):
+            call = call_node.call
+            parameters = [next(remaining) for _ in call.tensors]
+            with call.autocast.active():
+                values[id(call_node)] = call.compute(rows, *parameters)
+        values |= {id(vector): next(remaining) for vector in vectors}
         return evaluated(node, values)
 
     def whole(rows: list[torch.Tensor], shared: list[torch.Tensor]) -> T:
-        rows = rows + [node_of.rows.reshape(-1, node_of.rows.shape[-1]) for node_of in operands]
-        return body(function, rows, shared + [node_of.tensor for node_of in vectors])
+        more = [operand.rows.reshape(-1, operand.rows.shape[-1]) for operand in operands]
+        return body(function, rows + more, shared + [vector.tensor for vector in vectors])
 
     return _inside(calls, whole, rows_of, [], [])
 
@@ -310,7 +314,7 @@ def _inside(
     def inside(hidden: torch.Tensor, *tensors: torch.Tensor) -> T:
         if call.linear and call.autocast.enabled:  # once, instead of in each chunk
             hidden = hidden.to(call.autocast.dtype)
-            tensors = tuple(node_of.to(call.autocast.dtype) for node_of in tensors)
+            tensors = tuple(tensor.to(call.autocast.dtype) for tensor in tensors)
         return _inside(calls[1:], body, rows_of, [*rows, hidden], [*shared, *tensors])
 
     hidden = rows_of(calls[0].rows)
@@ -341,38 +345,39 @@ def affine(node: Node, records: bool) -> Affine | None:
         return Affine(node) if node.call.linear else None
     if not isinstance(node, Step):
         return None
-    name = getattr(node.function, "__name__", "")
+    name, first = getattr(node.function, "__name__", ""), node.inputs[0]
     if node.widens or (node.function is detached and not records):
-        return affine(node.inputs[0], records)
-    if name == "tanh" or not isinstance(node.inputs[0], Node):
-        return None  # without the product that ends a soft cap
+        return affine(first, records)
+    if not isinstance(first, Node):
+        return None
     factor = _factor(name, node.inputs)
     if factor is not None:
-        inner = node.inputs[0] if isinstance(node.inputs[0], Step) else None
-        if inner is not None and getattr(inner.function, "__name__", "") == "tanh":
-            inside = affine(inner.inputs[0], records)
-            if inside is None or inside.softcap is not None:
-                return None
-            if factor <= 0:
-                return None
-            return Affine(inside.call, inside.scale * factor, factor, inside.bias)
-        inside = affine(node.inputs[0], records)
-        if inside is None or inside.softcap is not None:
-            return None
-        return Affine(inside.call, inside.scale * factor, None, inside.bias)
+        return _scaled(first, factor, records)
     if name in ("add", "__add__") and len(node.inputs) == 2:
-        vector, inside = node.inputs[1], affine(node.inputs[0], records)
-        if (
-            inside is not None
-            and isinstance(vector, Vector)
-            and vector.tensor.dim() == 1
-            and inside.scale == 1.0
-            and inside.softcap is None
-            and inside.bias is None
-            and vector.tensor.shape == inside.call.call.tensors[0].shape[:1]
-        ):
-            return Affine(inside.call, bias=vector.tensor)
+        return _with_bias(first, node.inputs[1], records)
     return None
+
+
+def _scaled(node: Node, factor: float, records: bool) -> Affine | None:
+    """Return ``factor`` times ``node``; of a tanh ``factor`` is the soft cap."""
+    capped = None
+    if isinstance(node, Step) and getattr(node.function, "__name__", "") == "tanh":
+        capped = node.inputs[0]
+    inside = affine(node if capped is None else capped, records)
+    if inside is None or inside.softcap is not None or (capped is not None and factor <= 0):
+        return None
+    softcap = None if capped is None else factor
+    return Affine(inside.call, inside.scale * factor, softcap, inside.bias)
+
+
+def _with_bias(node: Node, bias: object, records: bool) -> Affine | None:
+    """Return the output of a module plus ``bias``, a vector over its columns."""
+    inside = affine(node, records)
+    if inside is None or not inside.is_plain or not isinstance(bias, Vector):
+        return None
+    if bias.tensor.shape != inside.call.call.tensors[0].shape[:1]:
+        return None
+    return Affine(inside.call, bias=bias.tensor)
 
 
 def _factor(name: str, inputs: Sequence[object]) -> float | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -227,9 +228,14 @@ class DeferredOutput(torch.Tensor):
             return _grad_fn.__get__(self) is not self.plain_grad_fn
 
     @property
-    def _records(self) -> bool:
+    def records(self) -> bool:
+        """Return whether gradients with respect to it are recorded."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
+
+    def recording(self) -> AbstractContextManager[object]:
+        """Return a context in which gradients are recorded if those of this tensor are."""
+        return torch.set_grad_enabled(torch.is_grad_enabled() and self.records)
 
     def ends(self) -> list[torch.Tensor | GradientEdge]:
         """Return what receives its gradient in a graph: its node, and its plain values."""
@@ -250,7 +256,7 @@ class DeferredOutput(torch.Tensor):
         """
         if self.whole is not None:
             return self.whole
-        with torch.inference_mode(False), torch.set_grad_enabled(self._records):
+        with torch.inference_mode(False), torch.set_grad_enabled(self.records):
             if self._adopted:
                 whole: torch.Tensor = _Read.apply(self)
             elif self.parents:
@@ -362,7 +368,7 @@ class DeferredOutput(torch.Tensor):
             return by_rows(of_chunk, [*rows, *more], shared, size)
 
         _check(self.program)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._records):
+        with self.recording():
             flat = programs.run(self.program, body, plain_rows)
             return flat.reshape((*lead, *flat.shape[1:]))
 
@@ -389,7 +395,7 @@ class DeferredOutput(torch.Tensor):
 
     def _add_origins(self, origins: dict[int, DeferredOutput]) -> None:
         """Add it and all that it was made of, if gradients are recorded, to ``origins``."""
-        if self._records and id(self) not in origins:
+        if self.records and id(self) not in origins:
             origins[id(self)] = self
             for item in self.sources:
                 item._add_origins(origins)
