@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.distributed.collectives import Codec
+from hf_zero.errors import KernelError
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from hf_zero.zero.layout.parameter_codec import (
@@ -47,11 +48,15 @@ class BlockCodec:
         return self.blocks.nbytes(numel)
 
     @torch.no_grad()
-    def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
-        """Return a message for each of ``rows`` parts of ``values``. ``there``: what the receivers
-        have, read for differences.
+    def encode(self, values: Tensor, rows: int = 1, current: Tensor | None = None) -> Tensor:
+        """Return a message for each of ``rows`` parts of ``values``. ``current``: the
+        receivers' current values, which differences need. Raises KernelError without them.
         """
-        return self.blocks.quantize(values, rows, there if self.differences else None)
+        if self.differences and current is None:
+            raise KernelError(
+                f"encode: {self} are taken from the receivers' values; pass them as `current`"
+            )
+        return self.blocks.quantize(values, rows, current if self.differences else None)
 
     @torch.no_grad()
     def decode(self, messages: Tensor, full: Tensor) -> None:
@@ -72,7 +77,7 @@ class BlockwiseCodec(ParameterCodec):
     gradients: makes the codec of one flat buffer, which may keep state. weights, frozen: for
     gathers at stage 3 of trainable and of frozen parameters. deltas: for the changes of a step,
     where all ranks keep whole weights. momentum: for a momentum that is sent in place of gradients.
-    block: tensors with fewer elements, and 1-D tensors, are sent uncompressed in flat
+    smallest: tensors with fewer elements, and 1-D tensors, are sent uncompressed in flat
     buffers of their own: next to a matrix their elements would share a block scale that is too
     large for them.
     """
@@ -82,7 +87,7 @@ class BlockwiseCodec(ParameterCodec):
     frozen: Codec | None = None
     deltas: Codec | None = None
     momentum: SignBlocks | None = None
-    block: int = SMALLEST_TENSOR
+    smallest: int = SMALLEST_TENSOR
 
     key = "blocks"
 
@@ -91,17 +96,17 @@ class BlockwiseCodec(ParameterCodec):
         return self.momentum is not None or self.deltas is not None
 
     def takes(self, parameter: torch.Tensor, use: ParameterUse) -> bool:
-        ours = (self.gradients, self.weights, self.deltas, self.momentum)
+        codecs = (self.gradients, self.weights, self.deltas, self.momentum)
         return (
             not (use.raw or use.outside)
-            and any(ours if use.trains else (self.frozen,))
+            and any(codecs if use.trains else (self.frozen,))
             and parameter.dim() > 1
-            and parameter.numel() >= self.block
+            and parameter.numel() >= self.smallest
         )
 
     def messages(self, flat: FlatUse) -> MessageCodecs:
         layout = flat.layout
-        if layout.num_shards == 1 or layout.shard_numel < self.block or flat.dtype not in FLOATS:
+        if layout.num_shards == 1 or layout.shard_numel < self.smallest or flat.dtype not in FLOATS:
             return MessageCodecs()
         if not flat.trains:
             return MessageCodecs(gathered=self.frozen if flat.sharded else None)

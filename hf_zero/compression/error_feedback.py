@@ -64,7 +64,7 @@ class ErrorCodec:
         return rows * self._blocks.nbytes(numel)
 
     @torch.no_grad()
-    def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
+    def encode(self, values: Tensor, rows: int = 1, current: Tensor | None = None) -> Tensor:
         """Encode, see :class:`~hf_zero.distributed.collectives.Codec`. Uses 8 bytes an element."""
         corrected = values.to(torch.float32, copy=True)
         if self._error is not None:

@@ -70,7 +70,7 @@ def few_bits(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Ext
         weights=eight if zero.quantized_weights else None,
         frozen=eight if zero.quantized_weights or zero.quantized_nontrainable_weights else None,
         deltas=BlockCodec(four.blocks, differences=True) if sends_differences else None,
-        block=section.block_size or SMALLEST_TENSOR,
+        smallest=section.block_size or SMALLEST_TENSOR,
     )
     return {"codecs": (codec,), "needs_one_mesh": keys}
 
@@ -80,7 +80,7 @@ def one_bit(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Exte
     settings = one_bit_of(config, optimizer)
     if settings is None:
         return {}
-    codec = BlockwiseCodec(momentum=SignBlocks(settings.block), block=settings.block)
+    codec = BlockwiseCodec(momentum=SignBlocks(settings.block), smallest=settings.block)
     return {"codecs": (codec,), "needs_one_mesh": ("compressed_communication.bits",)}
 
 

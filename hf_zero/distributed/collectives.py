@@ -68,11 +68,11 @@ class GatherCodec(Protocol):
         """Return the bytes of a message of ``numel`` elements."""
 
     def encode(
-        self, values: torch.Tensor, rows: int = 1, there: torch.Tensor | None = None
+        self, values: torch.Tensor, rows: int = 1, current: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return messages for ``rows`` equal parts of ``values``, 1-D: uint8 [rows, bytes].
 
-        ``there``: the receivers' present values at the place of ``values``, equal on all of them.
+        ``current``: the receivers' values at the place of ``values``, equal on all of them.
         """
 
     def decode(self, messages: torch.Tensor, full: torch.Tensor) -> None:
@@ -282,7 +282,7 @@ class MeshDim:
                 sent.append((full, chunk))
                 continue
             target = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
-            message = codec.encode(chunk, there=target).view(-1)
+            message = codec.encode(chunk, current=target).view(-1)
             messages = message.new_empty(self.size, message.numel())
             sent.append((messages.view(-1), message))
             decodes.append(partial(codec.decode, messages, full))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hf_zero.distributed.backends import group_backend
 from hf_zero.distributed.process_group import CPU, default_store
+from hf_zero.errors import RankMismatchError
 
 PIECE = 8 << 20  # bytes of one message
 Peer = tuple[int, torch.Tensor]  # a rank, and the tensor sent to it or received from it
@@ -75,9 +76,12 @@ class HostTransfers:
         return int(count) == self.world
 
     def _connected(self) -> dist.ProcessGroupGloo | None:
-        """Return the group; None for one rank. Raises RuntimeError if it is closed."""
+        """Return the group; None for one rank. Raises RankMismatchError if it is closed."""
         if self._closed:
-            raise RuntimeError("this rank has closed its connections")
+            raise RankMismatchError(
+                f"rank {self.rank} has closed its connections between host memories, as it does "
+                "when a save into them fails; start the job again"
+            )
         return self._group
 
     def close(self) -> None:

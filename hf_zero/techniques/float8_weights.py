@@ -100,7 +100,7 @@ class Float8Weights:
 
     @torch.no_grad()
     def encode(
-        self, values: torch.Tensor, rows: int = 1, there: torch.Tensor | None = None
+        self, values: torch.Tensor, rows: int = 1, current: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Encode, see :class:`hf_zero.distributed.collectives.GatherCodec`. One row is this
         rank's part; several are the whole buffer, which needs no agreement on its scales.

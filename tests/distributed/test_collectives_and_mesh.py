@@ -38,9 +38,10 @@ from hf_zero.distributed.collective_log import (
 from hf_zero.distributed.flat_mesh import DimMaker
 from hf_zero.distributed.handle import Handle, tagged_barrier
 from hf_zero.distributed.hang_detection import Watchdog
+from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.two_hops import TwoHops
-from hf_zero.errors import ConfigError, LaunchError, PartitionError
+from hf_zero.errors import ConfigError, LaunchError, PartitionError, RankMismatchError
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.cells import in_one_item
 
@@ -591,3 +592,11 @@ def test_a_plain_broadcast_fills_a_leaf_with_gaps(monkeypatch):
     leaf = torch.zeros(3, 2).t().requires_grad_()
     process_group.broadcast(leaf, 1)
     assert torch.equal(leaf.detach(), sent) and leaf.is_leaf
+
+
+def test_closed_connections_between_host_memories_say_so() -> None:
+    transfers = HostTransfers("of a test", 0, 1, 1.0)
+    assert transfers.agree(True)
+    transfers.close()
+    with pytest.raises(RankMismatchError, match=r"rank 0 has closed its connections .* start the"):
+        transfers.transfer([], [])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import hf_zero
 from hf_zero.compression.block_codecs import BlockCodec
 from hf_zero.compression.error_feedback import ErrorCodec
-from hf_zero.errors import PartitionError
+from hf_zero.errors import KernelError, PartitionError
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from tests.helpers.capabilities_of_techniques import ERRORS, FEW, FOUR
 from tests.helpers.cells import in_one_item, in_turn
@@ -51,6 +51,17 @@ def test_gradients_are_those_of_the_equations(stage, ranks, plan, block):
     more = {"compressed_communication": {"block_size": block}}
     answers = on_ranks(ranks, trained, stage, plan, GRADIENTS, more)
     check_gradients(answers, stage, plan, block)
+
+
+def test_differences_need_the_values_of_the_receivers():
+    values, codec = torch.arange(64.0), BlockCodec(SymmetricBlocks(8, 64), differences=True)
+    with pytest.raises(
+        KernelError, match=r"differences in int8 blocks of 64 are taken .* `current`"
+    ):
+        codec.encode(values)
+    out = values.clone()
+    codec.decode(codec.encode(values + 1, current=values), out)
+    torch.testing.assert_close(out, values + 1, rtol=0, atol=0.01)
 
 
 @in_turn(("stage", "precision"), [(1, "fp32"), (3, "bf16")])
